@@ -1,0 +1,43 @@
+"""Packaging. Each dependency is here for one reason, given beside it."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+DEMO = [
+    "scikit-learn>=1.4",  # the handwritten digits, which ship inside it, and the stratified split
+    "matplotlib>=3.8",  # curves.png, predictions.png
+]
+TEST = [
+    *DEMO,
+    "pytest>=8",
+    "pytest-benchmark>=4",
+    "timm==1.0.31",  # oracle: plain ViT families
+    "torchvision",  # oracle: vit_b_16; timm imports it
+    "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
+    "vit-pytorch",  # oracle: SimpleViT
+    "einops",  # the survey's snippets use it
+    "ruff",
+]
+
+setup(
+    name="fastvit_triton",
+    version="0.1.0",
+    description="Vision Transformers on fused Triton kernels that plug into torch.nn",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["fastvit_triton", "fastvit_triton.*"]),
+    package_data={"fastvit_triton": ["py.typed", "kernels/tuned/*.json"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.11",
+        "triton>=3.6; platform_system == 'Linux'",  # the kernels; without it every op takes the PyTorch path
+        "numpy",  # JAX checkpoints (.npz)
+        "safetensors>=0.4",  # checkpoints
+        "pillow>=10",  # image files
+        "rich>=13",  # progress bars and tables
+    ],
+    extras_require={"demo": DEMO, "test": TEST, "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8"]},
+    entry_points={"console_scripts": ["fastvit-triton = fastvit_triton.cli:main"]},
+)

@@ -1,0 +1,12 @@
+"""What all tests share: oracles that import on a machine without CUDA, and the same random numbers each time."""
+
+import pytest
+import torch
+
+import benchmarks  # noqa: F401  (before timm)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers, alone or in the suite."""
+    torch.manual_seed(0)
