@@ -1,0 +1,295 @@
+"""Ring 1: the references are PyTorch's meaning. Equations written out in float64, gradcheck, and clear errors."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastvit_triton import (
+    add_layer_norm,
+    attention,
+    attention_qkv,
+    layer_norm,
+    linear,
+    mlp,
+    patch_embed,
+    varlen_attention,
+)
+from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels.linear import ACTIVATIONS, row_stats
+from fastvit_triton.kernels.op import backend, why_not
+
+EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
+EPS64 = torch.finfo(torch.float64).eps
+
+
+def leaves(value):
+    """The tensors inside nested tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+
+
+def close64(got, truth):
+    """Within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
+    return (got - truth).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("op, case", EVERY)
+def test_gradients_match_finite_differences(op, case):
+    """Oracle: torch.autograd.gradcheck, float64, with respect to every floating argument."""
+    arguments = op.inputs(case, torch.float64, "cpu")
+    names = [n for n, v in arguments.items() if any(t.requires_grad for t in leaves(v))]
+    flat = [t for n in names for t in leaves(arguments[n]) if t.requires_grad]
+
+    def call(*tensors):
+        pool = iter(tensors)
+
+        def swap(value):
+            if isinstance(value, torch.Tensor):
+                return next(pool) if value.requires_grad else value
+            return type(value)(swap(v) for v in value) if isinstance(value, (tuple, list)) else value
+
+        return op.run(**arguments | {n: swap(arguments[n]) for n in names})
+
+    assert torch.autograd.gradcheck(call, flat)
+
+
+@pytest.mark.parametrize("op, case", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_follows_float64(op, case, dtype):
+    """Oracle: the same numbers in float64. Budget: a rounding for each of at most 64 terms."""
+    got = next(leaves(op.run(**op.inputs(case, dtype, "cpu"))))
+    rounded = op.inputs(case, dtype, "cpu")
+    truth = next(leaves(op.reference(**{n: _double(v) for n, v in rounded.items()})))
+    assert got.dtype == dtype
+    assert (got.double() - truth).abs().max() <= 64 * torch.finfo(dtype).eps * truth.abs().max()
+
+
+def _double(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().double() if value.is_floating_point() else value
+    return tuple(_double(v) for v in value) if isinstance(value, tuple) else value
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_attention_is_equations_1_and_2():
+    """Oracle: softmax written with exp and sums, group b mod G indexed by hand."""
+    q, k, v, bias = randn(4, 2, 3, 6), randn(4, 2, 5, 6), randn(4, 2, 5, 7), randn(2, 2, 3, 5)
+    o, lse = attention(q, k, v, bias, scale=0.3, return_lse=True)
+    for b in range(4):
+        for h in range(2):
+            scores = 0.3 * q[b, h] @ k[b, h].T + bias[b % 2, h]
+            weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+            assert close64(o[b, h], weights @ v[b, h])
+            assert close64(attention(q, k, v, bias, scale=0.3)[b, h], weights @ v[b, h])
+            assert (lse[b, h] - scores.exp().sum(-1).log()).abs().max() < 4 * torch.finfo(torch.float32).eps * 4
+
+
+def test_attention_default_scale_is_inverse_root_of_head_dim():
+    """Oracle: the same call with the scale given."""
+    q, k, v = randn(1, 1, 4, 9), randn(1, 1, 4, 9), randn(1, 1, 4, 9)
+    assert torch.equal(attention(q, k, v), attention(q, k, v, scale=1 / 3))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "float", "lens"])
+def test_fully_masked_rows_give_zero_and_no_gradient(kind, return_lse):
+    """Oracle: the definition; the other image must not notice."""
+    q, k, v = (randn(2, 1, 3, 4).requires_grad_() for _ in range(3))
+    keep = torch.tensor([False, True])[:, None, None, None].expand(2, 1, 3, 3)
+    mask = {"bool": keep, "float": torch.zeros(2, 1, 3, 3).masked_fill(~keep, -math.inf), "lens": None}[kind]
+    lens = torch.tensor([0, 3]) if kind == "lens" else None
+    o = attention(q, k, v, mask, kv_lens=lens, return_lse=return_lse)
+    o = o[0] if return_lse else o
+    o.sum().backward()
+    assert (o[0] == 0).all() and close64(o[1].detach(), attention(q, k, v)[1].detach())
+    for t in (q, k, v):
+        assert (t.grad[0] == 0).all() and t.grad.isfinite().all()
+
+
+def test_kv_lens_equals_cutting_the_keys():
+    """Oracle: each image alone with its own keys."""
+    q, k, v = randn(3, 2, 4, 5), randn(3, 2, 6, 5), randn(3, 2, 6, 5)
+    o = attention(q, k, v, kv_lens=torch.tensor([6, 1, 4]))
+    for b, n in enumerate((6, 1, 4)):
+        assert close64(o[b], attention(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n])[0])
+
+
+def test_attention_qkv_splits_as_three_separate_projections():
+    """Oracle: q, k, v cut from the packed tensor by index, head by head."""
+    qkv = randn(2, 5, 3 * 2 * 4)
+    o = attention_qkv(qkv, 2)
+    for h in range(2):
+        q, k, v = (qkv[:, :, i * 8 + h * 4 : i * 8 + h * 4 + 4] for i in range(3))
+        assert close64(o[:, :, h * 4 : h * 4 + 4], ((q @ k.mT) / 2).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_rotates_pairs_and_keeps_the_prefix(interleaved):
+    """Oracle: complex multiplication of channel pairs by exp(i·angle)."""
+    from fastvit_triton.kernels.attention import rotate
+
+    x, angle = randn(1, 2, 5, 6), randn(4, 3)
+    table = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    got = rotate(x, (table.cos(), table.sin(), interleaved), 1)
+    pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :3], x[..., 3:])
+    turned = torch.complex(*pairs)[:, :, 1:] * torch.exp(1j * angle)
+    want = torch.stack((turned.real, turned.imag), -1).flatten(-2)
+    want = want if interleaved else torch.cat((turned.real, turned.imag), -1)
+    assert torch.equal(got[:, :, :1], x[:, :, :1]) and close64(got[:, :, 1:], want)
+
+
+def test_varlen_equals_each_image_alone():
+    """Oracle: dense attention per image."""
+    lengths, H, D = (3, 1, 6), 2, 4
+    q, k, v = (randn(sum(lengths), H, D) for _ in range(3))
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    o = varlen_attention(q, k, v, ends, max(lengths))
+    for a, b in itertools.pairwise(ends):
+        alone = attention(*(t[a:b].transpose(0, 1)[None] for t in (q, k, v)))
+        assert close64(o[a:b], alone[0].transpose(0, 1))
+
+
+def test_layer_norm_is_equations_1_and_2():
+    """Oracle: mean and variance written out."""
+    x, weight, bias = randn(3, 7) + 30, randn(7), randn(7)
+    mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0)
+    assert close64(layer_norm(x, weight, bias, 1e-6), weight * (x - mean) / (variance + 1e-6).sqrt() + bias)
+
+
+def test_add_layer_norm_is_equation_3():
+    """Oracle: the sum written out, then F.layer_norm."""
+    x, residual, gamma, keep = randn(2, 3, 7), randn(2, 3, 7), randn(7), torch.tensor([0.0, 2.0], dtype=torch.float64)
+    total, normed = add_layer_norm(x, residual, None, None, 1e-6, gamma, keep)
+    want = residual + keep[:, None, None] * gamma * x
+    assert close64(total, want) and close64(normed, F.layer_norm(want, (7,), eps=1e-6))
+
+
+def test_activations_are_their_papers_formulas():
+    """Oracle: arXiv:1606.08415, section 2, written out."""
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    formulas = {
+        "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+        "gelu_tanh": 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "quick_gelu": x / (1 + torch.exp(-1.702 * x)),
+        "relu": x.clamp(min=0),
+        "silu": x / (1 + torch.exp(-x)),
+    }
+    assert formulas.keys() == ACTIVATIONS.keys()
+    for name, want in formulas.items():
+        assert close64(ACTIVATIONS[name](x), want), name
+
+
+def test_linear_is_equations_1_to_4():
+    """Oracle: each step written out."""
+    x, weight, bias, g, b = randn(2, 3, 5), randn(4, 5), randn(4), randn(5), randn(5)
+    gamma, keep, residual = randn(4), torch.tensor([0.0, 2.0], dtype=torch.float64), randn(2, 3, 4)
+    branch = dict(gamma=gamma, sample_scale=keep, residual=residual)
+    y, stats = linear(x, weight, bias, norm=(g, b, 1e-5), activation="relu", **branch, return_stats=True)
+    normed = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * g + b
+    want = keep[:, None, None] * gamma * (normed @ weight.T + bias).clamp(min=0) + residual
+    assert close64(y, want)
+    rows = want.flatten(0, 1)
+    assert stats.shape == (6, 1, 2) and stats.dtype == torch.float32
+    torch.testing.assert_close(
+        stats[:, 0].double(), torch.stack((rows.sum(-1), rows.var(-1, correction=0) * 4), -1), rtol=1e-5, atol=1e-5
+    )
+    assert not row_stats(y.requires_grad_()).requires_grad
+
+
+def test_swiglu_packed_equals_pair():
+    """Oracle: arXiv:2002.05202, equation 6; the packed weight holds the gate first."""
+    x, gate, up, bg, bu = randn(2, 3, 5), randn(4, 5), randn(4, 5), randn(4), randn(4)
+    want = F.silu(x @ gate.T + bg) * (x @ up.T + bu)
+    assert close64(linear(x, (gate, up), (bg, bu), activation="swiglu"), want)
+    assert close64(linear(x, torch.cat((gate, up)), torch.cat((bg, bu)), activation="swiglu"), want)
+    assert close64(linear(x, (gate, up), activation="swiglu"), F.silu(x @ gate.T) * (x @ up.T))
+
+
+def test_mlp_is_two_linears_and_recompute_changes_nothing():
+    """Oracle: `linear` twice; with recompute the same bits, forward and backward."""
+    x, fc1, fc2 = randn(2, 3, 5).requires_grad_(), (randn(9, 5), randn(9)), (randn(5, 9), randn(5))
+    norm = (randn(5), randn(5), 1e-6)
+    want = linear(linear(x, *fc1, norm=norm, activation="gelu"), *fc2, residual=x)
+    (truth,) = torch.autograd.grad(want.sum(), x)
+    for recompute in (False, True):
+        got = mlp(x, fc1, fc2, norm=norm, residual=x, recompute=recompute)
+        assert torch.equal(got, want) and torch.equal(torch.autograd.grad(got.sum(), x)[0], truth)
+
+
+def test_patch_embed_is_a_linear_map_of_flattened_patches():
+    """Oracle: patches cut by slicing, flattened as (row, column, channel); positions by hand."""
+    image, weight, bias = randn(2, 3, 4, 6), randn(5, 3, 2, 2), randn(5)
+    pos, prefix = randn(1, 7, 5), randn(1, 1, 5)
+    matrix = weight.permute(2, 3, 1, 0).reshape(12, 5)
+    cut = [image[:, :, r : r + 2, c : c + 2].permute(0, 2, 3, 1).flatten(1) for r in (0, 2) for c in (0, 2, 4)]
+    tokens = torch.stack(cut, 1) @ matrix + bias
+    assert close64(patch_embed(image, weight, bias), tokens)
+    assert close64(
+        patch_embed(image, weight, bias, pos, prefix), torch.cat((prefix.expand(2, -1, -1), tokens), 1) + pos
+    )
+    before = torch.cat((prefix.expand(2, -1, -1), tokens + pos[:, 1:]), 1)
+    assert close64(patch_embed(image, weight, bias, pos[:, 1:], prefix), before)
+
+
+def test_patch_embed_folds_uint8_normalisation():
+    """Oracle: the image normalised before the call."""
+    image, weight = torch.randint(0, 256, (1, 3, 4, 4), dtype=torch.uint8), randn(5, 3, 2, 2)
+    mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.3, 0.4])
+    normal = (image / 255.0 - mean[:, None, None]) / std[:, None, None]
+    got = patch_embed(image, weight, mean=mean, std=std)
+    # mean, std and the division are float32 on one side: a few roundings of float32 on values below 5
+    assert (got - patch_embed(normal.double(), weight)).abs().max() < 64 * torch.finfo(torch.float32).eps * 5
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: attention(randn(1, 2, 3, 4), randn(1, 2, 3, 5), randn(1, 2, 3, 4)), "axis D of k must be 4, got 5"),
+        (lambda: attention(randn(1, 2, 3, 4), randn(1, 2, 6, 4), randn(1, 2, 5, 4)), "axis Nk of v must be 6, got 5"),
+        (lambda: attention(randn(2, 3, 4), randn(2, 3, 4), randn(2, 3, 4)), r"q must have axes \[B, H, Nq, D\]"),
+        (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(3, 3)), r"bias must have axes \[G, H, Nq, Nk\]"),
+        (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(1, 2, 3, 2)), "axis Nk of bias must be 3, got 2"),
+        (lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(2)), "axis B of kv_lens must be 1, got 2"),
+        (lambda: attention_qkv(randn(1, 2, 10), 2), "multiple of 3·num_heads = 6, got 10"),
+        (lambda: varlen_attention(*[randn(3, 2, 4)] * 2, randn(4, 2, 4), torch.zeros(2), 1), "axis T of v must be 3"),
+        (lambda: layer_norm(randn(2, 4), randn(3), None, 1e-6), "axis D of weight must be 4, got 3"),
+        (lambda: add_layer_norm(randn(2, 4), randn(2, 5), None, None, 1e-6), r"residual must have x's shape \[2, 4\]"),
+        (lambda: linear(randn(2, 4), randn(3, 5)), "axis K of weight must be 4, got 5"),
+        (lambda: linear(randn(2, 4), randn(3, 4), randn(4)), "axis F of bias must be 3, got 4"),
+        (lambda: linear(randn(2, 4), randn(3, 4), residual=randn(2, 4)), r"residual must have shape \[2, 3\]"),
+        (lambda: linear(randn(2, 4), randn(3, 4), activation="tanh"), "activation is 'tanh'; use one of gelu"),
+        (lambda: linear(randn(2, 4), (randn(3, 4), randn(3, 4))), "only activation='swiglu' takes"),
+        (lambda: mlp(randn(2, 4), (randn(6, 4), None), (randn(4, 5), None)), "axis F of fc2 weight must be 6, got 5"),
+        (lambda: patch_embed(randn(1, 3, 5, 4), randn(2, 3, 2, 2)), "axis H of image must be a multiple .* 2, got 5"),
+        (lambda: patch_embed(randn(1, 1, 4, 4), randn(2, 3, 2, 2)), "axis C of image must be 3, got 1"),
+        (lambda: patch_embed(randn(1, 3, 4, 4), randn(2, 3, 2, 2), pos=randn(1, 3, 2)), "axis N of pos must be 4"),
+        (
+            lambda: patch_embed(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), randn(2, 3, 2, 2)),
+            "needs mean and std",
+        ),
+    ],
+)
+def test_wrong_shapes_raise_one_sentence(call, words):
+    """Oracle: the sentence names the argument, the axis and both sizes, on one line."""
+    with pytest.raises(ValueError, match=words) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_switch_and_reasons(monkeypatch):
+    """Oracle: the words of FASTVIT_TRITON_BACKEND, and a reason wherever no kernel runs."""
+    assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
+    monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
+    assert "asks for PyTorch" in why_not(torch.device("cuda"), torch.float32)
+    monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="use one of auto, torch"):
+        backend()
