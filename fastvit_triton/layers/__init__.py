@@ -1,0 +1,38 @@
+"""What is learned: modules that own parameters under timm's names and call the kernels."""
+
+from .attention import Attention, AttentionPool, RelativePosition
+from .block import Block, DropPath, LayerScale, PostNormBlock, drop_path_rates
+from .embed import (
+    Learned2d,
+    LinearPatchEmbed,
+    NormPatchEmbed,
+    PatchDropout,
+    PatchEmbed,
+    resize_pos_embed,
+    sincos1d,
+    sincos2d,
+)
+from .mlp import Mlp
+from .resnet import ResNet, Root
+
+__all__ = [
+    "Attention",
+    "AttentionPool",
+    "Block",
+    "DropPath",
+    "LayerScale",
+    "Learned2d",
+    "LinearPatchEmbed",
+    "Mlp",
+    "NormPatchEmbed",
+    "PatchDropout",
+    "PatchEmbed",
+    "PostNormBlock",
+    "RelativePosition",
+    "ResNet",
+    "Root",
+    "drop_path_rates",
+    "resize_pos_embed",
+    "sincos1d",
+    "sincos2d",
+]

@@ -1,0 +1,145 @@
+"""Attention modules. Parameter names are timm's: qkv, q_norm, k_norm, proj."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.attention import attention, attention_qkv
+from .mlp import Mlp
+from .seam import drops, norm_weights, plain, project
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention on a packed projection (ViT, arXiv:2010.11929, eq. 5-8, with biases as in its code).
+
+    Args:
+        dim: D, channels per token.
+        num_heads: H.
+        head_dim: channels per head; None means D / H. H · head_dim may differ from D.
+        qkv_bias: bias on the packed projection.
+        proj_bias: bias on the output projection.
+        scale: softmax scale; None means head_dim^-0.5.
+        qk_norm: epsilon of a LayerNorm on every head's queries and keys; None for no norm.
+        attn_drop: dropout on the attention probabilities.
+        proj_drop: dropout after the output projection.
+        position: module that turns queries [B, H, N, d] into a bias [B, H, N, N], such as `RelativePosition`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        head_dim: int | None = None,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        scale: float | None = None,
+        qk_norm: float | None = None,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        position: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim or dim // num_heads
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        inner = num_heads * self.head_dim
+        self.qkv = nn.Linear(dim, 3 * inner, bias=qkv_bias)
+        self.q_norm = nn.Identity() if qk_norm is None else nn.LayerNorm(self.head_dim, eps=qk_norm)
+        self.k_norm = nn.Identity() if qk_norm is None else nn.LayerNorm(self.head_dim, eps=qk_norm)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(inner, dim, bias=proj_bias)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.position = position
+
+    def forward(self, x: Tensor, *, norm: nn.Module | None = None, **branch: Tensor | None) -> Tensor:
+        """x [B, N, D] → [B, N, D]; `norm` comes first, `branch` (gamma, sample_scale, residual) comes last."""
+        qkv = project(x, self.qkv, norm=norm)  # [B, N, 3·H·d]
+        fused = self.position is None and not drops(self.attn_drop)
+        if fused and plain(self.q_norm, nn.Identity) and plain(self.k_norm, nn.Identity):
+            o = attention_qkv(qkv, self.num_heads, self.scale)
+        elif fused and plain(self.q_norm, nn.LayerNorm) and plain(self.k_norm, nn.LayerNorm):
+            norms = norm_weights(self.q_norm), norm_weights(self.k_norm)
+            o = attention_qkv(qkv, self.num_heads, self.scale, *norms)
+        else:
+            o = self._attend(qkv)
+        return project(o, self.proj, drop=self.proj_drop, **branch)  # [B, N, D]
+
+    def _attend(self, qkv: Tensor) -> Tensor:
+        """The general case: query-dependent bias, dropout on probabilities, other norms."""
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        q, k = self.q_norm(q), self.k_norm(k)
+        bias = None if self.position is None else self.scale * self.position(q)
+        if drops(self.attn_drop):
+            o = F.scaled_dot_product_attention(q, k, v, bias, self.attn_drop.p, scale=self.scale)
+        else:
+            o = attention(q, k, v, bias, self.scale)
+        return o.transpose(1, 2).flatten(2)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+class RelativePosition(nn.Module):
+    """Key embeddings of 1-D offsets between patches; q · r is added to q · k.
+
+    Source: ViT, arXiv:2010.11929, appendix D.4; the table is shared by heads as in Shaw et al., arXiv:1803.02155,
+    section 3.2. Prefix tokens have no position and get no bias.
+
+    Args:
+        num_patches: N, tokens that have a position.
+        head_dim: d.
+        prefix_tokens: leading tokens without a position.
+    """
+
+    def __init__(self, num_patches: int, head_dim: int, prefix_tokens: int) -> None:
+        super().__init__()
+        self.num_patches, self.prefix_tokens = num_patches, prefix_tokens
+        self.weight = nn.Parameter(torch.empty(2 * num_patches - 1, head_dim))  # row i is offset i − (N − 1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self, q: Tensor) -> Tensor:
+        """q [B, H, T + N, d] → [B, H, T + N, T + N]."""
+        N = q.shape[2] - self.prefix_tokens
+        if N > self.num_patches:
+            raise ValueError(f"relative positions were built for {self.num_patches} patches, got {N}")
+        n = torch.arange(N, device=q.device)
+        offset = n[:, None] - n[None, :] + self.num_patches - 1  # [N, N]
+        logits = q[:, :, self.prefix_tokens :] @ self.weight.T  # [B, H, N, 2N − 1]
+        logits = logits.gather(-1, offset.expand(*logits.shape[:2], N, N))
+        return F.pad(logits, (self.prefix_tokens, 0, self.prefix_tokens, 0))
+
+
+class AttentionPool(nn.Module):
+    """One learned query attends to all tokens, then an MLP: "map" pooling (SigLIP; timm's AttentionPoolLatent).
+
+    Args:
+        dim: D, channels per token.
+        num_heads: H.
+        mlp: the MLP after the attention.
+        eps: LayerNorm epsilon.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mlp: Mlp, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.latent = nn.Parameter(torch.empty(1, 1, dim))
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, eps=eps)
+        self.mlp = mlp
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.latent, std=self.latent.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, D]."""
+        q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [1, H, 1, d]
+        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        o = attention(q.expand(len(x), -1, -1, -1), k, v).transpose(1, 2).flatten(2)
+        x = project(o, self.proj)  # [B, 1, D]
+        return self.mlp(x, norm=self.norm, residual=x)[:, 0]

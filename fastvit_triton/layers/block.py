@@ -1,0 +1,116 @@
+"""The Transformer block: two residual branches, each given as a module. Names are timm's."""
+
+import torch
+from torch import Tensor, nn
+
+from .seam import hooked, plain
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel on a residual branch (CaiT, arXiv:2103.17239, eq. 6).
+
+    Args:
+        dim: D, channels per token.
+        init_values: initial factor.
+    """
+
+    def __init__(self, dim: int, init_values: float = 1e-5) -> None:
+        super().__init__()
+        self.init_values = init_values
+        self.gamma = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] → [..., D]."""
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: skips a residual branch for whole images while training (Huang et al., arXiv:1603.09382).
+
+    Kept images are divided by 1 − p, so the expectation is unchanged.
+
+    Args:
+        p: probability of skipping, in [0, 1).
+    """
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.p = p
+
+    def sample_scale(self, x: Tensor) -> Tensor | None:
+        """One factor per image of x [B, ...]: [B] of 0 or 1 / (1 − p); None when nothing is dropped."""
+        if not self.training or self.p == 0.0:
+            return None
+        return x.new_empty(x.shape[0]).bernoulli_(1 - self.p).div_(1 - self.p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, ...] → [B, ...]."""
+        scale = self.sample_scale(x)
+        return x if scale is None else x * scale.view(-1, *[1] * (x.dim() - 1))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:.3g}"
+
+
+def drop_path_rates(last: float, depth: int) -> list[float]:
+    """Rates that rise linearly from 0 in the first block to `last` in the last one."""
+    return [last * i / max(depth - 1, 1) for i in range(depth)]
+
+
+class Block(nn.Module):
+    """Pre-norm block: x + f(LN x) for f = attention, then MLP (ViT, arXiv:2010.11929, eq. 2-3).
+
+    Args:
+        dim: D, channels per token.
+        attn: called as `attn(x, norm=, gamma=, sample_scale=, residual=)`; see `Attention`.
+        mlp: called in the same way; see `Mlp`.
+        eps: LayerNorm epsilon.
+        init_values: initial LayerScale; None for none.
+        drop_path: probability of skipping each branch.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        mlp: nn.Module,
+        eps: float = 1e-6,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=eps)
+        self.attn = attn
+        self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = nn.LayerNorm(dim, eps=eps)
+        self.mlp = mlp
+        self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
+        self.drop_path2 = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        x = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1)
+        return add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2)
+
+
+class PostNormBlock(Block):
+    """Post-norm block: LN(x + f(x)), as in the original Transformer (arXiv:1706.03762, section 3.1)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        x = self.norm1(add_branch(x, self.attn, None, self.ls1, self.drop_path1))
+        return self.norm2(add_branch(x, self.mlp, None, self.ls2, self.drop_path2))
+
+
+def add_branch(x: Tensor, body: nn.Module, norm: nn.Module | None, scale: nn.Module, drop_path: nn.Module) -> Tensor:
+    """x + drop_path(scale(body(norm(x)))) on x [B, N, D], ended inside `body` where nobody watches the parts."""
+    if not hooked(body) and plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, nn.Identity):
+        gamma = scale.gamma if type(scale) is LayerScale else None
+        sample_scale = drop_path.sample_scale(x) if type(drop_path) is DropPath else None
+        return body(x, norm=norm, gamma=gamma, sample_scale=sample_scale, residual=x)
+    return x + drop_path(scale(body(x, norm=norm)))

@@ -1,0 +1,186 @@
+"""From image to tokens: patch projections, position tables, dropping patches. Parameter names are timm's."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.patch_embed import assemble, patch_embed
+from .seam import plain
+
+
+class PatchEmbed(nn.Module):
+    """Cuts the image into patches and projects each to D channels (ViT, arXiv:2010.11929, eq. 1).
+
+    Args:
+        img_size: (height, width) in pixels.
+        patch_size: (height, width) in pixels.
+        in_chans: C, image channels.
+        embed_dim: D.
+        bias: bias of the projection.
+        strict_img_size: refuse images of another size; False takes any size that the patch divides.
+    """
+
+    def __init__(
+        self,
+        img_size: tuple[int, int],
+        patch_size: tuple[int, int],
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        bias: bool = True,
+        strict_img_size: bool = True,
+    ) -> None:
+        super().__init__()
+        self.img_size, self.patch_size, self.in_chans = tuple(img_size), tuple(patch_size), in_chans
+        self.strict_img_size = strict_img_size
+        self.grid_size = (img_size[0] // patch_size[0], img_size[1] // patch_size[1])
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.build(embed_dim, bias)
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        """Makes the projection."""
+        self.proj = nn.Conv2d(self.in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias)
+
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """Patches per column and row of image [B, C, H, W].
+
+        Raises:
+            ValueError: the image has other channels or another size than this embedding takes.
+        """
+        if image.dim() != 4 or image.shape[1] != self.in_chans:
+            raise ValueError(f"image must have axes [B, {self.in_chans}, H, W], got shape {list(image.shape)}")
+        size = tuple(image.shape[2:])
+        if self.strict_img_size and size != self.img_size:
+            expected = "x".join(map(str, self.img_size))
+            raise ValueError(
+                f"image is {size[0]}x{size[1]} pixels, the model takes {expected}; "
+                "resize it, or build the model with img_size= or dynamic_img_size=True"
+            )
+        if size[0] % self.patch_size[0] or size[1] % self.patch_size[1]:
+            raise ValueError(f"image is {size[0]}x{size[1]} pixels, not a multiple of the patch {self.patch_size}")
+        return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
+
+    def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
+        self.grid_of(image)
+        if plain(self.proj, nn.Conv2d):
+            return patch_embed(image, self.proj.weight, self.proj.bias, pos, prefix)
+        return assemble(self.proj(image).flatten(2).transpose(1, 2), pos, prefix)
+
+
+class LinearPatchEmbed(PatchEmbed):
+    """The same projection on patches flattened as (row, column, channel), as the ViT paper writes it."""
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        self.norm_in, self.norm_out = nn.Identity(), nn.Identity()
+        self.proj = nn.Linear(self.in_chans * self.patch_size[0] * self.patch_size[1], embed_dim, bias=bias)
+
+    def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
+        (h, w), (ph, pw) = self.grid_of(image), self.patch_size
+        patches = image.unflatten(3, (w, pw)).unflatten(2, (h, ph))  # [B, C, h, P, w, P]
+        patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # [B, N, P·P·C]
+        return assemble(self.norm_out(self.proj(self.norm_in(patches))), pos, prefix)
+
+
+class NormPatchEmbed(LinearPatchEmbed):
+    """LayerNorm, linear, LayerNorm on flattened patches (vit-pytorch's stem; epsilon 1e-5 as there)."""
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        super().build(embed_dim, bias)
+        self.norm_in, self.norm_out = nn.LayerNorm(self.proj.in_features), nn.LayerNorm(embed_dim)
+
+
+class Learned2d(nn.Module):
+    """Learned positions from a row table and a column table of D/2 channels each (ViT paper, appendix D.4).
+
+    Args:
+        grid_size: (rows, columns) of patches.
+        dim: D.
+    """
+
+    def __init__(self, grid_size: tuple[int, int], dim: int) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.empty(grid_size[0], dim // 2))
+        self.column = nn.Parameter(torch.empty(grid_size[1], dim // 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.row, std=0.02)
+        nn.init.trunc_normal_(self.column, std=0.02)
+
+    def forward(self) -> Tensor:
+        """[1, rows · columns, D], the column's half first."""
+        rows, columns = len(self.row), len(self.column)
+        column, row = self.column[None].expand(rows, -1, -1), self.row[:, None].expand(-1, columns, -1)
+        return torch.cat((column, row), -1).flatten(0, 1)[None]
+
+
+def sincos1d(length: int, dim: int) -> Tensor:
+    """[1, length, D]: sin(n / 10000^(2i/D)) in channel 2i, the cosine in 2i + 1 (arXiv:1706.03762, section 3.5)."""
+    omega = 10000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * omega
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[None].float()
+
+
+def sincos2d(grid_size: tuple[int, int], dim: int) -> Tensor:
+    """[1, h·w, D]: [sin xω, cos xω, sin yω, cos yω] with ω = 10000^(−k/(D/4 − 1)) (SimpleViT, arXiv:2205.01580)."""
+    quarter = dim // 4
+    omega = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64) / max(quarter - 1, 1))
+    y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in grid_size), indexing="ij")
+    x, y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega
+    return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)[None].float()
+
+
+INTERPOLATION = {
+    "bilinear": dict(mode="bilinear", align_corners=False),
+    "bilinear_align_corners": dict(mode="bilinear", align_corners=True),
+    "bicubic": dict(mode="bicubic", align_corners=False),
+    "bicubic_align_corners": dict(mode="bicubic", align_corners=True),
+    "bicubic_antialias": dict(mode="bicubic", align_corners=False, antialias=True),
+}
+
+
+def resize_pos_embed(
+    pos: Tensor, old: tuple[int, int], new: tuple[int, int], prefix_tokens: int = 0, mode: str = "bicubic_antialias"
+) -> Tensor:
+    """Interpolates a position table to another grid, keeping the prefix rows.
+
+    Args:
+        pos: [1, T + h·w, D].
+        old: (h, w) of the table.
+        new: (h', w') wanted.
+        prefix_tokens: T.
+        mode: a name in `INTERPOLATION`. The ViT paper's code is "bilinear_align_corners", timm and DeiT are
+            "bicubic_antialias", torchvision is "bicubic_align_corners", transformers and DINOv2 are "bicubic".
+
+    Returns:
+        [1, T + h'·w', D].
+    """
+    if old == new:
+        return pos
+    prefix, grid = pos[:, :prefix_tokens], pos[:, prefix_tokens:]
+    grid = grid.unflatten(1, old).permute(0, 3, 1, 2)  # [1, D, h, w]
+    grid = F.interpolate(grid.float(), size=new, **INTERPOLATION[mode]).to(pos.dtype)
+    return torch.cat((prefix, grid.flatten(2).transpose(1, 2)), 1)
+
+
+class PatchDropout(nn.Module):
+    """Keeps a random part of the patch tokens while training (arXiv:2212.00794); prefix tokens stay.
+
+    Args:
+        p: fraction dropped, in [0, 1).
+        prefix_tokens: leading tokens that are never dropped.
+    """
+
+    def __init__(self, p: float, prefix_tokens: int) -> None:
+        super().__init__()
+        self.p, self.prefix_tokens = p, prefix_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T + N, D] → [B, T + kept, D]."""
+        if not self.training or self.p == 0.0:
+            return x
+        prefix, patches = x[:, : self.prefix_tokens], x[:, self.prefix_tokens :]
+        B, N, D = patches.shape
+        kept = torch.randn(B, N, device=x.device).argsort(1)[:, : max(1, int(N * (1 - self.p)))]
+        return torch.cat((prefix, patches.gather(1, kept[..., None].expand(-1, -1, D))), 1)

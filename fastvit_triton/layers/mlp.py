@@ -1,0 +1,51 @@
+"""The MLP of a block. Parameter names are timm's: fc1, fc2."""
+
+from torch import Tensor, nn
+
+from ..kernels.linear import ACTIVATIONS
+from ..kernels.mlp import mlp
+from .seam import drops, hooked, norm_weights, plain, project
+
+
+class Mlp(nn.Module):
+    """fc1, activation, fc2 (ViT, arXiv:2010.11929, eq. 3); for "swiglu" fc1 holds gate and value (arXiv:2002.05202).
+
+    Args:
+        dim: D, channels per token.
+        hidden: outputs of fc1; for "swiglu" gate and value together, so that fc2 reads half of them.
+        act: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu" or "swiglu".
+        bias: biases on both layers.
+        drop: dropout after the activation and after fc2.
+    """
+
+    def __init__(self, dim: int, hidden: int, act: str = "gelu", bias: bool = True, drop: float = 0.0) -> None:
+        super().__init__()
+        if act != "swiglu" and act not in ACTIVATIONS:
+            raise ValueError(f"act is {act!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))}")
+        self.act = act
+        self.fc1 = nn.Linear(dim, hidden, bias=bias)
+        self.drop1 = nn.Dropout(drop)
+        self.fc2 = nn.Linear(hidden // 2 if act == "swiglu" else hidden, dim, bias=bias)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor, *, norm: nn.Module | None = None, **branch: Tensor | None) -> Tensor:
+        """x [B, N, D] → [B, N, D]; `norm` comes first, `branch` (gamma, sample_scale, residual) comes last."""
+        if norm is not None and not plain(norm, nn.LayerNorm):
+            x, norm = norm(x), None
+        if self._fusable():
+            fc1, fc2 = (self.fc1.weight, self.fc1.bias), (self.fc2.weight, self.fc2.bias)
+            norm = None if norm is None else norm_weights(norm)
+            return mlp(x, fc1, fc2, norm=norm, activation=self.act, **branch)
+        if self.act == "swiglu":
+            gate, value = self.fc1(x if norm is None else norm(x)).chunk(2, -1)
+            h = self.drop1(nn.functional.silu(gate) * value)
+        else:
+            h = project(x, self.fc1, norm=norm, activation=self.act, drop=self.drop1)
+        return project(h, self.fc2, drop=self.drop2, **branch)
+
+    def _fusable(self) -> bool:
+        linears = plain(self.fc1, nn.Linear) and plain(self.fc2, nn.Linear)
+        return linears and not any(drops(d) or hooked(d) for d in (self.drop1, self.drop2))
+
+    def extra_repr(self) -> str:
+        return f"act={self.act}"

@@ -1,0 +1,47 @@
+"""Every model by name. A family is a module with VARIANTS, PARAMS and MODEL; listing it here is all it takes.
+
+Where names need other classes, MODELS maps them.
+"""
+
+import difflib
+import fnmatch
+
+from torch import nn
+
+from . import clip, deit, dinov2, hybrid, siglip, simplevit, vit
+from .config import ViTConfig
+
+FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip)
+CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
+
+
+def create_model(name: str, **overrides) -> nn.Module:
+    """Builds a model with random weights by timm's name.
+
+    Args:
+        name: a name from `list_models()`.
+        **overrides: any field of the family's config, such as num_classes, img_size, in_chans, drop_path_rate.
+
+    Returns:
+        The model; `model.variant` is its name, `model.config` its configuration.
+
+    Raises:
+        ValueError: the name is unknown (the nearest three are given), or an option's value will not do.
+        TypeError: an option is unknown.
+    """
+    if name not in CATALOGUE:
+        near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
+        raise ValueError(f"no model is called {name!r}; the nearest are {', '.join(near)}")
+    family = CATALOGUE[name]
+    config = family.VARIANTS[name].replace(**overrides)
+    model = (getattr(family, "MODELS", {}).get(name) or family.MODEL)(config)
+    model.variant = name
+    return model
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names that match a shell pattern, such as "vit_*_224", sorted."""
+    return sorted(fnmatch.filter(CATALOGUE, pattern))
+
+
+__all__ = ["ViTConfig", "create_model", "list_models"]

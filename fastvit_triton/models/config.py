@@ -1,0 +1,157 @@
+"""One dataclass holds every option of a plain Vision Transformer, so that no constructor needs forty flags.
+
+Names are timm's wherever timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+
+CHOICES = {
+    "norm": ("pre", "post"),
+    "act": ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu"),
+    "mlp": ("mlp", "swiglu"),
+    "pos_embed": ("learned", "sincos1d", "sincos2d", "learned2d", "relative", "none"),
+    "patch_embed": ("conv", "linear", "norm_linear_norm"),
+    "global_pool": ("token", "avg", "map", "none"),
+    "weight_init": ("timm", "jax"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Everything that tells one plain ViT from another.
+
+    Attributes:
+        img_size: image side in pixels, or (height, width).
+        patch_size: P, patch side in pixels, or (height, width).
+        in_chans: C, image channels.
+        num_classes: outputs of the head; 0 returns the pooled features.
+        embed_dim: D, channels per token.
+        depth: number of blocks.
+        num_heads: H.
+        head_dim: channels per head; None means D / H.
+        mlp_ratio: hidden channels of the MLP, in units of D. For "swiglu" it counts gate and value together.
+        mlp: "mlp" (fc1, act, fc2) or "swiglu" (fc1 holds gate and value; DINOv2 giant).
+        act: "gelu" (exact, erf), "gelu_tanh" (JAX), "quick_gelu" (OpenAI CLIP), "relu" or "silu".
+        norm: "pre" (x + f(LN x), the ViT paper) or "post" (LN(x + f(x)), the original Transformer).
+        eps: LayerNorm epsilon.
+        qkv_bias: bias on the query, key and value projections.
+        proj_bias: bias on the attention's output projection and on both MLP layers, as in timm.
+        qk_norm: LayerNorm on each head's queries and keys (ViT-22B, arXiv:2302.05442, section 2).
+        init_values: initial LayerScale (CaiT, arXiv:2103.17239, eq. 6); None means no LayerScale.
+        class_token: prepend a learned token; needed by global_pool="token".
+        reg_tokens: register tokens after the class token (arXiv:2309.16588).
+        pos_embed: "learned" (1-D table), "sincos1d", "sincos2d" (fixed), "learned2d" (a row and a column table),
+            "relative" (key embeddings of 1-D offsets inside attention; ViT paper, appendix D.4) or "none".
+        no_embed_class: True adds positions before the prefix tokens are prepended (N rows), False after (prefix + N).
+        patch_embed: "conv", "linear" (the same map on flattened patches) or "norm_linear_norm" (vit-pytorch's stem).
+        pre_norm: a LayerNorm between the embedding and the first block, and no patch bias (CLIP).
+        dynamic_img_size: accept any size that the patch divides; learned positions are resampled on the fly.
+        global_pool: "token" (class token), "avg" (mean of patch tokens; "gap" is the same), "map" (attention pooling)
+            or "none" (all tokens go to the head).
+        final_norm: LayerNorm after the last block; None means yes for norm="pre", no for norm="post".
+        fc_norm: put that norm after the pooling; None means yes for "avg", as in timm.
+        pre_logits: a D x D layer with tanh before the head (ViT paper, section 3.1, pre-training head).
+        drop_rate: dropout before the head.
+        pos_drop_rate: dropout after the positions.
+        patch_drop_rate: fraction of patch tokens dropped while training (arXiv:2212.00794).
+        proj_drop_rate: dropout after the attention projection and inside the MLP.
+        attn_drop_rate: dropout on attention probabilities.
+        drop_path_rate: stochastic depth of the last block; rises linearly from 0 (arXiv:1603.09382).
+        grad_checkpointing: recompute each block in the backward pass instead of storing it.
+        weight_init: "timm" (truncated normal 0.02) or "jax" (the ViT paper's code: Xavier uniform, zero head).
+    """
+
+    img_size: int | tuple[int, int] = 224
+    patch_size: int | tuple[int, int] = 16
+    in_chans: int = 3
+    num_classes: int = 1000
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    head_dim: int | None = None
+    mlp_ratio: float = 4.0
+    mlp: str = "mlp"
+    act: str = "gelu"
+    norm: str = "pre"
+    eps: float = 1e-6
+    qkv_bias: bool = True
+    proj_bias: bool = True
+    qk_norm: bool = False
+    init_values: float | None = None
+    class_token: bool = True
+    reg_tokens: int = 0
+    pos_embed: str = "learned"
+    no_embed_class: bool = False
+    patch_embed: str = "conv"
+    pre_norm: bool = False
+    dynamic_img_size: bool = False
+    global_pool: str = "token"
+    final_norm: bool | None = None
+    fc_norm: bool | None = None
+    pre_logits: bool = False
+    drop_rate: float = 0.0
+    pos_drop_rate: float = 0.0
+    patch_drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+    grad_checkpointing: bool = False
+    weight_init: str = "timm"
+
+    def __post_init__(self) -> None:
+        for field in ("img_size", "patch_size"):
+            size = getattr(self, field)
+            object.__setattr__(self, field, (size, size) if isinstance(size, int) else tuple(size))
+        if self.global_pool == "gap":
+            object.__setattr__(self, "global_pool", "avg")
+        for field, allowed in CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
+        for axis, image, patch in zip(("height", "width"), self.img_size, self.patch_size, strict=True):
+            if patch < 1 or image < patch or image % patch:
+                raise ValueError(
+                    f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"
+                )
+        for field in ("in_chans", "embed_dim", "depth", "num_heads"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.num_classes < 0:
+            raise ValueError(f"num_classes is {self.num_classes}; use 0 for no head, or the number of classes")
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; "
+                "change one of them or give head_dim"
+            )
+        if self.pos_embed == "sincos2d" and self.embed_dim % 4:
+            raise ValueError(f"pos_embed 'sincos2d' needs embed_dim divisible by 4, got {self.embed_dim}")
+        if self.pos_embed in ("sincos1d", "learned2d") and self.embed_dim % 2:
+            raise ValueError(f"pos_embed {self.pos_embed!r} needs an even embed_dim, got {self.embed_dim}")
+        if self.global_pool == "token" and not self.class_token:
+            raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
+        for field in (f.name for f in dataclasses.fields(self) if f.name.endswith("drop_rate")):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise ValueError(f"{field} is {getattr(self, field)}; a rate lies in [0, 1)")
+        if not 0.0 <= self.drop_path_rate < 1.0:
+            raise ValueError(f"drop_path_rate is {self.drop_path_rate}; a rate lies in [0, 1)")
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """Patches per column and per row."""
+        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+
+    def replace(self, **overrides) -> "ViTConfig":
+        """A copy with some fields changed; an unknown field raises TypeError with the nearest names."""
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in overrides:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+                raise TypeError(f"a ViT has no option {name!r}; the nearest are {', '.join(near) or ', '.join(names)}")
+        return dataclasses.replace(self, **overrides)
+
+
+def fitting(image: int, patch: int) -> str:
+    """Which image sides would do."""
+    below, above = image // patch * patch, -(-image // patch) * patch
+    return f"use {above}" if below < patch else f"use {below} or {above}"

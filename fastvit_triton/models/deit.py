@@ -1,0 +1,92 @@
+"""DeiT — Training data-efficient image transformers & distillation through attention. Touvron et al., arXiv:2012.12877;
+DeiT III: Revenge of the ViT, arXiv:2204.07118. Official: facebookresearch/deit.
+
+Differs from ViT:
+  1. `*_distilled_*`: a distillation token at index 1 with its own position, and a second head on it.
+  2. `deit3_*`: LayerScale 1e-6, and positions for patches only, added before the class token.
+Adds the second token and head.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .config import ViTConfig
+from .transformer import VisionTransformer
+from .vit import BASE, HUGE, LARGE, SMALL, TINY
+
+
+class DistilledVisionTransformer(VisionTransformer):
+    """ViT with a distillation token.
+
+    Inference returns the mean of both heads. Training returns it too, as in timm, until
+    `set_distilled_training(True)`: then both logits come as a tuple, as in the official code.
+    """
+
+    distilled_training = False
+
+    def __init__(self, config: ViTConfig, **modules: nn.Module) -> None:
+        super().__init__(config, **modules)
+        self.head_dist = nn.Linear(self.embed_dim, config.num_classes) if config.num_classes else nn.Identity()
+        self.init_weights(config.weight_init)
+
+    def add_tokens(self) -> None:
+        self.dist_token = nn.Parameter(torch.empty(1, 1, self.embed_dim))
+
+    def prefix(self) -> list[Tensor]:
+        return [self.cls_token, self.dist_token]
+
+    def set_distilled_training(self, enable: bool = True) -> None:
+        """Whether training returns (class logits, distillation logits)."""
+        self.distilled_training = enable
+
+    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
+        """Both heads."""
+        return self.head, self.head_dist
+
+    def reset_classifier(self, num_classes: int) -> None:
+        super().reset_classifier(num_classes)
+        self.head_dist = self.zero_head()
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Tokens [B, 2 + N, D] → logits [B, num_classes], or a pair of them in distilled training."""
+        cls, dist = x[:, 0], x[:, 1]
+        if pre_logits:
+            return (cls + dist) / 2
+        cls, dist = self.head(self.head_drop(cls)), self.head_dist(self.head_drop(dist))
+        return (cls, dist) if self.distilled_training and self.training else (cls + dist) / 2
+
+
+III = dict(init_values=1e-6, no_embed_class=True)
+
+MODEL = VisionTransformer
+VARIANTS = {
+    "deit_tiny_patch16_224": ViTConfig(**TINY),
+    "deit_small_patch16_224": ViTConfig(**SMALL),
+    "deit_base_patch16_224": ViTConfig(**BASE),
+    "deit_base_patch16_384": ViTConfig(**BASE, img_size=384),
+    "deit_tiny_distilled_patch16_224": ViTConfig(**TINY),
+    "deit_small_distilled_patch16_224": ViTConfig(**SMALL),
+    "deit_base_distilled_patch16_224": ViTConfig(**BASE),
+    "deit_base_distilled_patch16_384": ViTConfig(**BASE, img_size=384),
+    "deit3_small_patch16_224": ViTConfig(**SMALL, **III),
+    "deit3_small_patch16_384": ViTConfig(**SMALL, **III, img_size=384),
+    "deit3_medium_patch16_224": ViTConfig(embed_dim=512, depth=12, num_heads=8, **III),
+    "deit3_base_patch16_224": ViTConfig(**BASE, **III),
+    "deit3_base_patch16_384": ViTConfig(**BASE, **III, img_size=384),
+    "deit3_large_patch16_224": ViTConfig(**LARGE, **III),
+    "deit3_large_patch16_384": ViTConfig(**LARGE, **III, img_size=384),
+    "deit3_huge_patch14_224": ViTConfig(**HUGE, **III, patch_size=14),
+}
+MODELS = {name: DistilledVisionTransformer for name in VARIANTS if "_distilled_" in name}
+
+# Counted by timm 1.0.31.
+PARAMS = {
+    "deit_tiny_patch16_224": 5_717_416,
+    "deit_tiny_distilled_patch16_224": 5_910_800,
+    "deit_small_distilled_patch16_224": 22_436_432,
+    "deit_base_distilled_patch16_224": 87_338_192,
+    "deit_base_distilled_patch16_384": 87_630_032,
+    "deit3_small_patch16_224": 22_059_496,
+    "deit3_medium_patch16_224": 38_849_512,
+    "deit3_huge_patch14_224": 632_126_440,
+}

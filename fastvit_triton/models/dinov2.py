@@ -1,0 +1,44 @@
+"""DINOv2 — Learning robust visual features without supervision. Oquab et al., arXiv:2304.07193.
+
+Registers: Darcet et al., arXiv:2309.16588. Official: facebookresearch/dinov2.
+
+Differs from ViT:
+  1. LayerScale 1e-5, patch 14, image 518, no head. 2. The giant's MLP is SwiGLU with 8/3 D hidden channels.
+  3. `*_reg4_*`: four register tokens, and positions for patches only (as timm folds the official checkpoint).
+Adds nothing.
+"""
+
+from .config import ViTConfig
+from .transformer import VisionTransformer
+from .vit import BASE, LARGE, SMALL
+
+COMMON = dict(patch_size=14, img_size=518, init_values=1e-5, num_classes=0)
+REG4 = dict(reg_tokens=4, no_embed_class=True)
+GIANT = dict(embed_dim=1536, depth=40, num_heads=24, mlp="swiglu", mlp_ratio=2.66667 * 2)
+
+
+class Dinov2(VisionTransformer):
+    """ViT whose positions are interpolated as in the official code."""
+
+    position_resize = "bicubic"
+
+
+MODEL = Dinov2
+VARIANTS = {
+    "vit_small_patch14_dinov2": ViTConfig(**SMALL, **COMMON),
+    "vit_base_patch14_dinov2": ViTConfig(**BASE, **COMMON),
+    "vit_large_patch14_dinov2": ViTConfig(**LARGE, **COMMON),
+    "vit_giant_patch14_dinov2": ViTConfig(**GIANT, **COMMON),
+    "vit_small_patch14_reg4_dinov2": ViTConfig(**SMALL, **COMMON, **REG4),
+    "vit_base_patch14_reg4_dinov2": ViTConfig(**BASE, **COMMON, **REG4),
+    "vit_large_patch14_reg4_dinov2": ViTConfig(**LARGE, **COMMON, **REG4),
+    "vit_giant_patch14_reg4_dinov2": ViTConfig(**GIANT, **COMMON, **REG4),
+}
+
+# Counted by timm 1.0.31 with 1000 classes.
+PARAMS = {
+    "vit_small_patch14_dinov2": 22_441_192,
+    "vit_base_patch14_dinov2": 87_348_712,
+    "vit_large_patch14_reg4_dinov2": 305_395_688,
+    "vit_giant_patch14_reg4_dinov2": 1_138_020_840,
+}

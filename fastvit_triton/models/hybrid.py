@@ -1,0 +1,63 @@
+"""Hybrid ViT — a ResNet's feature map as the sequence. Dosovitskiy et al., arXiv:2010.11929, section 3.1.
+
+The ResNet is BiT's (Kolesnikov et al., arXiv:1912.11370).
+Differs from ViT:
+  1. The patches are cut from the feature map (1x1 after stages, 8x8 after the root alone), not from the image.
+  2. patch_size means total downsampling: "B/16" is 16 pixels a token. R50 at 16 has stage 4's blocks moved to stage 3.
+Adds the stem that joins them.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from ..kernels.patch_embed import assemble
+from ..layers import PatchEmbed, ResNet, Root
+from .config import ViTConfig
+from .transformer import VisionTransformer
+from .vit import BASE, LARGE, SMALL, TINY
+
+
+class HybridEmbed(PatchEmbed):
+    """The ResNet, then a projection of patches of its feature map; `layers` counts the bottlenecks of each stage."""
+
+    def __init__(self, config: ViTConfig, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        sizes = config.img_size, config.patch_size, config.in_chans, config.embed_dim
+        super().__init__(*sizes, strict_img_size=not config.dynamic_img_size)
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        self.backbone = ResNet(self.in_chans, self.layers) if self.layers else Root(self.in_chans)
+        channels, stride = (256 * 2 ** (len(self.layers) - 1), 2 ** (len(self.layers) + 1)) if self.layers else (64, 4)
+        patch = tuple(side // stride for side in self.patch_size)
+        self.proj = nn.Conv2d(channels, embed_dim, patch, patch, bias=bias)
+
+    def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
+        self.grid_of(image)
+        return assemble(self.proj(self.backbone(image)).flatten(2).transpose(1, 2), pos, prefix)
+
+
+def hybrid(config: ViTConfig, layers: tuple[int, ...]) -> VisionTransformer:
+    """A ViT on a ResNet with `layers` bottlenecks per stage; no stages means the root alone."""
+    return VisionTransformer(config, patch_embed=HybridEmbed(config, layers))
+
+
+# (layers, config); appendix B.2 for R50, "How to train your ViT" (arXiv:2106.10270), Table 2 for the others.
+SIZES = {
+    "vit_tiny_r_s16_p8": ((), dict(**TINY, patch_size=32)),
+    "vit_small_r26_s32": ((2, 2, 2, 2), dict(**SMALL, patch_size=32)),
+    "vit_base_r50_s16": ((3, 4, 9), dict(**BASE, patch_size=16)),
+    "vit_large_r50_s32": ((3, 4, 6, 3), dict(**LARGE, patch_size=32)),
+}
+VARIANTS = {f"{n}_{side}": ViTConfig(**shape, img_size=side) for n, (_, shape) in SIZES.items() for side in (224, 384)}
+MODELS = {f"{n}_{side}": partial(hybrid, layers=layers) for n, (layers, _) in SIZES.items() for side in (224, 384)}
+
+# Counted by timm 1.0.31 with 1000 classes.
+PARAMS = {
+    "vit_tiny_r_s16_p8_224": 6_337_704,
+    "vit_small_r26_s32_224": 36_431_912,
+    "vit_base_r50_s16_224": 98_659_112,
+    "vit_base_r50_s16_384": 98_950_952,
+    "vit_large_r50_s32_224": 328_994_856,
+}

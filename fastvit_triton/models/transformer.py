@@ -1,0 +1,238 @@
+"""The plain Vision Transformer that every model file here configures or extends.
+
+Source: Dosovitskiy et al., An image is worth 16x16 words, arXiv:2010.11929, eq. 1-4 and figure 1. Parameter names are
+timm's: patch_embed, cls_token, reg_token, pos_embed, norm_pre, blocks, norm, attn_pool, fc_norm, head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers import (
+    Attention,
+    AttentionPool,
+    Block,
+    Learned2d,
+    LinearPatchEmbed,
+    Mlp,
+    NormPatchEmbed,
+    PatchDropout,
+    PatchEmbed,
+    PostNormBlock,
+    RelativePosition,
+    drop_path_rates,
+    resize_pos_embed,
+    sincos1d,
+    sincos2d,
+)
+from .config import ViTConfig
+
+STEMS = {"conv": PatchEmbed, "linear": LinearPatchEmbed, "norm_linear_norm": NormPatchEmbed}
+
+
+class VisionTransformer(nn.Module):
+    """Patches, positions, blocks, norm, pooling, head.
+
+    Args:
+        config: every option, see `ViTConfig`.
+        patch_embed: a stem in place of the configured one: `stem(image, pos, prefix)` gives tokens, and it has
+            `grid_size`, `num_patches` and `grid_of(image)`, as `PatchEmbed` has.
+        block: makes one block from (config, drop_path, prefix_tokens) in place of `build_block`.
+    """
+
+    position_resize = "bicubic_antialias"  # how this family's code interpolates positions; see `resize_pos_embed`
+
+    def __init__(
+        self,
+        config: ViTConfig,
+        patch_embed: nn.Module | None = None,
+        block: Callable[..., nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        D = config.embed_dim
+        self.config = config
+        self.num_classes, self.num_features, self.embed_dim = config.num_classes, D, D
+        self.cls_token = nn.Parameter(torch.empty(1, 1, D)) if config.class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, D)) if config.reg_tokens else None
+        self.add_tokens()
+        self.num_prefix_tokens = sum(t.shape[1] for t in self.prefix())
+        self.grad_checkpointing = config.grad_checkpointing
+
+        self.patch_embed = patch_embed or STEMS[config.patch_embed](
+            config.img_size,
+            config.patch_size,
+            config.in_chans,
+            D,
+            bias=not config.pre_norm,
+            strict_img_size=not config.dynamic_img_size,
+        )
+        self.build_positions()
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
+        self.norm_pre = nn.LayerNorm(D, eps=config.eps) if config.pre_norm else nn.Identity()
+        rates = drop_path_rates(config.drop_path_rate, config.depth)
+        self.blocks = nn.Sequential(*((block or build_block)(config, p, self.num_prefix_tokens) for p in rates))
+
+        final_norm = config.norm == "pre" if config.final_norm is None else config.final_norm
+        after_pool = config.global_pool == "avg" if config.fc_norm is None else config.fc_norm
+        self.norm = nn.LayerNorm(D, eps=config.eps) if final_norm and not after_pool else nn.Identity()
+        self.attn_pool = (
+            AttentionPool(D, config.num_heads, Mlp(D, int(D * config.mlp_ratio), config.act), config.eps)
+            if config.global_pool == "map"
+            else None
+        )
+        self.fc_norm = nn.LayerNorm(D, eps=config.eps) if final_norm and after_pool else nn.Identity()
+        self.pre_logits = nn.Sequential()
+        if config.pre_logits:
+            self.pre_logits.add_module("fc", nn.Linear(D, D))
+            self.pre_logits.add_module("act", nn.Tanh())
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head = nn.Linear(D, config.num_classes) if config.num_classes else nn.Identity()
+        self.init_weights(config.weight_init)
+
+    def add_tokens(self) -> None:
+        """Where a subclass creates prefix tokens of its own."""
+
+    def prefix(self) -> list[Tensor]:
+        """The prefix tokens in order, each [1, T, D]."""
+        return [t for t in (self.cls_token, self.reg_token) if t is not None]
+
+    def build_positions(self) -> None:
+        """Creates `pos_embed`: a parameter, a fixed buffer, a module or None."""
+        config, N = self.config, self.patch_embed.num_patches
+        rows = N if config.no_embed_class else N + self.num_prefix_tokens
+        if config.pos_embed == "learned":
+            self.pos_embed = nn.Parameter(torch.empty(1, rows, config.embed_dim))
+        elif config.pos_embed == "learned2d":
+            self.pos_embed = Learned2d(self.patch_embed.grid_size, config.embed_dim)
+        elif config.pos_embed in ("sincos1d", "sincos2d"):
+            one = config.pos_embed == "sincos1d"
+            table = sincos1d(rows, config.embed_dim) if one else sincos2d(self.patch_embed.grid_size, config.embed_dim)
+            self.register_buffer("pos_embed", table, persistent=False)
+        else:
+            self.pos_embed = None
+
+    def positions(self, grid: tuple[int, int]) -> Tensor | None:
+        """The position table for a grid of patches, [1, N, D] or [1, T + N, D]; resampled when the grid is another."""
+        own = self.patch_embed.grid_size
+        if self.pos_embed is None:
+            return None
+        if self.config.pos_embed == "sincos2d" and grid != own:
+            return sincos2d(grid, self.embed_dim).to(self.pos_embed)
+        table = self.pos_embed() if isinstance(self.pos_embed, Learned2d) else self.pos_embed
+        return resize_pos_embed(table, own, grid, table.shape[1] - own[0] * own[1], self.position_resize)
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
+        prefix = self.prefix()
+        positions = self.positions(self.patch_embed.grid_of(image))
+        x = self.patch_embed(image, positions, torch.cat(prefix, 1) if prefix else None)  # [B, T + N, D]
+        x = self.norm_pre(self.patch_drop(self.pos_drop(x)))
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+        else:
+            x = self.blocks(x)
+        return self.norm(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""
+        if self.config.global_pool == "token":
+            return x[:, 0]
+        if self.config.global_pool == "none":
+            return x
+        x = x[:, self.num_prefix_tokens :]
+        return x.mean(1) if self.attn_pool is None else self.attn_pool(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
+        x = self.head_drop(self.pre_logits(self.fc_norm(self.pool(x))))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → logits [B, num_classes]."""
+        return self.forward_head(self.forward_features(image))
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that weight decay should leave alone, as in timm."""
+        tokens = {"pos_embed", "cls_token", "reg_token", "dist_token"}
+        positions = {name for name, _ in self.named_parameters() if "pos_embed." in name or ".position." in name}
+        return tokens | positions
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute every block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def get_classifier(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new zero-initialised head (ViT paper, section 3.2) without pre-logits layer; 0 for none."""
+        self.config = self.config.replace(num_classes=num_classes, pre_logits=False)
+        self.num_classes = num_classes
+        self.pre_logits = nn.Sequential()
+        self.head = self.zero_head()
+
+    def zero_head(self) -> nn.Module:
+        """A zero-initialised linear layer D → num_classes on the model's device, or Identity."""
+        if not self.num_classes:
+            return nn.Identity()
+        norm = next(self.blocks.parameters())
+        head = nn.Linear(self.embed_dim, self.num_classes, device=norm.device, dtype=norm.dtype)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        return head.train(self.training)
+
+    @torch.no_grad()
+    def init_weights(self, scheme: str) -> None:
+        """Draws all weights anew: "timm" (truncated normal 0.02, zero biases) or "jax" (the ViT paper's code)."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                if scheme == "timm":
+                    nn.init.trunc_normal_(module.weight, std=0.02)
+                else:
+                    zero = name.startswith("head")
+                    nn.init.zeros_(module.weight) if zero else nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    mlp = scheme == "jax" and ".mlp." in name
+                    nn.init.normal_(module.bias, std=1e-6) if mlp else nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Conv2d) and scheme == "jax":
+                fan_in = module.weight[0].numel()
+                nn.init.trunc_normal_(module.weight, std=fan_in**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for token in self.prefix():
+            nn.init.zeros_(token) if scheme == "jax" else nn.init.normal_(token, std=1e-6)
+        if isinstance(self.pos_embed, nn.Parameter):
+            nn.init.normal_(self.pos_embed, std=0.02) if scheme == "jax" else nn.init.trunc_normal_(
+                self.pos_embed, std=0.02
+            )
+
+
+def build_block(config: ViTConfig, drop_path: float, prefix_tokens: int) -> Block:
+    """One block as configured."""
+    D = config.embed_dim
+    head_dim = config.head_dim or D // config.num_heads
+    grid = config.grid_size
+    attn = Attention(
+        D,
+        config.num_heads,
+        head_dim,
+        config.qkv_bias,
+        config.proj_bias,
+        qk_norm=config.eps if config.qk_norm else None,
+        attn_drop=config.attn_drop_rate,
+        proj_drop=config.proj_drop_rate,
+        position=RelativePosition(grid[0] * grid[1], head_dim, prefix_tokens)
+        if config.pos_embed == "relative"
+        else None,
+    )
+    act = "swiglu" if config.mlp == "swiglu" else config.act
+    mlp = Mlp(D, int(D * config.mlp_ratio), act, config.proj_bias, config.proj_drop_rate)
+    kind = Block if config.norm == "pre" else PostNormBlock
+    return kind(D, attn, mlp, config.eps, config.init_values, drop_path)

@@ -1,0 +1,67 @@
+"""ViT — An image is worth 16x16 words. Dosovitskiy et al., arXiv:2010.11929.
+
+Official: google-research/vision_transformer.
+The plain Transformer itself (`VisionTransformer`), in the sizes of the paper's Table 1, of "How to train your ViT"
+(arXiv:2106.10270: Ti, S) and of "Scaling vision transformers" (arXiv:2106.04560: g, G).
+Differs from the JAX code: GELU is exact (erf) as in timm; act="gelu_tanh" and weight_init="jax" give the original.
+`*_postnorm_*` normalises after the residual sum, LN(x + f(x)), and has no final norm.
+Adds nothing.
+"""
+
+from .config import ViTConfig
+from .transformer import VisionTransformer
+
+TINY = dict(embed_dim=192, depth=12, num_heads=3)
+SMALL = dict(embed_dim=384, depth=12, num_heads=6)
+BASE = dict(embed_dim=768, depth=12, num_heads=12)
+LARGE = dict(embed_dim=1024, depth=24, num_heads=16)
+HUGE = dict(embed_dim=1280, depth=32, num_heads=16)
+GIANT = dict(embed_dim=1408, depth=40, num_heads=16, mlp_ratio=48 / 11)
+GIGANTIC = dict(embed_dim=1664, depth=48, num_heads=16, mlp_ratio=64 / 13)
+
+MODEL = VisionTransformer
+VARIANTS = {
+    "vit_tiny_patch16_224": ViTConfig(**TINY, patch_size=16),
+    "vit_tiny_patch16_384": ViTConfig(**TINY, patch_size=16, img_size=384),
+    "vit_small_patch32_224": ViTConfig(**SMALL, patch_size=32),
+    "vit_small_patch32_384": ViTConfig(**SMALL, patch_size=32, img_size=384),
+    "vit_small_patch16_224": ViTConfig(**SMALL, patch_size=16),
+    "vit_small_patch16_384": ViTConfig(**SMALL, patch_size=16, img_size=384),
+    "vit_small_patch8_224": ViTConfig(**SMALL, patch_size=8),
+    "vit_base_patch32_224": ViTConfig(**BASE, patch_size=32),
+    "vit_base_patch32_384": ViTConfig(**BASE, patch_size=32, img_size=384),
+    "vit_base_patch16_224": ViTConfig(**BASE, patch_size=16),
+    "vit_base_patch16_384": ViTConfig(**BASE, patch_size=16, img_size=384),
+    "vit_base_patch8_224": ViTConfig(**BASE, patch_size=8),
+    "vit_large_patch32_224": ViTConfig(**LARGE, patch_size=32),
+    "vit_large_patch32_384": ViTConfig(**LARGE, patch_size=32, img_size=384),
+    "vit_large_patch16_224": ViTConfig(**LARGE, patch_size=16),
+    "vit_large_patch16_384": ViTConfig(**LARGE, patch_size=16, img_size=384),
+    "vit_large_patch14_224": ViTConfig(**LARGE, patch_size=14),
+    "vit_huge_patch14_224": ViTConfig(**HUGE, patch_size=14),
+    "vit_giant_patch14_224": ViTConfig(**GIANT, patch_size=14),
+    "vit_gigantic_patch14_224": ViTConfig(**GIGANTIC, patch_size=14),
+    "vit_tiny_patch16_postnorm_224": ViTConfig(**TINY, norm="post"),
+    "vit_small_patch16_postnorm_224": ViTConfig(**SMALL, norm="post"),
+    "vit_base_patch16_postnorm_224": ViTConfig(**BASE, norm="post"),
+    "vit_digits_patch2_8": ViTConfig(
+        embed_dim=96, depth=6, num_heads=3, patch_size=2, img_size=8, in_chans=1, num_classes=10
+    ),
+}
+
+# Counted by timm 1.0.31 with 1000 classes.
+PARAMS = {
+    "vit_tiny_patch16_224": 5_717_416,
+    "vit_small_patch32_224": 22_878_952,
+    "vit_small_patch16_224": 22_050_664,
+    "vit_base_patch32_224": 88_224_232,
+    "vit_base_patch16_224": 86_567_656,
+    "vit_base_patch16_384": 86_859_496,
+    "vit_base_patch8_224": 86_576_872,
+    "vit_large_patch32_224": 306_535_400,
+    "vit_large_patch16_224": 304_326_632,
+    "vit_large_patch14_224": 304_203_752,
+    "vit_huge_patch14_224": 632_045_800,
+    "vit_giant_patch14_224": 1_012_611_432,
+    "vit_gigantic_patch14_224": 1_844_440_680,
+}

@@ -1,0 +1,382 @@
+"""Every model by name: parameter counts, keys, options; logits and gradients against timm."""
+
+import dataclasses
+import inspect
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.models import VisionTransformer
+
+from fastvit_triton import ViTConfig, create_model, list_models
+from fastvit_triton.models import CATALOGUE, FAMILIES
+from fastvit_triton.models.config import CHOICES
+
+ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, taken in another order
+TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
+
+OURS_ALONE = ("simplevit_", "vit_digits")
+TIMM_NAMES = [n for n in list_models() if not n.startswith(OURS_ALONE) and "_postnorm_" not in n]
+
+# Named models at full width; image side and depth are cut so that each runs in about a second on two cores.
+AGAINST_TIMM = {
+    "vit_tiny_patch16_224": {},
+    "vit_small_patch32_224": dict(depth=6),
+    "vit_small_patch16_224": dict(img_size=96, depth=4),
+    "vit_small_patch8_224": dict(img_size=(24, 40), depth=4),
+    "vit_base_patch32_384": dict(img_size=96, depth=3),
+    "vit_base_patch16_224": dict(img_size=64, depth=4),
+    "vit_base_patch8_224": dict(img_size=32, depth=2),
+    "vit_large_patch32_224": dict(img_size=96, depth=2, num_classes=10),
+    "vit_large_patch16_384": dict(img_size=48, depth=2),
+    "vit_huge_patch14_224": dict(img_size=42, depth=2, num_classes=10),
+    "vit_giant_patch14_224": dict(img_size=28, depth=1),
+    "vit_gigantic_patch14_224": dict(img_size=28, depth=1),
+    "vit_tiny_r_s16_p8_224": dict(img_size=96, depth=2),
+    "vit_small_r26_s32_224": dict(img_size=(64, 96), depth=1),
+    "vit_base_r50_s16_224": dict(img_size=64, depth=1),
+    "deit_tiny_patch16_224": dict(img_size=64, depth=6),
+    "deit_tiny_distilled_patch16_224": dict(img_size=64, depth=6),
+    "deit_small_distilled_patch16_224": dict(img_size=64, depth=4),
+    "deit3_small_patch16_224": dict(img_size=64, depth=4),
+    "deit3_medium_patch16_224": dict(img_size=64, depth=3),
+    "deit3_base_patch16_384": dict(img_size=64, depth=2),
+    "vit_small_patch14_dinov2": dict(img_size=56, depth=4),
+    "vit_base_patch14_reg4_dinov2": dict(img_size=56, depth=2),
+    "vit_giant_patch14_reg4_dinov2": dict(img_size=28, depth=1),
+    "vit_xsmall_patch16_clip_224": dict(img_size=64, depth=4),
+    "vit_base_patch32_clip_224": dict(img_size=96, depth=3),
+    "vit_base_patch16_clip_quickgelu_224": dict(img_size=64, depth=2),
+    "vit_base_patch16_siglip_224": dict(img_size=64, depth=2),
+    "vit_base_patch32_siglip_256": dict(img_size=96, depth=2),
+    "vit_base_patch16_siglip_gap_224": dict(img_size=64, depth=2, num_classes=5),
+    "vit_so400m_patch14_siglip_224": dict(img_size=28, depth=1),
+}
+
+
+def randomize(model: nn.Module) -> nn.Module:
+    """Fresh values everywhere, so that no zero or 1e-5 initial value hides an error."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 0.3 if parameter.dim() == 1 or parameter.dim() == 3 else parameter[0].numel() ** -0.5
+            parameter.normal_(1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) else 0.0, spread)
+    return model
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖a − b‖ / ‖b‖."""
+    return float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30))
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module, pairs: dict[str, torch.nn.Parameter], images: torch.Tensor, logits):
+    """Logits and every parameter gradient agree to rounding; `pairs` maps our names to their parameters."""
+    y, want = ours(images), logits(theirs(images))
+    tolerance = ROUNDINGS * torch.finfo(y.dtype).eps
+    assert distance(y, want) <= tolerance
+    weights = torch.randn_like(y)
+    (y * weights).sum().backward()
+    (want * weights).sum().backward()
+    total = max(float(p.grad.norm()) for p in pairs.values())
+    for name, parameter in ours.named_parameters():
+        # Key biases have gradient 0 in exact arithmetic: rounding is measured against the model's largest gradient.
+        error = float((parameter.grad - pairs[name].grad).norm())
+        assert error <= tolerance * max(float(pairs[name].grad.norm()), 1e-3 * total), name
+
+
+@pytest.mark.parametrize("name", TIMM_NAMES)
+def test_state_dict_is_timms(name):
+    """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
+    with torch.device("meta"):
+        ours, theirs = create_model(name, num_classes=1000), timm.create_model(name, num_classes=1000)
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+
+
+def test_catalogue_holds_timms_plain_sizes():
+    """Oracle: every Ti, S, B, L, H, g, G name of timm's supervised ViT at patches 8 to 32, and all of DeiT."""
+    wanted = [
+        n
+        for n in timm.list_models(["vit_*_patch*_224", "vit_*_patch*_384", "deit*"])
+        if n.split("_patch")[1].count("_") == 1 or n.startswith("deit")
+    ]
+    sizes = ("vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge", "vit_giant", "vit_gigantic", "deit")
+    assert set(n for n in wanted if n.startswith(sizes)) - set(list_models()) == set()
+
+
+@pytest.mark.parametrize("name, count", [(n, c) for f in FAMILIES for n, c in f.PARAMS.items()])
+def test_parameter_count(name, count):
+    """Oracle: the family's PARAMS, counted with timm or by hand for 1000 classes."""
+    with torch.device("meta"):
+        model = create_model(name, num_classes=1000)
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.parametrize("name", AGAINST_TIMM)
+def test_logits_and_gradients_equal_timms(name):
+    """Oracle: timm's model with the same random weights."""
+    overrides = {"num_classes": 20} | AGAINST_TIMM[name]
+    with torch.device("meta"):  # no time spent on initial values that are overwritten
+        ours, theirs = create_model(name, **overrides), timm.create_model(name, **overrides)
+    ours, theirs = ours.to_empty(device="cpu").eval(), randomize(theirs.to_empty(device="cpu")).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, *ours.config.img_size)
+    if any(
+        stem in name for stem in ("_r_", "_r26_", "_r50_")
+    ):  # a ReLU at 0 turns one float32 rounding into a different gradient
+        ours, theirs, images = ours.double(), theirs.double(), images.double()
+    assert_same(ours, theirs, dict(theirs.named_parameters()), images, lambda y: y)
+
+
+SMALL = dict(embed_dim=48, depth=2, num_heads=3, img_size=32, patch_size=16, num_classes=7)
+TIMM_OPTIONS = [
+    dict(class_token=False, global_pool="avg"),
+    dict(class_token=False, global_pool="avg", fc_norm=False, qkv_bias=False),
+    dict(qk_norm=True, proj_bias=False),
+    dict(reg_tokens=2),
+    dict(reg_tokens=2, no_embed_class=True, class_token=False, global_pool="map"),
+    dict(final_norm=False),
+    dict(pos_embed="none", init_values=0.1),
+    dict(mlp_ratio=2.5, depth=1, in_chans=1),
+    dict(dynamic_img_size=True, img_size=48),
+]
+
+
+@pytest.mark.parametrize("options", TIMM_OPTIONS, ids=str)
+def test_options_equal_timms(options):
+    """Oracle: timm's VisionTransformer with the option of the same name."""
+    shared = SMALL | options
+    theirs = randomize(timm.models.VisionTransformer(**shared)).eval()
+    ours = create_model("vit_tiny_patch16_224", **shared).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, shared.get("in_chans", 3), 32, 64 if options.get("dynamic_img_size") else 32)
+    assert_same(ours, theirs, dict(theirs.named_parameters()), images, lambda y: y)
+
+
+@pytest.mark.parametrize("act", ["gelu_tanh", "quick_gelu", "relu", "silu"])
+def test_activations_equal_timms(act):
+    """Oracle: timm's activation of the same name."""
+    theirs = randomize(timm.models.VisionTransformer(**SMALL, act_layer=act)).eval()
+    ours = create_model("vit_tiny_patch16_224", **SMALL, act=act).eval()
+    ours.load_state_dict(theirs.state_dict())
+    assert_same(ours, theirs, dict(theirs.named_parameters()), torch.randn(2, 3, 32, 32), lambda y: y)
+
+
+def test_config_matches_timms_drop_rates():
+    """Oracle: with p = 1 − tiny a sub-layer vanishes or scales alike; here every rate reaches its own module."""
+    rates = dict(drop_rate=0.1, pos_drop_rate=0.2, patch_drop_rate=0.3, proj_drop_rate=0.4, attn_drop_rate=0.5)
+    model = create_model("vit_digits_patch2_8", **rates, drop_path_rate=0.6)
+    block = model.blocks[-1]
+    found = (model.head_drop, model.pos_drop, model.patch_drop, block.attn.proj_drop, block.attn.attn_drop)
+    assert [m.p for m in found] == list(rates.values())
+    assert (block.mlp.drop1.p, block.mlp.drop2.p, block.drop_path1.p) == (0.4, 0.4, 0.6)
+    theirs = timm.models.VisionTransformer(depth=model.config.depth, drop_path_rate=0.6)
+    assert [b.drop_path1.p for b in model.blocks] == pytest.approx(
+        [getattr(b.drop_path1, "drop_prob", 0.0) for b in theirs.blocks]
+    )
+
+
+@pytest.mark.parametrize(
+    "rate", ["drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"]
+)
+def test_every_drop_acts_in_training_only(rate):
+    """Oracle: two training passes differ, two eval passes do not, and every parameter still gets a gradient."""
+    model = randomize(create_model("vit_digits_patch2_8", depth=2, **{rate: 0.5}))
+    images = torch.randn(4, 1, 8, 8)
+    assert not torch.equal(model(images), model(images))
+    model(images).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.eval()
+    assert torch.equal(model(images), model(images))
+
+
+def test_drop_path_equals_timms_with_the_same_mask():
+    """Oracle: x + keep/(1 − p) · f(x), with the mask drawn again from the same seed."""
+    from fastvit_triton.layers import Attention, Block, Mlp
+
+    block = randomize(Block(12, Attention(12, 3), Mlp(12, 24), drop_path=0.4)).train()
+    x = torch.randn(6, 5, 12)
+    torch.manual_seed(1)
+    got = block(x)
+    torch.manual_seed(1)
+    want = x
+    for norm, body in ((block.norm1, block.attn), (block.norm2, block.mlp)):
+        keep = torch.empty(6).bernoulli_(0.6) / 0.6
+        want = want + keep[:, None, None] * body(norm(want))
+    assert distance(got, want) <= TOLERANCE
+
+
+OPTIONS = [
+    # the class token has no relative position, so the last block's table learns from patch tokens only
+    *(dict(pos_embed=p, global_pool="avg" if p == "relative" else "token") for p in CHOICES["pos_embed"]),
+    *(dict(pos_embed=p, no_embed_class=True, global_pool="avg") for p in CHOICES["pos_embed"]),
+    *(dict(global_pool=p) for p in (*CHOICES["global_pool"], "gap")),
+    *(dict(patch_embed=p) for p in CHOICES["patch_embed"]),
+    dict(norm="post"),
+    dict(norm="post", final_norm=True),
+    dict(pre_logits=True),
+    dict(mlp="swiglu"),
+    dict(head_dim=5),
+    dict(weight_init="jax"),
+    dict(pre_norm=True, eps=1e-5),
+    dict(grad_checkpointing=True),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_runs_and_every_parameter_learns(options):
+    """Oracle: finite logits of the right shape, and a gradient for each parameter that is not zero everywhere."""
+    model = randomize(create_model("vit_digits_patch2_8", depth=2, **options))
+    logits = model(torch.randn(3, 1, 8, 8))
+    tokens = (3, 17, 10) if options.get("global_pool") == "none" else (3, 10)
+    assert logits.shape == tokens and logits.isfinite().all()
+    logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+
+
+def test_torchvision_vit_with_copied_weights():
+    """Oracle: torchvision's VisionTransformer (eps 1e-6, exact GELU), weights copied key by key."""
+    theirs = randomize(VisionTransformer(32, 16, 2, 3, 48, 96, num_classes=7)).eval()
+    ours = create_model("vit_tiny_patch16_224", **SMALL, mlp_ratio=2).eval()
+    renames = {
+        "class_token": "cls_token",
+        "conv_proj": "patch_embed.proj",
+        "encoder.pos_embedding": "pos_embed",
+        "encoder.layers.encoder_layer_": "blocks.",
+        "ln_1": "norm1",
+        "ln_2": "norm2",
+        "self_attention.in_proj_": "attn.qkv.",
+        "self_attention.out_proj": "attn.proj",
+        "mlp.0": "mlp.fc1",
+        "mlp.3": "mlp.fc2",
+        "encoder.ln": "norm",
+        "heads.head": "head",
+    }
+
+    def rename(key: str) -> str:
+        for old, new in renames.items():
+            key = key.replace(old, new)
+        return key
+
+    ours.load_state_dict({rename(k): v for k, v in theirs.state_dict().items()})
+    pairs = {rename(k): p for k, p in theirs.named_parameters()}
+    assert_same(ours, theirs, pairs, torch.randn(2, 3, 32, 32), lambda y: y)
+
+
+def test_checkpointing_changes_no_bit():
+    """Oracle: the same model without it, with dropout on and the same seed."""
+    grads = []
+    for enable in (False, True):
+        torch.manual_seed(0)
+        model = create_model("vit_digits_patch2_8", depth=2, drop_path_rate=0.3, proj_drop_rate=0.1)
+        model.set_grad_checkpointing(enable)
+        model(torch.randn(4, 1, 8, 8)).sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_dynamic_size_resamples_positions():
+    """Oracle: the same table resized beforehand."""
+    model = randomize(create_model("vit_digits_patch2_8", dynamic_img_size=True)).eval()
+    larger = create_model("vit_digits_patch2_8", img_size=(12, 16)).eval()
+    state = model.state_dict()
+    from fastvit_triton.layers import resize_pos_embed
+
+    state["pos_embed"] = resize_pos_embed(state["pos_embed"], (4, 4), (6, 8), 1)
+    larger.load_state_dict(state)
+    images = torch.randn(2, 1, 12, 16)
+    assert torch.equal(model(images), larger(images))
+
+
+def test_distilled_returns_both_logits_when_asked():
+    """Oracle: timm's convention; the mean otherwise."""
+    model = randomize(create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1, num_classes=4))
+    images = torch.randn(2, 3, 32, 32)
+    mean = model(images)
+    model.set_distilled_training(True)
+    cls, dist = model(images)
+    assert torch.equal((cls + dist) / 2, mean) and not torch.equal(cls, dist)
+    assert torch.equal(model.eval()(images), mean)
+
+
+def test_reset_classifier_is_a_zero_head():
+    """Oracle: logits 0 and cross-entropy ln K at step 0 (ViT paper, section 3.2)."""
+    for name in ("vit_digits_patch2_8", "deit_tiny_distilled_patch16_224"):
+        model = create_model(name, img_size=32, depth=1)
+        model.reset_classifier(7)
+        logits = model(torch.randn(2, model.config.in_chans, 32, 32))
+        assert torch.equal(logits, torch.zeros(2, 7))
+        loss = F.cross_entropy(logits, torch.tensor([0, 6]))
+        assert float(loss.detach()) == pytest.approx(torch.tensor(7.0).log().item())
+        model.reset_classifier(0)
+        assert model(torch.randn(2, model.config.in_chans, 32, 32)).shape == (2, model.embed_dim)
+
+
+def test_variants_rebuild_from_name_and_config():
+    """Oracle: the same state_dict shapes from `create_model(variant, **config)`."""
+    model = create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1, num_classes=3)
+    again = create_model(model.variant, **dataclasses.asdict(model.config))
+    assert again.config == model.config and type(again) is type(model)
+    assert again.state_dict().keys() == model.state_dict().keys()
+
+
+def test_list_models_takes_patterns():
+    """Oracle: shell patterns on the catalogue."""
+    assert list_models("deit3_*_384") == [
+        "deit3_base_patch16_384",
+        "deit3_large_patch16_384",
+        "deit3_small_patch16_384",
+    ]
+    assert list_models("nothing*") == [] and len(list_models()) == len(CATALOGUE)
+
+
+@pytest.mark.parametrize(
+    "name, options, error, words",
+    [
+        ("vit_tiny_patch16_22", {}, ValueError, "nearest are vit_tiny_patch16_224, "),
+        (
+            "vit_tiny_patch16_224",
+            dict(img_size=225),
+            ValueError,
+            "height 225 is not a multiple of .* 16; use 224 or 240",
+        ),
+        ("vit_tiny_patch16_224", dict(img_size=(224, 8)), ValueError, "width 8 is not a multiple .* use 16"),
+        ("vit_tiny_patch16_224", dict(pool="gap"), TypeError, "no option 'pool'; the nearest are global_pool"),
+        ("vit_tiny_patch16_224", dict(pos_embed="rope"), ValueError, "pos_embed is 'rope'; use one of learned"),
+        ("vit_tiny_patch16_224", dict(num_heads=5), ValueError, "192 is not a multiple of num_heads 5"),
+        ("vit_tiny_patch16_224", dict(class_token=False), ValueError, "global_pool 'token' needs class_token=True"),
+        (
+            "vit_tiny_patch16_224",
+            dict(drop_path_rate=1.5),
+            ValueError,
+            r"drop_path_rate is 1.5; a rate lies in \[0, 1\)",
+        ),
+        ("vit_tiny_patch16_224", dict(attn_drop_rate=-0.1), ValueError, "attn_drop_rate is -0.1"),
+        ("vit_tiny_patch16_224", dict(in_chans=0), ValueError, "in_chans is 0; it must be at least 1"),
+        ("vit_tiny_patch16_224", dict(num_classes=-1), ValueError, "num_classes is -1; use 0 for no head"),
+        ("vit_tiny_patch16_224", dict(embed_dim=6, num_heads=1, pos_embed="sincos2d"), ValueError, "divisible by 4"),
+    ],
+)
+def test_bad_options_raise_one_sentence(name, options, error, words):
+    """Oracle: what was given and what would do, on one line."""
+    with pytest.raises(error, match=words) as raised:
+        create_model(name, **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_wrong_images_raise_one_sentence():
+    """Oracle: channels and size, both given."""
+    model = create_model("vit_tiny_patch16_224", depth=1)
+    with pytest.raises(ValueError, match=r"axes \[B, 3, H, W\], got shape \[1, 1, 224, 224\]"):
+        model(torch.zeros(1, 1, 224, 224))
+    with pytest.raises(ValueError, match="image is 192x224 pixels, the model takes 224x224"):
+        model(torch.zeros(1, 3, 192, 224))
+    with pytest.raises(ValueError, match="not a multiple of the patch"):
+        create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True)(torch.zeros(1, 3, 100, 224))
+
+
+def test_config_documents_every_field():
+    """Oracle: the docstring's Attributes."""
+    text = inspect.getdoc(ViTConfig)
+    assert [f.name for f in dataclasses.fields(ViTConfig) if f"\n    {f.name}:" not in text] == []
