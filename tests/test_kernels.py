@@ -289,7 +289,10 @@ def test_switch_and_reasons(monkeypatch):
     """Oracle: the words of FASTVIT_TRITON_BACKEND, and a reason wherever no kernel runs."""
     assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
-    assert "asks for PyTorch" in why_not(torch.device("cuda"), torch.float32)
+    assert "says torch" in why_not(torch.device("cuda"), torch.float32)
+    monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "triton")
+    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 for the interpreter"):
+        layer_norm(torch.zeros(2, 4), None, None, 1e-6)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="use one of auto, torch"):
+    with pytest.raises(ValueError, match="use one of auto, triton, torch"):
         backend()

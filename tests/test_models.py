@@ -276,6 +276,21 @@ def test_checkpointing_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("options", [{}, dict(qk_norm=True, init_values=0.1, drop_path_rate=0.1)], ids=str)
+def test_compiles_as_one_graph(options, dynamic):
+    """Oracle: the eager model, outputs and gradients; fullgraph=True raises on any graph break."""
+    model = randomize(create_model("vit_digits_patch2_8", depth=2, **options)).eval()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch in (3, 5) if dynamic else (3,):
+        images = torch.randn(batch, 1, 8, 8)
+        got, want = compiled(images), model(images)
+        parameters = list(model.parameters())
+        pairs = zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (got, want)), strict=True)
+        assert distance(got, want) <= TOLERANCE and all(distance(a, b) <= TOLERANCE for a, b in pairs)
+    torch._dynamo.reset()
+
+
 def test_dynamic_size_resamples_positions():
     """Oracle: the same table resized beforehand."""
     model = randomize(create_model("vit_digits_patch2_8", dynamic_img_size=True)).eval()

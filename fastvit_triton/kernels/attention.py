@@ -4,22 +4,63 @@ Math      S = scale · Q Kᵀ + bias              [Nq, Nk]                      
           O = softmax(S) V                     [Nq, Dv]                          (2)
           L = ln Σₙ exp(S)                     [Nq]      natural log, fp32       (3)
           A row whose keys are all masked gives O = 0 and no gradient, and L = −inf.
-Cost      2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o.
-Sources   Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
+Backward  P = exp(S − L)                       recomputed, never stored          (4)
+          Δ = Σ_d dO ∘ O                       [Nq]      fp32                    (5)
+          dS = P ∘ (dO Vᵀ − Δ)                                                   (6)
+          dV = Pᵀ dO    dQ = scale · dS K    dK = scale · dSᵀ Q                  (7)
+          dbias[g] = Σ over images b ≡ g (mod G), in order, of dS                (8)
+Kernels   work in base 2, S·log₂e and L·log₂e, because exp2 is one instruction. dQ (with Δ) and dK, dV are two kernels
+          and dbias a third: no atomics, the same bits every run.
+Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq.
+          backward 2·B·H·Nq·Nk·(4·D + 3·Dv) flops.
+Saved     q, k, v, bias, o in storage dtype and L in fp32.
+Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16); the last axis is copied if not contiguous.
+Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; Milakov & Gimelshein, arXiv:1805.02867, for the
+          running maximum.
+          Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
           Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 5-8.
           Su et al., RoFormer, arXiv:2104.09864, eq. 34, for the rotation; Dehghani et al., NaViT, arXiv:2307.06304,
           section 2.1, for packed images.
 Differs   Any Nq, Nk (197 is the normal case), D ≠ Dv (LeViT), a free scale (T2T-ViT, CvT), grouped bias (Swin).
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .op import Op, expect, make
+from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
+from .tile import jit, put_rows, rows, tl
 
 Norm = tuple[Tensor, Tensor | None, float]  # weight [D], bias [D], eps
 Rope = tuple[Tensor, Tensor, bool]  # cos and sin [N - prefix, D] or [H, N - prefix, D]; True when pairs interleave
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
+
+# Launch parameters by kernel: the first row whose limit holds the wider head, in bytes. Every row fits sm_80.
+SPACE = {
+    "fwd": (
+        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (1024, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+    ),
+    "bwd_dq": (
+        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+    ),
+    "bwd_dkdv": (
+        (128, dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
+    ),
+    "bwd_dbias": (
+        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+    ),
+}
 
 
 def attention(
@@ -53,6 +94,10 @@ def attention(
     expect("q", q, B=B, H=H, Nq=None, D=D)
     expect("k", k, B=B, H=H, Nk=None, D=D)
     expect("v", v, B=B, H=H, Nk=k.shape[2], Dv=None)
+    _check_mask(q, k, bias, kv_lens)
+    if usable(q, max(D, v.shape[3])):
+        o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
+        return (o, lse * math.log(2)) if return_lse else o
     return reference(q, k, v, bias, scale, kv_lens, return_lse)
 
 
@@ -92,6 +137,13 @@ def attention_qkv(
     expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})
     if qkv.shape[2] % (3 * num_heads):
         raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {qkv.shape[2]}")
+    D = qkv.shape[2] // (3 * num_heads)
+    if usable(qkv, D) and q_norm is None and k_norm is None and rope is None:
+        packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
+        _check_mask(*packed.permute(2, 0, 3, 1, 4).unbind(0)[:2], bias, kv_lens)
+        o, lse = _QkvFn.apply(packed, bias, kv_lens, D**-0.5 if scale is None else scale)
+        o = o.transpose(1, 2).flatten(2)
+        return (o, lse * math.log(2)) if return_lse else o
     return reference_qkv(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, return_lse)
 
 
@@ -119,6 +171,10 @@ def varlen_attention(
     expect("k", k, T=T, H=H, D=D)
     expect("v", v, T=T, H=H, Dv=None)
     expect("cu_seqlens", cu_seqlens, **{"B+1": None})
+    if usable(q, max(D, v.shape[2])):
+        heads_first = (t.transpose(0, 1)[None] for t in cast(q, k, v))  # [1, H, T, D]
+        o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, D**-0.5 if scale is None else scale)
+        return o[0].transpose(0, 1)
     return reference_varlen(q, k, v, cu_seqlens, max_seqlen, scale)
 
 
@@ -165,7 +221,7 @@ def reference_qkv(
         k = F.layer_norm(k, k.shape[-1:], *k_norm)
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
-    o = reference(q, k, v, bias, scale, kv_lens, return_lse)
+    o = attention(q, k, v, bias, scale, kv_lens, return_lse)
     if return_lse:
         return o[0].transpose(1, 2).flatten(2), o[1]
     return o.transpose(1, 2).flatten(2)
@@ -193,25 +249,541 @@ def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
     return torch.cat((prefix, (x * cos + turned * sin).to(prefix.dtype)), 2)
 
 
-def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:
-    """Bias groups and valid lengths as one mask that broadcasts to [B, H, Nq, Nk]; boolean or of q's dtype."""
-    B, H, Nq, Nk = *q.shape[:3], k.shape[2]
+def _check_mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> None:
+    """Raises ValueError when bias or kv_lens do not fit."""
     if bias is not None:
-        sizes = {"G": bias.shape[0], "H": H, "Nq": Nq, "Nk": Nk}
         if bias.dim() != 4:
             raise ValueError(f"bias must have axes [G, H, Nq, Nk], got shape {list(bias.shape)}")
-        expect("bias", bias, **{a: None if bias.shape[i] == 1 else n for i, (a, n) in enumerate(sizes.items())})
+        axes = zip(("G", "H", "Nq", "Nk"), (bias.shape[0], *q.shape[1:3], k.shape[2]), bias.shape, strict=True)
+        expect("bias", bias, **{axis: None if got == 1 else size for axis, size, got in axes})
+    if kv_lens is not None:
+        expect("kv_lens", kv_lens, B=q.shape[0])
+
+
+def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:
+    """Bias groups and valid lengths as one mask that broadcasts to [B, H, Nq, Nk]; boolean or of q's dtype."""
+    B, Nk = q.shape[0], k.shape[2]
+    if bias is not None:
         groups = bias.shape[0]
-        if groups not in (1, B):
+        if groups != 1 and groups != B:
             bias = bias[torch.arange(B, device=bias.device) % groups]
         bias = bias if bias.dtype == torch.bool else bias.to(q.dtype)
     if kv_lens is None:
         return bias
-    expect("kv_lens", kv_lens, B=B)
     valid = (torch.arange(Nk, device=k.device) < kv_lens[:, None])[:, None, None, :]  # [B, 1, 1, Nk]
     if bias is None:
         return valid
     return bias & valid if bias.dtype == torch.bool else bias.masked_fill(~valid, float("-inf"))
+
+
+@jit
+def _head(
+    ptr, n, stride, N, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Rows n of a head as its two tiles, [len(n), D0] and [len(n), D1]; the first twice where there is no second."""
+    x0 = rows(ptr, n, stride, N, 0, D, D0, MASKED)
+    x1 = rows(ptr, n, stride, N, D0, D, D1, MASKED) if D1 > 0 else x0
+    return x0, x1
+
+
+@jit
+def _put_head(ptr, x0, x1, n, stride, N, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """Stores what `_head` would load."""
+    put_rows(ptr, x0, n, stride, N, 0, D, D0)
+    if D1 > 0:
+        put_rows(ptr, x1, n, stride, N, D0, D, D1)
+
+
+@jit
+def _no_head(LENGTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """Two accumulators, fp32."""
+    return tl.zeros([LENGTH, D0], tl.float32), tl.zeros([LENGTH, D1 if D1 > 0 else 16], tl.float32)
+
+
+@jit
+def _scores(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
+    """A Bᵀ over both tiles: [rows of A, rows of B]."""
+    s = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
+    return tl.dot(a1, tl.trans(b1), s, input_precision=PRECISION) if D1 > 0 else s
+
+
+@jit
+def _mix(p, x0, x1, sum0, sum1, D1: tl.constexpr, PRECISION: tl.constexpr):
+    """P X over both tiles, added to the accumulators."""
+    p = p.to(x0.dtype)
+    sum0 = tl.dot(p, x0, sum0, input_precision=PRECISION)
+    sum1 = tl.dot(p, x1, sum1, input_precision=PRECISION) if D1 > 0 else sum1
+    return sum0, sum1
+
+
+@jit
+def _image(pid, tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU: tl.constexpr, HAS_LENS: tl.constexpr):
+    """Which tile, image and head a program owns, where the image starts and how many queries and keys it has."""
+    b = (pid // tiles // H).to(tl.int64)
+    h = (pid // tiles % H).to(tl.int64)
+    start = tl.zeros([], tl.int64)
+    if HAS_CU:
+        start = tl.load(cu_ptr + b).to(tl.int64)
+        Nq = (tl.load(cu_ptr + b + 1) - start).to(tl.int32)
+        Nk = Nq
+    if HAS_LENS:
+        Nk = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
+    return pid % tiles, b, h, start, Nq, Nk
+
+
+@jit
+def _biased(s, bias_ptr, m, n, bias_strides, Nq, Nk, BIAS: tl.constexpr):
+    """Scores in base 2 plus the bias at rows m and columns n, two index vectors that broadcast to s."""
+    at = bias_ptr + m.to(tl.int64) * bias_strides[2] + n.to(tl.int64) * bias_strides[3]
+    inside = (m < Nq) & (n < Nk)
+    if BIAS == 2:  # boolean: True attends
+        return tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
+    return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+
+
+@jit
+def _row_logs(l_ptr, m, Nq):
+    """L of queries m; +inf, so that P = 0, past the end and in rows without keys."""
+    lse = tl.load(l_ptr + m, mask=m < Nq, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@jit
+def _fwd_step(
+    q0, q1, k_ptr, v_ptr, bias_ptr, k_n, v_n, bias_strides, m, n, Nq, Nk, top, total, o0, o1, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: equations (1) and (2) with a running maximum `top` and sum `total`."""
+    k0, k1 = _head(k_ptr, n, k_n, Nk, D, D0, D1, MASKED)
+    s = _scores(q0, q1, k0, k1, D1, PRECISION)  # [BLOCK_M, BLOCK_N]
+    if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
+        s *= scale
+        if BIAS > 0:
+            s = _biased(s, bias_ptr, m[:, None], n[None, :], bias_strides, Nq, Nk, BIAS)
+        scale = 1.0
+    if MASKED:
+        s = tl.where((n < Nk)[None, :], s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    shift = new_top * scale
+    if SAFE:
+        shift = tl.where(new_top == float("-inf"), 0.0, shift)  # no key so far
+    p = tl.exp2(s * scale - shift[:, None])
+    decay = tl.exp2(top * scale - shift)
+    v0, v1 = _head(v_ptr, n, v_n, Nk, Dv, V0, V1, MASKED)
+    o0, o1 = _mix(p, v0, v1, o0 * decay[:, None], o1 * decay[:, None], V1, PRECISION)
+    return new_top, total * decay + tl.sum(p, 1), o0, o1
+
+
+@jit
+def _fwd_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, l_ptr,
+    q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, G, tiles, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head; streams all keys. Equations (1) to (3)."""
+    tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    if tile * BLOCK_M >= Nq:
+        return
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
+    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
+    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
+    if BIAS > 0:
+        bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
+    q0, q1 = _head(q_ptr, m, q_strides[2], Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    o0, o1 = _no_head(BLOCK_M, V0, V1)
+    full = Nk // BLOCK_N * BLOCK_N
+    for first in range(0, full, BLOCK_N):
+        top, total, o0, o1 = _fwd_step(
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            m, first + tl.arange(0, BLOCK_N), Nq, Nk, top, total, o0, o1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, False,
+        )  # fmt: skip
+    if TAIL > 0:  # 197 = 3·64 + 5: only the last keys are masked
+        top, total, o0, o1 = _fwd_step(
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            m, full + tl.arange(0, TAIL), Nq, Nk, top, total, o0, o1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, True,
+        )  # fmt: skip
+    some = total
+    if SAFE:
+        some = tl.where(total > 0, total, 1.0)  # a row without keys: o0 is 0 already
+        top = tl.where(total > 0, top, float("-inf"))
+        scale = 1.0
+    o_ptr += b * o_strides[0] + h * o_strides[1] + start * o_strides[2]
+    inverse = 1.0 / some[:, None]
+    _put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_strides[2], Nq, Dv, V0, V1)
+    tl.store(l_ptr + b * l_strides[0] + h * l_strides[1] + start + m, top * scale + tl.log2(some), mask=m < Nq)
+
+
+@jit
+def _p_and_dp(
+    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_n, bias_strides, m, n, Nq, Nk, lse, scale,
+    D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """P of equation (4) and dO Vᵀ, queries on rows and keys on columns."""
+    s = _scores(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+    if BIAS > 0:
+        s = _biased(s, bias_ptr, m[:, None], n[None, :], bias_strides, Nq, Nk, BIAS)
+    p = tl.exp2(s - lse[:, None])
+    if MASKED:
+        p = tl.where((n < Nk)[None, :], p, 0.0)
+    v0, v1 = _head(v_ptr, n, v_n, Nk, Dv, V0, V1, MASKED)
+    return p, _scores(do0, do1, v0, v1, V1, PRECISION)
+
+
+@jit
+def _dq_step(
+    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_n, v_n, bias_strides, m, n, Nq, Nk, lse, delta, dq0, dq1, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: equation (6), and its part of dQ."""
+    k0, k1 = _head(k_ptr, n, k_n, Nk, D, D0, D1, MASKED)
+    p, dp = _p_and_dp(
+        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_n, bias_strides, m, n, Nq, Nk, lse, scale,
+        D1, Dv, V0, V1, BIAS, PRECISION, MASKED,
+    )  # fmt: skip
+    return _mix(p * (dp - delta[:, None]), k0, k1, dq0, dq1, D1, PRECISION)
+
+
+@jit
+def _bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr,
+    q_strides, k_strides, v_strides, bias_strides, o_strides, do_strides, l_strides, dq_strides,
+    H, Nq, Nk, G, tiles, scale, softmax_scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries; streams keys; writes Δ of equation (5) and dQ of (7)."""
+    tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    if tile * BLOCK_M >= Nq:
+        return
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
+    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
+    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
+    o_ptr += b * o_strides[0] + h * o_strides[1] + start * o_strides[2]
+    do_ptr += b * do_strides[0] + h * do_strides[1] + start * do_strides[2]
+    dq_ptr += b * dq_strides[0] + h * dq_strides[1] + start * dq_strides[2]
+    l_at = b * l_strides[0] + h * l_strides[1] + start
+    if BIAS > 0:
+        bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
+    q0, q1 = _head(q_ptr, m, q_strides[2], Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    do0, do1 = _head(do_ptr, m, do_strides[2], Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
+    o0, o1 = _head(o_ptr, m, o_strides[2], Nq, Dv, V0, V1, True)
+    delta = tl.sum(do0.to(tl.float32) * o0.to(tl.float32), 1)  # (5)
+    if V1 > 0:
+        delta += tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1)
+    tl.store(delta_ptr + l_at + m, delta, mask=m < Nq)
+    lse = _row_logs(l_ptr + l_at, m, Nq)
+    dq0, dq1 = _no_head(BLOCK_M, D0, D1)
+    full = Nk // BLOCK_N * BLOCK_N
+    for first in range(0, full, BLOCK_N):
+        dq0, dq1 = _dq_step(
+            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            m, first + tl.arange(0, BLOCK_N), Nq, Nk, lse, delta, dq0, dq1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
+        )  # fmt: skip
+    if TAIL > 0:
+        dq0, dq1 = _dq_step(
+            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            m, full + tl.arange(0, TAIL), Nq, Nk, lse, delta, dq0, dq1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
+        )  # fmt: skip
+    _put_head(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_strides[2], Nq, D, D0, D1)
+
+
+@jit
+def _dkdv_step(
+    k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_m, do_m, bias_strides,
+    m, n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of queries: Sᵀ and dPᵀ with keys on rows, so that neither P nor dS is ever transposed."""
+    q0, q1 = _head(q_ptr, m, q_m, Nq, D, D0, D1, MASKED)
+    do0, do1 = _head(do_ptr, m, do_m, Nq, Dv, V0, V1, MASKED)
+    lse = _row_logs(l_ptr, m, Nq)
+    delta = tl.load(delta_ptr + m, mask=m < Nq, other=0.0)
+    s = _scores(k0, k1, q0, q1, D1, PRECISION) * scale  # [BLOCK_N, BLOCK_M]
+    if BIAS > 0:
+        s = _biased(s, bias_ptr, m[None, :], n[:, None], bias_strides, Nq, Nk, BIAS)
+    p = tl.where((n < Nk)[:, None], tl.exp2(s - lse[None, :]), 0.0)  # (4)
+    dv0, dv1 = _mix(p, do0, do1, dv0, dv1, V1, PRECISION)
+    ds = p * (_scores(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])  # (6)
+    dk0, dk1 = _mix(ds, q0, q1, dk0, dk1, D1, PRECISION)
+    return dk0, dk1, dv0, dv1
+
+
+@jit
+def _bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, dk_strides, dv_strides,
+    H, Nq, Nk, G, tiles, scale, softmax_scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one head; streams queries; writes dK and dV of equation (7)."""
+    keys = Nk  # rows to write, masked ones too
+    tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    if not HAS_LENS:
+        keys = Nk
+    if tile * BLOCK_N >= keys:
+        return
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
+    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
+    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
+    do_ptr += b * do_strides[0] + h * do_strides[1] + start * do_strides[2]
+    dk_ptr += b * dk_strides[0] + h * dk_strides[1] + start * dk_strides[2]
+    dv_ptr += b * dv_strides[0] + h * dv_strides[1] + start * dv_strides[2]
+    l_ptr += b * l_strides[0] + h * l_strides[1] + start
+    delta_ptr += b * l_strides[0] + h * l_strides[1] + start
+    if BIAS > 0:
+        bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
+    k0, k1 = _head(k_ptr, n, k_strides[2], Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
+    v0, v1 = _head(v_ptr, n, v_strides[2], Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
+    dk0, dk1 = _no_head(BLOCK_N, D0, D1)
+    dv0, dv1 = _no_head(BLOCK_N, V0, V1)
+    full = Nq // BLOCK_M * BLOCK_M
+    for first in range(0, full, BLOCK_M):
+        dk0, dk1, dv0, dv1 = _dkdv_step(
+            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_strides[2], do_strides[2], bias_strides,
+            first + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
+        )  # fmt: skip
+    if full < Nq:
+        dk0, dk1, dv0, dv1 = _dkdv_step(
+            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_strides[2], do_strides[2], bias_strides,
+            full + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
+        )  # fmt: skip
+    _put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_strides[2], keys, D, D0, D1)
+    _put_head(dv_ptr, dv0, dv1, n, dv_strides[2], keys, Dv, V0, V1)
+
+
+@jit
+def _bwd_dbias_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, do_ptr, l_ptr, delta_ptr, dbias_ptr,
+    q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, B, H, Nq, Nk, G, tiles_m, tiles_n, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, HAS_LENS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of one head's bias in one group; sums dS over the group's images in order. Equation (8)."""
+    pid = tl.program_id(0)
+    n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = pid // tiles_n % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    h = (pid // tiles_n // tiles_m % H).to(tl.int64)
+    g = (pid // tiles_n // tiles_m // H).to(tl.int64)
+    bias_ptr += g * bias_strides[0] + h * bias_strides[1]
+    dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for b in range(g, B, G):
+        keys = Nk
+        if HAS_LENS:
+            keys = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
+        at = b * l_strides[0] + h * l_strides[1]
+        q0, q1 = _head(q_ptr + b * q_strides[0] + h * q_strides[1], m, q_strides[2], Nq, D, D0, D1, True)
+        k0, k1 = _head(k_ptr + b * k_strides[0] + h * k_strides[1], n, k_strides[2], keys, D, D0, D1, True)
+        do0, do1 = _head(do_ptr + b * do_strides[0] + h * do_strides[1], m, do_strides[2], Nq, Dv, V0, V1, True)
+        p, dp = _p_and_dp(
+            q0, q1, do0, do1, k0, k1, v_ptr + b * v_strides[0] + h * v_strides[1], bias_ptr, v_strides[2],
+            bias_strides, m, n, Nq, keys, _row_logs(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, PRECISION, True,
+        )  # fmt: skip
+        dbias += p * (dp - tl.load(delta_ptr + at + m, mask=m < Nq, other=0.0)[:, None])
+    at = dbias_ptr + ((g * H + h) * Nq + m)[:, None] * Nk + n[None, :]
+    tl.store(at, dbias, mask=(m < Nq)[:, None] & (n < Nk)[None, :])
+
+
+def _split(D: int) -> tuple[int, int]:
+    """D as two tiles of powers of two where that is less than one: 80 = 64 + 16, but 64 = 64 + 0 and 100 < 128 + 0."""
+    whole = power_of_2(max(D, 16))
+    half, rest = whole // 2, power_of_2(max(D - whole // 2, 16))
+    return (half, rest) if half >= 16 and half + rest < whole and D > half else (whole, 0)
+
+
+def _blocks(kernel: str, q: Tensor, Nq: int, width: int) -> dict[str, int]:
+    """Launch parameters: the row of SPACE for this width of a head (D and Dv, the larger, in whole tiles)."""
+    narrow = next(row for limit, row in SPACE[kernel] if width * q.element_size() <= limit)
+    block = dict(narrow, enable_fp_fusion=True)
+    if kernel == "fwd":
+        block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
+    return block
+
+
+def _tail(N: int, block: int, ragged: bool) -> int:
+    """Width of the masked block after the full ones: 0 if none, a whole block where only the device knows N."""
+    rest = N % block
+    return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
+
+
+def _precision(q: Tensor) -> str:
+    """float32 dot products follow torch.set_float32_matmul_precision."""
+    return "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _lead(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors with a contiguous last axis, copied only if they lack it."""
+    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def _shared(q, k, v, bias, kv_lens, cu, scale):
+    """Arguments that all kernels take, by name."""
+    (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
+    (D0, D1), (V0, V1) = _split(D), _split(Dv)
+    if bias is not None:
+        bias = bias.expand(bias.shape[0], H, Nq, Nk)
+    return dict(
+        q_ptr=q, k_ptr=k, v_ptr=v, bias_ptr=bias, lens_ptr=kv_lens,
+        q_strides=_strides(q, cu), k_strides=_strides(k, cu), v_strides=_strides(v, cu),
+        bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(),
+        H=H, Nq=Nq, Nk=Nk, G=1 if bias is None else bias.shape[0], scale=scale * math.log2(math.e),
+        D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
+        HAS_LENS=kv_lens is not None, PRECISION=_precision(q),
+    )  # fmt: skip
+
+
+def _strides(t, cu):
+    """Of batch, head and token; packed images [1, H, T, D] have no batch."""
+    return (0 if cu is not None else t.stride(0), t.stride(1), t.stride(2))
+
+
+def _sizes(q, k, v, cu, max_seqlen):
+    """Images, queries and keys of the longest image, and the wider head in whole tiles."""
+    images, Nq, Nk = (q.shape[0], q.shape[2], k.shape[2]) if cu is None else (len(cu) - 1, max_seqlen, max_seqlen)
+    return images, Nq, Nk, max(sum(_split(q.shape[3])), sum(_split(v.shape[3])))
+
+
+def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
+    """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L [B, H, Nq] in base 2)."""
+    o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
+    q, k, v = _lead(q, k, v)
+    images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
+    ragged = kv_lens is not None or cu is not None
+    blocks = _blocks("fwd", q, Nq, width)
+    tiles = cdiv(Nq, blocks["BLOCK_M"])
+    if o.numel():
+        _fwd_kernel[(tiles * images * q.shape[1],)](
+            **_shared(q, k, v, bias, kv_lens, cu, scale), cu_ptr=cu, o_ptr=o, l_ptr=lse,
+            o_strides=_strides(o, cu), l_strides=_strides(lse, cu)[:2], tiles=tiles,
+            HAS_CU=cu is not None, SAFE=bias is not None or kv_lens is not None or scale <= 0 or not Nk,
+            TAIL=_tail(Nk, blocks["BLOCK_N"], ragged), **blocks,
+        )  # fmt: skip
+    return o, lse
+
+
+def _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
+    B, H, Nq, _ = q.shape
+    o = q.new_empty(B, Nq, H, v.shape[3]).transpose(1, 2)
+    return o, q.new_empty(B, H, Nq, dtype=torch.float32)
+
+
+def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias):
+    """(dq, dk, dv, dbias); `packed` gives dqkv [B, N, 3, H, D] in place of dq. What is not asked for is empty."""
+    outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias)
+    dq, dk, dv, dbias = outputs
+    if packed:
+        dq, dk, dv = dq.permute(2, 0, 3, 1, 4).unbind(0)
+    do, q, k, v = _lead(do, q, k, v)
+    images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
+    heads, ragged = images * q.shape[1], kv_lens is not None or cu is not None
+    delta = torch.empty_like(lse)
+    shared = _shared(q, k, v, bias, kv_lens, cu, scale) | dict(
+        do_ptr=do, l_ptr=lse, delta_ptr=delta, do_strides=_strides(do, cu),
+        l_strides=_strides(lse, cu)[:2],
+    )  # fmt: skip
+    if q.numel():
+        blocks = _blocks("bwd_dq", q, Nq, width)
+        tiles = cdiv(Nq, blocks["BLOCK_M"])
+        _bwd_dq_kernel[(tiles * heads,)](
+            **shared, cu_ptr=cu, o_ptr=o, dq_ptr=dq, o_strides=_strides(o, cu), dq_strides=_strides(dq, cu),
+            tiles=tiles, softmax_scale=scale, HAS_CU=cu is not None, TAIL=_tail(Nk, blocks["BLOCK_N"], ragged),
+            **blocks,
+        )  # fmt: skip
+    if k.numel():
+        blocks = _blocks("bwd_dkdv", q, Nq, width)
+        tiles = cdiv(Nk, blocks["BLOCK_N"])
+        _bwd_dkdv_kernel[(tiles * heads,)](
+            **shared, cu_ptr=cu, dk_ptr=dk, dv_ptr=dv, dk_strides=_strides(dk, cu), dv_strides=_strides(dv, cu),
+            tiles=tiles, softmax_scale=scale, HAS_CU=cu is not None, **blocks,
+        )  # fmt: skip
+    if learn_bias:
+        blocks = _blocks("bwd_dbias", q, Nq, width)
+        full = torch.zeros(bias.shape[0], q.shape[1], Nq, Nk, dtype=torch.float32, device=q.device)
+        tiles_m, tiles_n = cdiv(Nq, blocks["BLOCK_M"]), cdiv(Nk, blocks["BLOCK_N"])
+        if q.numel() and k.numel():
+            _bwd_dbias_kernel[(tiles_m * tiles_n * q.shape[1] * bias.shape[0],)](
+                **shared, dbias_ptr=full, B=images, tiles_m=tiles_m, tiles_n=tiles_n, **blocks
+            )
+        dbias.copy_(full.sum_to_size(bias.shape))
+    return outputs
+
+
+def _bwd_fake(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias):
+    B, H, N, D = q.shape
+    dbias = q.new_empty(bias.shape, dtype=bias.dtype) if learn_bias else q.new_empty(0)
+    if packed:
+        return q.new_empty(B, N, 3, H, D), q.new_empty(0), q.new_empty(0), dbias
+    return (*(t.new_empty(t.shape) for t in (q, k, v)), dbias)
+
+
+ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu, SymInt max_seqlen, float scale"
+_fwd_op = register("attention_fwd", f"({ARGUMENTS}) -> (Tensor, Tensor)", _fwd, _fwd_fake)
+_bwd_op = register(
+    "attention_bwd",
+    f"(Tensor do, {ARGUMENTS}, Tensor o, Tensor lse, bool packed, bool learn_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+)
+
+
+class _Fn(torch.autograd.Function):
+    """Ties attention_fwd to attention_bwd for q, k, v [B, H, N, D]; saves what the header lists."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, kv_lens, cu, max_seqlen, scale):
+        o, lse = _fwd_op(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
+        ctx.save_for_backward(q, k, v, bias, kv_lens, cu, o, lse)
+        ctx.sizes = max_seqlen, scale
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, _):
+        *inputs, o, lse = ctx.saved_tensors
+        dq, dk, dv, dbias = _bwd_op(do, *inputs, *ctx.sizes, o, lse, False, ctx.needs_input_grad[3])
+        return dq, dk, dv, dbias if ctx.needs_input_grad[3] else None, None, None, None, None
+
+
+class _QkvFn(torch.autograd.Function):
+    """The same for one packed qkv [B, N, 3, H, D], whose gradient is packed too."""
+
+    @staticmethod
+    def forward(ctx, qkv, bias, kv_lens, scale):
+        o, lse = _fwd_op(*qkv.permute(2, 0, 3, 1, 4).unbind(0), bias, kv_lens, None, 0, scale)
+        ctx.save_for_backward(qkv, bias, kv_lens, o, lse)
+        ctx.scale = scale
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, _):
+        qkv, bias, kv_lens, o, lse = ctx.saved_tensors
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        learn_bias = ctx.needs_input_grad[1]
+        dqkv, _, _, dbias = _bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
+        return dqkv, dbias if learn_bias else None, None, None
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
@@ -252,6 +824,18 @@ OP = Op(
         "class_token": dict(B=2, H=3, Nq=1, Nk=17, D=8, Dv=8),
     },
     inputs=_inputs,
+    ragged={
+        "vit": dict(B=1, H=2, Nq=197, Nk=197, D=64, Dv=64),
+        "class_token": dict(B=2, H=3, Nq=1, Nk=50, D=48, Dv=48),
+        "levit": dict(B=2, H=2, Nq=16, Nk=49, D=16, Dv=32),
+        "windows": dict(B=4, H=2, Nq=49, Nk=49, D=32, Dv=32, G=2),
+        "bias_wide": dict(B=2, H=1, Nq=70, Nk=65, D=80, Dv=72, G=1),
+        "padded": dict(B=2, H=2, Nq=50, Nk=130, D=33, Dv=6, short=130),
+        "so400m": dict(B=1, H=1, Nq=65, Nk=65, D=72, Dv=72),
+        "giant": dict(B=1, H=1, Nq=17, Nk=33, D=88, Dv=88),
+        "widest": dict(B=1, H=1, Nq=20, Nk=20, D=256, Dv=192),
+        "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
+    },
 )
 OP_QKV = Op(
     name="attention_qkv",
@@ -259,6 +843,11 @@ OP_QKV = Op(
     reference=reference_qkv,
     cases={"rope": dict(B=2, H=2, N=7, D=4, prefix=2), "plain": dict(B=2, H=3, N=17, D=6)},
     inputs=_inputs_qkv,
+    ragged={
+        "vit": dict(B=2, H=3, N=197, D=64),
+        "gap": dict(B=2, H=2, N=16, D=80),
+        "rope": dict(B=1, H=2, N=50, D=32, prefix=1),
+    },
 )
 OP_VARLEN = Op(
     name="varlen_attention",
@@ -266,4 +855,5 @@ OP_VARLEN = Op(
     reference=reference_varlen,
     cases={"three_images": dict(H=2, D=4, a=3, b=1, c=5)},
     inputs=_inputs_varlen,
+    ragged={"naflex": dict(H=2, D=32, a=70, b=1, c=129)},
 )

@@ -3,7 +3,13 @@
 Math      μ = mean(x)    σ² = mean((x − μ)²)    x̂ = (x − μ) / √(σ² + ε)                  (1)
           y = γ·x̂ + β                                                                     (2)
           s = residual + sample_scale·gamma·x,  y = LN(s)        for add_layer_norm       (3)
-Cost      8·M·D flops; bytes = x + y.
+Backward  g = dy·γ,  t = (g − mean(g) − x̂·mean(g·x̂)) / √(σ² + ε) + ds                     (4)
+          dresidual = t    dx = sample_scale·gamma·t    dgamma = Σ_rows sample_scale·x·t      (5)
+          dγ = Σ_rows dy·x̂    dβ = Σ_rows dy                                               (6)
+          sample_scale is a draw, not a parameter: it gets no gradient.
+Cost      forward 8·M·D flops; bytes = x + y (+ residual + s). Backward reads dy, ds, s, x and writes dx, dresidual.
+Saved     s (or x alone), and x where gamma learns, in storage dtype; μ and 1/√(σ² + ε) in fp32.
+Sums      Row sums (6) in two stages, first per program in fp32, then over programs: same bits every run.
 Sources   Ba et al., Layer normalization, arXiv:1607.06450, eq. 4; LayerScale: Touvron et al., CaiT, arXiv:2103.17239,
           eq. 6; stochastic depth: Huang et al., arXiv:1603.09382.
 """
@@ -11,8 +17,13 @@ Sources   Ba et al., Layer normalization, arXiv:1607.06450, eq. 4; LayerScale: T
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .op import Op, expect, make
+from .op import Op, cdiv, expect, make, power_of_2, register, usable
+from .tile import jit, tl
+
+PROGRAMS = 512  # of the backward pass: each sums its rows' share of (5) and (6); fixed, so that sums repeat bit by bit
+MAX_D = 16384  # a row must fit the registers of one program
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -33,6 +44,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             expect(name, tensor, D=x.shape[-1])
+    if usable(x) and x.shape[-1] <= MAX_D:
+        return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
     return reference(x, weight, bias, eps)
 
 
@@ -69,6 +82,8 @@ def add_layer_norm(
             expect(name, tensor, D=x.shape[-1])
     if sample_scale is not None:
         expect("sample_scale", sample_scale, B=x.shape[0])
+    if usable(x) and usable(residual) and x.shape[-1] <= MAX_D:
+        return _Fn.apply(x, residual, weight, bias, eps, gamma, sample_scale)
     return reference_add(x, residual, weight, bias, eps, gamma, sample_scale)
 
 
@@ -96,8 +111,285 @@ def scaled(x: Tensor, gamma: Tensor | None, sample_scale: Tensor | None) -> Tens
     if gamma is not None:
         x = x * gamma
     if sample_scale is not None:
-        x = x * sample_scale.view(-1, *[1] * (x.dim() - 1))
+        x = x * sample_scale.detach().view(-1, *[1] * (x.dim() - 1))
     return x
+
+
+@jit
+def _fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    gamma_ptr,
+    scale_ptr,
+    weight_ptr,
+    bias_ptr,
+    sum_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    M,
+    rows_per_image,
+    eps,
+    D: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: BLOCK_M whole rows. Equations (1) to (3)."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    in_m, in_d = m < M, d < D
+    inside = in_m[:, None] & in_d[None, :]
+    at = m[:, None] * D + d[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    if HAS_RESIDUAL:
+        if HAS_GAMMA:
+            x *= tl.load(gamma_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        if HAS_SCALE:
+            x *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
+        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)  # LN sees what is stored, as it does in PyTorch
+    mean = tl.sum(x, 1) / D  # [BLOCK_M]
+    centred = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
+    y = centred * rstd[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(mean_ptr + m, mean, mask=in_m)
+    tl.store(rstd_ptr + m, rstd, mask=in_m)
+
+
+@jit
+def _bwd_kernel(
+    dy_ptr,
+    dsum_ptr,
+    s_ptr,
+    x_ptr,
+    gamma_ptr,
+    scale_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    partial_ptr,
+    M,
+    rows_per_image,
+    D: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: every PROGRAMS-th block of rows, and its share of the three row sums. Equations (4) to (6)."""
+    program = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    weight = tl.full([BLOCK_D], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + d, mask=in_d, other=0.0).to(tl.float32)
+    gamma = tl.full([BLOCK_D], 1.0, tl.float32)
+    if HAS_GAMMA:
+        gamma = tl.load(gamma_ptr + d, mask=in_d, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK_D], tl.float32)
+    dbias = tl.zeros([BLOCK_D], tl.float32)
+    dgamma = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        in_m = m < M
+        inside = in_m[:, None] & in_d[None, :]
+        at = m[:, None] * D + d[None, :]
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+        s = tl.load(s_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
+        rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
+        normed = tl.where(inside, (s - mean[:, None]) * rstd[:, None], 0.0)
+        g = dy * weight[None, :]
+        t = g - (tl.sum(g, 1) / D)[:, None] - normed * (tl.sum(g * normed, 1) / D)[:, None]
+        t = t * rstd[:, None]
+        dweight += tl.sum(dy * normed, 0)
+        dbias += tl.sum(dy, 0)
+        if HAS_RESIDUAL:
+            t += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dresidual_ptr + at, t.to(dresidual_ptr.dtype.element_ty), mask=inside)
+            if HAS_SCALE:
+                t *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
+            if HAS_GAMMA:
+                x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                dgamma += tl.sum(tl.where(inside, t * x, 0.0), 0)
+                t *= gamma[None, :]
+        tl.store(dx_ptr + at, t.to(dx_ptr.dtype.element_ty), mask=inside)
+    at = partial_ptr + program * 3 * D + d
+    tl.store(at, dweight, mask=in_d)
+    tl.store(at + D, dbias, mask=in_d)
+    if HAS_GAMMA:
+        tl.store(at + 2 * D, dgamma, mask=in_d)
+
+
+def _blocks(D: int) -> dict[str, int]:
+    """Launch parameters: a row of up to 1024 channels per warp is all 16-byte accesses and needs no barrier."""
+    block = power_of_2(D)
+    warps = min(max(block // 1024, 1), 16)
+    return dict(BLOCK_M=max(1, 1024 // block), BLOCK_D=block, num_warps=warps, num_stages=1, enable_fp_fusion=True)
+
+
+def _fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    gamma: Tensor | None,
+    sample_scale: Tensor | None,
+    fp32_out: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
+    total, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out)
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    M, D, blocks = mean.numel(), x.shape[-1], _blocks(x.shape[-1])
+    if M:
+        _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
+            x,
+            residual,
+            gamma,
+            sample_scale,
+            weight,
+            bias,
+            total,
+            y,
+            mean,
+            rstd,
+            M,
+            cdiv(M, max(x.shape[0], 1)),
+            eps,
+            D=D,
+            HAS_RESIDUAL=residual is not None,
+            HAS_GAMMA=gamma is not None,
+            HAS_SCALE=sample_scale is not None,
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            **blocks,
+        )
+    return total, y, mean, rstd
+
+
+def _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    total = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
+    rows = x.shape[:-1].numel()
+    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return total, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
+
+
+def _bwd(
+    dy: Tensor,
+    dsum: Tensor | None,
+    s: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    gamma: Tensor | None,
+    sample_scale: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dx_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dresidual, sums); sums [3, D] fp32 are dweight, dbias, dgamma. dresidual is empty without `dsum`."""
+    dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype)
+    dy, s = dy.contiguous(), s.contiguous()
+    dsum, x = (None if t is None else t.contiguous() for t in (dsum, x))
+    M, D, blocks = mean.numel(), s.shape[-1], _blocks(s.shape[-1])
+    if not M:
+        return dx, dresidual, sums.zero_()
+    programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
+    partial = torch.zeros(programs, 3, D, dtype=torch.float32, device=s.device)
+    _bwd_kernel[(programs,)](
+        dy,
+        dsum,
+        s,
+        x,
+        gamma,
+        sample_scale,
+        weight,
+        mean,
+        rstd,
+        dx,
+        dresidual,
+        partial,
+        M,
+        cdiv(M, s.shape[0]),
+        D=D,
+        HAS_RESIDUAL=dsum is not None,
+        HAS_GAMMA=gamma is not None,
+        HAS_SCALE=sample_scale is not None,
+        HAS_WEIGHT=weight is not None,
+        **blocks,
+    )
+    return dx, dresidual, torch.sum(partial, 0, out=sums)
+
+
+def _bwd_fake(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype):
+    dresidual = s.new_empty(0 if dsum is None else s.shape)
+    return s.new_empty(s.shape, dtype=dx_dtype), dresidual, s.new_empty(3, s.shape[-1], dtype=torch.float32)
+
+
+_fwd_op = register(
+    "layer_norm_fwd",
+    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, Tensor? gamma, Tensor? sample_scale, "
+    "bool fp32_out) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fwd,
+    _fwd_fake,
+)
+_bwd_op = register(
+    "layer_norm_bwd",
+    "(Tensor dy, Tensor? dsum, Tensor s, Tensor? x, Tensor? weight, Tensor? gamma, Tensor? sample_scale, Tensor mean, "
+    "Tensor rstd, ScalarType dx_dtype) -> (Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+)
+
+
+class _Fn(torch.autograd.Function):
+    """Ties layer_norm_fwd to layer_norm_bwd; without a residual the first output is empty."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, gamma, sample_scale):
+        autocast = torch.is_autocast_enabled(x.device.type)  # where PyTorch's own layer_norm gives float32
+        total, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, gamma, sample_scale, autocast)
+        branch = x if gamma is not None else None
+        ctx.save_for_backward(x if residual is None else total, branch, weight, gamma, sample_scale, mean, rstd)
+        ctx.has_residual, ctx.dtypes = (
+            residual is not None,
+            tuple(None if t is None else t.dtype for t in (x, residual, bias)),
+        )
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dsum, dy):
+        s, x, weight, gamma, sample_scale, mean, rstd = ctx.saved_tensors
+        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+        dsum = dsum if ctx.has_residual else None
+        dx, dresidual, sums = _bwd_op(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, x_dtype)
+        return (
+            dx,
+            dresidual.to(residual_dtype) if ctx.has_residual else None,
+            None if weight is None else sums[0].to(weight.dtype),
+            None if bias_dtype is None else sums[1].to(bias_dtype),
+            None,
+            None if gamma is None else sums[2].to(gamma.dtype),
+            None,
+        )
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
@@ -118,6 +410,13 @@ OP = Op(
     reference=reference,
     cases={"ragged": dict(B=2, N=3, D=5), "shifted": dict(B=2, N=3, D=9, shift=30)},
     inputs=_inputs,
+    ragged={
+        "vit_tiny": dict(B=2, N=49, D=192),
+        "odd": dict(B=3, N=17, D=33),
+        "outlier": dict(B=1, N=50, D=65, shift=1e4),
+        "wide": dict(B=2, N=3, D=1100),
+        "empty": dict(B=0, N=3, D=8),
+    },
 )
 OP_ADD = Op(
     name="add_layer_norm",
@@ -125,4 +424,5 @@ OP_ADD = Op(
     reference=reference_add,
     cases={"ragged": dict(B=3, N=2, D=5)},
     inputs=_inputs_add,
+    ragged={"vit_tiny": dict(B=2, N=49, D=192), "odd": dict(B=5, N=17, D=33)},
 )

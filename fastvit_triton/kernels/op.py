@@ -1,10 +1,13 @@
-"""The host half of every op: what it is, and whether a Triton kernel would run it here."""
+"""The host half of every op: what it is, whether its Triton kernel runs here, and how torch sees it."""
 
+import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from . import tile
 
 
 @dataclass(frozen=True)
@@ -15,8 +18,9 @@ class Op:
         name: name of the public function.
         run: the public, differentiable function.
         reference: plain PyTorch with the same arguments; the CPU path and the oracle.
-        cases: shapes by name, smallest and most ragged first.
+        cases: tiny shapes by name, for finite differences.
         inputs: (case, dtype, device) to keyword arguments of `run`; floating tensors require gradients.
+        ragged: larger shapes by name, for the Triton kernels; empty where there is none.
     """
 
     name: str
@@ -24,32 +28,131 @@ class Op:
     reference: Callable
     cases: dict[str, dict[str, int]]
     inputs: Callable[..., dict]
+    ragged: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "triton", "torch")
+LIBRARY = torch.library.Library("fastvit_triton", "DEF")
+_chosen: str | None = None
 
 
 def backend() -> str:
-    """The one switch: FASTVIT_TRITON_BACKEND, "auto" unless set. "torch" always takes the PyTorch path.
+    """The one switch: `set_backend`, else FASTVIT_TRITON_BACKEND, else "auto".
+
+    "auto" runs the kernels wherever they can run. "torch" always takes the PyTorch path. "triton" takes the kernels on
+    CPU tensors too, where only Triton's interpreter can run them (TRITON_INTERPRET=1): slow, and a proof.
 
     Raises:
         ValueError: the variable holds another word.
     """
-    chosen = os.environ.get("FASTVIT_TRITON_BACKEND", "auto")
-    if chosen not in BACKENDS:
-        raise ValueError(f"FASTVIT_TRITON_BACKEND is {chosen!r}; use one of {', '.join(BACKENDS)}")
-    return chosen
+    return (
+        _checked(os.environ.get("FASTVIT_TRITON_BACKEND", "auto"), "FASTVIT_TRITON_BACKEND")
+        if _chosen is None
+        else _chosen
+    )
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def set_backend(name: str | None) -> None:
+    """Sets the switch for this process; None goes back to the environment variable.
+
+    Raises:
+        ValueError: the name is not "auto", "triton" or "torch".
+    """
+    global _chosen
+    _chosen = None if name is None else _checked(name, "name")
+
+
+def _checked(name: str, what: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{what} is {name!r}; use one of {', '.join(BACKENDS)}")
+    return name
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str | None:
     """Why an op would take the PyTorch path on this device and dtype; None when its Triton kernel would run."""
-    if backend() == "torch":
-        return "FASTVIT_TRITON_BACKEND=torch asks for PyTorch"
-    if device.type != "cuda":
-        return f"Triton kernels need a CUDA or ROCm GPU, this is {device.type}"
-    if dtype == torch.float64:
-        return "float64 always runs on PyTorch"
-    return "version 0.1 holds the references only; its Triton kernels are not written yet"
+    chosen = backend()
+    if chosen == "torch":
+        return "the switch FASTVIT_TRITON_BACKEND says torch"
+    if tile.MISSING is not None:
+        return f"Triton is not installed ({tile.MISSING})"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"{dtype} always runs on PyTorch"
+    if head_dim > 256:
+        return f"head dimension {head_dim} is above 256"
+    if device.type == "cuda":
+        return _too_old(device.index)
+    if chosen == "triton" and device.type == "cpu":
+        return None
+    return f"Triton kernels need a CUDA or ROCm GPU, this is {device.type}"
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _too_old(index: int | None) -> str | None:
+    """Why this GPU is below the floor: NVIDIA 8.0, AMD gfx942."""
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        name = properties.gcnArchName.split(":")[0]
+        return None if name.startswith("gfx94") else f"{name} is not gfx942"
+    if properties.major >= 8:
+        return None
+    return f"compute capability {properties.major}.{properties.minor} is below 8.0"
+
+
+def usable(x: torch.Tensor, head_dim: int = 0) -> bool:
+    """The Triton path applies to x. Reads only device, dtype, head dimension and the switch, so Dynamo folds it."""
+    return why_not(x.device, x.dtype, head_dim) is None
+
+
+def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in autocast's dtype where autocast is on for their device; otherwise as they are."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+
+
+def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callable:
+    """Defines torch.ops.fastvit_triton.<name> as one opaque node; returns the bound overload.
+
+    Args:
+        name: of the op.
+        schema: arguments and results as torch.library writes them, without the name.
+        launch: allocates and launches; runs on the first tensor's device.
+        fake: gives outputs of the same shapes, dtypes and strides without data.
+    """
+
+    @functools.wraps(launch)
+    def on_device(*arguments):
+        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                return launch(*arguments)
+        try:
+            return launch(*arguments)
+        except RuntimeError as error:
+            if "active drivers" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{name} was asked to run its Triton kernel on {device}; "
+                "set TRITON_INTERPRET=1 for the interpreter, or FASTVIT_TRITON_BACKEND=auto for PyTorch"
+            ) from error
+
+    LIBRARY.define(name + schema)
+    for key in ("CUDA", "CPU"):
+        LIBRARY.impl(name, on_device, key)
+    torch.library.register_fake(f"fastvit_triton::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fastvit_triton, name).default
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def make(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Callable[..., torch.Tensor]:

@@ -57,7 +57,7 @@ def patch_embed(
         patches = image.shape[2] // patch[0] * (image.shape[3] // patch[1])
         tokens = patches + (0 if prefix is None else prefix.shape[1])
         expect("pos", pos, **{"1": 1}, N=None, D=D)
-        if pos.shape[1] not in (patches, tokens):
+        if pos.shape[1] != patches and pos.shape[1] != tokens:
             raise ValueError(f"axis N of pos must be {patches} (patches) or {tokens} (with prefix), got {pos.shape[1]}")
     if not image.is_floating_point() and (mean is None or std is None):
         raise ValueError(f"image is {image.dtype} and needs mean and std; give both, or a floating-point image")
