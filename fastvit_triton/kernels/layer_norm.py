@@ -117,28 +117,11 @@ def scaled(x: Tensor, gamma: Tensor | None, sample_scale: Tensor | None) -> Tens
 
 @jit
 def _fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    gamma_ptr,
-    scale_ptr,
-    weight_ptr,
-    bias_ptr,
-    sum_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    M,
-    rows_per_image,
-    eps,
-    D: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_ptr, residual_ptr, gamma_ptr, scale_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr,
+    M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_M whole rows. Equations (1) to (3)."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -170,28 +153,12 @@ def _fwd_kernel(
 
 @jit
 def _bwd_kernel(
-    dy_ptr,
-    dsum_ptr,
-    s_ptr,
-    x_ptr,
-    gamma_ptr,
-    scale_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dresidual_ptr,
-    partial_ptr,
-    M,
-    rows_per_image,
-    D: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    dy_ptr, dsum_ptr, s_ptr, x_ptr, gamma_ptr, scale_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    dx_ptr, dresidual_ptr, partial_ptr,
+    M, rows_per_image, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: every PROGRAMS-th block of rows, and its share of the three row sums. Equations (4) to (6)."""
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -244,43 +211,17 @@ def _blocks(D: int) -> dict[str, int]:
     return dict(BLOCK_M=max(1, 1024 // block), BLOCK_D=block, num_warps=warps, num_stages=1, enable_fp_fusion=True)
 
 
-def _fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    gamma: Tensor | None,
-    sample_scale: Tensor | None,
-    fp32_out: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fwd(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
     total, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, D, blocks = mean.numel(), x.shape[-1], _blocks(x.shape[-1])
     if M:
         _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
-            x,
-            residual,
-            gamma,
-            sample_scale,
-            weight,
-            bias,
-            total,
-            y,
-            mean,
-            rstd,
-            M,
-            cdiv(M, max(x.shape[0], 1)),
-            eps,
-            D=D,
-            HAS_RESIDUAL=residual is not None,
-            HAS_GAMMA=gamma is not None,
-            HAS_SCALE=sample_scale is not None,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            **blocks,
-        )
+            x, residual, gamma, sample_scale, weight, bias, total, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
+            D=D, HAS_RESIDUAL=residual is not None, HAS_GAMMA=gamma is not None, HAS_SCALE=sample_scale is not None,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
+        )  # fmt: skip
     return total, y, mean, rstd
 
 
@@ -292,18 +233,7 @@ def _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
     return total, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
 
 
-def _bwd(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    gamma: Tensor | None,
-    sample_scale: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dx_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _bwd(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype):
     """(dx, dresidual, sums); sums [3, D] fp32 are dweight, dbias, dgamma. dresidual is empty without `dsum`."""
     dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype)
     dy, s = dy.contiguous(), s.contiguous()
@@ -314,27 +244,10 @@ def _bwd(
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.zeros(programs, 3, D, dtype=torch.float32, device=s.device)
     _bwd_kernel[(programs,)](
-        dy,
-        dsum,
-        s,
-        x,
-        gamma,
-        sample_scale,
-        weight,
-        mean,
-        rstd,
-        dx,
-        dresidual,
-        partial,
-        M,
-        cdiv(M, s.shape[0]),
-        D=D,
-        HAS_RESIDUAL=dsum is not None,
-        HAS_GAMMA=gamma is not None,
-        HAS_SCALE=sample_scale is not None,
-        HAS_WEIGHT=weight is not None,
-        **blocks,
-    )
+        dy, dsum, s, x, gamma, sample_scale, weight, mean, rstd, dx, dresidual, partial, M, cdiv(M, s.shape[0]),
+        D=D, HAS_RESIDUAL=dsum is not None, HAS_GAMMA=gamma is not None, HAS_SCALE=sample_scale is not None,
+        HAS_WEIGHT=weight is not None, **blocks,
+    )  # fmt: skip
     return dx, dresidual, torch.sum(partial, 0, out=sums)
 
 
