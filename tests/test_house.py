@@ -22,9 +22,7 @@ ARROWS = {
     "models": {"kernels", "layers", "models"},
     "train": {"train", "files"},
     "files": set(),
-    "layouts": set(),
-    "adapt": {"layers", "layouts", "models"},
-    "weights": {"adapt", "layers", "layouts", "models", "files"},
+    "weights": {"layers", "models", "files", "weights"},
     "cli": {"kernels", "models", "train", "weights", "files"},
     "__init__": {"kernels", "models", "weights"},
 }

@@ -131,12 +131,14 @@ def sincos2d(grid_size: tuple[int, int], dim: int) -> Tensor:
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)[None].float()
 
 
+# How each family's code interpolates; DINOv2's passes a scale, (new + 0.1) / old, in place of the new size.
 INTERPOLATION = {
     "bilinear": dict(mode="bilinear", align_corners=False),
     "bilinear_align_corners": dict(mode="bilinear", align_corners=True),
     "bicubic": dict(mode="bicubic", align_corners=False),
     "bicubic_align_corners": dict(mode="bicubic", align_corners=True),
     "bicubic_antialias": dict(mode="bicubic", align_corners=False, antialias=True),
+    "dinov2": dict(mode="bicubic", align_corners=False),
 }
 
 
@@ -151,7 +153,8 @@ def resize_pos_embed(
         new: (h', w') wanted.
         prefix_tokens: T.
         mode: a name in `INTERPOLATION`. The ViT paper's code is "bilinear_align_corners", timm and DeiT are
-            "bicubic_antialias", torchvision is "bicubic_align_corners", transformers and DINOv2 are "bicubic".
+            "bicubic_antialias" (DINOv2 with registers too), torchvision is "bicubic_align_corners", transformers is
+            "bicubic", DINOv2 without registers is "dinov2".
 
     Returns:
         [1, T + h'·w', D].
@@ -160,7 +163,12 @@ def resize_pos_embed(
         return pos
     prefix, grid = pos[:, :prefix_tokens], pos[:, prefix_tokens:]
     grid = grid.unflatten(1, old).permute(0, 3, 1, 2)  # [1, D, h, w]
-    grid = F.interpolate(grid.float(), size=new, **INTERPOLATION[mode]).to(pos.dtype)
+    target = (
+        dict(scale_factor=[(n + 0.1) / o for n, o in zip(new, old, strict=True)])
+        if mode == "dinov2"
+        else dict(size=new)
+    )
+    grid = F.interpolate(grid.float(), **target, **INTERPOLATION[mode]).to(pos.dtype)
     return torch.cat((prefix, grid.flatten(2).transpose(1, 2)), 1)
 
 

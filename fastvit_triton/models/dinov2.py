@@ -18,9 +18,9 @@ GIANT = dict(embed_dim=1536, depth=40, num_heads=24, mlp="swiglu", mlp_ratio=2.6
 
 
 class Dinov2(VisionTransformer):
-    """ViT whose positions are interpolated as in the official code."""
+    """ViT whose positions are interpolated as in the official code; with registers that is timm's way."""
 
-    position_resize = "bicubic"
+    position_resize = "dinov2"
 
 
 MODEL = Dinov2
@@ -34,6 +34,7 @@ VARIANTS = {
     "vit_large_patch14_reg4_dinov2": ViTConfig(**LARGE, **COMMON, **REG4),
     "vit_giant_patch14_reg4_dinov2": ViTConfig(**GIANT, **COMMON, **REG4),
 }
+MODELS = {name: VisionTransformer for name in VARIANTS if "_reg4_" in name}
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {

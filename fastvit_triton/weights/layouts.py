@@ -1,0 +1,265 @@
+"""How other libraries spell a plain ViT: one table per layout, and the few tensors that change shape.
+
+Our names are timm's; the parts that others keep apart are named in `adapt.PARTS`. A table maps ours to theirs, modules
+standing without .weight and .bias, braces as in a shell. Where a library changed its mind the spellings stand side by
+side: the first is written, all are read.
+
+Sources: state dicts of transformers 4.56 and 5.23, torchvision 0.28 and timm 1.0.31; google-research/vision_transformer
+(vit_jax/models_vit.py, checkpoint.py), google-research/big_vision (models/vit.py), facebookresearch/deit (models.py),
+facebookresearch/dinov2 (models/vision_transformer.py, layers/swiglu_ffn.py), facebookresearch/mae (util/pos_embed.py).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from .adapt import State, read_dinov2, read_jax, write_clip, write_dinov2, write_tower
+
+
+def _same(tensors: State) -> State:
+    return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One library's way of writing a ViT.
+
+    Attributes:
+        name: for reports and errors.
+        mark: a key by which this layout is known from those after it in `LAYOUTS`; what stands before it is a prefix.
+        resize: how this library's code interpolates positions; a mode of `resize_pos_embed`, or "dinov2".
+        stem: ours → theirs, outside the blocks.
+        blocks: their paths of one block, {} for its number.
+        block: ours → theirs, inside a block.
+        read: their tensors → tensors of our shapes, under their names.
+        write: the inverse of `read`.
+        base: what the class with a classifier puts before everything but the classifier.
+        needs: what a model must be for this library to have a class for it; a tuple holds alternatives.
+    """
+
+    name: str
+    mark: str
+    resize: str
+    stem: dict[str, str] = field(default_factory=dict)
+    blocks: str = "blocks.{}"
+    block: dict[str, str] = field(default_factory=dict)
+    read: Callable[[State], State] = _same
+    write: Callable[[State], State] = _same
+    base: str = ""
+    needs: dict[str, object] = field(default_factory=dict)
+
+    def ours(self, key: str) -> str:
+        """Their key without prefix → ours; a key that stands in no table keeps its name."""
+        for path in self.blocks.split():
+            pattern = re.escape(path).replace(r"\{\}", r"(\d+)") + r"\.(.+)"
+            if found := re.fullmatch(pattern, key):
+                *_, number, rest = found.groups()
+                return f"blocks.{number}.{_look_up({their: our for our, their in _rows(self.block)}, rest)}"
+        return _look_up({their: our for our, their in _rows(self.stem)}, key)
+
+    def theirs(self, key: str) -> str:
+        """Our key → theirs without prefix, in the first spelling."""
+        if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", key):
+            return (
+                f"{self.blocks.split()[0].format(found[1])}.{_look_up(dict(reversed([*_rows(self.block)])), found[2])}"
+            )
+        return _look_up(dict(reversed([*_rows(self.stem)])), key)
+
+    def unmet(self, facts: dict[str, object]) -> list[str]:
+        """The needs that a model does not meet."""
+        needs = {key: need if isinstance(need, tuple) else (need,) for key, need in self.needs.items()}
+        wrong = {key: need for key, need in needs.items() if facts[key] not in need}
+        return [f"{key}={' or '.join(map(repr, need))}, not {facts[key]!r}" for key, need in wrong.items()]
+
+
+def _rows(table: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(ours, theirs) for each spelling and each pair of options in braces."""
+    for our, spellings in table.items():
+        for their in spellings.split():
+            yield from zip(_expand(our), _expand(their), strict=True)
+
+
+def _expand(name: str) -> list[str]:
+    """norm{1,2} → norm1, norm2."""
+    head, _, rest = name.partition("{")
+    options, _, tail = rest.partition("}")
+    return [f"{head}{option}{tail}" for option in options.split(",")]
+
+
+def _look_up(table: dict[str, str], key: str) -> str:
+    """The whole key if it stands in the table, otherwise its module with the last part kept."""
+    if key in table:
+        return table[key]
+    module, _, leaf = key.rpartition(".")
+    return f"{table[module]}.{leaf}" if module in table else key
+
+
+BASIC = dict(norm="pre", head_dim=None, pre_logits=False, patch_embed=("conv", "linear"))
+TOWER = dict(BASIC, final_norm=True, fc_norm=False, qk_norm=False, proj_bias=True, distilled=False)
+TOWER |= dict(pos_embed=("learned", "sincos1d", "sincos2d"), hybrid=False)
+PLAIN = dict(TOWER, registers=False, layer_scale=False, mlp="mlp")
+TOKEN = dict(class_token=True, global_pool="token", pre_norm=False)
+
+TIMM = Layout(
+    name="timm",
+    mark="patch_embed.proj.weight",
+    resize="bicubic_antialias",
+    block={"ls{1,2}.gamma": "ls{1,2}.gamma gamma_{1,2}"},  # gamma_1: the official DeiT III
+    needs=dict(BASIC, pos_embed=("learned", "sincos1d", "sincos2d", "none")),
+)
+JAX = Layout(
+    name="JAX",
+    mark="embedding.kernel",
+    resize="bilinear_align_corners",
+    stem={
+        "cls_token": "cls",
+        "pos_embed": "Transformer.posembed_input.pos_embedding Transformer.pos_embedding pos_embedding",
+        "patch_embed.proj": "embedding",
+        "norm": "Transformer.encoder_norm",
+        "pre_logits.fc": "pre_logits",
+        "attn_pool.latent": "MAPHead_0.probe",
+        "attn_pool.{q,k,v,proj}": "MAPHead_0.MultiHeadDotProductAttention_0.{query,key,value,out}",
+        "attn_pool.norm": "MAPHead_0.LayerNorm_0",
+        "attn_pool.mlp.fc{1,2}": "MAPHead_0.MlpBlock_0.Dense_{0,1}",
+    },
+    blocks="Transformer.encoderblock_{}",
+    block={
+        "norm{1,2}": "LayerNorm_{0,2} LayerNorm_{0,1}",
+        "attn.{q,k,v,proj}": "MultiHeadDotProductAttention_1.{query,key,value,out} "
+        "MultiHeadDotProductAttention_0.{query,key,value,out}",
+        "mlp.fc{1,2}": "MlpBlock_3.Dense_{0,1} MlpBlock_0.Dense_{0,1}",
+    },
+    read=read_jax,
+)
+TORCHVISION = Layout(
+    name="torchvision",
+    mark="encoder.pos_embedding",
+    resize="bicubic_align_corners",
+    stem={
+        "cls_token": "class_token",
+        "pos_embed": "encoder.pos_embedding",
+        "patch_embed.proj": "conv_proj",
+        "norm": "encoder.ln",
+        "pre_logits.fc": "heads.pre_logits",
+        "head": "heads.head",
+    },
+    blocks="encoder.layers.encoder_layer_{}",
+    block={
+        "norm{1,2}": "ln_{1,2}",
+        "attn.qkv.{weight,bias}": "self_attention.in_proj_{weight,bias}",
+        "attn.proj": "self_attention.out_proj",
+        "mlp.fc{1,2}": "mlp.{0,3} mlp.linear_{1,2}",
+    },
+)
+VIT = Layout(
+    name="transformers ViT",
+    mark="embeddings.patch_embeddings.projection.weight",
+    resize="bicubic",
+    stem={
+        "cls_token": "embeddings.cls_token",
+        "pos_embed": "embeddings.position_embeddings",
+        "patch_embed.proj": "embeddings.patch_embeddings.projection",
+        "norm": "layernorm",
+        "head": "classifier",
+    },
+    blocks="layers.{} encoder.layer.{}",
+    block={
+        "norm{1,2}": "layernorm_{before,after}",
+        "attn.{q,k,v}": "attention.{q,k,v}_proj attention.attention.{query,key,value}",
+        "attn.proj": "attention.o_proj attention.output.dense",
+        "mlp.fc{1,2}": "mlp.fc{1,2} {intermediate,output}.dense",
+    },
+    base="vit.",
+    needs=PLAIN | TOKEN,
+)
+DEIT = replace(
+    VIT,
+    name="transformers DeiT",
+    mark="embeddings.distillation_token",
+    stem={
+        **VIT.stem,
+        "dist_token": "embeddings.distillation_token",
+        "head": "cls_classifier classifier",
+        "head_dist": "distillation_classifier",
+    },
+    base="deit.",
+    needs=dict(VIT.needs, distilled=True),
+)
+DINOV2 = replace(
+    VIT,
+    name="transformers Dinov2",
+    mark="encoder.layer.0.layer_scale1.lambda1",
+    stem={**VIT.stem, "reg_token": "embeddings.register_tokens"},
+    blocks="encoder.layer.{}",
+    block={
+        **{our: VIT.block[our] for our in ("attn.{q,k,v}", "attn.proj")},
+        "ls{1,2}.gamma": "layer_scale{1,2}.lambda1",
+        "mlp.fc1": "mlp.fc1 mlp.weights_in",
+        "mlp.{gate,up,down}": "mlp.{gate,up,down}_proj",
+        "mlp.fc2": "mlp.fc2 mlp.weights_out",
+    },
+    read=read_dinov2,
+    write=write_dinov2,
+    base="dinov2.",
+    needs=dict(TOWER | TOKEN, registers=False, layer_scale=True),
+)
+DINOV2_REGISTERS = replace(
+    DINOV2,
+    name="transformers Dinov2WithRegisters",
+    mark="embeddings.register_tokens",
+    resize="bicubic_antialias",
+    base="dinov2_with_registers.",
+    needs=dict(DINOV2.needs, registers=True),
+)
+SIGLIP = Layout(
+    name="transformers SigLIP",
+    mark="embeddings.patch_embedding.weight",
+    resize="bicubic",
+    stem={
+        "pos_embed": "embeddings.position_embedding.weight",
+        "patch_embed.proj": "embeddings.patch_embedding",
+        "norm": "post_layernorm",
+        "head": "classifier",
+        "attn_pool.latent": "head.probe",
+        "attn_pool.qkv.{weight,bias}": "head.attention.in_proj_{weight,bias}",
+        "attn_pool.proj": "head.attention.out_proj",
+        "attn_pool.norm": "head.layernorm",
+        "attn_pool.mlp.fc{1,2}": "head.mlp.fc{1,2}",
+    },
+    blocks="encoder.layers.{}",
+    block={"norm{1,2}": "layer_norm{1,2}", "attn.{q,k,v}": "self_attn.{q,k,v}_proj", "attn.proj": "self_attn.out_proj"},
+    write=write_tower,
+    base="vision_model.",
+    needs=dict(
+        PLAIN, class_token=False, global_pool=("avg", "map"), pre_norm=False, qkv_bias=True, head_after_map=False
+    ),
+)
+CLIP = replace(
+    SIGLIP,
+    name="transformers CLIP",
+    mark="embeddings.class_embedding",
+    stem={
+        **{our: SIGLIP.stem[our] for our in ("pos_embed", "patch_embed.proj", "norm")},
+        "cls_token": "embeddings.class_embedding",
+        "norm_pre": "pre_layrnorm",
+        "head": "visual_projection",
+    },
+    write=write_clip,
+    needs=dict(PLAIN | TOKEN, pre_norm=True, qkv_bias=True, head_bias=False),
+)
+DINO = replace(
+    TIMM,
+    name="DINOv2",
+    mark="mask_token",
+    resize="dinov2",
+    stem={"reg_token": "register_tokens"},
+    blocks="blocks.{}.{} blocks.{}",  # in chunks, for sharding, the second number still counts all blocks
+    block={"mlp.fc{1,2}": "mlp.w{12,3}"},
+)
+TRANSFORMERS = (CLIP, SIGLIP, DINOV2_REGISTERS, DINOV2, DEIT, VIT)
+LAYOUTS = (
+    *(JAX, TORCHVISION, *TRANSFORMERS),
+    replace(TIMM, name="MAE", mark="decoder_embed.weight", resize="bicubic"),
+    replace(DINO, name="DINOv2 with registers", mark="register_tokens", resize="bicubic_antialias"),
+    *(DINO, TIMM),
+)

@@ -1,0 +1,904 @@
+"""Checkpoints in and out, against the libraries that write them; all parameters random: no default hides an error."""
+
+import argparse
+import errno
+import json
+import math
+import os
+import pickle
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import timm
+import torch
+import torchvision
+import transformers
+from safetensors.torch import load_file, save_file
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import _load_weights, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from fastvit_triton import create_model, load_model, load_weights, save_weights, weights
+from fastvit_triton.weights import WeightsError
+
+# 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks taken in another order.
+TOLERANCE = 1e-5
+SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
+
+# name → options; one of every family and of every option that changes what is stored
+MODELS = {
+    "vit_tiny_patch16_224": dict(num_classes=7),
+    "deit_tiny_distilled_patch16_224": dict(num_classes=7),
+    "deit3_small_patch16_224": dict(num_classes=7),
+    "vit_small_patch14_dinov2": {},
+    "vit_small_patch14_reg4_dinov2": dict(num_classes=7),
+    "vit_giant_patch14_reg4_dinov2": {},
+    "vit_base_patch32_clip_quickgelu_224": dict(num_classes=20),
+    "vit_base_patch16_siglip_224": {},
+    "vit_base_patch16_siglip_gap_224": dict(num_classes=7),
+    "vit_tiny_r_s16_p8_224": dict(num_classes=7, img_size=64, patch_size=32),
+}
+OURS = {
+    "simplevit_tiny_patch16_224": dict(num_classes=7, pre_logits=True),
+    "vit_tiny_patch16_postnorm_224": dict(num_classes=7, pos_embed="relative", patch_embed="norm_linear_norm"),
+    "vit_digits_patch2_8": dict(pos_embed="learned2d", img_size=(16, 32), in_chans=1, qk_norm=True),
+}
+
+
+def build(name: str, **options) -> nn.Module:
+    """A small random model of ours."""
+    return randomize(create_model(name, **{**SMALL, **(MODELS | OURS).get(name, {}), **options}))
+
+
+def randomize(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    return model.eval()
+
+
+def images(model: nn.Module) -> Tensor:
+    config = model.config
+    return torch.randn(2, config.in_chans, *config.img_size)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ / ‖b‖."""
+    assert a.shape == b.shape
+    return float((a - b).norm() / b.norm())
+
+
+def assert_equal(a: nn.Module, b: nn.Module) -> None:
+    """The same tensors under the same names, bit by bit."""
+    a, b = a.state_dict(), b.state_dict()
+    assert list(a) == list(b)
+    for key in a:
+        assert torch.equal(a[key], b[key]), key
+
+
+# Ours
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OURS])
+def test_our_files_rebuild_the_model(name, tmp_path):
+    """Oracle: the model itself; names, options and every bit return, from the file or its folder."""
+    model = build(name)
+    save_weights(model, tmp_path / "model.safetensors", metadata={"classes": "a,b"})
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        again, metadata = load_model(path)
+        assert_equal(again, model)
+        assert (again.variant, again.config, metadata["classes"]) == (name, model.config, "a,b")
+    x = images(model)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(x), model(x))
+
+
+# timm, and what is written like it
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_timm(name, tmp_path):
+    """Oracle: timm's model of that name; its weights give its logits here, ours give ours there and come back."""
+    options = {**SMALL, **MODELS[name]}
+    if "_r_" in name:
+        options.pop("patch_size")
+    theirs = randomize(timm.create_model(name, **options))
+    ours = build(name)
+    torch.save({"state_dict": theirs.state_dict(), "epoch": 3}, tmp_path / "timm.pth")
+    assert load_weights(ours, tmp_path / "timm.pth").family == "timm (state_dict)"
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs(x)) <= TOLERANCE
+
+        randomize(ours)
+        save_weights(ours, tmp_path / "ours.safetensors", layout="timm")
+        theirs.load_state_dict(load_file(tmp_path / "ours.safetensors"), strict=True)
+        assert distance(theirs(x), ours(x)) <= TOLERANCE
+    again = build(name)
+    load_weights(again, theirs.state_dict())
+    assert_equal(again, ours)
+
+
+def test_timm_holds_a_fixed_position_table(tmp_path):
+    """Oracle: timm's ViT with our sine-cosine table as its learned one; the table is dropped again on the way back."""
+    ours = build("simplevit_tiny_patch16_224", pre_logits=False, patch_embed="linear")
+    save_weights(ours, tmp_path / "a.safetensors", layout="timm")
+    theirs = timm.models.VisionTransformer(**SMALL, num_classes=7, class_token=False, global_pool="avg", fc_norm=False)
+    theirs.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs.eval()(x)) <= TOLERANCE
+    again = build("simplevit_tiny_patch16_224", pre_logits=False, patch_embed="linear")
+    load_weights(again, tmp_path / "a.safetensors")
+    assert_equal(again, ours)
+    load_weights(again, {key: tensor.bfloat16() for key, tensor in load_file(tmp_path / "a.safetensors").items()})
+    with pytest.raises(WeightsError, match="pos_embed"):
+        load_weights(again, load_file(tmp_path / "a.safetensors") | {"pos_embed": torch.randn(1, 16, 48)})
+
+
+@pytest.mark.parametrize("wrap", ["model", "model_ema", "module", "compiled"])
+def test_wrappers(wrap, tmp_path):
+    """Oracle: the bare state dict. DeiT's own files keep an argparse.Namespace beside it; averaged weights win."""
+    state = build("vit_tiny_patch16_224").state_dict()
+    if wrap == "module":
+        file = {f"module.{key}": tensor for key, tensor in state.items()}
+    elif wrap == "compiled":
+        file = {"model": {f"module._orig_mod.{key}": tensor for key, tensor in state.items()}}
+    else:
+        file = {"args": argparse.Namespace(lr=0.1), "model": {k: t + 1 for k, t in state.items()}, wrap: state}
+    torch.save(file, tmp_path / "a.pt")
+    model = build("vit_tiny_patch16_224")
+    load_weights(model, tmp_path / "a.pt")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[key])
+
+
+def test_official_deit3():
+    """Oracle: timm's converter for facebookresearch/deit's `gamma_1` names."""
+    theirs = randomize(timm.create_model("deit3_small_patch16_224", **SMALL, num_classes=7))
+    official = {re.sub(r"ls(\d)\.gamma", r"gamma_\1", key): t for key, t in theirs.state_dict().items()}
+    ours = build("deit3_small_patch16_224")
+    load_weights(ours, {"model": official})
+    converted = checkpoint_filter_fn({"model": official}, theirs, adapt_layer_scale=True)
+    for key, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, converted[key])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", ["vit_small_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"])
+def test_official_dinov2(name, chunked, tmp_path):
+    """Oracle: timm's converter for facebookresearch/dinov2 keys, in timm's model; chunks and a teacher's file too."""
+    theirs = randomize(timm.create_model(name, **SMALL))
+    rename = {"fc1": "w12", "fc2": "w3"} if "giant" in name else {}
+    official = {}
+    for key, tensor in theirs.state_dict().items():
+        for ours, their in rename.items():
+            key = key.replace(f"mlp.{ours}.", f"mlp.{their}.")
+        official[key.replace("reg_token", "register_tokens")] = tensor.clone()
+    official["pos_embed"] = torch.randn(1, 17, 48)
+    official["mask_token"] = torch.randn(1, 48)
+    theirs.load_state_dict(checkpoint_filter_fn(dict(official), theirs))
+
+    if chunked:  # two blocks in two chunks, as the teacher of a training run
+        official = {re.sub(r"^blocks\.(\d)\.", r"blocks.\1.\1.", key): tensor for key, tensor in official.items()}
+        student = {f"student.backbone.{key}": torch.randn_like(tensor) for key, tensor in official.items()}
+        official = student | {f"teacher.backbone.{key}": tensor for key, tensor in official.items()}
+        official["teacher.dino_head.mlp.0.weight"] = torch.randn(3)
+    torch.save(official, tmp_path / "a.pth")
+    ours = build(name)
+    report = load_weights(ours, tmp_path / "a.pth")
+    assert report.family.startswith("DINOv2") and any("mask_token" in key for key in report.dropped)
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs(x)) <= TOLERANCE
+
+
+def test_official_mae():
+    """Oracle: the encoder's tensors; facebookresearch/mae keeps mask_token and a decoder beside them."""
+    state = build("vit_tiny_patch16_224", num_classes=0).state_dict()
+    extra = {key: torch.randn(3) for key in ("mask_token", "decoder_embed.weight", "decoder_blocks.0.norm1.weight")}
+    model = build("vit_tiny_patch16_224")
+    report = load_weights(model, {"model": state | extra})
+    assert report.family == "MAE (model)" and set(report.dropped) == set(extra)
+    assert report.reinitialised == ("head.weight", "head.bias")
+
+
+# transformers
+
+T = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=192, image_size=32, patch_size=8)
+DINO = {key: T[key] for key in T if key != "intermediate_size"}
+EPS = dict(layer_norm_eps=1e-6)
+# our model and options, their class, its config, how to read its output
+TRANSFORMERS = {
+    "vit": ("vit_tiny_patch16_224", {}, "ViTForImageClassification", "ViTConfig", {**T, **EPS}, "logits"),
+    "vit headless": (
+        *("vit_tiny_patch16_224", dict(num_classes=0), "ViTModel", "ViTConfig", {**T, **EPS}),
+        "last_hidden_state",
+    ),
+    "deit": (
+        *("deit_tiny_distilled_patch16_224", {}, "DeiTForImageClassificationWithTeacher", "DeiTConfig", {**T, **EPS}),
+        "logits",
+    ),
+    "deit3": ("deit3_small_patch16_224", {}, "Dinov2ForImageClassification", "Dinov2Config", DINO, "logits"),
+    "dinov2": ("vit_small_patch14_dinov2", {}, "Dinov2Model", "Dinov2Config", DINO, "pooler_output"),
+    "dinov2 swiglu": (
+        *("vit_giant_patch14_dinov2", {}, "Dinov2Model", "Dinov2Config", {**DINO, "use_swiglu_ffn": True}),
+        "pooler_output",
+    ),
+    "dinov2 registers": (
+        *("vit_small_patch14_reg4_dinov2", {}, "Dinov2WithRegistersForImageClassification"),
+        *("Dinov2WithRegistersConfig", DINO, "logits"),
+    ),
+    "siglip": (
+        *("vit_base_patch16_siglip_224", dict(act="gelu_tanh"), "SiglipVisionModel", "SiglipVisionConfig", T),
+        "pooler_output",
+    ),
+    "clip": (
+        *("vit_base_patch32_clip_quickgelu_224", {}, "CLIPVisionModelWithProjection", "CLIPVisionConfig"),
+        *({**T, "projection_dim": 20}, "image_embeds"),
+    ),
+    "clip headless": (
+        *("vit_base_patch32_clip_quickgelu_224", dict(num_classes=0), "CLIPVisionModel", "CLIPVisionConfig"),
+        *(T, "pooler_output"),
+    ),
+}
+# 5.23 → 4.56, read off the state dicts of transformers 4.56.2; the first rule that matches a key counts
+OLD_NAMES = [
+    (r"^((?:vit|deit)\.|)layers\.(\d+)\.attention\.o_proj\.", r"\1encoder.layer.\2.attention.output.dense."),
+    (r"^((?:vit|deit)\.|)layers\.(\d+)\.mlp\.fc1\.", r"\1encoder.layer.\2.intermediate.dense."),
+    (r"^((?:vit|deit)\.|)layers\.(\d+)\.mlp\.fc2\.", r"\1encoder.layer.\2.output.dense."),
+    (r"^((?:vit|deit)\.|)layers\.(\d+)\.attention\.q_proj\.", r"\1encoder.layer.\2.attention.attention.query."),
+    (r"^((?:vit|deit)\.|)layers\.(\d+)\.attention\.k_proj\.", r"\1encoder.layer.\2.attention.attention.key."),
+    (r"^((?:vit|deit)\.|)layers\.(\d+)\.attention\.v_proj\.", r"\1encoder.layer.\2.attention.attention.value."),
+    (r"^((?:vit|deit)\.|)layers\.(\d+)\.layernorm_", r"\1encoder.layer.\2.layernorm_"),
+    (r"(encoder\.layer\.\d+\.attention\.)o_proj\.", r"\1output.dense."),
+    (r"(encoder\.layer\.\d+\.attention\.)q_proj\.", r"\1attention.query."),
+    (r"(encoder\.layer\.\d+\.attention\.)k_proj\.", r"\1attention.key."),
+    (r"(encoder\.layer\.\d+\.attention\.)v_proj\.", r"\1attention.value."),
+    (r"mlp\.down_proj\.", "mlp.weights_out."),
+    (r"^(embeddings\.(?:patch_embedding|position_embedding|class_embedding)\b)", r"vision_model.\1"),
+    (r"^(encoder\.layers\.|pre_layrnorm\.|post_layernorm\.|head\.)", r"vision_model.\1"),
+]
+
+
+def foreign(case: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A small random transformers model, and a function from images to its output."""
+    name, options, cls, config, fields, output = TRANSFORMERS[case]
+    classes = {**MODELS.get(name, {}), **options}.get("num_classes", 0)
+    config = getattr(transformers, config)(**fields, num_labels=classes, attn_implementation="eager")
+    extra = dict(add_pooling_layer=False) if cls == "ViTModel" else {}
+    model = randomize(getattr(transformers, cls)(config, **extra))
+
+    def run(x: Tensor, **more) -> Tensor:
+        y = getattr(model(x, **more), output)
+        return y[:, 0] if output == "last_hidden_state" else y
+
+    return model, run
+
+
+def old_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A 5.x state dict under 4.x names."""
+    out = {}
+    for key, tensor in state.items():
+        if ".mlp.up_proj." in key:
+            continue
+        if ".mlp.gate_proj." in key:  # 4.x packs gate and value
+            up = state[key.replace("gate_proj", "up_proj")]
+            key, tensor = key.replace("gate_proj", "weights_in"), torch.cat((tensor, up))
+        for pattern, replacement in OLD_NAMES:
+            renamed = re.sub(pattern, replacement, key)
+            if renamed != key:
+                key = renamed
+                break
+        out[key] = tensor
+    return out
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_reading_transformers(case):
+    """Oracle: transformers' model; 5.x and 4.x names give the same tensors, and its output."""
+    name, options, *_ = TRANSFORMERS[case]
+    theirs, run = foreign(case)
+    state = theirs.state_dict()
+    if "Dinov2" in type(theirs).__name__ and "classifier.weight" in state:
+        state["classifier.weight"][:, 48:] = 0  # the half that reads the patch mean, which ours does not have
+    ours, old = build(name, **options), build(name, **options)
+    report = load_weights(ours, state)
+    assert report.family.startswith("transformers") and not report.reinitialised
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), run(x)) <= TOLERANCE
+    renamed = old_names(state)
+    assert renamed.keys() != state.keys() or case == "clip"
+    load_weights(old, renamed)
+    assert_equal(old, ours)
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_writing_transformers(case, tmp_path):
+    """Oracle: transformers' model loads the file strictly, by itself and by `from_pretrained`, and gives our output."""
+    name, options, *_ = TRANSFORMERS[case]
+    ours = build(name, **options)
+    if "clip" in name and ours.config.num_classes:
+        nn.init.zeros_(ours.head.bias)
+    save_weights(ours, tmp_path / "model.safetensors", layout="transformers")
+    theirs, run = foreign(case)
+    theirs.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(run(x), ours(x)) <= TOLERANCE
+    again = build(name, **options)
+    load_weights(again, tmp_path / "model.safetensors")
+    assert_equal(again, ours)
+
+    theirs.config.save_pretrained(tmp_path)
+    extra = dict(add_pooling_layer=False) if case == "vit headless" else {}
+    loaded, info = type(theirs).from_pretrained(tmp_path, output_loading_info=True, **extra)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for key, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[key])
+
+
+def test_siglip_classifier(tmp_path):
+    """Oracle: transformers' SiglipForImageClassification, the mean of the tokens after the last norm."""
+    text = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3, vocab_size=10)
+    text |= dict(max_position_embeddings=4, bos_token_id=1, eos_token_id=2)
+    config = transformers.SiglipConfig(text_config=text, vision_config={**T, "vision_use_head": False}, num_labels=7)
+    theirs = randomize(transformers.SiglipForImageClassification(config))
+    ours = build("vit_base_patch16_siglip_gap_224", act="gelu_tanh")
+    save_weights(ours, tmp_path / "a.safetensors", layout="transformers")
+    theirs.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(theirs(x).logits, ours(x)) <= TOLERANCE
+
+
+def test_two_towers():
+    """Oracle: the vision tower alone; text tower, temperature and the unused pooling head are dropped and listed."""
+    theirs, _ = foreign("siglip")
+    both = {f"vision_model.{key}": tensor for key, tensor in theirs.state_dict().items()}
+    others = {"text_model.final_layer_norm.weight": torch.randn(48), "logit_scale": torch.tensor(1.0)}
+    others["vision_model.embeddings.position_ids"] = torch.arange(16)[None]
+    both |= others
+    alone, tower = build("vit_base_patch16_siglip_224"), build("vit_base_patch16_siglip_224")
+    load_weights(alone, theirs.state_dict())
+    report = load_weights(tower, both)
+    assert_equal(tower, alone)
+    assert set(report.dropped) == set(others)
+    assert "vision_model.head.probe" in load_weights(build("vit_base_patch16_siglip_gap_224"), both).dropped
+
+
+def test_dinov2_classifier_on_the_patch_mean_is_refused():
+    """A classifier that also reads the patch mean has no place in a head on the class token."""
+    theirs, _ = foreign("deit3")
+    with pytest.raises(WeightsError, match=r"classifier.weight is \[7, 96\].*head.weight is \[7, 48\]"):
+        load_weights(build("deit3_small_patch16_224"), theirs.state_dict())
+
+
+def test_deit_fine_tuned_without_its_second_head():
+    """transformers' DeiTForImageClassification reads the class token alone: the other head is zero, and named."""
+    config = transformers.DeiTConfig(**T, **EPS, num_labels=7)
+    theirs = randomize(transformers.DeiTForImageClassification(config))
+    ours = build("deit_tiny_distilled_patch16_224")
+    report = load_weights(ours, theirs.state_dict())
+    assert report.reinitialised == ("head_dist.weight", "head_dist.bias")
+    assert torch.equal(ours.head.weight, theirs.classifier.weight)
+
+
+# torchvision
+
+
+def test_torchvision():
+    """Oracle: torchvision's VisionTransformer, also under the names of its first release (linear_1)."""
+    theirs = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 192, num_classes=7)
+    randomize(theirs)
+    ours, old = build("vit_tiny_patch16_224"), build("vit_tiny_patch16_224")
+    load_weights(ours, theirs.state_dict())
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs(x)) <= TOLERANCE
+    names = {".mlp.0.": ".mlp.linear_1.", ".mlp.3.": ".mlp.linear_2."}
+    renamed = {}
+    for key, tensor in theirs.state_dict().items():
+        for new, first in names.items():
+            key = key.replace(new, first)
+        renamed[key] = tensor
+    load_weights(old, renamed)
+    assert_equal(old, ours)
+
+
+# JAX
+
+
+def jax_arrays(vit_paper: bool, pool: str = "tok", stacked: bool = False, classes: int = 7) -> dict[str, np.ndarray]:
+    """A random tree as google-research/vision_transformer (`vit_paper`) or big_vision flatten it; D 48, 2 blocks."""
+    D, H, F = 48, 3, 192
+    mha, mlp, second = (1, 3, 2) if vit_paper else (0, 0, 1)
+
+    def attention(path: str) -> dict:
+        parts = {f"{path}/{name}/{leaf}": shape for name in ("query", "key", "value")
+                 for leaf, shape in (("kernel", (D, H, D // H)), ("bias", (H, D // H)))}  # fmt: skip
+        return parts | {f"{path}/out/kernel": (H, D // H, D), f"{path}/out/bias": (D,)}
+
+    def norm(path: str) -> dict:
+        return {f"{path}/scale": (D,), f"{path}/bias": (D,)}
+
+    def dense(path: str, inputs: int, outputs: int) -> dict:
+        return {f"{path}/kernel": (inputs, outputs), f"{path}/bias": (outputs,)}
+
+    def two_layers(path: str) -> dict:
+        return dense(f"{path}/Dense_0", D, F) | dense(f"{path}/Dense_1", F, D)
+
+    shapes = {"embedding/kernel": (8, 8, 3, D), "embedding/bias": (D,), **norm("Transformer/encoder_norm")}
+    rows = 17 if vit_paper else 16
+    shapes["Transformer/posembed_input/pos_embedding" if vit_paper else "pos_embedding"] = (1, rows, D)
+    if pool == "tok":
+        shapes["cls"] = (1, 1, D)
+    if pool == "map":
+        shapes |= {"MAPHead_0/probe": (1, 1, D), **norm("MAPHead_0/LayerNorm_0"), **two_layers("MAPHead_0/MlpBlock_0")}
+        shapes |= attention("MAPHead_0/MultiHeadDotProductAttention_0")
+    if classes:
+        shapes |= dense("head", D, classes)
+    block = norm("LayerNorm_0") | norm(f"LayerNorm_{second}") | two_layers(f"MlpBlock_{mlp}")
+    block |= attention(f"MultiHeadDotProductAttention_{mha}")
+    for key, shape in block.items():
+        if stacked:
+            shapes[f"Transformer/encoderblock/{key}"] = (2, *shape)
+        else:
+            shapes |= {f"Transformer/encoderblock_{i}/{key}": shape for i in range(2)}
+    rng = np.random.default_rng(0)
+    return {key: rng.normal(0, 0.3, shape).astype(np.float32) for key, shape in shapes.items()}
+
+
+JAX = {
+    "the ViT paper's": ("", dict(vit_paper=True), "vit_tiny_patch16_224", {}),
+    "with optimizer": ("opt/target/", dict(vit_paper=True), "vit_tiny_patch16_224", {}),
+    "big_vision": ("params/", dict(vit_paper=False), "vit_tiny_patch16_224", dict(no_embed_class=True)),
+    "stacked": (
+        *("params/", dict(vit_paper=False, pool="gap", stacked=True), "vit_base_patch16_siglip_gap_224"),
+        dict(num_classes=7),
+    ),
+    "SigLIP": (
+        *("params/img/", dict(vit_paper=False, pool="map", classes=0), "vit_base_patch16_siglip_224"),
+        dict(num_classes=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JAX)
+def test_jax(case, tmp_path):
+    """Oracle: timm's own npz loader, in timm's model; optimizer state, counters and the text tower are dropped."""
+    prefix, tree, name, options = JAX[case]
+    arrays = {prefix + key: array for key, array in jax_arrays(**tree).items()}
+    if prefix:
+        arrays["opt/state/step" if "opt" in prefix else "params/t"] = np.zeros((), np.float32)
+        arrays["opt/state/param_states/cls/grad_ema" if "opt" in prefix else "params/txt/head/bias"] = np.zeros(3, "f4")
+    np.savez(tmp_path / "a.npz", **arrays)
+    theirs = timm.create_model(name, **{**SMALL, "num_classes": 7, **options}).eval()
+    with torch.no_grad():
+        _load_weights(theirs, str(tmp_path / "a.npz"))
+    ours = build(name, **options)
+    report = load_weights(ours, tmp_path / "a.npz")
+    assert report.family == "JAX" and len(report.dropped) == 2 * bool(prefix)
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs(x)) <= TOLERANCE
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], tensor), key
+
+
+def test_jax_bfloat16(tmp_path):
+    """Oracle: the upper halves of the float32 file; big_vision saves bfloat16, which numpy stores as two raw bytes."""
+    arrays = jax_arrays(vit_paper=False)
+    np.savez(tmp_path / "a.npz", **arrays)
+    half = {key: (array.view(np.uint32) >> 16).astype(np.uint16).view("V2") for key, array in arrays.items()}
+    np.savez(tmp_path / "b.npz", **half)
+    full, upper = (build("vit_tiny_patch16_224", no_embed_class=True) for _ in range(2))
+    load_weights(full, tmp_path / "a.npz")
+    load_weights(upper, tmp_path / "b.npz")
+    for a, b in zip(full.state_dict().values(), upper.state_dict().values(), strict=True):
+        assert torch.equal(b, (a.contiguous().view(torch.int32) & -65536).view(torch.float32))
+
+
+def test_jax_pre_logits():
+    """Oracle: the arrays; the tanh layer is loaded where the model has it and goes with a head for other classes."""
+    arrays = jax_arrays(vit_paper=True)
+    arrays |= {"pre_logits/kernel": np.full((48, 48), 0.5, "f4"), "pre_logits/bias": np.ones(48, "f4")}
+    model = build("vit_tiny_patch16_224", pre_logits=True)
+    load_weights(model, arrays)
+    assert (model.pre_logits.fc.weight == 0.5).all() and (model.pre_logits.fc.bias == 1).all()
+    report = load_weights(build("vit_tiny_patch16_224", num_classes=5), arrays)
+    assert {"pre_logits/kernel", "head/kernel"} < set(report.dropped)
+    with pytest.raises(WeightsError, match="pre_logits"):
+        load_weights(build("vit_tiny_patch16_224"), arrays)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("vit_tiny_r_s16_p8_224", ()), ("vit_small_r26_s32_224", (2, 2, 2, 2))])
+def test_jax_hybrid(name, stages, tmp_path):
+    """Oracle: timm's npz loader on a ResNet in front of the blocks."""
+    arrays = jax_arrays(vit_paper=True)
+    width = 256 * 2 ** (len(stages) - 1) if stages else 64
+    shapes = {"embedding/kernel": (1, 1, width, 48) if stages else (8, 8, width, 48), "conv_root/kernel": (7, 7, 3, 64)}
+    shapes |= {"gn_root/scale": (1, 1, 1, 64), "gn_root/bias": (1, 1, 1, 64)}
+    shapes["Transformer/posembed_input/pos_embedding"] = (1, 5, 48)
+    inputs = 64
+    for i, depth in enumerate(stages):
+        outputs = 256 * 2**i
+        for j in range(depth):
+            unit, middle = f"block{i + 1}/unit{j + 1}", outputs // 4
+            convs = {1: (1, inputs, middle), 2: (3, middle, middle), 3: (1, middle, outputs)}
+            convs |= {"_proj": (1, inputs, outputs)} if j == 0 else {}
+            for r, (kernel, a, b) in convs.items():
+                shapes[f"{unit}/conv{r}/kernel"] = (kernel, kernel, a, b)
+                shapes |= {f"{unit}/gn{r}/{leaf}": (1, 1, 1, b) for leaf in ("scale", "bias")}
+            inputs = outputs
+    arrays |= {key: np.random.default_rng(1).normal(0, 0.1, shape).astype("f4") for key, shape in shapes.items()}
+    np.savez(tmp_path / "a.npz", **arrays)
+    options = dict(img_size=64, embed_dim=48, depth=2, num_heads=3, num_classes=7)
+    theirs, ours = timm.create_model(name, **options).eval(), create_model(name, **options)
+    with torch.no_grad():
+        _load_weights(theirs, str(tmp_path / "a.npz"))
+    load_weights(ours, tmp_path / "a.npz")
+    for key, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], tensor), key
+
+
+# Positions
+
+
+def positions_after(state: dict, name: str = "vit_tiny_patch16_224", grid=(6, 6), resize: str | None = None, **options):
+    """pos_embed [1, T + N, D] after loading into a model of that grid."""
+    model = build(name, img_size=(8 * grid[0], 8 * grid[1]), **options)
+    report = load_weights(model, state, resize=resize)
+    assert f"4x4 resized to {grid[0]}x{grid[1]}" in report.positions
+    return model.pos_embed.detach()
+
+
+@pytest.mark.parametrize("grid", [(6, 6), (3, 3), (5, 9)])
+def test_jax_positions(grid):
+    """Oracle: scipy.ndimage.zoom(order=1), which the ViT paper's code calls; the class row is kept."""
+    arrays = jax_arrays(vit_paper=True)
+    got = positions_after(arrays, grid=grid)
+    table = arrays["Transformer/posembed_input/pos_embedding"][0]
+    want = scipy.ndimage.zoom(table[1:].reshape(4, 4, 48), (grid[0] / 4, grid[1] / 4, 1), order=1).reshape(-1, 48)
+    assert torch.equal(got[0, 0], torch.from_numpy(table[0]))
+    assert distance(got[0, 1:], torch.from_numpy(want)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("grid", [(6, 6), (3, 3), (5, 9)])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224"])
+def test_timm_positions(name, grid):
+    """Oracle: timm's resample_abs_pos_embed; one, two and no prefix rows."""
+    state = build(name).state_dict()
+    prefix = {"vit": 1, "deit": 2, "deit3": 0}[name.split("_")[0]]
+    want = resample_abs_pos_embed(state["pos_embed"], list(grid), num_prefix_tokens=prefix)
+    assert distance(positions_after(state, name, grid), want) <= TOLERANCE
+
+
+def test_torchvision_positions():
+    """Oracle: torchvision's interpolate_embeddings."""
+    state = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 192, num_classes=7).state_dict()
+    want = torchvision.models.vision_transformer.interpolate_embeddings(48, 8, dict(state))["encoder.pos_embedding"]
+    assert distance(positions_after(state), want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["vit", "deit", "dinov2", "dinov2 registers", "siglip", "clip"])
+@pytest.mark.parametrize("grid", [(6, 6), (5, 9)])
+def test_transformers_positions(case, grid):
+    """Oracle: transformers' model with interpolate_pos_encoding, fed the larger image."""
+    theirs, run = foreign(case)
+    name, options, *_ = TRANSFORMERS[case]
+    state = theirs.state_dict()
+    if "classifier.weight" in state and "dinov2" in case:
+        state["classifier.weight"][:, 48:] = 0
+    ours = build(name, **options, img_size=(8 * grid[0], 8 * grid[1]))
+    load_weights(ours, state)
+    x = images(ours)
+    more = {} if "dinov2" in case else dict(interpolate_pos_encoding=True)
+    with torch.no_grad():
+        assert distance(ours(x), run(x, **more)) <= TOLERANCE
+
+
+def test_dinov2_positions():
+    """Oracle: the coordinates in facebookresearch/dinov2's code, (i + 1/2) · h / (H + 0.1) − 1/2, through Keys' bicubic
+    weights (a = −0.75) in float64; with registers its code switches to antialias, which is timm's function.
+    """
+
+    def weights_of(new: int, old: int) -> np.ndarray:  # [new, old]
+        table = np.zeros((new, old))
+        for i in range(new):
+            x = (i + 0.5) * old / (new + 0.1) - 0.5
+            for j in range(math.floor(x) - 1, math.floor(x) + 3):
+                t, a = abs(x - j), -0.75
+                near, far = (a + 2) * t**3 - (a + 3) * t**2 + 1, a * t**3 - 5 * a * t**2 + 8 * a * t - 4 * a
+                table[i, min(max(j, 0), old - 1)] += near if t <= 1 else far
+        return table
+
+    state = build("vit_small_patch14_dinov2").state_dict()
+    pos, mask = state["pos_embed"], {"mask_token": torch.zeros(1, 48)}
+    got = positions_after(state | mask, "vit_small_patch14_dinov2", (6, 9))
+    grid = pos[0, 1:].double().numpy().reshape(4, 4, 48)
+    want = np.einsum("ai,bj,ijd->abd", weights_of(6, 4), weights_of(9, 4), grid).reshape(1, 54, 48)
+    assert torch.equal(got[:, :1], pos[:, :1])
+    assert distance(got[:, 1:].double(), torch.from_numpy(want)) <= TOLERANCE
+
+    state = build("vit_small_patch14_reg4_dinov2").state_dict()
+    state["register_tokens"] = state.pop("reg_token")
+    got = positions_after(state | mask, "vit_small_patch14_reg4_dinov2", (6, 9))
+    assert distance(got, resample_abs_pos_embed(state["pos_embed"], [6, 9], num_prefix_tokens=0)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bilinear_align_corners", "bicubic", "bicubic_align_corners"])
+def test_resize_overrides_the_family(mode):
+    """Oracle: F.interpolate with the arguments that the name says."""
+    state = build("vit_tiny_patch16_224").state_dict()
+    grid = state["pos_embed"][:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+    kind, _, corners = mode.partition("_")
+    want = nn.functional.interpolate(grid, (6, 6), mode=kind, align_corners=bool(corners)).flatten(2).mT
+    assert distance(positions_after(state, resize=mode)[:, 1:], want) <= TOLERANCE
+    with pytest.raises(WeightsError, match="resize is 'cubic'; use one of bilinear"):
+        load_weights(build("vit_tiny_patch16_224"), state, resize="cubic")
+
+
+def test_our_files_know_a_grid_that_is_not_square(tmp_path):
+    """Oracle: timm's resample_abs_pos_embed told the old size; without the config 2 · 8 patches look like 4 · 4."""
+    wide = build("vit_tiny_patch16_224", img_size=(16, 64))
+    save_weights(wide, tmp_path / "a.safetensors")
+    model = build("vit_tiny_patch16_224", img_size=(32, 32))
+    assert "2x8 resized to 4x4" in load_weights(model, tmp_path / "a.safetensors").positions
+    want = resample_abs_pos_embed(wide.pos_embed.detach(), [4, 4], [2, 8], num_prefix_tokens=1)
+    assert distance(model.pos_embed.detach(), want) <= TOLERANCE
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+@pytest.mark.parametrize(("old", "new"), [(False, True), (True, False)])
+def test_positions_of_prefix_tokens_move_exactly(old, new, registers):
+    """Oracle: the first model; a token plus its position is one sum, wherever the two are kept."""
+    options = dict(reg_tokens=registers, pos_embed="learned")
+    first = build("vit_tiny_patch16_224", no_embed_class=old, **options)
+    second = build("vit_tiny_patch16_224", no_embed_class=new, **options)
+    report = load_weights(second, first.state_dict())
+    assert "moved into the tokens" in report.positions
+    x = images(first)
+    with torch.no_grad():
+        assert distance(second(x), first(x)) <= TOLERANCE
+
+
+def test_positions_of_the_class_token_alone():
+    """Oracle: transformers' model with registers; they have no position there, and one of zeros in ours."""
+    theirs, run = foreign("dinov2 registers")
+    state = theirs.state_dict()
+    state["classifier.weight"][:, 48:] = 0
+    ours = build("vit_small_patch14_reg4_dinov2", no_embed_class=False)
+    assert "prefix rows 1 to 5" in load_weights(ours, state).positions
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), run(x)) <= TOLERANCE
+
+
+def test_no_square_grid():
+    """15 patches fit no square: the error names the rows, the grid, and what would do."""
+    state = build("vit_tiny_patch16_224").state_dict()
+    state["pos_embed"] = torch.randn(1, 16, 48)[:, :15]
+    with pytest.raises(WeightsError, match=r"pos_embed has 15 rows.*4x4 patches.*img_size"):
+        load_weights(build("vit_tiny_patch16_224"), state)
+
+
+# Heads
+
+
+@pytest.mark.parametrize("classes", [7, None])
+def test_a_head_that_does_not_fit_becomes_zero(classes):
+    """Other classes, or none in the checkpoint: zeros, and the report says so; the rest is loaded."""
+    name = "deit_tiny_distilled_patch16_224"
+    state = build(name).state_dict()
+    if classes is None:
+        state = {key: tensor for key, tensor in state.items() if not key.startswith("head")}
+    model = build(name, num_classes=9 if classes else 7)
+    report = load_weights(model, state)
+    for parameter in (*model.head.parameters(), *model.head_dist.parameters()):
+        assert not parameter.any()
+    assert report.reinitialised == ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+    assert torch.equal(model.norm.weight, state["norm.weight"])
+    assert "set to zero, to be trained: head.weight" in str(report)
+    assert ("dropped: head.weight" in str(report)) == bool(classes)
+
+
+def test_a_headless_model_drops_the_head():
+    """Features only: the head is listed as dropped."""
+    report = load_weights(build("vit_tiny_patch16_224", num_classes=0), build("vit_tiny_patch16_224").state_dict())
+    assert report.dropped == ("head.weight", "head.bias") and not report.reinitialised
+
+
+# What stays
+
+
+def test_dtype_device_and_requires_grad_stay(tmp_path):
+    """A bfloat16 model with a frozen part stays one, and its cached products notice the change (`_version`)."""
+    source = build("vit_tiny_patch16_224")
+    save_weights(source, tmp_path / "a.safetensors")
+    model = build("vit_tiny_patch16_224").bfloat16()
+    model.blocks[0].requires_grad_(False)
+    before = {name: (p.requires_grad, p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    load_weights(model, tmp_path / "a.safetensors")
+    for name, p in model.named_parameters():
+        assert (p.requires_grad, p.data_ptr()) == before[name][:2] and p._version > before[name][2]
+        assert p.dtype == torch.bfloat16 and p.grad is None
+        assert torch.equal(p, source.state_dict()[name].bfloat16())
+
+
+# What is refused
+
+
+class Hostile:
+    """Unpickles by calling os.mkdir."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def damaged(tmp_path, kind: str):
+    """Every way a file can be wrong: (source, what the message must say)."""
+    state = build("vit_tiny_patch16_224").state_dict()
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "a.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    np.savez(tmp_path / "a.npz", **jax_arrays(vit_paper=True))
+    if kind == "missing":
+        return tmp_path / "nothing.pt", "there is no checkpoint"
+    if kind == "folder":
+        (tmp_path / "empty").mkdir()
+        return tmp_path / "empty", "there is no checkpoint .*model.safetensors"
+    if kind == "suffix":
+        (tmp_path / "a.txt").write_text("hello")
+        return tmp_path / "a.txt", "expected .safetensors, .pt"
+    if kind == "page":
+        (tmp_path / "b.pt").write_text("<!DOCTYPE html><html>404</html>")
+        return tmp_path / "b.pt", "damaged, cut short or no .pt file"
+    if kind == "hostile":
+        torch.save({"model": Hostile(tmp_path / "pwned")}, tmp_path / "b.pt")
+        return tmp_path / "b.pt", r"refused: it is a pickle that wants to run code \((posix|nt)\.mkdir\)"
+    if kind == "hostile legacy":
+        (tmp_path / "b.bin").write_bytes(pickle.dumps({"model": Hostile(tmp_path / "pwned")}, protocol=2))
+        return tmp_path / "b.bin", "refused: it is a pickle"
+    if kind == "hostile npz":
+        np.savez(tmp_path / "b.npz", embedding=np.array([Hostile(tmp_path / "pwned")], dtype=object))
+        return tmp_path / "b.npz", "refused: it is a pickle"
+    if kind == "list":
+        torch.save([1, 2], tmp_path / "b.pt")
+        return tmp_path / "b.pt", "holds a list; expected a state dict"
+    if kind == "resnet":
+        with torch.device("meta"):
+            return torchvision.models.resnet18().state_dict(), r"no checkpoint of a plain ViT: its keys \(conv1.weight"
+    if kind == "empty":
+        return {}, r"its keys \(none\)"
+    if kind == "deeper":
+        state = build("vit_tiny_patch16_224", depth=3).state_dict()
+        return state, r"a timm checkpoint .* has blocks.2.norm1.weight and 11 more, for which the model has no place"
+    if kind == "post-norm":
+        state = build("vit_tiny_patch16_224").state_dict()
+        state = {key.replace("norm.", "extra."): t for key, t in state.items()}
+        return state, r"does not fit vit_tiny_patch16_224: it lacks norm.weight and 1 more and it has extra.weight"
+    if kind == "channels":
+        return (
+            build("vit_tiny_patch16_224", in_chans=1).state_dict(),
+            r"patch_embed.proj.weight is \[48, 1, 8, 8\] in the timm checkpoint, but .* is \[48, 3, 8, 8\].*in_chans=1",
+        )
+    if kind == "width":
+        state = {key: torch.zeros(96 if key == "norm.bias" else t.shape) for key, t in state.items()}
+        return state, r"norm.bias is \[96\] in the timm checkpoint, but norm.bias is \[48\]"
+    if kind == "foreign width":
+        state = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=7).state_dict()
+        return state, r"encoder_layer_0.mlp.0.weight is \[96, 48\].*blocks.0.mlp.fc1.weight is \[192, 48\]"
+    if kind == "integers":
+        return state | {"norm.bias": torch.zeros(48, dtype=torch.int8)}, "norm.bias holds torch.int8"
+    if kind == "no token":
+        state = build("vit_tiny_patch16_224").state_dict()
+        del state["cls_token"]
+        return state, "does not fit vit_tiny_patch16_224: it lacks cls_token"
+    if kind == "odd shapes":
+        arrays = jax_arrays(vit_paper=True)
+        key = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel"
+        return arrays | {key: np.zeros(48, "f4")}, "JAX checkpoint has tensors of unusual shape|does not fit"
+    part = float(kind.split()[1])
+    path = tmp_path / kind.split()[0]
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * part)])
+    return path, "damaged, cut short"
+
+
+CUTS = [f"{name} {part}" for name in ("a.safetensors", "a.pt", "old.pt", "a.npz") for part in (0, 0.001, 0.5, 0.999)]
+FAULTS = ["missing", "folder", "suffix", "page", "hostile", "hostile legacy", "hostile npz", "list", "resnet", "empty"]
+FAULTS += ["deeper", "post-norm", "channels", "width", "foreign width", "integers", "no token", "odd shapes", *CUTS]
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("no_embed_class", [False, True])
+def test_one_clear_error_and_the_model_as_it_was(kind, no_embed_class, tmp_path):
+    """One sentence, and not a bit of the model changed."""
+    model = build("vit_tiny_patch16_224", no_embed_class=no_embed_class)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    source, message = damaged(tmp_path, kind)
+    with pytest.raises(WeightsError, match=message) as caught:
+        load_weights(model, source)
+    assert "\n" not in str(caught.value) and not (tmp_path / "pwned").exists()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "npz"])
+def test_flipped_bytes_never_leave_half_a_model(suffix, tmp_path):
+    """A damaged file either fails with WeightsError and changes nothing, or was damaged in the values alone."""
+    model = build("vit_tiny_patch16_224")
+    path = tmp_path / f"a.{suffix}"
+    save = {"safetensors": save_file, "pt": torch.save, "npz": lambda arrays, path: np.savez(path, **arrays)}[suffix]
+    save(jax_arrays(vit_paper=True) if suffix == "npz" else model.state_dict(), path)
+    content, rng = path.read_bytes(), np.random.default_rng(0)
+    ends = (*range(0, 400, 8), *range(len(content) - 400, len(content), 8))
+    for position in ends:
+        changed = bytearray(content)
+        changed[position] ^= int(rng.integers(1, 256))
+        path.write_bytes(changed)
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        try:
+            load_weights(model, path)
+        except WeightsError:
+            for key, tensor in model.state_dict().items():
+                assert torch.equal(tensor, before[key])
+
+
+def test_files_that_do_not_name_their_model(tmp_path):
+    """load_model asks for a name; a config from another version is an error of the file, not of Python."""
+    model = build("vit_tiny_patch16_224")
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    with pytest.raises(WeightsError, match="does not say which model"):
+        load_model(tmp_path / "a.safetensors")
+    header = {"variant": "vit_tiny_patch16_224", "config": json.dumps({"wings": 2})}
+    save_file(model.state_dict(), tmp_path / "a.safetensors", header)
+    with pytest.raises(WeightsError, match="cannot build: a ViT has no option 'wings'"):
+        load_model(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "layout", "message"),
+    [
+        ("vit_tiny_patch16_postnorm_224", {}, "timm", "timm needs norm='pre', not 'post'"),
+        ("vit_tiny_patch16_224", dict(pos_embed="relative"), "timm", "needs pos_embed="),
+        ("vit_tiny_patch16_224", dict(pre_logits=True), "timm", "needs pre_logits=False, not True"),
+        ("vit_tiny_patch16_224", dict(qk_norm=True), "transformers", "ViT needs qk_norm=False, not True"),
+        ("vit_base_patch16_siglip_224", dict(num_classes=7), "transformers", "SigLIP needs head_after_map=False"),
+        ("vit_base_patch32_clip_quickgelu_224", {}, "transformers", "CLIP needs head_bias=False"),
+        ("vit_tiny_r_s16_p8_224", {}, "transformers", "needs hybrid=False"),
+        ("vit_tiny_patch16_224", {}, "flax", "layout is 'flax'; use one of fastvit_triton, timm, transformers"),
+    ],
+)
+def test_layouts_without_a_place_for_the_model(name, options, layout, message, tmp_path):
+    """What cannot be written says why, and writes nothing."""
+    with pytest.raises(WeightsError, match=message):
+        save_weights(build(name, **options), tmp_path / "a.safetensors", layout=layout)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    """A full disk: the error says so, the old checkpoint stays whole, and no half file is left behind."""
+    model = build("vit_tiny_patch16_224")
+    save_weights(model, tmp_path / "a.safetensors")
+
+    def full(state, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(WeightsError, match=r"cannot write .*No space left on device"):
+        save_weights(build("vit_tiny_patch16_224"), tmp_path / "a.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+    monkeypatch.undo()
+    assert_equal(load_model(tmp_path / "a.safetensors")[0], model)
+    with pytest.raises(WeightsError, match=r"name the file a\.safetensors"):
+        save_weights(model, tmp_path / "a.pth")
