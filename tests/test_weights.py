@@ -318,6 +318,39 @@ def test_reading_transformers(case):
 
 
 @pytest.mark.parametrize("case", TRANSFORMERS)
+def test_gradients_equal_transformers(case):
+    """Oracle: their gradients; translating names is linear, so `load_weights` carries gradients as it carries weights."""
+    name, options, *_ = TRANSFORMERS[case]
+    theirs, run = foreign(case)
+    state = theirs.state_dict()
+    if "Dinov2" in type(theirs).__name__ and "classifier.weight" in state:
+        state["classifier.weight"][:, 48:] = 0
+    ours, carrier = build(name, **options), build(name, **options)
+    load_weights(ours, state)
+    x = images(ours)
+    y = ours(x)
+    cotangent = torch.randn_like(y)
+    y.backward(cotangent)
+    run(x).backward(cotangent)
+    # what is outside the graph (mask token, pooler) has no gradient; the half of a classifier that ours lacks is cut
+    grads = {k: p.grad if p.grad is not None else torch.zeros_like(p) for k, p in theirs.named_parameters()}
+    if "Dinov2" in type(theirs).__name__ and "classifier.weight" in grads:
+        grads["classifier.weight"][:, 48:] = 0
+    if (
+        ours.config.no_embed_class
+    ):  # reading adds the class token's position to the token: its gradient would count twice
+        (position,) = (grad for key, grad in grads.items() if "position_embeddings" in key)
+        position[:, :1] = 0
+    load_weights(carrier, grads)
+    largest = max(float(p.grad.norm()) for p in ours.parameters())
+    for (key, parameter), wanted in zip(ours.named_parameters(), carrier.parameters(), strict=True):
+        if key == "head.bias" and "clip" in name:
+            continue  # theirs has none
+        error = float((parameter.grad - wanted.detach()).norm())
+        assert error <= TOLERANCE * max(float(wanted.detach().norm()), 1e-3 * largest), key
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
 def test_writing_transformers(case, tmp_path):
     """Oracle: transformers' model loads the file strictly, by itself and by `from_pretrained`, and gives our output."""
     name, options, *_ = TRANSFORMERS[case]
