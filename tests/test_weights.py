@@ -319,7 +319,7 @@ def test_reading_transformers(case):
 
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_gradients_equal_transformers(case):
-    """Oracle: their gradients; translating names is linear, so `load_weights` carries gradients as it carries weights."""
+    """Oracle: their gradients; reading is linear, so `load_weights` carries gradients as it carries weights."""
     name, options, *_ = TRANSFORMERS[case]
     theirs, run = foreign(case)
     state = theirs.state_dict()

@@ -2,18 +2,23 @@
 
 Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]      (1)
           y = sample_scale · gamma · (h W₂ᵀ + b₂) + residual        [M, D]      (2)
-Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual), and 2·h where the hidden layer is written.
-Saved     x and h (10·D values per token with what autograd keeps of the block); with `recompute` only x.
+Backward  h = act(pre₁) again, then the backward of `linear` twice           (3)
+Kernels   Two launches of `linear`'s product forward (and one for LN's row statistics unless given).
+Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h.
+Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, not h: with x, qkv and o of the attention half 10·D values a token for F = 4·D,
+          where eager PyTorch keeps 16·D. With `recompute` only x: 6·D.
 Sources   Vaswani et al., arXiv:1706.03762, eq. 2; Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 3.
 """
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from . import linear
+from . import layer_norm, linear
 from .linear import Norm, Pair
-from .op import Op, expect, make
+from .op import Op, cast, cdiv, expect, make, register, usable
+from .tile import activate, jit, tl
 
 Layer = tuple[Tensor | Pair, Tensor | Pair | None]  # weight and bias
 
@@ -55,6 +60,18 @@ def mlp(
     """
     linear.check(x, *fc1, activation)
     expect("fc2 weight", fc2[0], D=None, F=linear.outputs(fc1[0], activation))
+    if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
+        if not isinstance(fc1[0], Tensor):
+            fc1 = torch.cat(fc1[0]), None if fc1[1] is None else torch.cat(fc1[1])
+        operand = cast(x)[0]
+        if norm is not None and operand.dtype != x.dtype:  # a float32 stream under autocast: LN keeps its precision
+            operand, norm = cast(layer_norm.layer_norm(x, *norm))[0], None
+        gain, shift, eps = (None, None, 0.0) if norm is None else norm
+        around = residual is operand  # the usual case; torch.compile wants each tensor passed once
+        facts = norm is not None, eps, activation, around, recompute, return_stats
+        residual = None if around else residual
+        y, out_stats = _Fn.apply(operand, *fc1, *fc2, gain, shift, stats, gamma, sample_scale, residual, facts)
+        return (y, out_stats) if return_stats else y
     return reference(
         x,
         fc1,
@@ -94,12 +111,114 @@ def reference(
     return (y, linear.row_stats(y)) if return_stats else y
 
 
+@jit
+def _activate_kernel(pre_ptr, h_ptr, M, F, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr):
+    """One program: one tile of h = act(pre), [BLOCK_M, BLOCK_F]; a SwiGLU's gate and value stand side by side."""
+    tiles = tl.cdiv(F, BLOCK_F)
+    m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    f = tl.program_id(0) % tiles * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside = (m < M)[:, None] & (f < F)[None, :]
+    if ACTIVATION == "swiglu":
+        at = m[:, None] * 2 * F + f[None, :]
+        h = activate(tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+        h *= tl.load(pre_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
+    else:
+        at = m[:, None] * F + f[None, :]
+        h = activate(tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
+    tl.store(h_ptr + m[:, None] * F + f[None, :], h.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+def _activate(pre, activation):
+    """h [M, F] = act(pre)."""
+    h = _activate_fake(pre, activation)
+    M, F = h.shape
+    if M:
+        _activate_kernel[(cdiv(M, 32) * cdiv(F, 128),)](
+            pre, h, M, F, ACTIVATION=activation, BLOCK_M=32, BLOCK_F=128, num_warps=4, enable_fp_fusion=True
+        )
+    return h
+
+
+def _activate_fake(pre, activation):
+    return pre.new_empty(len(pre), pre.shape[1] // 2 if activation == "swiglu" else pre.shape[1])
+
+
+_activate_op = register("mlp_activate", "(Tensor pre, str activation) -> Tensor", _activate, _activate_fake)
+
+
+class _Fn(torch.autograd.Function):
+    """Two linear_fwd, two linear_bwd; keeps the pre-activation, or nothing but x with `recompute`."""
+
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
+        *_, around, recompute, return_stats = facts
+        learning = any(ctx.needs_input_grad)
+        h, pre, mean, rstd = _hidden(x, w1, b1, norm_weight, norm_bias, stats, facts, learning and not recompute)
+        added = x if around else residual
+        y, *_, out_stats = linear._fwd_op(
+            h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
+        )
+        ctx.save_for_backward(x, w1, b1, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd)
+        ctx.facts, ctx.residual_dtype = facts, None if residual is None else residual.dtype
+        ctx.mark_non_differentiable(out_stats)
+        return y, out_stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        x, w1, b1, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd = ctx.saved_tensors
+        norm, _, activation, around, recompute, _ = ctx.facts
+        if recompute:
+            h, pre, mean, rstd = _hidden(x, w1, b1, norm_weight, norm_bias, None, ctx.facts, True)
+        else:
+            h = _activate_op(pre, activation).view(*x.shape[:-1], w2.shape[1])  # (3)
+        nothing = mean.new_empty(0)
+        dh, dw2, db2, dgamma, _, _ = linear._bwd_op(
+            dy, h, w2, b2, nothing, gamma, scale, nothing, nothing, None, None, None, False, True
+        )
+        dx, dw1, db1, _, dnorm_weight, dnorm_bias = linear._bwd_op(
+            dh,
+            x,
+            w1,
+            b1,
+            pre,
+            None,
+            None,
+            mean,
+            rstd,
+            norm_weight,
+            norm_bias,
+            activation,
+            norm,
+            ctx.needs_input_grad[0],
+        )
+        learned = zip(
+            (b1, b2, norm_weight, norm_bias, gamma), (db1, db2, dnorm_weight, dnorm_bias, dgamma), strict=True
+        )
+        db1, db2, dnorm_weight, dnorm_bias, dgamma = (None if p is None else g.to(p.dtype) for p, g in learned)
+        dx = (dx + dy if around else dx) if ctx.needs_input_grad[0] else None
+        dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
+        return dx, dw1, db1, dw2, db2, dnorm_weight, dnorm_bias, None, dgamma, None, dresidual, None
+
+
+def _hidden(x, w1, b1, norm_weight, norm_bias, stats, facts, save):
+    """Equation (1): (h, pre, mean, rstd)."""
+    norm, eps, activation, *_ = facts
+    w, const, colsum = w1.to(x.dtype), b1, None
+    if norm:
+        w, colsum, const = linear._fold_op(w1, b1, norm_weight, norm_bias, x.dtype)
+    h, pre, mean, rstd, _ = linear._fwd_op(x, w, const, colsum, stats, eps, activation, None, None, None, save, False)
+    return h, pre, mean, rstd
+
+
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, N, D, F) = make(device, dtype), (case[a] for a in ("B", "N", "D", "F"))
     keep = torch.tensor([b % 2 / 0.5 for b in range(B)], dtype=dtype, device=device)
+    swiglu = "swiglu" in case
     return {
         "x": randn(B, N, D),
-        "fc1": (randn(F, D, scale=D**-0.5), randn(F)),
+        "fc1": (randn(2 * F if swiglu else F, D, scale=D**-0.5), randn(2 * F if swiglu else F)),
+        "activation": "swiglu" if swiglu else "gelu",
         "fc2": (randn(D, F, scale=F**-0.5), randn(D)),
         "norm": (randn(D), randn(D), 1e-6),
         "gamma": randn(D),
@@ -115,4 +234,9 @@ OP = Op(
     reference=reference,
     cases={"ragged": dict(B=2, N=3, D=5, F=9), "recompute": dict(B=2, N=2, D=3, F=4, recompute=1)},
     inputs=_inputs,
+    ragged={
+        "vit": dict(B=2, N=50, D=48, F=192),
+        "odd_recompute": dict(B=3, N=5, D=33, F=70, recompute=1),
+        "swiglu": dict(B=2, N=10, D=32, F=24, swiglu=1),
+    },
 )

@@ -4,7 +4,12 @@ Math      x_p[n] = flatten(patch n)                              [N, C·P²]    
           t = x_p Eᵀ + b                                         [N, D]          (2)
           tokens = [prefix; t] + pos  or  [prefix; t + pos]      [T + N, D]      (3)
           uint8 images enter as (image / 255 − mean) / std                       (4)
+Backward  dE = dtᵀ x_p    db = Σ dt    dpos = Σ_images dtokens    dprefix likewise      (5)
+          dimage = fold(dt E), by a transposed convolution, only if asked for           (6)
+Kernels   (2) is one product over an implicit unfold: no im2col buffer, forward or backward; positions and prefix tokens
+          are written on the way out. dE is summed in two stages: same bits every run.
 Cost      2·B·N·C·P²·D flops; bytes = image + E + tokens.
+Saved     image.
 Sources   Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 1.
 Differs   The patch is flattened in (channel, row, column) order, as a convolution's weight is; (row, column, channel)
           of the paper is the same map with E's columns permuted.
@@ -13,8 +18,17 @@ Differs   The patch is flattened in (channel, row, column) order, as a convoluti
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .op import Op, expect, make
+from .op import Op, cast, cdiv, expect, make, register, usable
+from .tile import jit, tl
+
+# Launch parameters, for every architecture.
+SPACE = {
+    "fwd": dict(BLOCK_M=128, BLOCK_D=64, BLOCK_K=32, num_warps=8, num_stages=2),
+    "bwd": dict(BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, num_warps=4, num_stages=2),
+}
+ROWS = 4096  # patches whose share of dE one program sums
 
 
 def patch_embed(
@@ -61,6 +75,8 @@ def patch_embed(
             raise ValueError(f"axis N of pos must be {patches} (patches) or {tokens} (with prefix), got {pos.shape[1]}")
     if not image.is_floating_point() and (mean is None or std is None):
         raise ValueError(f"image is {image.dtype} and needs mean and std; give both, or a floating-point image")
+    if usable(weight):
+        return _Fn.apply(image, cast(weight)[0], bias, pos, prefix, mean, std)
     return reference(image, weight, bias, pos, prefix, mean=mean, std=std)
 
 
@@ -92,6 +108,174 @@ def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tenso
     return tokens if pos is None or over_patches else tokens + pos  # (3)
 
 
+@jit
+def _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K, NORMAL: tl.constexpr):
+    """Values k of patches m of all images, [len(m), len(k)] fp32: equations (1) and (4)."""
+    b, n = (m // N).to(tl.int64), m % N
+    c, y, x = k // (P * Q), k // Q % P, k % Q
+    patch = b * strides[0] + (n // GRID_W * P) * strides[2] + (n % GRID_W * Q) * strides[3]
+    value = c.to(tl.int64) * strides[1] + y * strides[2] + x * strides[3]
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    values = tl.load(image_ptr + patch[:, None] + value[None, :], mask=inside, other=0).to(tl.float32)
+    if NORMAL:
+        mean = tl.load(mean_ptr + c, mask=k < K, other=0.0).to(tl.float32)
+        std = tl.load(std_ptr + c, mask=k < K, other=1.0).to(tl.float32)
+        values = tl.where(inside, (values / 255.0 - mean[None, :]) / std[None, :], 0.0)
+    return values
+
+
+@jit
+def _fwd_kernel(
+    image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, mean_ptr, std_ptr, tokens_ptr, strides,
+    B, N, T, P, Q, GRID_W, K, D, pos_first, HAS_BIAS: tl.constexpr, HAS_POS: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    NORMAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M patches of all images and BLOCK_D channels; the first ones also write prefix tokens."""
+    tiles = tl.cdiv(D, BLOCK_D)
+    m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    M, in_d = B * N, d < D
+    inside = (m < M)[:, None] & in_d[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        w = tl.load(w_ptr + d[None, :] * K + k[:, None], mask=(k < K)[:, None] & in_d[None, :], other=0.0)
+        x = _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K, NORMAL)
+        acc = tl.dot(x.to(w.dtype), w, acc, input_precision=PRECISION)  # (2) [BLOCK_M, BLOCK_D]
+    b, n = m // N, m % N
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    if HAS_POS:  # pos_first is the row of the first patch: 0, or T where prefix tokens have positions too
+        acc += tl.load(pos_ptr + (pos_first + n)[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(tokens_ptr + (b * (T + N) + T + n)[:, None] * D + d[None, :], acc.to(tokens_ptr.dtype.element_ty), inside)
+    if HAS_PREFIX:  # row tile i also writes the prefix tokens of images i·BLOCK_M …
+        if tl.program_id(0) // tiles * BLOCK_M < B:
+            for t in range(0, T):
+                token = tl.load(prefix_ptr + t * D + d, mask=in_d, other=0.0).to(tl.float32)
+                if HAS_POS:
+                    token += tl.load(pos_ptr + t * D + d, mask=in_d & (pos_first > 0), other=0.0).to(tl.float32)
+                row = tl.broadcast_to(token.to(tokens_ptr.dtype.element_ty)[None, :], [BLOCK_M, BLOCK_D])
+                at = tokens_ptr + (m * (T + N) + t)[:, None] * D + d[None, :]
+                tl.store(at, row, mask=(m < B)[:, None] & in_d[None, :])
+
+
+@jit
+def _bwd_weight_kernel(
+    image_ptr, dt_ptr, mean_ptr, std_ptr, partial_ptr, strides, M, N, T, P, Q, GRID_W, K, D, NORMAL: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS patches' share of one tile of dE, [BLOCK_D, BLOCK_K]. Equation (5)."""
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    start = tl.program_id(2).to(tl.int64) * ROWS
+    acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
+    for step in range(0, ROWS, BLOCK_M):
+        m = start + step + tl.arange(0, BLOCK_M)
+        at = dt_ptr + (m // N * (T + N) + T + m % N)[None, :] * D + d[:, None]
+        dt = tl.load(at, mask=(m < M)[None, :] & (d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_M]
+        x = _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K, NORMAL)
+        acc = tl.dot(dt, x.to(dt.dtype), acc, input_precision=PRECISION)
+    at = partial_ptr + (tl.program_id(2).to(tl.int64) * D + d[:, None]) * K + k[None, :]
+    tl.store(at, acc, mask=(d < D)[:, None] & (k < K)[None, :])
+
+
+def _sizes(image, weight, prefix):
+    """N, T, grid width, K and the arguments by name that both kernels share."""
+    D, C, P, Q = weight.shape
+    N, T = image.shape[2] // P * (image.shape[3] // Q), 0 if prefix is None else prefix.shape[1]
+    shared = dict(strides=image.stride(), N=N, T=T, P=P, Q=Q, GRID_W=image.shape[3] // Q, K=C * P * Q, D=D)
+    exact = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return shared | dict(NORMAL=not image.is_floating_point(), PRECISION="ieee" if exact else "tf32")
+
+
+def _fwd(image, weight, bias, pos, prefix, mean, std):
+    """Tokens [B, T + N, D]."""
+    tokens, shared = _fwd_fake(image, weight, bias, pos, prefix, mean, std), _sizes(image, weight, prefix)
+    M, D = len(image) * shared["N"], shared["D"]
+    pos_first = 0 if pos is None else pos.shape[1] - shared["N"]
+    if M:
+        _fwd_kernel[(cdiv(M, SPACE["fwd"]["BLOCK_M"]) * cdiv(D, SPACE["fwd"]["BLOCK_D"]),)](
+            image, weight.contiguous(), bias, None if pos is None else pos.contiguous(),
+            None if prefix is None else prefix.contiguous(), mean, std, tokens, B=len(image), pos_first=pos_first,
+            HAS_BIAS=bias is not None, HAS_POS=pos is not None, HAS_PREFIX=prefix is not None, enable_fp_fusion=True,
+            **shared, **SPACE["fwd"],
+        )  # fmt: skip
+    return tokens
+
+
+def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
+    D, _, P, Q = weight.shape
+    N = image.shape[2] // P * (image.shape[3] // Q)
+    dtype = weight.dtype  # of the product; positions and prefix may widen it
+    for table in (pos, prefix):
+        dtype = dtype if table is None else torch.promote_types(dtype, table.dtype)
+    return weight.new_empty(len(image), N + (0 if prefix is None else prefix.shape[1]), D, dtype=dtype)
+
+
+def _bwd(dtokens, image, weight, prefix, mean, std):
+    """dE [D, C, P, P'] in fp32."""
+    dweight, shared = _bwd_fake(dtokens, image, weight, prefix, mean, std), _sizes(image, weight, prefix)
+    M, D, K = len(image) * shared["N"], shared["D"], shared["K"]
+    parts = max(cdiv(M, ROWS), 1)
+    partial = torch.zeros(parts, D, K, dtype=torch.float32, device=weight.device)
+    if M:
+        _bwd_weight_kernel[(cdiv(K, SPACE["bwd"]["BLOCK_K"]), cdiv(D, SPACE["bwd"]["BLOCK_D"]), parts)](
+            image, dtokens.to(weight.dtype).contiguous(), mean, std, partial, M=M, ROWS=ROWS, enable_fp_fusion=True,
+            **shared, **SPACE["bwd"],
+        )  # fmt: skip
+    return torch.sum(partial, 0, out=dweight.view(D, K)).view(weight.shape)
+
+
+def _bwd_fake(dtokens, image, weight, prefix, mean, std):
+    return weight.new_empty(weight.shape, dtype=torch.float32)
+
+
+_fwd_op = register(
+    "patch_embed_fwd",
+    "(Tensor image, Tensor weight, Tensor? bias, Tensor? pos, Tensor? prefix, Tensor? mean, Tensor? std) -> Tensor",
+    _fwd,
+    _fwd_fake,
+)
+_bwd_op = register(
+    "patch_embed_bwd",
+    "(Tensor dtokens, Tensor image, Tensor weight, Tensor? prefix, Tensor? mean, Tensor? std) -> Tensor",
+    _bwd,
+    _bwd_fake,
+)
+
+
+class _Fn(torch.autograd.Function):
+    """Ties patch_embed_fwd to patch_embed_bwd; saves the image."""
+
+    @staticmethod
+    def forward(ctx, image, weight, bias, pos, prefix, mean, std):
+        ctx.save_for_backward(image, weight, prefix, mean, std)
+        ctx.rows = 0 if pos is None else pos.shape[1]
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (bias, pos, prefix))
+        return _fwd_op(image, weight, bias, pos, prefix, mean, std)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtokens):
+        image, weight, prefix, mean, std = ctx.saved_tensors
+        T, needs = 0 if prefix is None else prefix.shape[1], ctx.needs_input_grad
+        dimage = dweight = dbias = dpos = dprefix = None
+        if needs[1]:
+            dweight = _bwd_op(dtokens, image, weight, prefix, mean, std).to(weight.dtype)
+        if needs[2] or needs[3] or needs[4]:
+            rows = dtokens.sum(0, dtype=torch.float32)  # [T + N, D]
+            bias, pos, first = ctx.dtypes
+            dbias = rows[T:].sum(0).to(bias) if needs[2] else None
+            dpos = rows[len(rows) - ctx.rows :][None].to(pos) if needs[3] else None
+            dprefix = rows[:T][None].to(first) if needs[4] else None
+        if needs[0]:
+            h, w = (side // patch for side, patch in zip(image.shape[2:], weight.shape[2:], strict=True))
+            dt = dtokens[:, T:].transpose(1, 2).unflatten(2, (h, w)).to(weight.dtype)
+            dimage = F.conv_transpose2d(dt, weight, stride=weight.shape[2:]).to(image.dtype)  # (6)
+        return dimage, dweight, dbias, dpos, dprefix, None, None
+
+
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, C, H, W, P, D, T) = make(device, dtype), (case[a] for a in ("B", "C", "H", "W", "P", "D", "T"))
     N = H // P * (W // P)
@@ -113,4 +297,10 @@ OP = Op(
         "before": dict(B=1, C=3, H=4, W=4, P=2, D=3, T=2, pos_prefix=0),
     },
     inputs=_inputs,
+    ragged={
+        "patch14": dict(B=2, C=3, H=42, W=28, P=14, D=48, T=1, pos_prefix=1),
+        "registers": dict(B=3, C=3, H=32, W=48, P=16, D=70, T=5, pos_prefix=0),
+        "many_images": dict(B=130, C=1, H=4, W=4, P=4, D=16, T=1, pos_prefix=1),
+        "no_images": dict(B=0, C=3, H=8, W=8, P=4, D=16, T=1, pos_prefix=1),
+    },
 )

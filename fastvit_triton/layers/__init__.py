@@ -14,6 +14,7 @@ from .embed import (
 )
 from .mlp import Mlp
 from .resnet import ResNet, Root
+from .seam import normalize
 
 __all__ = [
     "Attention",
@@ -32,6 +33,7 @@ __all__ = [
     "ResNet",
     "Root",
     "drop_path_rates",
+    "normalize",
     "resize_pos_embed",
     "sincos1d",
     "sincos2d",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .seam import hooked, plain
+from .seam import hooked, normalize, plain
 
 
 class LayerScale(nn.Module):
@@ -103,8 +103,8 @@ class PostNormBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
-        x = self.norm1(add_branch(x, self.attn, None, self.ls1, self.drop_path1))
-        return self.norm2(add_branch(x, self.mlp, None, self.ls2, self.drop_path2))
+        x = normalize(add_branch(x, self.attn, None, self.ls1, self.drop_path1), self.norm1)
+        return normalize(add_branch(x, self.mlp, None, self.ls2, self.drop_path2), self.norm2)
 
 
 def add_branch(x: Tensor, body: nn.Module, norm: nn.Module | None, scale: nn.Module, drop_path: nn.Module) -> Tensor:

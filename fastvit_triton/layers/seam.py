@@ -7,7 +7,7 @@ Otherwise it is called, as in any PyTorch model.
 
 from torch import Tensor, nn
 
-from ..kernels.layer_norm import scaled
+from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 
 
@@ -31,6 +31,11 @@ def drops(dropout: nn.Dropout) -> bool:
 def norm_weights(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float]:
     """(weight, bias, eps) of a LayerNorm, as the kernels take it."""
     return norm.weight, norm.bias, norm.eps
+
+
+def normalize(x: Tensor, norm: nn.Module) -> Tensor:
+    """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
+    return layer_norm(x, *norm_weights(norm)) if plain(norm, nn.LayerNorm) else norm(x)
 
 
 def project(

@@ -23,6 +23,7 @@ from ..layers import (
     PostNormBlock,
     RelativePosition,
     drop_path_rates,
+    normalize,
     resize_pos_embed,
     sincos1d,
     sincos2d,
@@ -129,13 +130,13 @@ class VisionTransformer(nn.Module):
         prefix = self.prefix()
         positions = self.positions(self.patch_embed.grid_of(image))
         x = self.patch_embed(image, positions, torch.cat(prefix, 1) if prefix else None)  # [B, T + N, D]
-        x = self.norm_pre(self.patch_drop(self.pos_drop(x)))
+        x = normalize(self.patch_drop(self.pos_drop(x)), self.norm_pre)
         if self.grad_checkpointing and torch.is_grad_enabled():
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
         else:
             x = self.blocks(x)
-        return self.norm(x)
+        return normalize(x, self.norm)
 
     def pool(self, x: Tensor) -> Tensor:
         """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""
@@ -148,7 +149,7 @@ class VisionTransformer(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
-        x = self.head_drop(self.pre_logits(self.fc_norm(self.pool(x))))
+        x = self.head_drop(self.pre_logits(normalize(self.pool(x), self.fc_norm)))
         return x if pre_logits else self.head(x)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -1,0 +1,213 @@
+"""How torch sees the kernels: opcheck, one graph under torch.compile, autocast, checkpointing, whole models."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from interpreter import interpreting
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+import fastvit_triton as f
+from fastvit_triton import create_model
+from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp, patch_embed
+from fastvit_triton.kernels.linear import row_stats
+
+
+def randn(*shape, dtype=torch.float32):
+    """A leaf that requires gradients."""
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+OPCHECKS = {
+    "layer_norm": lambda: (
+        layer_norm._Fn and (layer_norm._fwd_op, (randn(3, 5), None, randn(5), randn(5), 1e-6, None, None, False))
+    ),
+    "layer_norm_add": lambda: (
+        layer_norm._fwd_op,
+        (randn(3, 5), randn(3, 5), randn(5), None, 1e-6, randn(5), None, False),
+    ),
+    "attention": lambda: (attention._fwd_op, (*(randn(2, 3, 7, 8) for _ in range(3)), None, None, None, 0, 0.3)),
+    "fold": lambda: (linear._fold_op, (randn(6, 5), randn(6), randn(5), None, torch.float32)),
+    "linear": lambda: (
+        linear._fwd_op,
+        (randn(3, 5), randn(6, 5), randn(6), None, None, 0.0, "gelu", None, None, randn(3, 6), True, True),
+    ),
+    "mlp_activate": lambda: (mlp._activate_op, (randn(3, 8), "swiglu")),
+    "patch_embed": lambda: (
+        patch_embed._fwd_op,
+        (randn(2, 3, 4, 4), randn(5, 3, 2, 2), randn(5), randn(1, 5, 5), randn(1, 1, 5), None, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPCHECKS)
+def test_opcheck(name):
+    """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
+    op, arguments = OPCHECKS[name]()
+    arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+    with interpreting():
+        outcome = torch.library.opcheck(op, arguments)
+    assert set(outcome.values()) == {"SUCCESS"}, outcome
+
+
+def model_and_images() -> tuple[nn.Module, torch.Tensor]:
+    """A small ViT that uses every kernel, with random weights."""
+    model = create_model("vit_digits_patch2_8", depth=1, embed_dim=24, init_values=0.5, drop_path_rate=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model, torch.randn(2, 1, 8, 8)
+
+
+def gradients(model: nn.Module, logits: torch.Tensor) -> list[torch.Tensor]:
+    """Of a fixed function of the logits, by parameter."""
+    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    return list(torch.autograd.grad((logits * weights).sum(), list(model.parameters())))
+
+
+def worst(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
+    """The largest distance, in units of the largest gradient."""
+    scale = max(float(w.abs().max()) for w in want)
+    return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)) / scale
+
+
+# Sums of at most some hundred fp32 terms through two matrix products in another order.
+TOLERANCE = 64 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpointed", "post", "map", "qk_norm", "swiglu", "relative"])
+def test_models_run_on_the_kernels(name):
+    """Oracle: the same model on the PyTorch path, logits and every gradient."""
+    options = {
+        "plain": {},
+        "checkpointed": dict(grad_checkpointing=True),
+        "post": dict(norm="post"),
+        "map": dict(global_pool="map", reg_tokens=2),
+        "qk_norm": dict(qk_norm=True),
+        "swiglu": dict(mlp="swiglu"),
+        "relative": dict(pos_embed="relative", global_pool="avg"),
+    }[name]
+    model = create_model("vit_digits_patch2_8", depth=1, embed_dim=24, **options)
+    images = torch.randn(2, 1, 8, 8)
+    want = model(images)
+    want_grads = gradients(model, want)
+    with interpreting():
+        got = model(images)
+        got_grads = gradients(model, got)
+    assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kernels_are_nodes_of_one_graph(dynamic):
+    """Oracle: eager, through the same kernels; fullgraph=True raises on a graph break, and the graph holds our ops."""
+    model, images = model_and_images()
+    nodes = []
+
+    def backend(graph, inputs):
+        nodes.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    with interpreting():
+        want = model(images)
+        want_grads = gradients(model, want)
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=backend), fullgraph=True, dynamic=dynamic)
+        got = compiled(images)
+        got_grads = gradients(model, got)
+    torch._dynamo.reset()
+    for op in ("attention_fwd", "linear_fwd", "mlp_activate", "patch_embed_fwd", "layer_norm_fwd", "linear_bwd"):
+        assert any(op in node for node in nodes), (op, sorted(set(nodes)))
+    assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_eagers_dtypes(dtype):
+    """Oracle: the PyTorch path under the same autocast: dtype of every op's and block's output, and values."""
+    model, images = model_and_images()
+
+    def run(into):
+        hooks = [m.register_forward_hook(lambda _, __, y, n=n: into.update({n: y})) for n, m in watched.items()]
+        with torch.autocast("cpu", dtype):
+            into["logits"] = model(images)
+        for hook in hooks:
+            hook.remove()
+
+    watched = {"patch_embed": model.patch_embed, "block": model.blocks[0], "norm": model.norm}
+    want, got = {}, {}
+    run(want)
+    with interpreting():
+        run(got)
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype, name
+        # the stream is a sum of a few dtype-rounded products
+        error = float((got[name].detach().float() - tensor.detach().float()).abs().max())
+        assert error <= 16 * torch.finfo(dtype).eps * float(tensor.detach().abs().max()), name
+
+
+def test_double_backward_is_refused():
+    """Oracle: PyTorch's own sentence for functions that are differentiable once."""
+    x = randn(2, 3, 5)
+    with interpreting():
+        y = f.layer_norm(x, None, None, 1e-6)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
+def test_selective_checkpointing_recomputes_the_kernels():
+    """Oracle: the same gradient without it."""
+    qkv = randn(2, 5, 3 * 8)
+    with interpreting():
+        grads = []
+        for function in (
+            lambda x: f.attention_qkv(x, 2),
+            lambda x: checkpoint(f.attention_qkv, x, 2, use_reentrant=False),
+        ):
+            grads.append(torch.autograd.grad(function(qkv).square().sum(), qkv)[0])
+    assert torch.equal(*grads)
+
+
+def test_kernels_repeat_bit_by_bit():
+    """Oracle: the first run; no sum depends on the order in which programs end."""
+    for op in OPS:
+        case = next(iter(op.ragged.values()))
+        runs = []
+        for _ in range(2):
+            arguments = op.inputs(case, torch.float32, "cpu")
+            with interpreting():
+                y = op.run(**arguments)
+                y = y[0] if isinstance(y, tuple) else y
+                leaf = next(a for a in arguments.values() if isinstance(a, torch.Tensor) and a.requires_grad)
+                runs.append((y, *torch.autograd.grad(y.sum(), leaf)))
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), op.name
+
+
+@pytest.mark.parametrize("F", [64, 200])
+def test_statistics_travel(F):
+    """Oracle: row statistics of the output, merged over tiles; and the next LN computed from x alone."""
+    x, weight = randn(2, 5, 33), randn(F, 33)
+    with interpreting():
+        y, stats = f.linear(x, weight, return_stats=True)
+        norm = (torch.rand(F) + 0.5, torch.randn(F), 1e-5)
+        w2 = torch.randn(7, F)
+        with_stats, without = (f.linear(y, w2, norm=norm, stats=s) for s in (stats, None))
+    want = row_stats(y)[:, 0]
+    total = stats[..., 0].sum(1)
+    assert (total - want[:, 0]).abs().max() <= TOLERANCE * y.detach().abs().sum(-1).max()
+    assert worst([with_stats.detach()], [without.detach()]) <= TOLERANCE
+
+
+def test_strided_and_broadcast_inputs():
+    """Oracle: the same values stored contiguously; an expanded cotangent has stride 0."""
+    base = torch.randn(4, 6, 2, 10)
+    views = [base[1:3, :, :, 1:9].transpose(1, 2), base.permute(0, 2, 3, 1)[:2, :, :8].mT.contiguous().mT[:, :, :, :8]]
+    for view in views:
+        view = view.requires_grad_()
+        results = []
+        for q in (view, view.detach().clone(memory_format=torch.contiguous_format).requires_grad_()):
+            with interpreting():
+                o = f.attention(q, q, q)
+                (grad,) = torch.autograd.grad(o.sum(), q)
+            results.append((o.detach(), grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
