@@ -109,7 +109,10 @@ def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tenso
 
 
 @jit
-def _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K, NORMAL: tl.constexpr):
+def _patches(
+    image_ptr, mean_ptr, std_ptr, m, k, M, strides, N,
+    P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, NORMAL: tl.constexpr,
+):  # fmt: skip
     """Values k of patches m of all images, [len(m), len(k)] fp32: equations (1) and (4)."""
     b, n = (m // N).to(tl.int64), m % N
     c, y, x = k // (P * Q), k // Q % P, k % Q
@@ -127,7 +130,9 @@ def _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K,
 @jit
 def _fwd_kernel(
     image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, mean_ptr, std_ptr, tokens_ptr, strides,
-    B, N, T, P, Q, GRID_W, K, D, pos_first, HAS_BIAS: tl.constexpr, HAS_POS: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    B, N, T, D, pos_first,
+    P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_POS: tl.constexpr, HAS_PREFIX: tl.constexpr,
     NORMAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M patches of all images and BLOCK_D channels; the first ones also write prefix tokens."""
@@ -161,7 +166,8 @@ def _fwd_kernel(
 
 @jit
 def _bwd_weight_kernel(
-    image_ptr, dt_ptr, mean_ptr, std_ptr, partial_ptr, strides, M, N, T, P, Q, GRID_W, K, D, NORMAL: tl.constexpr,
+    image_ptr, dt_ptr, mean_ptr, std_ptr, partial_ptr, strides, M, N, T, D,
+    P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, NORMAL: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -170,8 +176,8 @@ def _bwd_weight_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     start = tl.program_id(2).to(tl.int64) * ROWS
     acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
-    for step in range(0, ROWS, BLOCK_M):
-        m = start + step + tl.arange(0, BLOCK_M)
+    for first in range(start, tl.minimum(start + ROWS, M), BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
         at = dt_ptr + (m // N * (T + N) + T + m % N)[None, :] * D + d[:, None]
         dt = tl.load(at, mask=(m < M)[None, :] & (d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_M]
         x = _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K, NORMAL)
