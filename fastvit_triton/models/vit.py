@@ -45,7 +45,7 @@ VARIANTS = {
     "vit_small_patch16_postnorm_224": ViTConfig(**SMALL, norm="post"),
     "vit_base_patch16_postnorm_224": ViTConfig(**BASE, norm="post"),
     "vit_digits_patch2_8": ViTConfig(
-        embed_dim=96, depth=6, num_heads=3, patch_size=2, img_size=8, in_chans=1, num_classes=10
+        embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1, num_classes=10
     ),
 }
 

@@ -1,0 +1,71 @@
+"""What a run looks like while it runs: a bar on a terminal, one line per epoch elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from .loop import Progress
+
+
+@contextmanager
+def display(console: Console, epochs: int, steps: int, done: int = 0) -> Iterator[Callable[[Progress], None]]:
+    """Yields a function that shows one report of `fit`. Refuses nothing.
+
+    Args:
+        console: where to.
+        epochs: of the whole run.
+        steps: per epoch.
+        done: epochs that an earlier run had finished.
+    """
+    if not console.is_terminal:
+        yield _Lines(console, epochs, done)
+        return
+    width = min(24, max(4, console.width - 76))  # all of it fits in 80 columns
+    columns = (BarColumn(width), TextColumn("{task.description}"), TextColumn("ETA"), TimeRemainingColumn(compact=True))
+    with Bar(*columns, console=console) as bar:
+        yield _Bar(bar, epochs, steps, done)
+
+
+class _Lines:
+    """One line after each epoch, with the time left as the mean epoch so far predicts it."""
+
+    def __init__(self, console: Console, epochs: int, done: int) -> None:
+        self.console, self.epochs, self.done, self.began = console, epochs, done, time.perf_counter()
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.done:
+            mean = (time.perf_counter() - self.began) / (progress.epoch - self.done)
+            minutes, seconds = divmod(round(mean * (self.epochs - progress.epoch)), 60)
+            text = (
+                f"{_line(progress, self.epochs, progress.test and progress.test.accuracy)}  ETA {minutes}:{seconds:02d}"
+            )
+            self.console.out(text, highlight=False)
+
+
+class _Bar:
+    """At most ten updates a second: reading a loss waits for the device."""
+
+    def __init__(self, bar: Bar, epochs: int, steps: int, done: int) -> None:
+        self.bar, self.epochs, self.steps, self.test, self.shown = bar, epochs, steps, None, 0.0
+        self.task = bar.add_task("", total=epochs * steps, completed=done * steps)
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.test is not None:
+            self.test = progress.test.accuracy
+        elif not progress.done and time.perf_counter() - self.shown < 0.1:
+            return
+        self.shown = time.perf_counter()
+        completed = (progress.epoch - 1) * self.steps + progress.step
+        text = _line(progress, self.epochs, self.test).replace("  ", " ")
+        self.bar.update(self.task, completed=completed, description=text)
+
+
+def _line(progress: Progress, epochs: int, test: float | None) -> str:
+    accuracy, speed = f"accuracy {100 * progress.accuracy.item():.1f} %", progress.images / progress.seconds
+    if test is not None:
+        accuracy += f"  test {100 * test:.1f} %"
+    return f"epoch {progress.epoch}/{epochs}  loss {progress.loss.item():.3f}  {accuracy}  {speed:,.0f} images/s"

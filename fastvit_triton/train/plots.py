@@ -1,0 +1,114 @@
+"""The two pictures of a run. matplotlib is imported when one is drawn, without pyplot and its global state."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .loop import Score
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from .data import Data
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+BLUE, ORANGE, RED = "#2f6fde", "#e8833a", "#d64545"
+
+
+def draw_curves(history: list[dict], path: Path) -> None:
+    """Loss, accuracy and learning rate by epoch, as a PNG. Refuses nothing.
+
+    Args:
+        history: rows of the log.
+        path: where to.
+    """
+    figure = _figure(12.5, 3.6)
+    epochs = [row["epoch"] for row in history]
+    loss, accuracy, rate = figure.subplots(1, 3)
+    style = {"lw": 2, "markersize": 5}
+    tested = [row for row in history if row["test_loss"] is not None]
+    for key, rows, colour, label in (("train", history, BLUE, "training, augmented"), ("test", tested, ORANGE, "test")):
+        style["marker"] = "o" if len(rows) < 10 else ""
+        at = [row["epoch"] for row in rows]
+        loss.plot(at, [row[f"{key}_loss"] for row in rows], color=colour, label=label, **style)
+        accuracy.plot(at, [100 * row[f"{key}_accuracy"] for row in rows], color=colour, label=label, **style)
+    style["marker"] = "o" if len(epochs) < 10 else ""
+    rate.plot(epochs, [row["lr"] for row in history], color=INK, **style)
+    rate.yaxis.set_major_formatter("{x:g}")
+    if tested:
+        accuracy.set_title(f"{100 * tested[-1]['test_accuracy']:.1f} %", loc="right", color=ORANGE, fontsize=12)
+    for axes, title, unit in ((loss, "Loss", "nats"), (accuracy, "Accuracy", "%"), (rate, "Learning rate", "")):
+        _dress(axes, title, unit)
+    loss.legend(frameon=False, labelcolor=INK)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def draw_predictions(data: "Data", score: Score, path: Path, most: int = 60) -> None:
+    """A grid of test images with what the model says, as a PNG: wrong ones first, in red, with the right answer.
+
+    Args:
+        data: of the run; gives pictures and class names.
+        score: of `data.test`.
+        path: where to.
+        most: images in the grid.
+    """
+    wrong = (score.predictions != score.targets).nonzero().flatten()
+    right = (score.predictions == score.targets).nonzero().flatten()
+    spread = right[torch.linspace(0, max(len(right) - 1, 0), min(most, len(right))).long()]
+    chosen = torch.cat([wrong, spread])[:most].tolist()
+    columns = min(12, len(chosen))
+    rows = -(-len(chosen) // columns)
+    figure = _figure(columns + 0.4, 1.24 * rows + 0.7)
+    names, shown = data.classes, min(len(wrong), most)
+    figure.suptitle(
+        f"{100 * score.accuracy:.1f} % of {len(score.targets):,} test images right;  {len(wrong):,} wrong"
+        + (f", {'shown first' if shown == len(wrong) else f'{shown} of them shown'}, in red" if shown else ""),
+        color=INK,
+        fontsize=12,
+    )
+    for i, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+        axes.axis("off")
+        if i < len(chosen):
+            predicted, expected = int(score.predictions[chosen[i]]), int(score.targets[chosen[i]])
+            _picture(axes, data.test.picture(chosen[i]), names[predicted], names[expected])
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _picture(axes: "Axes", image: Tensor, predicted: str, expected: str) -> None:
+    """One image [C, H, W] and its caption."""
+    axes.imshow(image.movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    if predicted == expected:
+        axes.set_title(_short(predicted), fontsize=9, color=MUTED, pad=3)
+        return
+    axes.axis("on")
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(color=RED, linewidth=3)
+    axes.set_title(f"{_short(predicted)}, not {_short(expected)}", fontsize=9, color=RED, pad=4, fontweight="bold")
+
+
+def _short(name: str, most: int = 12) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    return figure
+
+
+def _dress(axes: "Axes", title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
+    axes.set_xlabel("epoch", color=MUTED)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel(unit, color=MUTED)
+    axes.tick_params(colors=MUTED, length=0)
+    axes.grid(axis="y", color=GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)

@@ -1,0 +1,240 @@
+"""The command line as a user meets it: exit codes, sentences, files, and real pictures."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from test_data import truncate, write_folder
+
+from fastvit_triton.cli import main
+from fastvit_triton.train.checkpoint import load_state
+from fastvit_triton.train.data import digits
+from fastvit_triton.train.job import CURVES, EXAMPLE, FILES, LOG, PREDICTIONS, STATE, WEIGHTS
+
+EPOCHS = "40"
+
+
+def start(*argv: str, **options) -> subprocess.Popen:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "fastvit_triton.cli", *argv]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default run, with fewer epochs."""
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    child = start("train", "--epochs", EPOCHS, "--out", str(out))
+    _, errors = child.communicate(timeout=300)
+    assert child.returncode == 0 and not errors, errors
+    return out
+
+
+def accuracy(out: Path) -> float:
+    header, *_, last = (out / LOG).read_text().splitlines()
+    return float(last.split(",")[header.split(",").index("test_accuracy")])
+
+
+def refused(capsys: pytest.CaptureFixture, *argv: object, code: int = 2) -> str:
+    """The one sentence on stderr of a command that must fail with `code`."""
+    capsys.readouterr()
+    assert main([str(word) for word in argv]) == code
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("fastvit-triton: ")
+    return sentence
+
+
+def test_digits_are_learned(digits_run: Path):
+    """Oracle: 96 % of the test digits, and the promised files."""
+    assert accuracy(digits_run) >= 0.96
+    assert sorted(path.name for path in digits_run.iterdir()) == sorted(FILES)
+
+
+def test_summary_says_where_and_what_next(digits_run: Path, capsys: pytest.CaptureFixture):
+    """Oracle: a finished run that is resumed trains no more and ends with the same summary; its commands work."""
+    assert main(["train", "--out", str(digits_run), "--resume"]) == 0
+    text = capsys.readouterr().out
+    assert f"test accuracy {100 * accuracy(digits_run):.2f} % after {EPOCHS} epochs" in text
+    assert all(str(digits_run / name) in text for name in FILES)
+    commands = re.findall(r"^  fastvit-triton (.*)$", text, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["predict", "evaluate"]
+    assert all(main(command.split()) == 0 for command in commands)
+
+
+def test_evaluate_repeats_the_accuracy_exactly(digits_run: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the log's last row; the classes' counts add up."""
+    assert main(["evaluate", "--checkpoint", str(digits_run)]) == 0
+    text = capsys.readouterr().out
+    right = round(accuracy(digits_run) * 360)
+    assert right / 360 == accuracy(digits_run)
+    assert f"({right} of 360 images)" in text
+    counts = re.findall(r"│ \d +│ (\d+) +│ (\d+) +│", text)
+    assert len(counts) == 10 and sum(int(images) for images, _ in counts) == 360
+    assert sum(int(correct) for _, correct in counts) == right
+
+
+def test_predict_reads_real_pictures(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the right digits; 17 of 20 is 96 % less three deviations; a dark-on-light page gives the same answer."""
+    images, targets = digits("test")
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    for i, image in enumerate(images[:20]):
+        page = Image.fromarray((image[0] * 255).byte().numpy()).resize((96, 96), Image.Resampling.BICUBIC)
+        page.convert("RGB").save(pages / f"{i:02d}.jpg")
+    assert main(["predict", "--checkpoint", str(digits_run / WEIGHTS), str(pages), "--top", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = [re.fullmatch(rf"{re.escape(str(pages))}/(\d+)\.jpg: (\d) \([\d.]+ %\)", line).groups() for line in lines]
+    assert [int(name) for name, _ in said] == list(range(20))
+    assert sum(int(answer) == target for (_, answer), target in zip(said, targets.tolist(), strict=False)) >= 17
+
+    dark = Image.open(pages / "00.jpg").convert("L").point(lambda level: 255 - level)
+    dark.save(tmp_path / "dark.png")
+    assert main(["predict", "--checkpoint", str(digits_run), str(tmp_path / "dark.png"), "--invert"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.count("%") == 3 and f": {said[0][1]} (" in line
+
+
+def test_predict_and_bad_pictures(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence for the bad picture, an answer for the good one, exit code 2."""
+    good, bad = digits_run / EXAMPLE, tmp_path / "bad.png"
+    bad.write_bytes(b"")
+    assert main(["predict", "--checkpoint", str(digits_run), str(bad), str(good)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"fastvit-triton: error: {bad} cannot be read as an image: empty file\n"
+    assert captured.out.startswith(f"{good}: ")
+    (tmp_path / "void").mkdir()
+    assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
+
+
+def test_existing_run_is_safe(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the files' bytes, after every way to ask for trouble."""
+    before = {path.name: path.read_bytes() for path in digits_run.iterdir()}
+    train = ("train", "--out", digits_run)
+    assert "already holds a run; pass --resume, --overwrite or another --out" in refused(capsys, *train)
+    assert "pass one of them" in refused(capsys, *train, "--resume", "--overwrite")
+    assert "lr is 1.0, but the run to resume has" in refused(capsys, *train, "--resume", "--lr", "1")
+    assert "no folder" in refused(capsys, *train, "--overwrite", "--data", tmp_path / "nowhere")
+    assert "epochs is 0" in refused(capsys, *train, "--overwrite", "--epochs", "0")
+    assert {path.name: path.read_bytes() for path in digits_run.iterdir()} == before
+
+
+def test_input_that_will_not_do(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence that says what would do; nothing is written."""
+    out = tmp_path / "out"
+    train = ("train", "--out", out)
+    assert "leave it out to start a run there" in refused(capsys, *train, "--resume")
+    assert "vit_tiny_patch16_224" in refused(capsys, *train, "--model", "vit_tiny_patch16_225")
+    assert "img_size height 9 is not a multiple of patch_size 2; use 8 or 10" in refused(
+        capsys, *train, "--img-size", 9
+    )
+    assert "--device warp does not work here" in refused(capsys, *train, "--device", "warp")
+    assert "there is no checkpoint" in refused(capsys, *train, "--weights", tmp_path / "none.safetensors")
+    assert not out.exists()
+    assert "there is no checkpoint" in refused(capsys, "evaluate", "--checkpoint", tmp_path)
+    assert "exists already" in refused(capsys, "convert", digits_run, digits_run / WEIGHTS, "--to", "timm")
+    bare = tmp_path / "bare.safetensors"
+    assert main(["convert", str(digits_run), str(bare), "--to", "timm"]) == 0
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--epochs", "many"])
+    assert stopped.value.code == 2
+
+
+def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
+    """Oracle: epochs in the state; one epoch from trained weights beats a fresh one."""
+    out = tmp_path / "run"
+    assert main(["train", "--out", str(out), "--epochs", "1"]) == 0
+    fresh = accuracy(out)
+    weights = ["--weights", str(digits_run / WEIGHTS)]
+    assert main(["train", "--out", str(out), "--epochs", "1", "--overwrite", "--seed", "3", *weights]) == 0
+    state = load_state(out / STATE)
+    assert len(state["history"]) == 1 and state["settings"]["seed"] == 3
+    assert accuracy(out) > 0.9 > fresh
+
+
+def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: red and blue are told apart; the same files; the two bad pictures are fatal, then skipped and named."""
+    folder = write_folder(tmp_path / "my pictures", per_class=8)
+    (folder / "train" / "red" / "1.png").write_bytes(b"")
+    cut = truncate(folder / "val" / "blue" / "2.jpg")
+    out = tmp_path / "my run"
+    options = ["--data", str(folder), "--out", str(out), "--model", "vit_digits_patch2_8", "--img-size", "8"]
+    options += ["--epochs", "12", "--batch-size", "8", "--lr", "0.003", "--workers", "0"]
+    assert "1 of 16 images" in refused(capsys, "train", *options)
+    assert not out.exists()
+    assert main(["train", *options, "--skip-bad-images"]) == 0
+    text = capsys.readouterr().out
+    assert "skipped 2 images that cannot be read: " in text and str(cut) in text
+    assert accuracy(out) >= 13 / 15  # the two grey pictures are anyone's guess
+    assert (out / CURVES).exists() and (out / PREDICTIONS).exists()
+    assert f"--checkpoint '{out}'" in text
+
+    assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
+    assert f"({round(accuracy(out) * 15)} of 15 images)" in capsys.readouterr().out
+    assert main(["predict", "--checkpoint", str(out), str(folder / "val" / "blue" / "4.jpg"), "--top", "1"]) == 0
+    assert "4.jpg: blue (" in capsys.readouterr().out
+    (folder / "val" / "green").mkdir()
+    assert "has green, not among the 2 classes" in refused(capsys, "evaluate", "--checkpoint", out, "--workers", "0")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to a child alone")
+def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: exit code 130, one sentence, a state and weights that read back and evaluate."""
+    out = tmp_path / "run"
+    child = start("train", "--out", str(out), "--epochs", "5000")
+    for line in child.stdout:
+        if line.startswith("epoch 2/"):
+            break
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    (sentence,) = errors.splitlines()
+    assert sentence.startswith("fastvit-triton: stopped;") and f"train --out {out} --resume" in sentence
+    assert len(load_state(out / STATE)["history"]) >= 2
+    assert main(["evaluate", "--checkpoint", str(out)]) == 0
+    assert "of 360 images" in capsys.readouterr().out
+    assert not [path.name for path in out.iterdir() if path.name not in FILES]
+
+
+def test_full_disk(tmp_path: Path):
+    """Oracle: exit code 1 and one sentence when no file may grow beyond 100 kB."""
+    resource = pytest.importorskip("resource")
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # noqa: E731
+    child = start("train", "--out", str(tmp_path / "run"), "--epochs", "1", preexec_fn=limit)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 1
+    (sentence,) = errors.splitlines()
+    assert sentence.startswith(f"fastvit-triton: error: cannot write {tmp_path / 'run' / WEIGHTS}: ")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
+    """Oracle: the list of ops."""
+    from fastvit_triton.kernels import OPS
+
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text and "FASTVIT_TRITON_BACKEND" in text
+    assert all(re.search(rf"^{op.name} +(kernel|PyTorch path: .+)$", text, re.MULTILINE) for op in OPS)
+
+
+def test_convert_there_and_back(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: every tensor of the model that went in."""
+    from fastvit_triton.weights import load_model
+
+    there, back = tmp_path / "timm.safetensors", tmp_path / "back.safetensors"
+    assert main(["convert", str(digits_run), str(there), "--to", "timm"]) == 0
+    assert main(["convert", str(there), str(back), "--to", "fastvit_triton", "--model", "vit_digits_patch2_8"]) == 0
+    assert f"{back} holds vit_digits_patch2_8" in capsys.readouterr().out
+    (first, _), (second, _) = load_model(digits_run), load_model(back)
+    for (name, a), b in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert main(["predict", "--checkpoint", str(back), str(digits_run / EXAMPLE)]) == 0

@@ -1,0 +1,244 @@
+"""Images in: the digits, image folders, and every way in which a folder can be wrong."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastvit_triton.train.augment import random_affine
+from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits, load
+from fastvit_triton.train.folder import scan
+from fastvit_triton.train.image import Transform, defect, read, save_picture
+from fastvit_triton.train.recipes import DIGITS, FOLDER
+
+RECIPE = replace(FOLDER, img_size=16, batch_size=4)
+
+
+def write_folder(root: Path, per_class: int = 5) -> Path:
+    """Two classes, red and blue, of noisy pictures in several sizes, modes and formats."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name, channel in (("red", 0), ("blue", 2)):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(per_class):
+                pixels = generator.integers(0, 80, (20 + 7 * i, 31 - 3 * i, 3), dtype=np.uint8)
+                pixels[..., channel] += 150
+                picture = Image.fromarray(pixels)
+                if i == 1:
+                    picture = picture.convert("L")
+                picture.save(folder / f"{i}.{'png' if i % 2 else 'jpg'}")
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "pictures")
+
+
+def truncate(path: Path) -> Path:
+    """Cuts the last fifth off, which is all pixels."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 4 // 5])
+    return path
+
+
+def test_digits_are_split_once_and_for_all():
+    """Oracle: the published count 1,797, disjoint parts, every class within one image of a fifth; stated constants."""
+    (train, train_targets), (test, test_targets) = digits("train"), digits("test")
+    assert train.shape == (1437, 1, 8, 8) and test.shape == (360, 1, 8, 8)
+    counts, share = torch.bincount(test_targets), torch.bincount(torch.cat([train_targets, test_targets])) / 5
+    assert (counts - share).abs().max() <= 1
+    assert 0 <= train.min() and train.max() == 1
+    assert train_targets[:10].tolist() == digits("train")[1][:10].tolist()
+    assert round(train.mean().item(), 4) == DIGITS_MEAN and abs(train.std().item() - DIGITS_STD) < 2e-4
+
+
+def test_digits_in_another_size():
+    """Oracle: enlarging keeps the mean grey, because a pixel's weights sum to one away from borders."""
+    images, _ = digits("test", (16, 16))
+    assert images.shape == (360, 1, 16, 16)
+    assert abs(images.mean() - digits("test")[0].mean()) < 0.01
+
+
+def test_digit_batches():
+    """Training batches differ by epoch and hold every target once; test batches keep the order and are normalised."""
+    data = load("digits", DIGITS)
+    first, second = (torch.cat([targets for _, targets in data.train]) for _ in range(2))
+    assert not torch.equal(first, second) and torch.equal(first.sort()[0], second.sort()[0])
+    images, targets = zip(*data.test, strict=True)
+    assert len(data.test) == len(images) == -(-360 // DIGITS.batch_size)
+    assert torch.equal(torch.cat(targets), digits("test")[1])
+    assert torch.equal(data.transform.restore(images[0]).round(decimals=4), digits("test")[0][:64].round(decimals=4))
+
+
+def test_random_affine_at_rest_and_in_motion():
+    """Oracle: no motion is the identity up to rounding; a whole-pixel shift of an inner dot moves all its light."""
+    images = torch.rand(5, 2, 8, 6)
+    torch.testing.assert_close(random_affine(images), images)
+    dot = torch.zeros(64, 1, 9, 9)
+    dot[:, :, 4, 4] = 1
+    moved = random_affine(dot, shift=2)
+    torch.testing.assert_close(moved.sum((1, 2, 3)), torch.ones(64))
+    column = (moved.sum((1, 2)) * torch.arange(9)).sum(1) - 4
+    assert column.abs().max() <= 2 + 1e-5 and column.std() > 0.5
+    turned = random_affine(dot, degrees=180)
+    torch.testing.assert_close(turned[:, 0, 4, 4], torch.ones(64))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
+def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str):
+    """Oracle: a picture that is black on the left and white on the right is so in every mode."""
+    levels = np.zeros((12, 20), np.uint8)
+    levels[:, 10:] = 255
+    picture = Image.fromarray(levels)
+    if mode == "I;16":
+        picture = Image.fromarray(levels.astype(np.uint16) * 257)
+    elif mode == "I":
+        picture = Image.fromarray(levels.astype(np.int32) * 257)
+    elif mode == "F":
+        picture = Image.fromarray(levels.astype(np.float32))
+    else:
+        picture = picture.convert(mode)
+    path = tmp_path / "picture.tif"
+    picture.save(path)
+    image = Transform((4, 4), (0.0,) * 3, (1.0,) * 3)(read(path))
+    assert image.shape == (3, 4, 4)
+    torch.testing.assert_close(image[:, :, 0], torch.zeros(3, 4), atol=0.02, rtol=0)
+    torch.testing.assert_close(image[:, :, 3], torch.ones(3, 4), atol=0.02, rtol=0)
+
+
+def test_transparent_is_white_and_rotated_is_upright(tmp_path: Path):
+    """Oracle: an empty transparent page is white; EXIF orientation 6 turns the picture's left edge to its top."""
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "empty.png")
+    assert read(tmp_path / "empty.png").convert("L").getextrema() == (255, 255)
+    lying = Image.new("L", (16, 8))
+    lying.paste(255, (0, 0, 8, 8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying.save(tmp_path / "lying.png", exif=exif)
+    upright = np.asarray(read(tmp_path / "lying.png"))
+    assert upright.shape == (16, 8) and upright[:8].min() == 255 and upright[8:].max() == 0
+
+
+def test_transform_takes_the_centre_or_a_seeded_crop():
+    """Oracle: the centre of a wide picture; the same seed gives the same crop, another seed another."""
+    wide = Image.new("RGB", (30, 10))
+    wide.paste((255, 255, 255), (10, 0, 20, 10))
+    transform = Transform((10, 10), (0.0,) * 3, (1.0,) * 3)
+    torch.testing.assert_close(transform(wide), torch.ones(3, 10, 10))
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (30, 40, 3), dtype=np.uint8))
+    assert torch.equal(transform(noise, seed=1), transform(noise, seed=1))
+    assert not torch.equal(transform(noise, seed=1), transform(noise, seed=2))
+    with pytest.raises(ValueError, match="mean has 2 channels and std 2; pictures have 1 or 3"):
+        Transform((8, 8), (0.0, 0.0), (1.0, 1.0))
+
+
+def test_saved_picture_reads_back(tmp_path: Path):
+    """Oracle: eight bits a channel, so half a level of error before any resampling, none after repetition."""
+    image = torch.rand(3, 8, 8)
+    save_picture(image, tmp_path / "x.png", side=8)
+    torch.testing.assert_close(
+        Transform((8, 8), (0.0,) * 3, (1.0,) * 3)(read(tmp_path / "x.png")), image, atol=0.5 / 255 + 1e-6, rtol=0
+    )
+
+
+def test_folder_of_any_size_and_mode(folder: Path):
+    """Oracle: class names sorted, targets by folder, shapes by recipe, test order by file name."""
+    data = load(str(folder), RECIPE)
+    assert data.classes == ("blue", "red") and data.transform.size == (16, 16)
+    images, targets = zip(*data.test, strict=True)
+    assert torch.cat(targets).tolist() == [0] * 5 + [1] * 5
+    assert torch.cat(images).shape == (10, 3, 16, 16)
+    shown = data.test.picture(9)  # red/4.jpg
+    assert shown.shape == (3, 16, 16) and shown[0].mean() > shown[2].mean() + 0.3
+    assert sorted(torch.cat([targets for _, targets in data.train]).tolist()) == [0] * 5 + [1] * 5
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_do_not_change_the_batches(folder: Path):
+    """Oracle: two epochs decoded in this process, from the same seed."""
+
+    def epochs(workers: int) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        data = load(str(folder), RECIPE, workers=workers)
+        return [images for _ in range(2) for images, _ in data.train]
+
+    here, there = epochs(0), epochs(2)
+    assert len(here) == len(there) == 6
+    assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+    assert not torch.equal(here[0], here[3])
+
+
+def test_bad_folders_get_one_sentence(tmp_path: Path):
+    """Oracle: the sentence names the folder and what would do."""
+    root = tmp_path / "data"
+
+    def refusal(split: str = "train", classes: tuple[str, ...] | None = None) -> str:
+        with pytest.raises(ValueError) as caught:
+            scan(root, split, classes)
+        assert "\n" not in str(caught.value) and str(root) in str(caught.value)
+        return str(caught.value)
+
+    assert "is no folder; give one that holds train/<class>/ and val/<class>/" in refusal()
+    root.mkdir()
+    assert "has no folder train/; put images into train/<class>/" in refusal()
+    (root / "train").mkdir()
+    assert "holds no class folders" in refusal()
+    (root / "train" / "cat").mkdir()
+    (root / "train" / "cat" / "notes.txt").touch()
+    (root / "train" / "cat" / "._hidden.png").touch()
+    assert "cat' holds no images; add some (.bmp" in refusal()
+    (root / "val" / "dog").mkdir(parents=True)
+    (root / "val" / "cot").mkdir()
+    assert "has cot, dog, not among the 1 classes of training (cat)" in refusal("val", ("cat",))
+
+
+def test_bad_images_are_named_counted_and_skipped(folder: Path):
+    """Oracle: an empty file and a foreign one are found by their headers, a truncated one when it is decoded."""
+    (folder / "train" / "red" / "1.png").write_bytes(b"")
+    (folder / "train" / "blue" / "3.png").write_text("not a picture")
+    cut = truncate(folder / "val" / "red" / "0.jpg")
+    with pytest.raises(ValueError) as caught:
+        load(str(folder), RECIPE)
+    assert str(caught.value).startswith(f"2 of 10 images in {folder} cannot be read: train/blue/3.png (not an image), ")
+    assert str(caught.value).endswith("train/red/1.png (empty file); mend or remove, or pass --skip-bad-images")
+
+    data = load(str(folder), RECIPE, skip_bad_images=True)
+    assert len(data.train.bad) == 2 and not data.test.bad
+    assert sum(len(targets) for _, targets in data.train) == 8
+    assert sum(len(targets) for _, targets in data.test) == 9
+    assert list(data.test.bad) == [cut] and "truncated" in data.test.bad[cut]
+    # Predictions count readable pictures only: the sixth is now red/1.png.
+    expected = data.transform.restore(data.transform(read(folder / "val" / "red" / "1.png")))
+    assert torch.equal(data.test.picture(5), expected)
+
+
+def test_truncated_image_is_fatal_unless_skipped(folder: Path):
+    """Oracle: the sentence names the file and the option."""
+    truncate(folder / "train" / "red" / "0.jpg")
+    data = load(str(folder), RECIPE)
+    with pytest.raises(ValueError, match=r"1 of 10 images .* train/red/0.jpg \(.*truncated.*--skip-bad-images"):
+        list(data.train)
+
+
+def test_many_bad_images_are_ten_names_and_a_count(tmp_path: Path):
+    """Oracle: 12 empty files."""
+    folder = write_folder(tmp_path / "many", per_class=7)
+    for path in (folder / "train").rglob("*.*g"):
+        if path.stem != "0":
+            path.write_bytes(b"")
+    with pytest.raises(ValueError) as caught:
+        load(str(folder), RECIPE)
+    assert str(caught.value).startswith("12 of 14 images") and "and 2 more;" in str(caught.value)
+    assert str(caught.value).count("empty file") == 10
+
+
+def test_defect_looks_at_the_header_or_at_all(folder: Path):
+    """Oracle: a truncated file has a sound header."""
+    path = truncate(folder / "train" / "red" / "2.jpg")
+    assert defect(path) is None and "truncated" in defect(path, decode=True)
+    assert "No such file" in defect(folder / "nowhere.png")

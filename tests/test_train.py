@@ -1,0 +1,338 @@
+"""Training utilities: each pure function at known points, the loop, and runs that stop and go on."""
+
+import errno
+import io
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from fastvit_triton.files import replacing
+from fastvit_triton.models import create_model
+from fastvit_triton.train import checkpoint, job, plots
+from fastvit_triton.train.data import Data, TensorBatches
+from fastvit_triton.train.display import display
+from fastvit_triton.train.image import Transform
+from fastvit_triton.train.loop import Progress, Score, agreement, evaluate, fit
+from fastvit_triton.train.mix import mixup
+from fastvit_triton.train.optim import adamw, parameter_groups, redraw_positions, warmup_cosine
+from fastvit_triton.train.recipes import DIGITS, Recipe
+
+TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2}
+RECIPE = Recipe(model="vit_digits_patch2_8", img_size=8, epochs=3, batch_size=8, lr=1e-2, mixup=0.4, shift=1)
+
+
+def tiny(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("vit_digits_patch2_8", **(TINY | options))
+
+
+def stripes(count: int = 20) -> tuple[Tensor, Tensor]:
+    """Images [N, 1, 8, 8] of one bright row, whose number is the class."""
+    targets = torch.arange(count) % 8
+    images = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.2
+    images[torch.arange(count), 0, targets] += 0.8
+    return images, targets
+
+
+def data(augment: Callable | None = torch.clone) -> Data:
+    transform = Transform((8, 8), (0.2,), (0.3,))
+    train = TensorBatches(*stripes(20), transform, 8, augment)
+    return Data("stripes", tuple("0123456789"), transform, train, TensorBatches(*stripes(16), transform, 8))
+
+
+def save(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
+    with replacing(path) as temporary:
+        torch.save(model.state_dict(), temporary)
+
+
+def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Module:
+    """A run of `epochs` of three; `resume` goes on with the one in `out`."""
+    out.mkdir(exist_ok=True)
+    model = tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
+    torch.manual_seed(5)
+    state = checkpoint.load_state(out / job.STATE) if resume else None
+    for progress in job.run(model, data(), RECIPE, out, settings={"seed": 5}, save=save, state=state, **options):
+        if progress.test is not None and progress.epoch == epochs < RECIPE.epochs:
+            break
+    return model
+
+
+def test_schedule_at_known_points():
+    """Oracle: the formula of the docstring, worked by hand for 110 steps, 10 of them warm-up, peak 2, floor 1."""
+    at = partial(warmup_cosine, steps=110, warmup=10, peak=2.0, floor=1.0)
+    assert at(0) == 2 / 11 and at(9) == 20 / 11 and at(10) == 2.0
+    assert math.isclose(at(60), 1.5) and math.isclose(at(10 + 25), 1 + (1 + math.sqrt(0.5)) / 2)
+    assert at(110) == 1.0
+    assert warmup_cosine(0, 1, 0, 3.0) == 3.0
+    with pytest.raises(ValueError, match="warmup is 5 of 5 steps"):
+        warmup_cosine(0, 5, 5, 1.0)
+
+
+def test_parameter_groups():
+    """Oracle: matrices and the patch kernel decay; biases, norms, positions and tokens do not; each appears once."""
+    model = tiny(reg_tokens=2)
+    decayed, free = parameter_groups(model, 0.3)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.3 and free["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(free["params"]) == len(names)
+    assert all(names[id(parameter)].endswith("weight") and parameter.ndim > 1 for parameter in decayed["params"])
+    assert {"pos_embed", "cls_token", "norm.weight"} <= {names[id(parameter)] for parameter in free["params"]}
+
+    plain = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    plain[1].weight = plain[0].weight
+    (group,) = parameter_groups(plain, 0.1)
+    assert len(group["params"]) == 1
+    plain[0].weight.requires_grad_(False)
+    assert parameter_groups(plain, 0.1) == []
+
+
+def test_positions_are_redrawn_where_they_are_learned():
+    """Oracle: the deviation of 17 · 16 normal numbers, within four standard errors; a model without positions."""
+    model = tiny()
+    redraw_positions(model, 0.5)
+    numbers = model.pos_embed.numel()
+    assert abs(model.pos_embed.std().item() - 0.5) < 4 * 0.5 / math.sqrt(2 * numbers)
+    redraw_positions(nn.Linear(2, 2), 0.5)
+
+
+def test_mixup_blends_images_and_labels_alike():
+    """Oracle: one-hot images, whose blend must be the blend of the labels."""
+    targets = torch.tensor([0, 1, 2, 3])
+    images = F.one_hot(targets, 5).float()[:, None, None]
+    blended, soft = mixup(images, targets, 5, alpha=1.0)
+    torch.testing.assert_close(blended[:, 0, 0], soft)
+    torch.testing.assert_close(soft.sum(1), torch.ones(4))
+    assert 0 < soft[0, 0] < 1
+    same, hard = mixup(images, targets, 5, alpha=0)
+    assert torch.equal(same, images) and torch.equal(hard.argmax(1), targets)
+
+
+def test_agreement():
+    """Oracle: by hand; a blended target counts by its share."""
+    logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]])
+    assert agreement(logits, torch.tensor([0, 0, 0])) == 2
+    assert agreement(logits, torch.tensor([[0.75, 0.25], [0.75, 0.25], [0.0, 1.0]])) == 1.0
+
+
+def test_evaluate_any_module():
+    """Oracle: a module whose logits are its input; cross-entropy and accuracy by PyTorch; the mode is kept."""
+    logits, targets = torch.randn(10, 4), torch.arange(10) % 4
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.eye(4))
+        model[1].bias.zero_()
+    score = evaluate(model, list(zip(logits.split(3), targets.split(3), strict=True)))
+    assert model.training
+    assert score.accuracy == (logits.argmax(1) == targets).sum().item() / 10
+    assert math.isclose(score.loss, F.cross_entropy(logits, targets).item(), rel_tol=1e-6)
+    assert torch.equal(score.predictions, logits.argmax(1)) and torch.equal(score.targets, targets)
+    with pytest.raises(ValueError, match="no test image"):
+        evaluate(model, [])
+
+
+def test_fit_is_plain_gradient_descent():
+    """Oracle: two steps written out by hand, with the schedule's rates and the clipped gradient."""
+    batches = list(zip(torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [2, 1, 0]]), strict=True))
+    model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+    rates = [0.5, 0.25]
+    for (images, targets), rate in zip(batches, rates, strict=True):
+        twin.zero_grad()
+        F.cross_entropy(twin(images), targets).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter -= rate * parameter.grad
+    optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
+    reports = list(fit(model, batches, batches, optimizer, rates.__getitem__, epochs=1, clip=0.1))
+    torch.testing.assert_close(model.weight, twin.weight)
+    assert [report.step for report in reports] == [1, 2, 2] and [report.images for report in reports] == [3, 6, 6]
+    assert reports[0].test is None and reports[2].test.loss == evaluate(model, batches).loss
+    assert [report.lr for report in reports] == [0.5, 0.25, 0.25]
+
+
+def test_a_test_split_can_be_kept_for_the_end():
+    """Oracle: the test batches are iterated once, after the last step, and only the last report has a score."""
+    reads = []
+
+    class Watched(list):
+        def __iter__(self):
+            reads.append(model.weight.detach().clone())
+            return super().__iter__()
+
+    model = nn.Linear(2, 2)
+    batches = [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))] * 2
+    optimizer = torch.optim.SGD(model.parameters())
+    reports = list(fit(model, batches, Watched(batches), optimizer, lambda step: 0.1, epochs=3, test_once=True))
+    assert len(reads) == 1 and torch.equal(reads[0], model.weight)
+    assert [r.test is not None for r in reports if r.done] == [False, False, True]
+
+
+def test_fit_stops_at_a_loss_that_is_not_finite():
+    """Oracle: images that are infinite."""
+    batches = [(torch.full((2, 4), math.inf), torch.tensor([0, 1]))]
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"the loss is nan in epoch 1; lower lr, now 0.1"):
+        list(fit(model, batches, batches, torch.optim.SGD(model.parameters()), lambda step: 0.1, epochs=2))
+    with pytest.raises(ValueError, match="no training image left"):
+        list(fit(model, [], batches, torch.optim.SGD(model.parameters()), lambda step: 0.1, epochs=2))
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
+    """Oracle: three epochs without a stop, bit for bit, with shuffling, augmentation, mixup, dropout and drop path."""
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "parts", epochs=1)
+    torch.rand(7)  # another process has another random state
+    parts = train(tmp_path / "parts", resume=True)
+    for (name, a), b in zip(whole.state_dict().items(), parts.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    a, b = (checkpoint.load_state(tmp_path / folder / job.STATE) for folder in ("whole", "parts"))
+    timeless = lambda rows: [{k: v for k, v in row.items() if "second" not in k} for row in rows]  # noqa: E731
+    assert timeless(a["history"]) == timeless(b["history"]) and len(a["history"]) == 3
+    assert torch.equal(a["rng"], b["rng"])
+
+
+def test_run_leaves_all_files_and_a_finished_one_can_draw_again(tmp_path: Path):
+    """Oracle: the list of files; the log has one row per epoch, and equals the state's history."""
+    train(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(job.FILES)
+    header, *rows = (tmp_path / job.LOG).read_text().splitlines()
+    history = checkpoint.load_state(tmp_path / job.STATE)["history"]
+    assert header.split(",") == list(history[0]) and len(rows) == 3
+    assert [float(number) for number in rows[2].split(",")] == list(history[2].values())
+    (tmp_path / job.CURVES).unlink()
+    train(tmp_path, resume=True)
+    assert (tmp_path / job.CURVES).exists()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
+    """Oracle: each of the epoch's three files in turn meets a full disk; all read back, and the run resumes."""
+    train(tmp_path, epochs=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    sync, calls = os.fsync, iter(range(1, 1000))
+
+    def full(handle: int) -> None:
+        if not os.path.isdir(f"/proc/self/fd/{handle}") and next(calls) == fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"^cannot write .*: No space left on device; what it held before is intact$"):
+        train(tmp_path, epochs=2, resume=True)
+    monkeypatch.undo()
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys()
+    unchanged = (job.WEIGHTS, job.STATE, job.LOG)[fails_at - 1 :]
+    assert all(after[name] == before[name] for name in unchanged)
+    train(tmp_path, resume=True)
+    assert len(checkpoint.load_state(tmp_path / job.STATE)["history"]) == 3
+
+
+class _Pickled:
+    """Something that `torch.load` must not build."""
+
+
+def test_state_that_is_damaged_or_wants_to_run_code(tmp_path: Path):
+    """Oracle: one sentence that names the file."""
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=f"{path} is damaged or no training state"):
+        checkpoint.load_state(path)
+    torch.save(_Pickled(), path)
+    with pytest.raises(ValueError, match=f"{path} is damaged or no training state"):
+        checkpoint.load_state(path)
+    torch.save({"model": {}}, path)
+    with pytest.raises(ValueError, match=f"{path} is no training state of ours"):
+        checkpoint.load_state(path)
+
+
+def test_settings_of_a_resumed_run():
+    """Oracle: what was not given comes from the run; what differs is refused by name."""
+    saved = job.settle({"epochs": 7}, None)
+    assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
+    assert job.settle({"epochs": 7}, saved) == saved
+    with pytest.raises(ValueError, match="seed is -1; it must be at least 0"):
+        job.settle({"seed": -1}, None)
+    with pytest.raises(ValueError, match="epochs is 8, but the run to resume has 7; leave it out"):
+        job.settle({"epochs": 8}, saved)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("epochs", 0, "epochs is 0; it must be at least 1"),
+        ("batch_size", -1, "batch_size is -1; it must be at least 1"),
+        ("lr", 0.0, "lr is 0.0; it must be above 0"),
+        ("lr", math.nan, "lr is nan; it must be above 0"),
+        ("warmup", 1.0, "warmup is 1.0"),
+    ],
+)
+def test_recipes_refuse_nonsense(field: str, value: float, sentence: str):
+    """Oracle: the sentence."""
+    with pytest.raises(ValueError, match=sentence):
+        replace(DIGITS, **{field: value})
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 16])
+def test_pictures_are_drawn_without_global_state(tmp_path: Path, wrong: int):
+    """Oracle: PNG files of a sane size; red pixels where, and only where, something is wrong; pyplot untouched."""
+    import matplotlib
+    from PIL import Image
+
+    before = dict(matplotlib.rcParams)
+    targets = stripes(16)[1]
+    predictions = targets.clone()
+    predictions[:wrong] = 9
+    score = Score(0.1, (16 - wrong) / 16, predictions, targets)
+    plots.draw_predictions(data(), score, tmp_path / "p.png", most=12)
+    row = dict(epoch=1, lr=1e-3, train_loss=1.0, train_accuracy=0.5, test_loss=1.1, test_accuracy=0.4)
+    untested = row | dict(test_loss=None, test_accuracy=None)
+    plots.draw_curves([untested, row] if wrong else [row, untested], tmp_path / "c.png")
+    assert dict(matplotlib.rcParams) == before
+    with Image.open(tmp_path / "p.png") as drawn:
+        pixels = torch.tensor(list(drawn.convert("RGB").resize((600, 400)).tobytes())).view(-1, 3)
+    red = ((pixels[:, 0] > 190) & (pixels[:, 1] < 100) & (pixels[:, 2] < 100)).sum()
+    assert (red > 100) == (wrong > 0)
+    with Image.open(tmp_path / "c.png") as drawn:
+        assert min(drawn.size) > 400
+
+
+def test_adamw_decays_matrices_only():
+    """Oracle: with zero gradients a step multiplies matrices by 1 − lr · decay and leaves the rest alone."""
+    model = nn.Linear(3, 3)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = adamw(model, lr=0.1, weight_decay=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before["weight"] * (1 - 0.1 * 0.5))
+    assert torch.equal(model.bias.detach(), before["bias"])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_display(terminal: bool):
+    """Oracle: 80 columns, cut nowhere; one line per epoch where there is no terminal; the time left."""
+    page = io.StringIO()
+    console = Console(file=page, force_terminal=terminal, width=80, color_system=None)
+    loss, accuracy = torch.tensor(1.234), torch.tensor(0.875)
+    with display(console, epochs=60, steps=23) as show:
+        for test in (None, Score(0.1, 0.95, loss, loss)):
+            show(Progress(60, 23, 1437, loss, accuracy, 1e-3, 1.0, test is not None, test))
+    lines = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", page.getvalue())) if line]
+    separator = " " if terminal else "  "
+    words = ("epoch 60/60", "loss 1.234", "accuracy 87.5 %", "test 95.0 %", "1,437 images/s")
+    assert separator.join(words) in lines[-1]
+    assert all(len(line) <= 80 for line in lines) or not terminal
+    assert re.search(r"ETA \d*\d:\d\d\s*$", lines[-1]), lines[-1]
+    assert terminal or len(lines) == 1
