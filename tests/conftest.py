@@ -1,5 +1,9 @@
 """What all tests share: oracles that import on a machine without CUDA, and the same random numbers each time."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads do not spin: a busy machine stays usable
+
 import pytest
 import torch
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -189,12 +190,17 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
 def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: exit code 130, one sentence, a state and weights that read back and evaluate."""
     out = tmp_path / "run"
-    child = start("train", "--out", str(out), "--epochs", "5000")
-    for line in child.stdout:
-        if line.startswith("epoch 2/"):
-            break
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
+    # a suite that runs in the background ignores Ctrl-C, and children inherit that
+    listen = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    child = start("train", "--out", str(out), "--epochs", "5000", preexec_fn=listen)
+    try:
+        for line in child.stdout:
+            if line.startswith("epoch 2/"):
+                break
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == 130
     (sentence,) = errors.splitlines()
     assert sentence.startswith("fastvit-triton: stopped;") and f"train --out {out} --resume" in sentence

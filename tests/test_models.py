@@ -1,7 +1,9 @@
 """Every model by name: parameter counts, keys, options; logits and gradients against timm."""
 
+import copy
 import dataclasses
 import inspect
+import pickle
 
 import pytest
 import timm
@@ -313,6 +315,75 @@ def test_distilled_returns_both_logits_when_asked():
     cls, dist = model(images)
     assert torch.equal((cls + dist) / 2, mean) and not torch.equal(cls, dist)
     assert torch.equal(model.eval()(images), mean)
+
+
+PARTS = (
+    "norm1",
+    "attn",
+    "attn.qkv",
+    "attn.proj",
+    "ls1",
+    "drop_path1",
+    "norm2",
+    "mlp",
+    "mlp.fc1",
+    "mlp.drop1",
+    "mlp.fc2",
+)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_hooks_on_any_part_fire_and_see_that_part_alone(part):
+    """Oracle: the hook's input and output belong together: the module called by hand gives the same output."""
+    model = randomize(create_model("vit_digits_patch2_8", depth=1, init_values=0.5)).eval()
+    images = torch.randn(2, 1, 8, 8)
+    want, seen = model(images), []
+    module = model.blocks[0].get_submodule(part)
+    handle = module.register_forward_hook(lambda m, args, kwargs, y: seen.append((args, kwargs, y)), with_kwargs=True)
+    got = model(images)
+    handle.remove()
+    ((args, kwargs, y),) = seen
+    assert distance(got, want) <= TOLERANCE
+    assert "residual" not in kwargs and distance(module(*args, **kwargs), y) <= TOLERANCE
+
+
+def test_a_replaced_linear_is_called():
+    """Oracle: a low-rank adapter put in place of a linear layer changes the output as it should."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.weight, self.bias = base, base.weight, base.bias
+
+        def forward(self, x):
+            return self.base(x) + 1
+
+    model = randomize(create_model("vit_digits_patch2_8", depth=1)).eval()
+    images, block = torch.randn(2, 1, 8, 8), model.blocks[0]
+    for owner, name in ((block.attn, "qkv"), (block.attn, "proj"), (block.mlp, "fc1"), (block.mlp, "fc2")):
+        base = getattr(owner, name)
+        with torch.no_grad():
+            base.bias += 1
+            want = model(images)
+            base.bias -= 1
+        setattr(owner, name, Adapter(base))
+        assert distance(model(images), want) <= TOLERANCE
+        setattr(owner, name, base)
+
+
+def test_copies_pickles_and_meta(tmp_path):
+    """Oracle: the original's logits from a deep copy, from torch.save of the state, and after to_empty and load."""
+    model = randomize(create_model("vit_digits_patch2_8", depth=1)).eval()
+    images = torch.randn(2, 1, 8, 8)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        next(twin.parameters()).add_(1)
+    with torch.device("meta"):
+        empty = create_model("vit_digits_patch2_8", depth=1)
+    empty = empty.to_empty(device="cpu").eval()
+    empty.load_state_dict(model.state_dict())
+    assert torch.equal(empty(images), model(images)) and not torch.equal(twin(images), model(images))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(images), model(images))
 
 
 def test_reset_classifier_is_a_zero_head():

@@ -3,6 +3,7 @@
 from .augment import random_affine
 from .checkpoint import load_state, restore, save_state
 from .data import Data, TensorBatches, load
+from .distill import hard_distillation, soft_distillation
 from .image import Transform
 from .loop import Progress, Score, evaluate, fit
 from .mix import mixup
@@ -21,6 +22,7 @@ __all__ = [
     "adamw",
     "evaluate",
     "fit",
+    "hard_distillation",
     "load",
     "load_state",
     "mixup",
@@ -28,5 +30,6 @@ __all__ = [
     "random_affine",
     "restore",
     "save_state",
+    "soft_distillation",
     "warmup_cosine",
 ]
