@@ -63,7 +63,7 @@ def main() -> None:
     """Prints the table and, with --out, writes it as JSON with its provenance."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=16)
     arguments = parser.parse_args()
     rows = []
     for name in MODELS:
@@ -78,7 +78,7 @@ def main() -> None:
             found = ratios(step, ours, theirs, images, arguments.rounds)
             low, median, high = statistics.quantiles(found, n=4)
             rows.append(dict(model=name, step=step.__name__, median=median, q1=low, q3=high, match=match))
-    table = Table("model", "step", "timm / ours, median", "quartiles", "match")
+    table = Table("model", "step", "timm / ours, median", "quartiles", "match", width=100)
     for row in rows:
         spread = f"{row['q1']:.3f} to {row['q3']:.3f}"
         table.add_row(row["model"], row["step"], f"{row['median']:.3f}", spread, "yes" if row["match"] else "NO")
