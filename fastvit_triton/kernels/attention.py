@@ -42,17 +42,19 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
 # Launch parameters by kernel: the first row whose limit holds the wider head, in bytes. Every row fits sm_80.
 SPACE = {
     "fwd": (
-        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
         (256, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
         (1024, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
     ),
     "bwd_dq": (
-        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
+        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
         (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
     ),
     "bwd_dkdv": (
         (128, dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
         (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
     ),

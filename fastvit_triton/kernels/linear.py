@@ -105,7 +105,8 @@ def linear(
             operand, norm = cast(layer_norm.layer_norm(x, *norm))[0], None
         gain, shift, eps = (None, None, 0.0) if norm is None else norm
         around = residual is operand  # torch.compile wants each tensor passed once
-        more, residual = (eps, around, return_stats), None if around else residual
+        keep = torch.is_grad_enabled()  # inside the Function gradients are always off
+        more, residual = (eps, around, keep, return_stats), None if around else residual
         y, out_stats = _Fn.apply(
             operand, weight, bias, norm is not None, gain, shift, stats, activation, gamma, sample_scale, residual, more
         )
@@ -579,12 +580,11 @@ class _Fn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, norm, norm_weight, norm_bias, stats, activation, gamma, scale, residual, more):
-        eps, around, return_stats = more
+        eps, around, keep, return_stats = more
         w, const, colsum = weight.to(x.dtype), bias, None
         if norm:
             w, colsum, const = _fold_op(weight, bias, norm_weight, norm_bias, x.dtype)
-        learning = any(ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 8))
-        save = learning and activation is not None
+        save = keep and activation is not None and any(ctx.needs_input_grad)
         y, pre, mean, rstd, out_stats = _fwd_op(
             x, w, const, colsum, stats, eps, activation, gamma, scale, x if around else residual, save, return_stats
         )

@@ -68,7 +68,8 @@ def mlp(
             operand, norm = cast(layer_norm.layer_norm(x, *norm))[0], None
         gain, shift, eps = (None, None, 0.0) if norm is None else norm
         around = residual is operand  # the usual case; torch.compile wants each tensor passed once
-        facts = norm is not None, eps, activation, around, recompute, return_stats
+        keep = torch.is_grad_enabled() and not recompute  # inside the Function gradients are always off
+        facts = norm is not None, eps, activation, around, recompute, keep, return_stats
         residual = None if around else residual
         y, out_stats = _Fn.apply(operand, *fc1, *fc2, gain, shift, stats, gamma, sample_scale, residual, facts)
         return (y, out_stats) if return_stats else y
@@ -133,8 +134,8 @@ def _activate(pre, activation):
     h = _activate_fake(pre, activation)
     M, F = h.shape
     if M:
-        _activate_kernel[(cdiv(M, 32) * cdiv(F, 128),)](
-            pre, h, M, F, ACTIVATION=activation, BLOCK_M=32, BLOCK_F=128, num_warps=4, enable_fp_fusion=True
+        _activate_kernel[(cdiv(M, 16) * cdiv(F, 128),)](
+            pre, h, M, F, ACTIVATION=activation, BLOCK_M=16, BLOCK_F=128, num_warps=4, enable_fp_fusion=True
         )
     return h
 
@@ -151,9 +152,9 @@ class _Fn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w1, b1, w2, b2, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
-        *_, around, recompute, return_stats = facts
-        learning = any(ctx.needs_input_grad)
-        h, pre, mean, rstd = _hidden(x, w1, b1, norm_weight, norm_bias, stats, facts, learning and not recompute)
+        *_, around, _, keep, return_stats = facts
+        keep = keep and any(ctx.needs_input_grad)
+        h, pre, mean, rstd = _hidden(x, w1, b1, norm_weight, norm_bias, stats, facts, keep)
         added = x if around else residual
         y, *_, out_stats = linear._fwd_op(
             h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
@@ -167,7 +168,7 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, _):
         x, w1, b1, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd = ctx.saved_tensors
-        norm, _, activation, around, recompute, _ = ctx.facts
+        norm, _, activation, around, recompute, *_ = ctx.facts
         if recompute:
             h, pre, mean, rstd = _hidden(x, w1, b1, norm_weight, norm_bias, None, ctx.facts, True)
         else:

@@ -25,8 +25,8 @@ from .tile import jit, tl
 
 # Launch parameters, for every architecture.
 SPACE = {
-    "fwd": dict(BLOCK_M=128, BLOCK_D=64, BLOCK_K=32, num_warps=8, num_stages=2),
-    "bwd": dict(BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, num_warps=4, num_stages=2),
+    "fwd": dict(BLOCK_M=64, BLOCK_D=128, BLOCK_K=64, num_warps=4, num_stages=3),
+    "bwd": dict(BLOCK_M=32, BLOCK_D=128, BLOCK_K=128, num_warps=4, num_stages=2),
 }
 ROWS = 4096  # patches whose share of dE one program sums
 
