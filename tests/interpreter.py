@@ -1,8 +1,8 @@
 """`with interpreting():` runs the Triton kernels on CPU tensors in a process that also compiles them.
 
-TRITON_INTERPRET=1 decides at import and then forbids compiling; this context decides at launch. Triton's interpreter keeps
-bfloat16 as bit patterns and computes on those: casts and dot products are repaired here, and any other bfloat16 arithmetic
-raises, because a kernel that needs it is wrong on purpose: values are cast to float32 right after a load.
+TRITON_INTERPRET=1 decides at import and then forbids compiling; this context decides at launch. Triton's interpreter
+keeps bfloat16 as bit patterns and computes on those: casts and dot products are repaired here, and any other bfloat16
+arithmetic raises, because a kernel that needs it is wrong on purpose: values are cast to float32 right after a load.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from interpreter import interpreting
 
 from fastvit_triton.kernels import OPS
-from interpreter import interpreting
 
 KERNELS = [op for op in OPS if op.ragged]
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in KERNELS for name, case in op.ragged.items()]

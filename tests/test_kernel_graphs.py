@@ -1,5 +1,7 @@
 """How torch sees the kernels: opcheck, one graph under torch.compile, autocast, checkpointing, whole models."""
 
+import contextlib
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -32,6 +34,13 @@ OPCHECKS = {
     "linear": lambda: (
         linear._fwd_op,
         (randn(3, 5), randn(6, 5), randn(6), None, None, 0.0, "gelu", None, None, randn(3, 6), True, True),
+    ),
+    "linear_bwd": lambda: (
+        linear._bwd_op,
+        (
+            *(randn(3, 6), randn(3, 5), randn(6, 5), randn(6), randn(3, 6), randn(6), None, randn(3), randn(3)),
+            *(randn(5), randn(5), "gelu", True, True),
+        ),
     ),
     "mlp_activate": lambda: (mlp._activate_op, (randn(3, 8), "swiglu")),
     "patch_embed": lambda: (
@@ -196,6 +205,84 @@ def test_statistics_travel(F):
     total = stats[..., 0].sum(1)
     assert (total - want[:, 0]).abs().max() <= TOLERANCE * y.detach().abs().sum(-1).max()
     assert worst([with_stats.detach()], [without.detach()]) <= TOLERANCE
+
+
+def column(size):
+    """A vector whose entries lie two apart."""
+    return torch.randn(size, 2)[:, 0]
+
+
+STRIDED = {
+    "weight": lambda x: f.linear(x, torch.randn(7, 6).t()),
+    "fc1": lambda x: f.mlp(x, (torch.randn(7, 7).t(), None), (torch.randn(7, 7).t(), column(7))),
+    "bias and gamma": lambda x: f.linear(x, torch.randn(6, 7), column(6), gamma=column(6)),
+    "sample_scale": lambda x: f.linear(x, torch.randn(6, 7), sample_scale=torch.tensor(2.0).expand(2)),
+    "norm": lambda x: f.layer_norm(x, column(7), column(7), 1e-6),
+    "folded norm": lambda x: f.linear(x, torch.randn(6, 7), norm=(column(7), column(7), 1e-6)),
+    "kv_lens": lambda x: f.attention(*[x.view(2, 1, 3, 7)] * 3, kv_lens=torch.tensor([[1, 9], [3, 9]])[:, 0]),
+    "patch bias": lambda x: f.patch_embed(x.view(2, 1, 3, 7), torch.randn(5, 1, 3, 7), column(5)),
+    "fp32 gamma": lambda x: f.linear(x.bfloat16(), torch.randn(6, 7).bfloat16(), gamma=torch.randn(6)),
+    "fp32 prefix": lambda x: f.patch_embed(
+        x.bfloat16().view(2, 1, 3, 7), torch.randn(5, 1, 3, 7).bfloat16(), prefix=torch.randn(1, 2, 5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_operands_of_any_stride_and_dtype(name):
+    """Oracle: the PyTorch path on the same tensors, in value and dtype."""
+    x, results = torch.randn(2, 3, 7), []
+    for context in (contextlib.nullcontext(), interpreting()):
+        torch.manual_seed(1)
+        with context:
+            results.append(STRIDED[name](x))
+    want, got = results
+    # bfloat16 rounds the branch once more in PyTorch than in the kernel
+    eps = torch.finfo(torch.bfloat16 if "fp32" in name else torch.float32).eps
+    assert got.dtype == want.dtype and worst([got.float()], [want.float()]) <= 16 * eps
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-6])
+def test_small_layer_scale_keeps_fp16_gradients(size):
+    """Oracle: float64. Budget: 1 %, some ten roundings of fp16; gamma times a weight alone would underflow."""
+    gamma = torch.full((8,), size).half()
+    tensors = [torch.randn(2, 3, 8), torch.randn(16, 8) * 0.05, torch.randn(8, 16) * 0.05]
+    grads = []
+    for dtype, context in ((torch.float64, contextlib.nullcontext()), (torch.float16, interpreting())):
+        x, w1, w2 = (t.to(torch.float16).to(dtype).requires_grad_() for t in tensors)
+        with context:
+            y = f.mlp(x, (w1, None), (w2, None), gamma=gamma.to(dtype))
+            grads.append(torch.autograd.grad(y, w1, torch.full_like(y, 1024.0)))
+    assert worst([grads[1][0].double()], [grads[0][0]]) <= 0.01
+
+
+def test_only_the_residual_learns():
+    """Oracle: its gradient is the output's."""
+    x, weight, residual = torch.randn(2, 7), torch.randn(6, 7), randn(2, 6)
+    with interpreting():
+        y = f.linear(x, weight, activation="gelu", residual=residual)
+        (grad,) = torch.autograd.grad(y.sum(), residual)
+    assert torch.equal(grad, torch.ones(2, 6))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+def test_a_dynamic_batch_compiles_once():
+    """Oracle: the number of graphs; mark_dynamic raises where a size is specialised."""
+    model, _ = model_and_images()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with interpreting():
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for batch in (3, 5):
+            images = torch.randn(batch, 1, 8, 8)
+            torch._dynamo.mark_dynamic(images, 0)
+            assert worst([compiled(images).detach()], [model(images).detach()]) <= TOLERANCE
+    torch._dynamo.reset()
+    assert len(graphs) == 1
 
 
 def test_strided_and_broadcast_inputs():

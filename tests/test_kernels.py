@@ -269,6 +269,16 @@ def test_patch_embed_folds_uint8_normalisation():
         (lambda: linear(randn(2, 4), randn(3, 4), activation="tanh"), "activation is 'tanh'; use one of gelu"),
         (lambda: linear(randn(2, 4), (randn(3, 4), randn(3, 4))), "only activation='swiglu' takes"),
         (lambda: mlp(randn(2, 4), (randn(6, 4), None), (randn(4, 5), None)), "axis F of fc2 weight must be 6, got 5"),
+        (lambda: mlp(randn(2, 4), (randn(6, 4), None), (randn(4, 6), randn(1))), "axis D of fc2 bias must be 4, got 1"),
+        (
+            lambda: mlp(randn(2, 4), (randn(6, 4), None), (randn(4, 6), None), residual=randn(1, 4)),
+            r"residual must have shape \[2, 4\], got \[1, 4\]",
+        ),
+        (
+            lambda: linear(randn(2, 4), randn(3, 4), norm=(randn(3), None, 1e-6)),
+            "axis K of norm weight must be 4, got 3",
+        ),
+        (lambda: linear(randn(2, 4), randn(3, 4), stats=randn(3, 1, 2)), "axis M of stats must be 2, got 3"),
         (lambda: patch_embed(randn(1, 3, 5, 4), randn(2, 3, 2, 2)), "axis H of image must be a multiple .* 2, got 5"),
         (lambda: patch_embed(randn(1, 1, 4, 4), randn(2, 3, 2, 2)), "axis C of image must be 3, got 1"),
         (lambda: patch_embed(randn(1, 3, 4, 4), randn(2, 3, 2, 2), pos=randn(1, 3, 2)), "axis N of pos must be 4"),

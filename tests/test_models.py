@@ -347,6 +347,16 @@ def test_hooks_on_any_part_fire_and_see_that_part_alone(part):
     assert "residual" not in kwargs and distance(module(*args, **kwargs), y) <= TOLERANCE
 
 
+def test_a_patched_forward_is_called():
+    """Oracle: offloading tools put a forward on the instance; it must run."""
+    model, calls = create_model("vit_digits_patch2_8", depth=1), []
+    for part in ("norm1", "attn.qkv", "mlp.fc1"):
+        module = model.blocks[0].get_submodule(part)
+        module.forward = lambda x, own=module.forward, part=part: (calls.append(part), own(x))[1]
+    model(torch.randn(1, 1, 8, 8))
+    assert calls == ["norm1", "attn.qkv", "mlp.fc1"]
+
+
 def test_a_replaced_linear_is_called():
     """Oracle: a low-rank adapter put in place of a linear layer changes the output as it should."""
 

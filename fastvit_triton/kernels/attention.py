@@ -163,7 +163,7 @@ def varlen_attention(
         scale: softmax scale; None means D^-0.5.
 
     Returns:
-        [T, H, Dv].
+        [T, H, Dv]; tokens that belong to no image are undefined.
 
     Raises:
         ValueError: an axis does not fit.

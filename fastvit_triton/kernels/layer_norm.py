@@ -14,6 +14,8 @@ Sources   Ba et al., Layer normalization, arXiv:1607.06450, eq. 4; LayerScale: T
           eq. 6; stochastic depth: Huang et al., arXiv:1603.09382.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -226,9 +228,11 @@ def _fwd(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
 
 
 def _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    dtype = x.dtype
+    for t in (residual, gamma if residual is not None else None):
+        dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
     total = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
-    rows = x.shape[:-1].numel()
+    rows = math.prod(x.shape[:-1])
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return total, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
 

@@ -22,6 +22,7 @@ Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh fo
           SwiGLU: Shazeer, arXiv:2002.05202, eq. 6.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -91,12 +92,8 @@ def linear(
         ValueError: a size does not fit, or the activation is unknown.
     """
     check(x, weight, bias, activation)
-    if gamma is not None:
-        expect("gamma", gamma, F=outputs(weight, activation))
-    if sample_scale is not None:
-        expect("sample_scale", sample_scale, B=x.shape[0])
-    if residual is not None and residual.shape != (expected := (*x.shape[:-1], outputs(weight, activation))):
-        raise ValueError(f"residual must have shape {list(expected)}, got {list(residual.shape)}")
+    check_norm(x, norm, stats)
+    check_branch(x, outputs(weight, activation), gamma, sample_scale, residual)
     if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
         if not isinstance(weight, Tensor):
             weight, bias = torch.cat(weight), None if bias is None else torch.cat(bias)
@@ -453,7 +450,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
         x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats
     )
     y, pre, mean, rstd, out_stats = outputs
-    F_, K = y.shape[-1], x.shape[-1]
+    F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -484,18 +481,25 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
 
 def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats):
     F_ = len(weight) // 2 if activation == "swiglu" else len(weight)
-    M = x.shape[:-1].numel()
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    M = math.prod(x.shape[:-1])
+    dtype = _widest(x, gamma, residual)
     mean, rstd = (x.new_empty(0 if colsum is None else M, dtype=torch.float32) for _ in range(2))
     shape = (M, cdiv(F_, _blocks(x)["BLOCK_F"]), 2) if return_stats else (0,)
     pre = x.new_empty((M, len(weight)) if save else (0,))
     return x.new_empty(*x.shape[:-1], F_, dtype=dtype), pre, mean, rstd, x.new_empty(shape, dtype=torch.float32)
 
 
+def _widest(x, gamma, residual):
+    """The dtype of a branch's end, as PyTorch promotes it."""
+    for t in (gamma, residual):
+        x = x if t is None or torch.promote_types(x.dtype, t.dtype) == x.dtype else t
+    return x.dtype
+
+
 def _bwd(dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, need_x):
     """(dx, dweight, dbias, dgamma, dnorm_weight, dnorm_bias) by equations (7) to (10); unused ones are empty."""
     F_, K = dy.shape[-1], x.shape[-1]
-    rows, M = x.reshape(-1, K).contiguous(), dy.shape[:-1].numel()
+    rows, M = x.reshape(-1, K).contiguous(), math.prod(dy.shape[:-1])
     late = gamma is not None and activation is None  # gamma after a linear map: equation (10)
     dpre = torch.empty(M, len(weight), dtype=x.dtype, device=x.device)
     per = max(64, power_of_2(cdiv(M, 256)))
@@ -507,19 +511,22 @@ def _bwd(dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight,
             ACTIVATION=activation, HAS_NORM=norm, HAS_GAMMA=gamma is not None and not late,
             HAS_SCALE=sample_scale is not None, ROWS=per, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    dbias, dbias_up, dgamma, weighted, weighted_up = partial.sum(0)
+    dbias, dbias_up, dgamma, weighted, weighted_up = (row.clone() for row in partial.sum(0))
     if activation == "swiglu":
         dbias, weighted = torch.cat((dbias, dbias_up)), torch.cat((weighted, weighted_up))
     wide, dx = weight.float(), x.new_empty(0)
     scaled = wide if norm_weight is None else wide * norm_weight.float()
-    scaled = scaled * gamma.float()[:, None] if late else scaled
+    size = 1.0  # of gamma, a power of two: 1e-6 times a weight would underflow in fp16
+    if late:
+        size = gamma.float().abs().amax().clamp_min(1e-30).log2().floor().exp2()
+        scaled = scaled * (gamma.float() / size)[:, None]
     if need_x and norm:
-        t, dx = dpre @ scaled.to(x.dtype), torch.empty_like(rows)
+        t, dx = (dpre @ scaled.to(x.dtype)) * size, torch.empty_like(rows)
         per, block, options = _whole_rows(K)
         if M:
             _bwd_norm_kernel[(cdiv(M, per),)](t, rows, mean, rstd, dx, M, K=K, BLOCK_M=per, BLOCK_K=block, **options)
     elif need_x:
-        dx = dpre @ scaled.to(x.dtype)
+        dx = (dpre @ scaled.to(x.dtype)) * size
     g = _mm32(dpre.T, rows)
     if norm:
         g = g - weighted[:, None]  # (8): g becomes dpreᵀ x̂
@@ -531,7 +538,7 @@ def _bwd(dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight,
         dgamma = (dweight * wide).sum(1) + (0 if bias is None else dbias * bias.float())
         dweight, dbias, g = (t * gamma.float().view(-1, *[1] * (t.dim() - 1)) for t in (dweight, dbias, g))
     if norm:
-        dnorm_weight, dnorm_bias = (g * wide).sum(0), dbias @ wide
+        dnorm_weight, dnorm_bias = (g * wide).sum(0), (dbias[:, None] * wide).sum(0)
     return dx.view(x.shape if need_x else 0), dweight.to(weight.dtype), dbias, dgamma, dnorm_weight, dnorm_bias
 
 
@@ -599,6 +606,8 @@ class _Fn(torch.autograd.Function):
         x, weight, bias, pre, gamma, scale, mean, rstd, norm_weight, norm_bias = ctx.saved_tensors
         activation, norm, around, residual_dtype = ctx.facts
         need_x = ctx.needs_input_grad[0]
+        if not any(ctx.needs_input_grad[:10]):  # only the residual learns
+            return (*[None] * 10, dy.to(residual_dtype), None)
         dx, dw, db, dgamma, dnorm_weight, dnorm_bias = _bwd_op(
             dy, x, weight, bias, pre, gamma, scale, mean, rstd, norm_weight, norm_bias, activation, norm, need_x
         )
@@ -616,6 +625,27 @@ class _Fn(torch.autograd.Function):
             None if residual_dtype is None else dy.to(residual_dtype),
             None,
         )
+
+
+def check_norm(x: Tensor, norm: Norm | None, stats: Tensor | None) -> None:
+    """Raises ValueError when the LayerNorm's parameters or the row statistics do not fit x."""
+    for name, parameter in zip(("norm weight", "norm bias"), norm[:2] if norm else (), strict=False):
+        if parameter is not None:
+            expect(name, parameter, K=x.shape[-1])
+    if stats is not None:
+        expect("stats", stats, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
+
+
+def check_branch(
+    x: Tensor, channels: int, gamma: Tensor | None, sample_scale: Tensor | None, residual: Tensor | None
+) -> None:
+    """Raises ValueError when what ends a residual branch does not fit an output of that many channels."""
+    if gamma is not None:
+        expect("gamma", gamma, F=channels)
+    if sample_scale is not None:
+        expect("sample_scale", sample_scale, B=x.shape[0])
+    if residual is not None and residual.shape != (expected := (*x.shape[:-1], channels)):
+        raise ValueError(f"residual must have shape {list(expected)}, got {list(residual.shape)}")
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:

@@ -59,7 +59,11 @@ def mlp(
         ValueError: a size does not fit, or the activation is unknown.
     """
     linear.check(x, *fc1, activation)
+    linear.check_norm(x, norm, stats)
     expect("fc2 weight", fc2[0], D=None, F=linear.outputs(fc1[0], activation))
+    if fc2[1] is not None:
+        expect("fc2 bias", fc2[1], D=fc2[0].shape[0])
+    linear.check_branch(x, fc2[0].shape[0], gamma, sample_scale, residual)
     if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
         if not isinstance(fc1[0], Tensor):
             fc1 = torch.cat(fc1[0]), None if fc1[1] is None else torch.cat(fc1[1])
@@ -141,7 +145,7 @@ def _activate(pre, activation):
 
 
 def _activate_fake(pre, activation):
-    return pre.new_empty(len(pre), pre.shape[1] // 2 if activation == "swiglu" else pre.shape[1])
+    return pre.new_empty(pre.shape[0], pre.shape[1] // 2 if activation == "swiglu" else pre.shape[1])
 
 
 _activate_op = register("mlp_activate", "(Tensor pre, str activation) -> Tensor", _activate, _activate_fake)

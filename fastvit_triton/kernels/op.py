@@ -86,8 +86,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
     return f"Triton kernels need a CUDA or ROCm GPU, this is {device.type}"
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
+@torch.compiler.assume_constant_result
 def _too_old(index: int | None) -> str | None:
     """Why this GPU is below the floor: NVIDIA 8.0, AMD gfx942."""
     properties = torch.cuda.get_device_properties(index)
@@ -124,6 +124,9 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
 
     @functools.wraps(launch)
     def on_device(*arguments):
+        # kernels step through vectors one by one; matrices are the launchers' business
+        vectors = (isinstance(a, torch.Tensor) and a.dim() == 1 for a in arguments)
+        arguments = [a.contiguous() if v else a for a, v in zip(arguments, vectors, strict=True)]
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
         if device.type == "cuda":
             with torch.cuda.device(device):

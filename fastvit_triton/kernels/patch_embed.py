@@ -76,6 +76,7 @@ def patch_embed(
     if not image.is_floating_point() and (mean is None or std is None):
         raise ValueError(f"image is {image.dtype} and needs mean and std; give both, or a floating-point image")
     if usable(weight):
+        mean, std = (None if t is None else t.to(image.device) for t in (mean, std))
         return _Fn.apply(image, cast(weight)[0], bias, pos, prefix, mean, std)
     return reference(image, weight, bias, pos, prefix, mean=mean, std=std)
 
@@ -213,10 +214,8 @@ def _fwd(image, weight, bias, pos, prefix, mean, std):
 def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
     D, _, P, Q = weight.shape
     N = image.shape[2] // P * (image.shape[3] // Q)
-    dtype = weight.dtype  # of the product; positions and prefix may widen it
-    for table in (pos, prefix):
-        dtype = dtype if table is None else torch.promote_types(dtype, table.dtype)
-    return weight.new_empty(len(image), N + (0 if prefix is None else prefix.shape[1]), D, dtype=dtype)
+    dtype = weight.dtype if pos is None else torch.promote_types(weight.dtype, pos.dtype)
+    return weight.new_empty(image.shape[0], N + (0 if prefix is None else prefix.shape[1]), D, dtype=dtype)
 
 
 def _bwd(dtokens, image, weight, prefix, mean, std):

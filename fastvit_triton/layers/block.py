@@ -113,4 +113,4 @@ def add_branch(x: Tensor, body: nn.Module, norm: nn.Module | None, scale: nn.Mod
         gamma = scale.gamma if type(scale) is LayerScale else None
         sample_scale = drop_path.sample_scale(x) if type(drop_path) is DropPath else None
         return body(x, norm=norm, gamma=gamma, sample_scale=sample_scale, residual=x)
-    return x + drop_path(scale(body(x, norm=norm)))
+    return x + drop_path(scale(body(x if norm is None else normalize(x, norm))))

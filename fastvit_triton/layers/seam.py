@@ -12,15 +12,15 @@ from ..kernels.linear import ACTIVATIONS, linear
 
 
 def hooked(module: nn.Module) -> bool:
-    """Somebody watches this module's calls."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Somebody watches this module's calls, or has put another forward in its place."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
 
 
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """The module is exactly of one of these kinds, and nobody watches its calls."""
-    return type(module) in kinds and not hooked(module)
+    """The module and its parameters are exactly of these kinds, and nobody watches its calls."""
+    own = all(p is None or type(p) in (nn.Parameter, Tensor) for p in module._parameters.values())
+    return type(module) in kinds and own and not hooked(module)
 
 
 def drops(dropout: nn.Dropout) -> bool:

@@ -45,7 +45,9 @@ def scan(
     classes = classes or tuple(found)
     files, targets = [], []
     for name in found:
-        images = sorted(path for path in (root / split / name).rglob("*") if is_image(path))
+        folder = root / split / name
+        found_images = (path for path in folder.rglob("*") if is_image(path))
+        images = sorted(p for p in found_images if not any(part[0] == "." for part in p.relative_to(folder).parts))
         if not images:
             raise ValueError(f"data {str(root / split / name)!r} holds no images; add some ({', '.join(SUFFIXES)})")
         files += images

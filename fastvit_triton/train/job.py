@@ -150,7 +150,10 @@ def summary(out: Path, data: Data) -> str:
 
 def half(device: torch.device) -> torch.dtype | None:
     """The autocast dtype of training and evaluation: bfloat16 where a GPU has it, none elsewhere."""
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
 
 
 def row(progress: Progress) -> dict:

@@ -123,16 +123,19 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], amp: to
         batches: (images [B, C, H, W], targets [B]).
         amp: autocast dtype; None computes in the weights' dtype.
     """
-    device, mode = next(model.parameters()).device, model.training
+    device, modes = next(model.parameters()).device, {module: module.training for module in model.modules()}
     model.eval()
     losses, predictions, answers = [], [], []
-    for images, targets in batches:
-        with torch.autocast(device.type, amp, enabled=amp is not None):
-            logits = model(images.to(device, non_blocking=True)).float()
-        losses.append(F.cross_entropy(logits, targets.to(device), reduction="none"))
-        predictions.append(logits.argmax(1))
-        answers.append(targets)
-    model.train(mode)
+    try:
+        for images, targets in batches:
+            with torch.autocast(device.type, amp, enabled=amp is not None):
+                logits = model(images.to(device, non_blocking=True)).float()
+            losses.append(F.cross_entropy(logits, targets.to(device), reduction="none"))
+            predictions.append(logits.argmax(1))
+            answers.append(targets)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
     if not predictions:
         raise ValueError("there is no test image to evaluate on")
     predicted, expected = torch.cat(predictions).cpu(), torch.cat(answers).cpu()
