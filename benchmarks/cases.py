@@ -1,0 +1,171 @@
+"""What the compile report looks at: the ops of ViT-Ti/S/B/L/H at batch 256, and the shapes that other families add.
+
+Tensors are never written to, so that a batch of 256 costs address space and no memory.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fastvit_triton import (
+    add_layer_norm,
+    attention,
+    attention_qkv,
+    layer_norm,
+    linear,
+    mlp,
+    patch_embed,
+    varlen_attention,
+)
+
+BATCH = 256
+# channels, heads, patch side, tokens with the class token
+MODELS = {
+    "ViT-Ti/16": (192, 3, 16, 197),
+    "ViT-S/16": (384, 6, 16, 197),
+    "ViT-B/16": (768, 12, 16, 197),
+    "ViT-L/16": (1024, 16, 16, 197),
+    "ViT-H/14": (1280, 16, 14, 257),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a public function; `build` gives (function, arguments, options) with tensors that learn."""
+
+    name: str
+    op: str
+    dtype: str
+    build: Callable[[], tuple[Callable, tuple, dict]]
+    precision: str = "highest"
+
+
+def cases(quick: bool = False) -> list[Case]:
+    """All of them, or ViT-B in bfloat16 alone."""
+    if quick:
+        return list(_vit("ViT-B/16", "bfloat16"))
+    found = [case for model in MODELS for case in _vit(model, "bfloat16")]
+    found += [*_attentions(), *_linears()]
+    found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
+    return found
+
+
+def _maker(dtype: str) -> Callable[..., torch.Tensor]:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=getattr(torch, dtype)).requires_grad_()
+
+    return empty
+
+
+def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
+    """The parts of one block, and the stem."""
+    (D, H, P, N), new = MODELS[model], _maker(dtype)
+
+    def norm():
+        return new(D), new(D), 1e-6
+
+    def residual_mlp():
+        x = new(BATCH, N, D)
+        return mlp, (x, (new(4 * D, D), new(4 * D)), (new(D, 4 * D), new(D))), dict(norm=norm(), residual=x)
+
+    def stem():
+        image = new(BATCH, 3, 224, 224).detach()
+        return patch_embed, (image, new(D, 3, P, P), new(D), new(1, N, D), new(1, 1, D)), {}
+
+    parts = {
+        "qkv": lambda: (linear, (new(BATCH, N, D), new(3 * D, D), new(3 * D)), dict(norm=norm())),
+        "attention": lambda: (attention_qkv, (new(BATCH, N, 3 * D), H), {}),
+        "proj": lambda: (linear, (new(BATCH, N, D), new(D, D), new(D)), dict(residual=new(BATCH, N, D))),
+        "mlp": residual_mlp,
+        "layer_norm": lambda: (layer_norm, (new(BATCH, N, D), *norm()), {}),
+        "add_layer_norm": lambda: (add_layer_norm, (new(BATCH, N, D), new(BATCH, N, D), *norm()), {}),
+        "patch_embed": stem,
+    }
+    name = model if precision == "highest" else f"{model} {precision}"
+    yield from (Case(name, op, dtype, build, precision) for op, build in parts.items())
+
+
+def _attentions() -> Iterator[Case]:
+    """Longer sequences, other head widths, bias, padding, packing."""
+    new = _maker("bfloat16")
+    packed = {
+        "N=577 D=64": (64, 577, 12, 64),
+        "N=1025 D=64": (32, 1025, 16, 64),
+        "N=4097 D=64": (4, 4097, 16, 64),
+        "N=197 D=32": (256, 197, 12, 32),
+        "N=197 D=48": (256, 197, 8, 48),
+        "N=729 D=72": (64, 729, 16, 72),
+        "N=257 D=88": (64, 257, 16, 88),
+        "N=257 D=96": (64, 257, 16, 96),
+        "N=257 D=104": (64, 257, 16, 104),
+        "N=257 D=128": (64, 257, 16, 128),
+        "N=257 D=256": (64, 257, 8, 256),
+    }
+    for name, shape in packed.items():
+        yield Case(name, "attention", "bfloat16", partial(_packed, new, *shape))
+
+    def heads(B, Nq, Nk, D, Dv, **options):
+        q, k, v = (new(B, n, 12, d).transpose(1, 2) for n, d in ((Nq, D), (Nk, D), (Nk, Dv)))
+        return attention, (q, k, v), options
+
+    other = {
+        "bias N=197 D=64": lambda: heads(256, 197, 197, 64, 64, bias=new(1, 12, 197, 197)),
+        "bias N=257 D=80": lambda: heads(64, 257, 257, 80, 80, bias=new(1, 12, 257, 257)),
+        "windows N=49 D=32": lambda: heads(4096, 49, 49, 32, 32, bias=new(64, 12, 49, 49)),
+        "mask N=197 D=64": lambda: heads(256, 197, 197, 64, 64, bias=torch.empty(256, 1, 1, 197, dtype=torch.bool)),
+        "padded N=256 D=64": lambda: heads(256, 256, 256, 64, 64, kv_lens=torch.empty(256, dtype=torch.int32)),
+        "class token D=64": lambda: heads(256, 1, 197, 64, 64),
+        "levit D=16 Dv=32": lambda: heads(256, 49, 196, 16, 32, bias=new(1, 12, 49, 196)),
+    }
+    for name, build in other.items():
+        yield Case(name, "attention", "bfloat16", build)
+
+    def varlen():
+        tokens = (new(BATCH * 197, 12, 64) for _ in range(3))
+        return varlen_attention, (*tokens, torch.empty(BATCH + 1, dtype=torch.int32), 256), {}
+
+    yield Case("packed images D=64", "varlen_attention", "bfloat16", varlen)
+
+
+def _packed(new: Callable, B: int, N: int, H: int, D: int) -> tuple[Callable, tuple, dict]:
+    return attention_qkv, (new(B, N, 3 * H * D), H), {}
+
+
+def _linears() -> Iterator[Case]:
+    """What recipes and other families ask of linear, mlp and patch_embed."""
+    new, M, D = _maker("bfloat16"), (BATCH, 197), 768
+
+    def layers(F: int, gated: int = 1):
+        return (new(gated * F, D), new(gated * F)), (new(D, F), new(D))
+
+    def branch():
+        keep = torch.empty(BATCH, dtype=torch.bfloat16)
+        return dict(norm=(new(D), new(D), 1e-6), gamma=new(D), sample_scale=keep, residual=new(*M, D))
+
+    def with_stats():
+        stats = torch.empty(BATCH * 197, 6, 2)
+        return linear, (new(*M, D), new(3 * D, D), new(3 * D)), dict(norm=(new(D), new(D), 1e-6), stats=stats)
+
+    def stem(P: int, image: torch.Tensor, **options):
+        T = (image.shape[2] // P) ** 2
+        return patch_embed, (image, new(D, 3, P, P), new(D), new(1, T, D)), options
+
+    made = {
+        "swiglu": ("mlp", lambda: (mlp, (new(*M, D), *layers(2048, 2)), dict(activation="swiglu"))),
+        "gelu_tanh": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), dict(activation="gelu_tanh"))),
+        "branch": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(return_stats=True))),
+        "recompute": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(recompute=True))),
+        "given statistics": ("linear", with_stats),
+        "head": ("linear", lambda: (linear, (new(BATCH, D), new(1000, D), new(1000)), {})),
+        "patch 14, D=768": ("patch_embed", lambda: stem(14, torch.empty(BATCH, 3, 224, 224, dtype=torch.bfloat16))),
+        "patch 32": ("patch_embed", lambda: stem(32, torch.empty(BATCH, 3, 224, 224, dtype=torch.bfloat16))),
+        "uint8 image": (
+            "patch_embed",
+            lambda: stem(
+                16, torch.empty(BATCH, 3, 224, 224, dtype=torch.uint8), mean=torch.empty(3), std=torch.empty(3)
+            ),
+        ),
+    }
+    yield from (Case(name, op, "bfloat16", build) for name, (op, build) in made.items())

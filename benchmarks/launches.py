@@ -1,0 +1,203 @@
+"""What the public functions launch, recorded on CPU tensors and compiled for GPUs that are not here.
+
+`record` runs a function with kernel launches written down instead of run: real sizes, alignments and launch parameters,
+no values. `compiled` gives Triton those launches for another target, so specialisation is that of a real launch.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from fastvit_triton.kernels import op
+
+TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+
+
+class Pointer:
+    """Stands for a tensor in a recorded launch: what specialisation reads of it, and its size."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        self.nbytes, self._address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
+        self._range = tensor.untyped_storage().nbytes()
+
+    def data_ptr(self) -> int:
+        """Its address was this."""
+        return self._address
+
+    def ptr_range(self) -> int:
+        """Bytes of its storage: AMD's compiler uses 32-bit offsets where that is less than 2 GiB."""
+        return self._range
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: `values` are the kernel's arguments by name, `options` are Triton's."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    values: dict
+    options: dict
+
+    @property
+    def name(self) -> str:
+        """File and function."""
+        return f"{self.kernel.fn.__module__.rsplit('.', 1)[-1]}.{self.kernel.fn.__name__}"
+
+    @property
+    def programs(self) -> int:
+        """Programs in the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, each moved once."""
+        tensors = {(v.data_ptr(), v.shape): v.nbytes for v in self.values.values() if isinstance(v, Pointer)}
+        return sum(tensors.values())
+
+    @property
+    def config(self) -> str:
+        """Compile-time arguments that are set, and launch options."""
+        fixed = {p.name: self.values[p.name] for p in self.kernel.params if p.is_constexpr and p.name in self.values}
+        named = [n if v is True else f"{n}={v}" for n, v in fixed.items() if v is not None and v is not False]
+        return " ".join(named + [f"{n}={v}" for n, v in self.options.items() if n != "enable_fp_fusion"])
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Launches inside are written down; PyTorch's own products inside are not computed, for nobody reads them."""
+    found: list[Launch] = []
+
+    def run(self, *positional, grid, warmup=False, **named):
+        values = {n: named.pop(n) for n in self.arg_names if n in named}
+        values |= dict(zip(self.arg_names, positional, strict=False))
+        values = {n: Pointer(v) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+        grid = grid(values) if callable(grid) else grid
+        found.append(Launch(self, tuple(grid), values, named))
+
+    def product(a, b):
+        return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+    def widened(a):
+        return a.new_empty(a.shape, dtype=torch.float32)
+
+    patches = [(JITFunction, "run", run), (torch.Tensor, "__matmul__", product), (torch.Tensor, "float", widened)]
+    before = [owner.__dict__.get(name) for owner, name, _ in patches]
+    for owner, name, function in patches:
+        setattr(owner, name, function)
+    op.set_backend("triton")
+    try:
+        yield found
+    finally:
+        op.set_backend(None)
+        for (owner, name, _), function in zip(patches, before, strict=True):
+            setattr(owner, name, function) if function is not None else delattr(owner, name)
+
+
+def record(function: Callable, *arguments: object, **options: object) -> dict[str, list[Launch]]:
+    """Launches of one call by phase: "inference" without gradients, "forward" with them, and "backward"."""
+    phases = {}
+    with recording() as phases["inference"], torch.no_grad():
+        function(*arguments, **options)
+    with recording() as phases["forward"]:
+        outputs = function(*arguments, **options)
+    outputs = [t for t in _leaves(outputs) if t.requires_grad]
+    inputs = [t for t in _leaves((arguments, tuple(options.values()))) if t.requires_grad]
+    with recording() as phases["backward"]:
+        torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
+    return phases
+
+
+def _leaves(value) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+
+
+class _Absent:
+    """The driver of a GPU that is not here: it knows its target and can do nothing."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return f"{self._target.backend}{self._target.arch}"  # Triton keeps its compiled kernels by device
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+
+def compiled(launch: Launch, arch: str):
+    """The kernel that this launch would run on `arch`; Triton's errors pass through."""
+    before = driver._active
+    driver.set_active(_Absent(TARGETS[arch]))
+    try:
+        return launch.kernel.run(grid=launch.grid, warmup=True, **launch.values, **launch.options)
+    finally:
+        driver._active = before
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic of a launch: flops asked for, flops of one program with its padding, passes of its main loop."""
+
+    flops: float = 0.0
+    padded: float = 0.0
+    passes: float = 1.0
+
+
+def work(launch: Launch) -> Work:
+    """Counted from the arguments; nothing for kernels without products whose time is memory's."""
+    a, name = launch.values, launch.name
+    if name.startswith("attention."):
+        return _attention_work(launch)
+    if name == "linear._fwd_kernel":
+        passes = math.ceil(a["K"] / a["BLOCK_K"])
+        products = 2 if a["ACTIVATION"] == "swiglu" else 1
+        tile = 2 * a["BLOCK_M"] * a["BLOCK_F"] * products
+        return Work(2 * a["M"] * a["F"] * a["K"] * products, tile * passes * a["BLOCK_K"], passes)
+    if name == "patch_embed._fwd_kernel":
+        passes = math.ceil(a["K"] / a["BLOCK_K"])
+        flops = 2 * a["B"] * a["N"] * a["K"] * a["D"]
+        return Work(flops, 2 * a["BLOCK_M"] * a["BLOCK_D"] * passes * a["BLOCK_K"], passes)
+    if name == "patch_embed._bwd_weight_kernel":
+        passes = math.ceil(min(a["ROWS"], a["M"]) / a["BLOCK_M"])
+        flops = 2 * a["M"] * a["K"] * a["D"]
+        return Work(flops, 2 * a["BLOCK_K"] * a["BLOCK_D"] * passes * a["BLOCK_M"], passes)
+    if name == "linear._bwd_kernel":
+        return Work(passes=a["ROWS"] / a["BLOCK_M"])
+    if name == "layer_norm._bwd_kernel":
+        return Work(passes=math.ceil(a["M"] / a["BLOCK_M"] / launch.programs))
+    return Work()
+
+
+def _attention_work(launch: Launch) -> Work:
+    a, kernel = launch.values, launch.name.removeprefix("attention.")
+    q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]
+    # how often a kernel forms a product over the width of q and k, and over that of v
+    over_q, over_v = {"_fwd_kernel": (1, 1), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}.get(kernel, (1, 1))
+    pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops of one query and one key
+    padded_pair = 2 * (over_q * q_width + over_v * v_width)
+    if kernel == "_bwd_dbias_kernel":
+        images = a["B"] / a["G"]
+        padded = padded_pair * a["BLOCK_M"] * a["BLOCK_N"] * images
+        return Work(pair * a["B"] * a["H"] * a["Nq"] * a["Nk"], padded, images)
+    heads = launch.programs / a["tiles"]
+    flops = pair * heads * a["Nq"] * a["Nk"]
+    if kernel == "_bwd_dkdv_kernel":
+        tiles = math.ceil(a["Nq"] / a["BLOCK_M"])
+        return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], a["Nq"] // a["BLOCK_M"])
+    passes = a["Nk"] // a["BLOCK_N"]
+    return Work(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)

@@ -1,0 +1,279 @@
+"""What a compiled kernel is made of, read from its binary: no GPU is asked.
+
+NVIDIA binaries are disassembled by the `cuobjdump` that Triton ships; AMD's assembly carries its own numbers. Spilled
+bytes are counted in the binary itself, because running ptxas again by hand uses other flags than Triton did.
+"""
+
+import math
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MATRIX = re.compile(r"HGMMA|QGMMA|HMMA|QMMA|OMMA|UTC\w*MMA")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One GPU per architecture. Rates are data-sheet peaks (dense, 16-bit), for the H200 what was measured on one.
+
+    Attributes:
+        name: of the product.
+        units: streaming multiprocessors or compute units.
+        ghz: clock of one unit.
+        tflops: 16-bit matrix product, TFLOP/s.
+        gbs: memory bandwidth, GB/s.
+        block_kb: shared memory one block may have, KiB.
+        unit_kb: shared memory of one unit, KiB.
+        warps: resident on one unit.
+        blocks: resident on one unit.
+    """
+
+    name: str
+    units: int
+    ghz: float
+    tflops: float
+    gbs: float
+    block_kb: int
+    unit_kb: int
+    warps: int
+    blocks: int
+
+
+PARTS = {
+    "sm_80": Part("A100-80GB", 108, 1.41, 312, 2039, 163, 164, 64, 32),
+    "sm_86": Part("A40", 84, 1.74, 150, 696, 99, 100, 48, 16),
+    "sm_89": Part("L40S", 142, 2.52, 362, 864, 99, 100, 48, 24),
+    "sm_90": Part("H200", 132, 1.755, 790, 4300, 227, 228, 64, 32),
+    "sm_100": Part("B200", 148, 1.85, 2250, 8000, 227, 228, 64, 32),
+    "sm_120": Part("RTX 5090", 170, 2.41, 209, 1792, 99, 100, 48, 24),
+    "gfx942": Part("MI300X", 304, 2.1, 1307, 5300, 64, 64, 32, 16),
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of SASS; `guard` is its predicate or ""."""
+
+    address: int
+    guard: str
+    code: str
+    operands: str
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """What a run of instructions costs one block on one unit.
+
+    Attributes:
+        flops: of matrix instructions.
+        exp: cycles of the exp2 unit.
+        issue: cycles of the schedulers.
+        shared: cycles of shared memory.
+        fill: bytes loaded from L2; its rate is not known well enough for a bound.
+    """
+
+    flops: float = 0.0
+    exp: float = 0.0
+    issue: float = 0.0
+    shared: float = 0.0
+    fill: float = 0.0
+
+    def plus(self, other: "Pipes", times: float = 1.0) -> "Pipes":
+        """self + times · other."""
+        return Pipes(*(a + times * b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel: `loop` is one pass of its main loops, `once` everything else; AMD's have neither."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_columns: int
+    ctas_per_sm: int
+    mma: dict[str, int]
+    wide: int
+    narrow: int
+    mix: dict[str, int]
+    loop: Pipes
+    once: Pipes
+
+
+def read(kernel: "triton.compiler.CompiledKernel") -> Binary:
+    """The facts of one compiled kernel."""
+    return _read_amd(kernel) if "amdgcn" in kernel.asm else _read_nvidia(kernel)
+
+
+def _read_nvidia(kernel) -> Binary:
+    meta, text = kernel.metadata, _dump(kernel.asm["cubin"])
+    code = _instructions(text)
+    inner, warps = _main_loops(code), meta.num_warps
+    looped = [code[i] for i in sorted(inner)]
+    registers = int(re.search(r"REG:(\d+)", text)[1])
+    memory = [i.code for i in code if re.match(r"LDG|STG|LDGSTS|UTMALDG|UTMASTG", i.code)]
+    wide = sum("128" in m or m.startswith("UTMA") for m in memory)
+    return Binary(
+        registers=registers,
+        spill_bytes=sum(_bytes(i.code) for i in code if re.match("STL|LDL", i.code)),
+        shared_bytes=meta.shared,
+        tensor_columns=getattr(meta, "tmem_size", 0) or 0,
+        ctas_per_sm=_resident(registers, warps, meta.shared, PARTS[f"sm_{meta.target.arch}"]),
+        mma=dict(Counter(".".join(i.code.split(".")[:2]) for i in code if MATRIX.match(i.code))),
+        wide=wide,
+        narrow=len(memory) - wide,
+        mix=_mix(looped or code),
+        loop=_pipes(looped, warps),
+        once=_pipes([i for n, i in enumerate(code) if n not in inner], warps),
+    )
+
+
+def _read_amd(kernel) -> Binary:
+    text, meta = kernel.asm["amdgcn"], kernel.metadata
+
+    def number(name: str) -> int:
+        return int(re.findall(rf"\.{name}:\s+(\d+)", text)[-1])
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, text))
+
+    registers, part = number("vgpr_count"), PARTS["gfx942"]  # vector and accumulation registers share 512 a lane
+    by_registers = min(8, 512 // max(math.ceil(registers / 8) * 8, 1)) * 4 // meta.num_warps
+    by_memory = part.unit_kb * 1024 // max(meta.shared, 1)
+    wide = count(r"(?:global|buffer)_(?:load|store)_dwordx4")
+    return Binary(
+        registers=registers,
+        spill_bytes=4 * number("vgpr_spill_count") + number("private_segment_fixed_size"),
+        shared_bytes=meta.shared,
+        tensor_columns=0,
+        ctas_per_sm=min(by_registers, by_memory, part.warps // meta.num_warps, part.blocks),
+        mma={"mfma": found} if (found := count(r"\bv_mfma")) else {},
+        wide=wide,
+        narrow=count(r"(?:global|buffer)_(?:load|store)_") - wide,
+        mix={"mfma": found, "exp": count("v_exp_f32"), "ds_read": count("ds_read"), "barrier": count("s_barrier")},
+        loop=Pipes(),
+        once=Pipes(),
+    )
+
+
+def _dump(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([TOOL, "-sass", "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _instructions(text: str) -> list[Instruction]:
+    pattern = r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);"
+    return [
+        # sm_120 dumps append scheduling notes such as "?trans5 &req=" to the operands
+        Instruction(int(m[1], 16), m[2] or "", m[3], re.split(r"\s{2,}[?&]", m[4])[0].strip())
+        for m in re.finditer(pattern, text, re.M)
+    ]
+
+
+def _bytes(code: str) -> int:
+    """Bytes one lane moves, from an opcode's width suffix."""
+    widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    return next((widths[part] for part in code.split(".")[1:] if part in widths), 4)
+
+
+def _resident(registers: int, warps: int, shared: int, part: Part) -> int:
+    """Blocks that fit one unit: 64 K registers in four quarters, given out by 256 to a warp; 1 KiB reserved a block."""
+    quarter = 16384 // (math.ceil(registers * 32 / 256) * 256)
+    return min(quarter * 4 // warps, part.unit_kb * 1024 // (shared + 1024), part.warps // warps, part.blocks)
+
+
+def _pipes(code: list[Instruction], warps: int) -> Pipes:
+    """Bounds for one pass over `code`; a unit has 4 schedulers, 16 exp2 lanes, 128 B/cycle of shared memory."""
+    flops = exp = shared = fill = 0.0
+    for i in code:
+        if m := re.match(r"[HQ]GMMA\.64x(\d+)x(\d+)", i.code):
+            n, k = int(m[1]), int(m[2])
+            flops += 64 * n * k * 2 * warps / 4  # one per four warps
+            from_registers = re.match(r"R\d+, R\d+", i.operands)
+            shared += (n * 32 + (0 if from_registers else 64 * 32)) * warps / 4
+        elif m := re.match(r"HMMA\.(16816|1688)", i.code):
+            flops += {"16816": 4096, "1688": 2048}[m[1]] * warps
+        elif i.code.startswith("MUFU"):
+            exp += 2 * warps
+        elif m := re.match(r"(?:LDSM|STSM).*?\.?([124])?$", i.code):
+            shared += 128 * int(m[1] or 1) * warps
+        elif re.match("LDS|STS", i.code):
+            shared += 32 * _bytes(i.code) * warps
+        elif i.code.startswith("LDG"):
+            fill += 32 * _bytes(i.code) * warps
+            shared += 32 * _bytes(i.code) * warps if i.code.startswith("LDGSTS") else 0
+    return Pipes(flops, exp, len(code) * warps / 4, shared / 128, fill)
+
+
+def _mix(code: list[Instruction]) -> dict[str, int]:
+    """Instructions by kind."""
+    kinds = dict(mma=MATRIX.pattern, mufu="MUFU", ffma="FFMA", fmul="FMUL", fadd="FADD", fmnmx="FMNMX", sel="F?SEL")
+    kinds |= dict(convert="F2F", shuffle="SHFL", copy="LDGSTS|UTMALDG", load="LDG(?!STS)", ldsm="LDSM", barrier="BAR")
+    found = {name: sum(bool(re.match(p, i.code)) for i in code) for name, p in kinds.items()}
+    return {"all": len(code)} | {name: n for name, n in found.items() if n}
+
+
+def _blocks(code: list[Instruction]) -> tuple[list[range], list[list[int]]]:
+    """Basic blocks as ranges of instructions, and the successors of each."""
+    at = {i.address: n for n, i in enumerate(code)}
+    after, leaders = [], {0}
+    for n, i in enumerate(code):
+        following = [n + 1] if n + 1 < len(code) else []
+        base, target = i.code.split(".")[0], re.search(r"(0x[0-9a-f]+)\)?$", i.operands)
+        if base == "BRA" and target and int(target[1], 16) in at:
+            goal = at[int(target[1], 16)]
+            following = [goal] + (following if i.guard or "," in i.operands else [])
+            leaders |= {goal, n + 1}
+        elif base in ("EXIT", "RET", "BRX"):
+            following = following if i.guard else []
+            leaders.add(n + 1)
+        after.append(following)
+    starts = sorted(n for n in leaders if n < len(code))
+    blocks = [range(a, b) for a, b in zip(starts, [*starts[1:], len(code)], strict=True)]
+    owner = {n: b for b, block in enumerate(blocks) for n in block}
+    return blocks, [[owner[n] for n in after[block[-1]]] for block in blocks]
+
+
+def _main_loops(code: list[Instruction]) -> set[int]:
+    """Instructions of the innermost natural loops that do matrix work; where none does, of the longest loop.
+
+    Loops are found by dominators: retry blocks of barrier waits lie behind EXIT and jump back too.
+    """
+    blocks, after = _blocks(code)
+    before: list[list[int]] = [[] for _ in blocks]
+    for b, following in enumerate(after):
+        for target in following:
+            before[target].append(b)
+    dominators = [{0}] + [set(range(len(blocks))) for _ in blocks[1:]]
+    changed = True
+    while changed:
+        changed = False
+        for b in range(1, len(blocks)):
+            found = {b} | (set.intersection(*(dominators[p] for p in before[b])) if before[b] else set())
+            changed |= found != dominators[b]
+            dominators[b] = found
+    loops: dict[int, set[int]] = {}
+    for b, following in enumerate(after):
+        for head in set(following) & dominators[b]:
+            body, pending = loops.setdefault(head, {head}), [b]
+            while pending:
+                if (block := pending.pop()) not in body:
+                    body.add(block)
+                    pending += before[block]
+    bodies = [{n for b in body for n in blocks[b]} for body in loops.values()]
+    working = [body for body in bodies if any(MATRIX.match(code[n].code) for n in body)]
+    inner = [body for body in working if not any(other < body for other in working)]
+    if inner:
+        return set.union(*inner)
+    if any(MATRIX.match(i.code) for i in code):
+        return set()
+    return max((body for body in bodies if len(body) > 4), key=len, default=set())  # each kernel ends in a trap loop

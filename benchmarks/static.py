@@ -1,0 +1,252 @@
+"""The compile report: every launch of the public functions, compiled for GPUs that need not be here.
+
+    python -m benchmarks.static --out DIR [--arch sm_80,sm_90] [--quick] [--report-only]
+
+Writes DIR/static.json and DIR/static.md: registers, spills, shared memory, occupancy, instructions, and the time that
+the busiest pipe needs at least. It is *predicted* from counts, never measured, and knows nothing of latency and caches.
+Exits with 1 when a kernel spills, does not fit its part, or does products without the part's matrix instructions.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+
+from fastvit_triton import kernels
+from fastvit_triton.files import replacing
+
+from .cases import Case, cases
+from .launches import Launch, compiled, record, work
+from .sass import PARTS, TOOL, Binary, Part, Pipes, read
+from .tables import kernel_table, markdown, operation_table, violation_lines
+
+COMMAND = "python -m benchmarks.static --out benchmarks/results"
+COMMITTED = Path(__file__).parent / "results" / "static.json"
+
+
+def sources_hash() -> str:
+    """Hash of what kernels/*.py say, blind to comments, docstrings and layout."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
+        digest.update(f"{path.name}:{_spelled(ast.parse(path.read_text()))}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _spelled(node) -> str:
+    """A syntax tree as text, without docstrings and empty fields, which differ between Python versions."""
+    if isinstance(node, list):
+        return "[" + ",".join(map(_spelled, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+        fields["body"] = fields["body"][1:]
+    kept = {k: v for k, v in fields.items() if v is not None and v != []}
+    return f"{type(node).__name__}({','.join(f'{k}={_spelled(v)}' for k, v in kept.items())})"
+
+
+def violations(launch: Launch, binary: Binary, arch: str, ttir: str) -> list[str]:
+    """What must not be, one sentence each."""
+    found, part = [], PARTS[arch]
+    if binary.spill_bytes:
+        found.append(f"{binary.spill_bytes} bytes spilled")
+    if binary.shared_bytes > part.block_kb * 1024:
+        found.append(f"{binary.shared_bytes} bytes of shared memory, {part.name} has {part.block_kb * 1024}")
+    if binary.tensor_columns > 512:
+        found.append(f"{binary.tensor_columns} columns of tensor memory, there are 512")
+    if not binary.ctas_per_sm:
+        found.append("not one block fits")
+    products = re.findall(r"tt\.dot .*-> tensor<(\d+)x(\d+)xf32", ttir)
+    if products and launch.values.get("PRECISION") != "ieee":
+        if not binary.mma:
+            found.append("no matrix instruction")
+        elif arch == "sm_90" and max(int(rows) for rows, _ in products) >= 64 and not _warpgroup(binary):
+            found.append("no wgmma")
+    return found
+
+
+def _warpgroup(binary: Binary) -> bool:
+    return any(name.startswith("HGMMA") for name in binary.mma)
+
+
+def spent(launch: Launch, binary: Binary) -> tuple[Pipes, Pipes]:
+    """What one program spends in its main loops and outside them."""
+    todo, looped = work(launch), binary.loop.flops
+    passes = (todo.padded - binary.once.flops) / looped if looped else todo.passes
+    loop = Pipes().plus(binary.loop, max(passes, 0.0))
+    if binary.mma and not loop.flops + binary.once.flops:  # instructions that do not say their size
+        loop = replace(loop, flops=todo.padded)
+    return loop, binary.once
+
+
+def bounds(launch: Launch, binary: Binary, part: Part) -> dict[str, float]:
+    """Microseconds each pipe needs at least, and "together": the busiest of them.
+
+    With one block on a unit nothing covers its prologue and epilogue, so they count after the loop.
+    """
+    phases = [_pipe_us(p, launch, part) for p in spent(launch, binary)]
+    total = {name: phases[0][name] + phases[1][name] for name in phases[0]}
+    total["memory"] = launch.nbytes / part.gbs / 1e3
+    alone = sum(max(p.values()) for p in phases) if binary.ctas_per_sm == 1 else 0.0
+    return total | {"together": max(*total.values(), alone)}
+
+
+def _pipe_us(pipes: Pipes, launch: Launch, part: Part) -> dict[str, float]:
+    dtype = next(v.dtype for v in launch.values.values() if hasattr(v, "dtype"))
+    rate = part.tflops / (2 if dtype == torch.float32 else 1)
+    cycles = launch.programs / part.units / part.ghz / 1e3
+    named = dict(exp=pipes.exp, issue=pipes.issue, shared=pipes.shared)
+    return {"tensor": pipes.flops * launch.programs / rate / 1e6} | {n: c * cycles for n, c in named.items()}
+
+
+def floor(launch: Launch, phase: str, part: Part) -> float:
+    """Microseconds that no kernel for this operation can beat: flops at the part's rate, or each byte once.
+
+    Attention pads queries to 64 and keys to 16, and its backward pass, stated at the dq kernel, reads and writes all
+    eight tensors once. Row statistics and folded weights are overhead: 0.
+    """
+    a, name = launch.values, launch.name
+    if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel"):
+        heads, backward = launch.programs / a["tiles"], name.endswith("dq_kernel")
+        pairs = heads * math.ceil(a["Nq"] / 64) * 64 * math.ceil(a["Nk"] / 16) * 16
+        values = heads * (a["Nq"] + a["Nk"]) * (a["D"] + a["Dv"]) * (2 if backward else 1)
+        flops = pairs * (2 * a["D"] + 2 * a["Dv"]) * (2.5 if backward else 1)
+        itemsize = a["q_ptr"].dtype.itemsize
+        exp = pairs / (16 * part.units * part.ghz * 1e3)
+        return max(values * itemsize / part.gbs / 1e3, flops / part.tflops / 1e6, exp)
+    if name in ("linear._fwd_kernel", "patch_embed._fwd_kernel", "layer_norm._fwd_kernel", "layer_norm._bwd_kernel"):
+        unused = a["pre_ptr"].nbytes if phase == "inference" and "pre_ptr" in a else 0
+        return max((launch.nbytes - unused) / part.gbs / 1e3, work(launch).flops / part.tflops / 1e6)
+    return 0.0
+
+
+def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, seen: dict) -> list[dict]:
+    """One row per launch and architecture; a forward pass that launches what inference does is left out."""
+    rows, before = [], torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(case.precision)
+    function, arguments, options = case.build()
+    phases = record(function, *arguments, **options)
+    torch.set_float32_matmul_precision(before)
+    told = {phase: [(a.name, a.config, a.grid, a.nbytes) for a in launches] for phase, launches in phases.items()}
+    if told["forward"] == told["inference"]:
+        del phases["forward"]
+    for phase, launches in phases.items():
+        for launch in launches:
+            for arch in archs:
+                facts = dict(kernel=launch.name, case=case.name, op=case.op, phase=phase, dtype=case.dtype)
+                facts |= dict(config=launch.config, arch=arch, programs=launch.programs)
+                try:
+                    kernel = compiled(launch, arch)
+                except Exception as error:  # a compile error is a finding
+                    rows.append((launch, facts | dict(violations=[f"does not compile: {str(error)[:200]}"]), None, ""))
+                    continue
+                if kernel.hash not in seen:
+                    seen[kernel.hash] = pool.submit(read, kernel)
+                rows.append((launch, facts, seen[kernel.hash], kernel.asm["ttir"]))
+    return [_row(*parts) for parts in rows]
+
+
+def _row(launch: Launch, facts: dict, pending, ttir: str) -> dict:
+    if pending is None:
+        return facts
+    binary, part = pending.result(), PARTS[facts["arch"]]
+    told = asdict(binary)
+    told["loop"] = {name: round(count, 1) for name, count in told["loop"].items()}
+    needed, fill = bounds(launch, binary, part), sum(p.fill for p in spent(launch, binary)) * launch.programs
+    told.pop("once")
+    together = needed.pop("together")
+    row = facts | told | dict(flops=work(launch).flops, bytes=launch.nbytes, fill_bytes=fill)
+    row |= dict(predicted_us=round(together, 2), bound=max(needed, key=needed.get))
+    row |= dict(bounds_us={n: round(t, 2) for n, t in needed.items()})
+    row |= dict(floor_us=round(floor(launch, facts["phase"], part), 2))
+    return row | dict(violations=violations(launch, binary, facts["arch"], ttir))
+
+
+def operations(rows: list[dict]) -> list[dict]:
+    """Predicted time of whole operations against their floors, where there is one."""
+    sums: dict[tuple, list[float]] = {}
+    for row in rows:
+        if "predicted_us" in row:
+            at = sums.setdefault((row["case"], row["op"], row["phase"], row["dtype"], row["arch"]), [0.0, 0.0])
+            at[0] += row["predicted_us"]
+            at[1] += row["floor_us"]
+    return [
+        dict(case=c, op=o, phase=p, dtype=d, arch=a, predicted_us=round(t, 2), floor_us=f, ratio=round(t / f, 2))
+        for (c, o, p, d, a), (t, f) in sums.items()
+        if f
+    ]
+
+
+def report(archs: Iterable[str], quick: bool = False) -> dict:
+    """Compiles and reads everything; the content of static.json."""
+    seen: dict = {}
+    with ThreadPoolExecutor(2) as pool:
+        made = cases(quick)
+        rows = [row for case in track(made, "compiling", transient=True) for row in rows_of(case, archs, pool, seen)]
+    ptxas = {n: _version(TOOL.parent / n) for n in ("ptxas", "ptxas-blackwell") if (TOOL.parent / n).exists()}
+    return dict(
+        command=COMMAND,
+        note="predicted from instruction counts; nothing here was measured",
+        date=str(date.today()),
+        triton=triton.__version__,
+        ptxas=ptxas,
+        sources=sources_hash(),
+        parts={arch: asdict(PARTS[arch]) for arch in archs},
+        operations=operations(rows),
+        rows=rows,
+    )
+
+
+def _version(tool: Path) -> str:
+    text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"V([\d.]+)", text)[1]
+
+
+def written(result: dict) -> str:
+    """JSON with one row per line, so that a changed kernel is a changed line."""
+    lists = {name: result[name] for name in ("operations", "rows")}
+    head = json.dumps({name: value for name, value in result.items() if name not in lists}, indent=1)
+    parts = [
+        f' "{name}": [\n' + ",\n".join("  " + json.dumps(r, separators=(",", ":")) for r in v) + "\n ]"
+        for name, v in lists.items()
+    ]
+    return head[:-2] + ",\n" + ",\n".join(parts) + "\n}\n"
+
+
+def main() -> None:
+    """Prints the tables, writes the report and exits with 1 on a violation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder for static.json and static.md")
+    parser.add_argument("--arch", default=",".join(PARTS), help="comma-separated architectures")
+    parser.add_argument("--quick", action="store_true", help="ViT-B in bfloat16 only")
+    parser.add_argument("--report-only", action="store_true", help="exit with 0 in spite of violations")
+    arguments = parser.parse_args()
+    result, console = report(arguments.arch.split(","), arguments.quick), Console(width=180)
+    for arch in result["parts"]:
+        console.print(kernel_table(result, arch))
+    console.print(operation_table(result, "sm_90" if "sm_90" in result["parts"] else next(iter(result["parts"]))))
+    found = violation_lines(result)
+    console.print(f"{len(result['rows'])} launches, {len(found)} violations", *found, sep="\n", markup=False)
+    if arguments.out:
+        for name, text in (("static.json", written(result)), ("static.md", markdown(result))):
+            with replacing(arguments.out / name) as temporary:
+                temporary.write_text(text)
+    sys.exit(bool(found) and not arguments.report_only)
+
+
+if __name__ == "__main__":
+    main()

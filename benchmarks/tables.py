@@ -1,0 +1,68 @@
+"""The compile report as tables: rich ones for a terminal, markdown for a reader."""
+
+from rich.table import Table
+
+from .sass import PARTS
+
+
+def operation_table(result: dict, arch: str) -> Table:
+    """Predicted microseconds of whole operations on one part."""
+    table = Table(*("case", "op", "phase", "dtype", "predicted µs", "floor µs", "ratio"), title=f"{arch}, predicted")
+    for row in result["operations"]:
+        if row["arch"] == arch:
+            numbers = (f"{row['predicted_us']:.1f}", f"{row['floor_us']:.1f}", f"{row['ratio']:.2f}")
+            table.add_row(row["case"], row["op"], row["phase"], row["dtype"], *numbers)
+    return table
+
+
+def kernel_table(result: dict, arch: str) -> Table:
+    """Every launch on one part."""
+    names = "kernel case phase dtype registers spill shared CTAs matrix bound predicted".split()
+    table = Table(*names, title=f"{arch}, {PARTS[arch].name}")
+    for row in result["rows"]:
+        if row["arch"] == arch and "registers" in row:
+            told = [row[n] for n in ("registers", "spill_bytes", "shared_bytes", "ctas_per_sm")]
+            numbers = [*told, sum(row["mma"].values()), row["bound"], f"{row['predicted_us']:.1f}"]
+            table.add_row(row["kernel"], f"{row['case']} {row['op']}", row["phase"], row["dtype"], *map(str, numbers))
+    return table
+
+
+def violation_lines(result: dict) -> list[str]:
+    """One line per kernel and architecture that does what it must not."""
+    lines = [
+        f"{r['arch']} {r['kernel']} ({r['case']} {r['op']} {r['phase']} {r['dtype']}; {r['config']}): {v}"
+        for r in result["rows"]
+        for v in r["violations"]
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def markdown(result: dict) -> str:
+    """The readable part: what operations need on an H200, and what kernels use on three parts, for the five models."""
+    lines = [
+        "# Compile report",
+        "",
+        f"Made by `{result['command']}` on {result['date']} with triton {result['triton']}. Times are **predicted**",
+        "from instruction counts for the busiest pipe; nothing here was measured.",
+        "",
+        "| case | op | phase | predicted µs | floor µs | ratio |",
+        "| --- | --- | --- | --: | --: | --: |",
+    ]
+    for r in result["operations"]:
+        if r["arch"] == "sm_90" and r["dtype"] == "bfloat16":
+            numbers = f"{r['predicted_us']:.1f} | {r['floor_us']:.1f} | {r['ratio']:.2f}"
+            lines.append(f"| {r['case']} | {r['op']} | {r['phase']} | {numbers} |")
+    lines += ["", "Registers / spilled bytes / blocks per unit, bfloat16.", ""]
+    archs = [a for a in ("sm_80", "sm_90", "gfx942") if a in result["parts"]]
+    lines += ["| kernel | case | " + " | ".join(archs) + " |", "| --- | --- |" + " --- |" * len(archs)]
+    cells: dict[tuple, dict] = {}
+    for r in result["rows"]:
+        if r["dtype"] == "bfloat16" and "registers" in r:
+            told = f"{r['registers']} / {r['spill_bytes']} / {r['ctas_per_sm']}"
+            key = r["kernel"], f"{r['case']} {r['op']}", r["phase"], r["config"]
+            cells.setdefault(key, {}).setdefault(r["arch"], told)
+    lines += [
+        f"| {k} | {case} {phase} | " + " | ".join(told.get(a, "") for a in archs) + " |"
+        for (k, case, phase, _), told in cells.items()
+    ]
+    return "\n".join(lines) + "\n"

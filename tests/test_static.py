@@ -1,0 +1,107 @@
+"""Ring 3: what the public functions launch, compiled for GPUs that are not here. Oracle: the binaries themselves."""
+
+import ast
+import dataclasses
+
+import pytest
+import torch
+from interpreter import interpreting
+from triton.runtime.jit import JITFunction
+
+from benchmarks import static
+from benchmarks.cases import cases
+from benchmarks.launches import Launch, compiled, record, work
+from benchmarks.sass import read
+from fastvit_triton import layer_norm
+
+ARCHS = ("sm_80", "sm_90", "gfx942")
+PRODUCTS = {
+    "attention._fwd_kernel",
+    "attention._bwd_dq_kernel",
+    "attention._bwd_dkdv_kernel",
+    "linear._fwd_kernel",
+    "patch_embed._fwd_kernel",
+    "patch_embed._bwd_weight_kernel",
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    """ViT-B in bfloat16 at batch 256, every launch forward and backward."""
+    return static.report(ARCHS, quick=True)["rows"]
+
+
+def launches() -> list[Launch]:
+    """The same launches, not yet compiled."""
+    built = (case.build() for case in cases(quick=True))
+    phases = (record(function, *arguments, **options) for function, arguments, options in built)
+    return [launch for phase in phases for found in phase.values() for launch in found]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_launches_in_use_are_clean(rows, arch):
+    """Zero spilled bytes, shared memory within the part, at least one resident block, matrix instructions."""
+    found = [f"{r['kernel']} ({r['op']} {r['phase']}): {v}" for r in rows if r["arch"] == arch for v in r["violations"]]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_products_run_on_matrix_units(rows, arch):
+    """The kernels known to multiply do so with the part's own instruction, and no other kernel does."""
+    used = {r["kernel"]: set(r["mma"]) for r in rows if r["arch"] == arch}
+    assert {kernel for kernel, names in used.items() if names} == PRODUCTS
+    kind = {"sm_80": "HMMA", "sm_90": "HGMMA", "gfx942": "mfma"}[arch]
+    assert all(name.startswith(kind) for names in used.values() for name in names)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_counted_flops_are_those_of_the_tiles(arch):
+    """Flops of the matrix instructions, loop passes and the rest, equal those computed from tile sizes."""
+    counted = [launch for launch in launches() if launch.name in ("attention._fwd_kernel", "linear._fwd_kernel")]
+    assert counted
+    for launch in counted:
+        binary, todo = read(compiled(launch, arch)), work(launch)
+        flops = binary.once.flops + todo.passes * binary.loop.flops
+        assert flops == pytest.approx(todo.padded) or not binary.loop.flops, launch.config
+
+
+def test_spills_are_seen():
+    """A kernel held to 64 registers spills, and the report says so."""
+    launch = next(launch for launch in launches() if launch.name == "attention._fwd_kernel")
+    starved = dataclasses.replace(launch, options=launch.options | {"maxnreg": 64})
+    kernel = compiled(starved, "sm_80")
+    binary = read(kernel)
+    assert binary.registers <= 64 and binary.spill_bytes > 0
+    assert any("spilled" in v for v in static.violations(starved, binary, "sm_80", kernel.asm["ttir"]))
+
+
+def test_floor_of_attention():
+    """ViT-B, batch 256, on an H200: 3072 heads read q, k, v and write o, 197 × 64 bfloat16 each, at 4.3 TB/s."""
+    launch = next(launch for launch in launches() if launch.name == "attention._fwd_kernel")
+    expected = 3072 * 4 * 197 * 64 * 2 / 4.3e12 * 1e6
+    assert static.floor(launch, "inference", static.PARTS["sm_90"]) == pytest.approx(expected, rel=1e-3)
+
+
+def test_recording_leaves_nothing_behind():
+    """After recording and compiling, Triton, PyTorch and the interpreter work as before."""
+    before = JITFunction.run, torch.Tensor.__matmul__, torch.Tensor.float
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8)
+    found = record(layer_norm, x, weight, None, 1e-6)
+    assert [launch.name for launch in found["backward"]] == ["layer_norm._bwd_kernel"]
+    compiled(found["forward"][0], "sm_90")
+    assert (JITFunction.run, torch.Tensor.__matmul__, torch.Tensor.float) == before
+    with interpreting():
+        torch.testing.assert_close(layer_norm(x, weight, None, 1e-6), torch.layer_norm(x, (8,), weight, None, 1e-6))
+
+
+def test_hash_reads_meaning_only():
+    """Comments, docstrings and layout do not change the hash of a source; one number does."""
+    said = [
+        static._spelled(ast.parse(text))
+        for text in (
+            'def f(x):\n    """Old."""\n    return x + 1\n',
+            "def f(x):  # new\n    return (x +\n        1)\n",
+            "def f(x):\n    return x + 2\n",
+        )
+    ]
+    assert said[0] == said[1] != said[2]
