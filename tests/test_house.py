@@ -133,7 +133,7 @@ import fastvit_triton
 fastvit_triton.create_model('vit_digits_patch2_8')(torch.zeros(1, 1, 8, 8))
 assert 'triton' not in sys.modules
 assert not torch.cuda.is_initialized()
-for name in ('timm', 'transformers', 'torchvision', 'sklearn', 'matplotlib', 'rich', 'PIL'):
+for name in ('timm', 'transformers', 'torchvision', 'sklearn', 'matplotlib', 'rich', 'PIL', 'torch._dynamo'):
     assert name not in sys.modules, name
 """
 

@@ -80,14 +80,12 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
     if head_dim > 256:
         return f"head dimension {head_dim} is above 256"
     if device.type == "cuda":
-        return _too_old(device.index)
+        return _floor(device.index)
     if chosen == "triton" and device.type == "cpu":
         return None
     return f"Triton kernels need a CUDA or ROCm GPU, this is {device.type}"
 
 
-@functools.cache
-@torch.compiler.assume_constant_result
 def _too_old(index: int | None) -> str | None:
     """Why this GPU is below the floor: NVIDIA 8.0, AMD gfx942."""
     properties = torch.cuda.get_device_properties(index)
@@ -97,6 +95,10 @@ def _too_old(index: int | None) -> str | None:
     if properties.major >= 8:
         return None
     return f"compute capability {properties.major}.{properties.minor} is below 8.0"
+
+
+_too_old._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
+_floor = functools.cache(_too_old)
 
 
 def usable(x: torch.Tensor, head_dim: int = 0) -> bool:
