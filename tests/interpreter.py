@@ -23,6 +23,16 @@ def _interpreted(function):
     return _MADE.setdefault(function.fn, interpreter.InterpretedFunction(function.fn))
 
 
+def _call(self, *arguments, **options):
+    """A device function, as the interpreter calls it, but leaving triton.language as it was found."""
+    function = _interpreted(self)
+    scope = interpreter._patch_lang(function.fn)
+    try:
+        return function.rewrite()(*arguments, **options)
+    finally:
+        scope.restore()
+
+
 def _is_bf16(handle) -> bool:
     return getattr(handle.dtype, "scalar", handle.dtype) == tl.bfloat16
 
@@ -75,7 +85,7 @@ def interpreting():
             "run",
             lambda self, *a, grid, warmup=False, **k: _interpreted(self).run(*a, grid=grid, warmup=warmup, **k),
         ),
-        (JITFunction, "__call__", lambda self, *a, **k: _interpreted(self)(*a, **k)),
+        (JITFunction, "__call__", _call),
         (builder, "create_dot", lambda self, a, b, d, *r: dot(self, _widened(a), _widened(b), d, *r)),
         (builder, "binary_op", _refusing("arithmetic", builder.binary_op)),
         (builder, "unary_op", _refusing("arithmetic", builder.unary_op)),
