@@ -25,6 +25,7 @@ import torch
 import triton
 from rich.console import Console
 from rich.progress import track
+from triton.errors import TritonError
 
 from fastvit_triton import kernels
 from fastvit_triton.files import replacing
@@ -35,7 +36,6 @@ from .sass import PARTS, TOOL, Binary, Part, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
 COMMAND = "python -m benchmarks.static --out benchmarks/results"
-COMMITTED = Path(__file__).parent / "results" / "static.json"
 
 
 def sources_hash() -> str:
@@ -151,7 +151,7 @@ def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, seen: di
                 facts |= dict(config=launch.config, arch=arch, programs=launch.programs)
                 try:
                     kernel = compiled(launch, arch)
-                except Exception as error:  # a compile error is a finding
+                except (TritonError, RuntimeError) as error:  # a compile error is a finding
                     rows.append((launch, facts | dict(violations=[f"does not compile: {str(error)[:200]}"]), None, ""))
                     continue
                 if kernel.hash not in seen:

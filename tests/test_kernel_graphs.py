@@ -247,7 +247,7 @@ def test_operands_of_any_stride_and_dtype(name):
 
 @pytest.mark.parametrize("size", [1e-4, 1e-6])
 def test_small_layer_scale_keeps_fp16_gradients(size):
-    """Oracle: float64. Budget: 1 %, some ten roundings of fp16; gamma times a weight alone would underflow."""
+    """Oracle: float64. Budget: ten roundings of fp16; gamma times a weight alone would underflow."""
     gamma = torch.full((8,), size).half()
     tensors = [torch.randn(2, 3, 8), torch.randn(16, 8) * 0.05, torch.randn(8, 16) * 0.05]
     grads = []
@@ -256,7 +256,7 @@ def test_small_layer_scale_keeps_fp16_gradients(size):
         with context:
             y = f.mlp(x, (w1, None), (w2, None), gamma=gamma.to(dtype))
             grads.append(torch.autograd.grad(y, w1, torch.full_like(y, 1024.0)))
-    assert worst([grads[1][0].double()], [grads[0][0]]) <= 0.01
+    assert worst([grads[1][0].double()], [grads[0][0]]) <= 10 * torch.finfo(torch.float16).eps
 
 
 def test_only_the_residual_learns():

@@ -136,6 +136,7 @@ TIMM_OPTIONS = [
     dict(class_token=False, global_pool="avg", fc_norm=False, qkv_bias=False),
     dict(qk_norm=True, proj_bias=False),
     dict(reg_tokens=2),
+    dict(reg_tokens=2, global_pool="avg"),
     dict(reg_tokens=2, no_embed_class=True, class_token=False, global_pool="map"),
     dict(final_norm=False),
     dict(pos_embed="none", init_values=0.1),

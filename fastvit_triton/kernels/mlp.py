@@ -3,7 +3,8 @@
 Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]      (1)
           y = sample_scale · gamma · (h W₂ᵀ + b₂) + residual        [M, D]      (2)
 Backward  h = act(pre₁) again, then the backward of `linear` twice           (3)
-Kernels   Two launches of `linear`'s product forward (and one for LN's row statistics unless given).
+Kernels   Two launches of `linear`'s product forward; with a norm one that folds it into W₁, and one for row statistics
+          unless they are given.
 Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h.
 Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, not h: with x, qkv and o of the attention half 10·D values a token for F = 4·D,
           where eager PyTorch keeps 16·D. With `recompute` only x: 6·D.
