@@ -71,8 +71,11 @@ class Launch:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Launches inside are written down; PyTorch's own products inside are not computed, for nobody reads them."""
+def recording(arch: str) -> Iterator[list[Launch]]:
+    """Launches inside are written down, as they would be on `arch`.
+
+    PyTorch's own products inside are not computed, for nobody reads them.
+    """
     found: list[Launch] = []
 
     def run(self, *positional, grid, warmup=False, **named):
@@ -93,24 +96,26 @@ def recording() -> Iterator[list[Launch]]:
     for owner, name, function in patches:
         setattr(owner, name, function)
     op.set_backend("triton")
+    op.target = arch
     try:
         yield found
     finally:
         op.set_backend(None)
+        op.target = None
         for (owner, name, _), function in zip(patches, before, strict=True):
             setattr(owner, name, function) if function is not None else delattr(owner, name)
 
 
-def record(function: Callable, *arguments: object, **options: object) -> dict[str, list[Launch]]:
-    """Launches of one call by phase: "inference" without gradients, "forward" with them, and "backward"."""
+def record(arch: str, function: Callable, *arguments: object, **options: object) -> dict[str, list[Launch]]:
+    """Launches of one call on `arch` by phase: "inference" without gradients, "forward" with them, and "backward"."""
     phases = {}
-    with recording() as phases["inference"], torch.no_grad():
+    with recording(arch) as phases["inference"], torch.no_grad():
         function(*arguments, **options)
-    with recording() as phases["forward"]:
+    with recording(arch) as phases["forward"]:
         outputs = function(*arguments, **options)
     outputs = [t for t in _leaves(outputs) if t.requires_grad]
     inputs = [t for t in _leaves((arguments, tuple(options.values()))) if t.requires_grad]
-    with recording() as phases["backward"]:
+    with recording(arch) as phases["backward"]:
         torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
     return phases
 

@@ -39,10 +39,13 @@ COMMAND = "python -m benchmarks.static --out benchmarks/results"
 
 
 def sources_hash() -> str:
-    """Hash of what kernels/*.py say, blind to comments, docstrings and layout."""
+    """Hash of what the kernels and their tables say, blind to comments, docstrings and layout."""
     digest = hashlib.sha256()
-    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
+    folder = Path(kernels.__file__).parent
+    for path in sorted(folder.glob("*.py")):
         digest.update(f"{path.name}:{_spelled(ast.parse(path.read_text()))}\n".encode())
+    for path in sorted(folder.glob("tuned/*.json")):
+        digest.update(f"{path.name}:{json.loads(path.read_text())}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -137,26 +140,25 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
 def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, seen: dict) -> list[dict]:
     """One row per launch and architecture; a forward pass that launches what inference does is left out."""
     rows, before = [], torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(case.precision)
     function, arguments, options = case.build()
-    phases = record(function, *arguments, **options)
-    torch.set_float32_matmul_precision(before)
-    told = {phase: [(a.name, a.config, a.grid, a.nbytes) for a in launches] for phase, launches in phases.items()}
-    if told["forward"] == told["inference"]:
-        del phases["forward"]
-    for phase, launches in phases.items():
-        for launch in launches:
-            for arch in archs:
-                facts = dict(kernel=launch.name, case=case.name, op=case.op, phase=phase, dtype=case.dtype)
-                facts |= dict(config=launch.config, arch=arch, programs=launch.programs)
-                try:
-                    kernel = compiled(launch, arch)
-                except (TritonError, RuntimeError) as error:  # a compile error is a finding
-                    rows.append((launch, facts | dict(violations=[f"does not compile: {str(error)[:200]}"]), None, ""))
-                    continue
-                if kernel.hash not in seen:
-                    seen[kernel.hash] = pool.submit(read, kernel)
-                rows.append((launch, facts, seen[kernel.hash], kernel.asm["ttir"]))
+    for arch in archs:
+        torch.set_float32_matmul_precision(case.precision)
+        phases = record(arch, function, *arguments, **options)
+        torch.set_float32_matmul_precision(before)
+        told = {phase: [(a.name, a.config, a.grid, a.nbytes) for a in launches] for phase, launches in phases.items()}
+        if told["forward"] == told["inference"]:
+            del phases["forward"]
+        for phase, launch in ((phase, launch) for phase, launches in phases.items() for launch in launches):
+            facts = dict(kernel=launch.name, case=case.name, op=case.op, phase=phase, dtype=case.dtype)
+            facts |= dict(config=launch.config, arch=arch, programs=launch.programs)
+            try:
+                kernel = compiled(launch, arch)
+            except (TritonError, RuntimeError) as error:  # a compile error is a finding
+                rows.append((launch, facts | dict(violations=[f"does not compile: {str(error)[:200]}"]), None, ""))
+                continue
+            if kernel.hash not in seen:
+                seen[kernel.hash] = pool.submit(read, kernel)
+            rows.append((launch, facts, seen[kernel.hash], kernel.asm["ttir"]))
     return [_row(*parts) for parts in rows]
 
 

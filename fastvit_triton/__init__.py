@@ -23,6 +23,7 @@ _PUBLIC = {
     "varlen_attention": "kernels.attention",
     "layer_norm": "kernels.layer_norm",
     "add_layer_norm": "kernels.layer_norm",
+    "fold": "kernels.fold",
     "linear": "kernels.linear",
     "mlp": "kernels.mlp",
     "patch_embed": "kernels.patch_embed",
@@ -41,6 +42,7 @@ __all__ = [
     "attention",
     "attention_qkv",
     "create_model",
+    "fold",
     "layer_norm",
     "linear",
     "list_models",
@@ -54,6 +56,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .kernels.attention import attention, attention_qkv, varlen_attention
+    from .kernels.fold import fold
     from .kernels.layer_norm import add_layer_norm, layer_norm
     from .kernels.linear import linear
     from .kernels.mlp import mlp

@@ -1,9 +1,12 @@
 """Ring 2: the real kernels in Triton's interpreter, forward and every gradient, against float64."""
 
+import itertools
+
 import pytest
 import torch
 from interpreter import interpreting
 
+from fastvit_triton import fold, linear, mlp
 from fastvit_triton.kernels import OPS
 
 KERNELS = [op for op in OPS if op.ragged]
@@ -55,3 +58,58 @@ def test_kernel_follows_float64(op, case, dtype):
     for name, want in truth.items():
         allowed = 2 * (largest(baseline[name] - want) + torch.finfo(dtype).eps * largest(want))
         assert got[name].isfinite().all() and largest(got[name] - want) <= allowed, name
+
+
+def alone(op, arguments, keep):
+    """Gradient of one floating tensor while all others are frozen; `keep` is (argument, index)."""
+
+    def freeze(value, name, counter):
+        if isinstance(value, torch.Tensor):
+            here = (name, next(counter)) == keep
+            return value.detach().requires_grad_(here) if value.is_floating_point() else value
+        return tuple(freeze(v, name, counter) for v in value) if isinstance(value, tuple) else value
+
+    return results(op.run, {n: freeze(v, n, itertools.count()) for n, v in arguments.items()})
+
+
+@pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
+def test_frozen_parameters_change_no_other_gradient(op):
+    """Oracle: the same kernels when everything learns. What a frozen tensor spares must not be missed elsewhere."""
+    arguments = op.inputs(next(iter(op.cases.values())), torch.float32, "cpu")
+    with interpreting():
+        together = results(op.run, arguments)
+        for name, value in arguments.items():
+            for i, tensor in enumerate(leaves(value)):
+                if tensor.requires_grad:
+                    found = alone(op, arguments, (name, i))[f"gradient of {name}[{i}]"]
+                    want = together[f"gradient of {name}[{i}]"]
+                    assert largest(found - want) <= 8 * torch.finfo(torch.float32).eps * largest(want), (name, i)
+
+
+@pytest.mark.parametrize("layer", ["linear", "mlp"])
+def test_folded_beforehand_is_folded_inside(layer):
+    """Oracle: the same layer given its parts; output and every gradient, through `fold`'s own backward pass."""
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    x, gain, shift, out = randn(2, 9, 20), randn(20), randn(20), (randn(20, 24), randn(20))
+    weights, biases = (randn(8, 20), randn(8, 20), randn(8, 20)), (randn(8), randn(8), randn(8))
+
+    def parts(x, weights, biases, gain, shift, out):
+        w, b, norm = torch.cat(weights), torch.cat(biases), (gain, shift, 1e-6)
+        return linear(x, w, b, norm=norm) if layer == "linear" else mlp(x, (w, b), out, norm=norm)
+
+    def folded(x, weights, biases, gain, shift, out):
+        made, norm = fold(weights, biases, gain, shift, x.dtype), (None, None, 1e-6)
+        return linear(x, made, norm=norm) if layer == "linear" else mlp(x, (made, None), out, norm=norm)
+
+    arguments = dict(x=x, weights=weights, biases=biases, gain=gain, shift=shift)
+    out = dict(out=out if layer == "mlp" else ())
+    truth = results(parts, {n: converted(v, torch.float64) for n, v in (arguments | out).items()})
+    with interpreting():
+        got = results(folded, arguments | out)
+    assert truth.keys() == got.keys()
+    for name, want in truth.items():
+        assert largest(got[name] - want) <= 64 * torch.finfo(torch.float32).eps * largest(want), name

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit_triton as f
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp, patch_embed
-from fastvit_triton.kernels.linear import row_stats
+from fastvit_triton.kernels import OPS, attention, fold, layer_norm, linear, mlp, patch_embed
+from fastvit_triton.kernels.layer_norm import row_stats
 
 
 def randn(*shape, dtype=torch.float32):
@@ -33,7 +33,7 @@ OPCHECKS = {
         (randn(3, 5), randn(3, 5), randn(5), None, 1e-6, randn(5), None, False),
     ),
     "attention": lambda: (attention._fwd_op, (*(randn(2, 3, 7, 8) for _ in range(3)), None, None, None, 0, 0.3)),
-    "fold": lambda: (linear._fold_op, (randn(6, 5), randn(6), randn(5), None, torch.float32)),
+    "fold": lambda: (fold.fold_op, (randn(6, 5), randn(6), randn(5), None, torch.float32)),
     "linear": lambda: (
         linear._fwd_op,
         (randn(3, 5), randn(6, 5), randn(6), None, None, 0.0, "gelu", None, None, randn(3, 6), True, True),
@@ -42,10 +42,16 @@ OPCHECKS = {
         linear._bwd_op,
         (
             *(randn(3, 6), randn(3, 5), randn(6, 5), randn(6), randn(3, 6), randn(6), None, randn(3), randn(3)),
-            *(randn(5), randn(5), "gelu", True, True),
+            *(randn(5), randn(5), "gelu", True, False, [True, True, True]),
         ),
     ),
-    "mlp_activate": lambda: (mlp._activate_op, (randn(3, 8), "swiglu")),
+    "mlp_bwd": lambda: (
+        mlp._bwd_op,
+        (
+            *(randn(3, 5), randn(3, 5), randn(6, 5), randn(6), randn(5, 6), randn(5), randn(3, 6), None, randn(5)),
+            *(None, randn(3), randn(3), randn(5), randn(5), "gelu", True, True, [True, True, True]),
+        ),
+    ),
     "patch_embed": lambda: (
         patch_embed._fwd_op,
         (randn(2, 3, 4, 4), randn(5, 3, 2, 2), randn(5), randn(1, 5, 5), randn(1, 1, 5), None, None),
@@ -128,7 +134,7 @@ def test_kernels_are_nodes_of_one_graph(dynamic):
         got = compiled(images)
         got_grads = gradients(model, got)
     torch._dynamo.reset()
-    for op in ("attention_fwd", "linear_fwd", "mlp_activate", "patch_embed_fwd", "layer_norm_fwd", "linear_bwd"):
+    for op in ("attention_fwd", "linear_fwd", "mlp_bwd", "patch_embed_fwd", "layer_norm_fwd", "linear_bwd"):
         assert any(op in node for node in nodes), (op, sorted(set(nodes)))
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
 

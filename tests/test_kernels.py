@@ -18,7 +18,8 @@ from fastvit_triton import (
     varlen_attention,
 )
 from fastvit_triton.kernels import OPS
-from fastvit_triton.kernels.linear import ACTIVATIONS, row_stats
+from fastvit_triton.kernels.layer_norm import row_stats
+from fastvit_triton.kernels.linear import ACTIVATIONS
 from fastvit_triton.kernels.op import backend, why_not
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]

@@ -31,10 +31,10 @@ def rows() -> list[dict]:
     return static.report(ARCHS, quick=True)["rows"]
 
 
-def launches() -> list[Launch]:
+def launches(arch: str) -> list[Launch]:
     """The same launches, not yet compiled."""
     built = (case.build() for case in cases(quick=True))
-    phases = (record(function, *arguments, **options) for function, arguments, options in built)
+    phases = (record(arch, function, *arguments, **options) for function, arguments, options in built)
     return [launch for phase in phases for found in phase.values() for launch in found]
 
 
@@ -57,7 +57,7 @@ def test_products_run_on_matrix_units(rows, arch):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_counted_flops_are_those_of_the_tiles(arch):
     """Flops of the matrix instructions, loop passes and the rest, equal those computed from tile sizes."""
-    counted = [launch for launch in launches() if launch.name in ("attention._fwd_kernel", "linear._fwd_kernel")]
+    counted = [launch for launch in launches(arch) if launch.name in ("attention._fwd_kernel", "linear._fwd_kernel")]
     assert counted
     for launch in counted:
         binary, todo = read(compiled(launch, arch)), work(launch)
@@ -67,7 +67,7 @@ def test_counted_flops_are_those_of_the_tiles(arch):
 
 def test_spills_are_seen():
     """A kernel held to 64 registers spills, and the report says so."""
-    launch = next(launch for launch in launches() if launch.name == "attention._fwd_kernel")
+    launch = next(launch for launch in launches("sm_80") if launch.name == "attention._fwd_kernel")
     starved = dataclasses.replace(launch, options=launch.options | {"maxnreg": 64})
     kernel = compiled(starved, "sm_80")
     binary = read(kernel)
@@ -77,7 +77,7 @@ def test_spills_are_seen():
 
 def test_floor_of_attention():
     """ViT-B, batch 256, on an H200: 3072 heads read q, k, v and write o, 197 × 64 bfloat16 each, at 4.3 TB/s."""
-    launch = next(launch for launch in launches() if launch.name == "attention._fwd_kernel")
+    launch = next(launch for launch in launches("sm_90") if launch.name == "attention._fwd_kernel")
     expected = 3072 * 4 * 197 * 64 * 2 / 4.3e12 * 1e6
     assert static.floor(launch, "inference", static.PARTS["sm_90"]) == pytest.approx(expected, rel=1e-3)
 
@@ -86,7 +86,7 @@ def test_recording_leaves_nothing_behind():
     """After recording and compiling, Triton, PyTorch and the interpreter work as before."""
     before = JITFunction.run, torch.Tensor.__matmul__, torch.Tensor.float
     x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8)
-    found = record(layer_norm, x, weight, None, 1e-6)
+    found = record("sm_90", layer_norm, x, weight, None, 1e-6)
     assert [launch.name for launch in found["backward"]] == ["layer_norm._bwd_kernel"]
     compiled(found["forward"][0], "sm_90")
     assert (JITFunction.run, torch.Tensor.__matmul__, torch.Tensor.float) == before

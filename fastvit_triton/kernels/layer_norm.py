@@ -117,6 +117,45 @@ def scaled(x: Tensor, gamma: Tensor | None, sample_scale: Tensor | None) -> Tens
     return x
 
 
+@torch.no_grad()
+def row_stats(y: Tensor) -> Tensor:
+    """Row statistics that travel: y [..., F] to [M, 1, 2] fp32, sum and centred sum of squares of each row."""
+    rows = y.flatten(0, -2).float()
+    total = rows.sum(-1)
+    centred = (rows - rows.mean(-1, keepdim=True)).square().sum(-1)
+    return torch.stack((total, centred), -1)[:, None]
+
+
+@jit
+def stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One program: BLOCK_M rows. μ and 1/√(σ² + ε) of x."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
+    mean = tl.sum(x, 1) / K
+    centred = tl.where(inside, x - mean[:, None], 0.0)
+    tl.store(mean_ptr + m, mean, mask=m < M)
+    tl.store(rstd_ptr + m, 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / K + eps), mask=m < M)
+
+
+@jit
+def merged(
+    stats_ptr, m, in_m, eps, K: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """Mean and 1/√(σ² + ε) of rows m from partial statistics over WIDTH columns each (Chan et al., 1979)."""
+    t = tl.arange(0, BLOCK_T)
+    inside = in_m[:, None] & (t < TILES)[None, :]
+    at = stats_ptr + (m[:, None] * TILES + t[None, :]) * 2
+    total = tl.load(at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_T]
+    spread = tl.load(at + 1, mask=inside, other=0.0)
+    count = tl.minimum(WIDTH, K - t * WIDTH).to(tl.float32)[None, :]
+    mean = tl.sum(total, 1) / K
+    between = total / count - mean[:, None]
+    spread += tl.where(inside, count * between * between, 0.0)
+    return mean, 1.0 / tl.sqrt(tl.sum(spread, 1) / K + eps)
+
+
 @jit
 def _fwd_kernel(
     x_ptr, residual_ptr, gamma_ptr, scale_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr,

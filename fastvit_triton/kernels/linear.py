@@ -5,7 +5,7 @@ Math      x̂ = LN(x) when `norm` is given, else x                              
           h = silu(x̂ W_gᵀ + b_g) ∘ (x̂ W_uᵀ + b_u)    for activation "swiglu"                (2')
           y = sample_scale · gamma · h + residual                                [M, F]      (3)
           stats = (Σ y, Σ (y − mean y)²) over each tile of columns           [M, tiles, 2]   (4)
-Folded    W' = W·diag(γ)    s_f = Σ_k W'_fk    c = W β + b                                   (5)
+Folded    W' = W·diag(γ), its column sums s and the constant c, as in `fold`                 (5)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row       (6)
 Backward  dpre = sample_scale·gamma·dy ∘ act'(pre)    g = r·dpre                    (7)
           G = gᵀ x − (gᵀ μ) 1ᵀ    dW = G·diag(γ) + db βᵀ    dγ = Σ_f G_f ∘ W_f    dβ = Wᵀ db   (8)
@@ -30,18 +30,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import layer_norm
-from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
+from . import fold, layer_norm
+from .fold import Folded, fold_op
+from .layer_norm import merged
+from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, usable, whole_rows
 from .tile import activate, activate_grad, jit, tl
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
 Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
 
 
-# Launch parameters of the product, for every architecture.
+# Launch parameters of the product that fit every architecture; tuned/ has better ones for some.
 SPACE = {
-    "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=3),
-    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, num_warps=8, num_stages=2),
+    "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
+    "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
+    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=1, num_warps=8, num_stages=2),
 }
 
 
@@ -60,7 +63,7 @@ ACTIVATIONS = {
 
 def linear(
     x: Tensor,
-    weight: Tensor | Pair,
+    weight: Tensor | Pair | Folded,
     bias: Tensor | Pair | None = None,
     *,
     norm: Norm | None = None,
@@ -75,7 +78,8 @@ def linear(
 
     Args:
         x: [..., K].
-        weight: [F, K]; for "swiglu" [2F, K] with the gate first, or the pair (gate, up).
+        weight: [F, K]; for "swiglu" [2F, K] with the gate first, or the pair (gate, up). Or what `fold` made of it and
+            its bias; then `norm` is (None, None, eps).
         bias: [F], or as weight; None for no bias.
         norm: (weight [K], bias [K], eps) of a LayerNorm on x.
         stats: [M, tiles, 2] fp32, row statistics of x left by the producer of x, so that LN needs no pass of its own.
@@ -92,22 +96,18 @@ def linear(
         ValueError: a size does not fit, or the activation is unknown.
     """
     check(x, weight, bias, activation)
-    check_norm(x, norm, stats)
+    check_norm(x, norm, stats, weight)
     check_branch(x, outputs(weight, activation), gamma, sample_scale, residual)
     if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
-        if not isinstance(weight, Tensor):
-            weight, bias = torch.cat(weight), None if bias is None else torch.cat(bias)
-        operand = cast(x)[0]
-        if norm is not None and operand.dtype != x.dtype:  # a float32 stream under autocast: LN keeps its precision
-            operand, norm = cast(layer_norm.layer_norm(x, *norm))[0], None
+        operand, norm = before(x, norm)
         gain, shift, eps = (None, None, 0.0) if norm is None else norm
         around = residual is operand  # torch.compile wants each tensor passed once
         keep = torch.is_grad_enabled()  # inside the Function gradients are always off
-        more, residual = (eps, around, keep, return_stats), None if around else residual
-        y, out_stats = _Fn.apply(
-            operand, weight, bias, norm is not None, gain, shift, stats, activation, gamma, sample_scale, residual, more
+        facts, residual = (activation, norm is not None, eps, around, keep, return_stats), None if around else residual
+        y, y_stats = _Fn.apply(
+            operand, *operands(weight, bias), gain, shift, stats, gamma, sample_scale, residual, facts
         )
-        return (y, out_stats) if return_stats else y
+        return (y, y_stats) if return_stats else y
     return reference(
         x,
         weight,
@@ -124,7 +124,7 @@ def linear(
 
 def reference(
     x: Tensor,
-    weight: Tensor | Pair,
+    weight: Tensor | Pair | Folded,
     bias: Tensor | Pair | None = None,
     *,
     norm: Norm | None = None,
@@ -138,44 +138,53 @@ def reference(
     """Equations (1) to (4); `stats` says nothing that x does not, so it is not read here."""
     if norm is not None:
         x = layer_norm.reference(x, *norm)  # (1)
+    if isinstance(weight, Folded):
+        weight, bias = weight.weight, weight.const.to(x.dtype)
+    y = F.linear(x, *operands(weight, bias)[:2])
     if activation == "swiglu":
-        gate, up = _gate_and_up(x, weight, bias)
+        gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up  # (2')
     else:
-        y = F.linear(x, weight, bias)
         y = y if activation is None else ACTIVATIONS[activation](y)  # (2)
     y = layer_norm.scaled(y, gamma, sample_scale)
     y = y if residual is None else y + residual  # (3)
-    return (y, row_stats(y)) if return_stats else y
+    return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
-@torch.no_grad()
-def row_stats(y: Tensor) -> Tensor:
-    """Equation (4): y [..., F] to [M, 1, 2] fp32, sum and centred sum of squares of each row."""
-    rows = y.flatten(0, -2).float()
-    total = rows.sum(-1)
-    centred = (rows - rows.mean(-1, keepdim=True)).square().sum(-1)
-    return torch.stack((total, centred), -1)[:, None]
+def before(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    """x as the operand of the product, and the LayerNorm still to be folded in."""
+    operand = cast(x)[0]
+    if norm is not None and operand.dtype != x.dtype:  # a float32 stream under autocast: LN keeps its precision
+        return cast(layer_norm.layer_norm(x, *norm))[0], None
+    return operand, norm
 
 
-def _gate_and_up(x: Tensor, weight: Tensor | Pair, bias: Tensor | Pair | None) -> Pair:
+def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(weight, bias, column sums), a pair packed."""
+    if isinstance(weight, Folded):
+        return weight.weight, weight.const, weight.colsum
     if isinstance(weight, Tensor):
-        return F.linear(x, weight, bias).chunk(2, -1)
-    bias = (None, None) if bias is None else bias
-    return F.linear(x, weight[0], bias[0]), F.linear(x, weight[1], bias[1])
+        return weight, bias, None
+    return torch.cat(weight), None if bias is None else torch.cat(bias), None
 
 
-def outputs(weight: Tensor | Pair, activation: str | None) -> int:
+def outputs(weight: Tensor | Pair | Folded, activation: str | None) -> int:
     """F, the channels that come out."""
+    if isinstance(weight, Folded):
+        weight = weight.weight
     if not isinstance(weight, Tensor):
         return weight[0].shape[0]
     return weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
 
 
-def check(x: Tensor, weight: Tensor | Pair, bias: Tensor | Pair | None, activation: str | None) -> None:
+def check(x: Tensor, weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, activation: str | None) -> None:
     """Raises ValueError when weight, bias and x do not fit, or the activation is unknown."""
     if activation is not None and activation != "swiglu" and activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
+    if isinstance(weight, Folded):
+        if bias is not None:
+            raise ValueError(f"bias has shape {list(bias.shape)}, but a folded weight holds its bias; pass None")
+        weight = weight.weight
     if not isinstance(weight, Tensor) and activation != "swiglu":
         raise ValueError("weight is a pair; only activation='swiglu' takes a (gate, up) pair")
     weights = (weight,) if isinstance(weight, Tensor) else weight
@@ -187,81 +196,51 @@ def check(x: Tensor, weight: Tensor | Pair, bias: Tensor | Pair | None, activati
 
 
 @jit
-def _stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: BLOCK_M rows. μ and 1/√(σ² + ε) of x."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    mean = tl.sum(x, 1) / K
-    centred = tl.where(inside, x - mean[:, None], 0.0)
-    tl.store(mean_ptr + m, mean, mask=m < M)
-    tl.store(rstd_ptr + m, 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / K + eps), mask=m < M)
+def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """x Wᵀ for rows m and outputs f, [BLOCK_M, BLOCK_F] fp32, and with PAIR for the outputs F rows below.
 
-
-@jit
-def _merge_kernel(
-    stats_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M rows. The same from partial statistics over WIDTH columns each (Chan et al., 1979)."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    t = tl.arange(0, BLOCK_T)
-    inside = (m < M)[:, None] & (t < TILES)[None, :]
-    at = stats_ptr + (m[:, None] * TILES + t[None, :]) * 2
-    total = tl.load(at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_T]
-    spread = tl.load(at + 1, mask=inside, other=0.0)
-    count = tl.minimum(WIDTH, K - t * WIDTH).to(tl.float32)[None, :]
-    mean = tl.sum(total, 1) / K
-    between = total / count - mean[:, None]
-    spread += tl.where(inside, count * between * between, 0.0)
-    tl.store(mean_ptr + m, mean, mask=m < M)
-    tl.store(rstd_ptr + m, 1.0 / tl.sqrt(tl.sum(spread, 1) / K + eps), mask=m < M)
-
-
-@jit
-def _fold_kernel(
-    w_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, folded_ptr, colsum_ptr, const_ptr, F, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_F outputs. Equation (5); sums see the rounded W', so that a constant in x cancels exactly."""
-    f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
-    k = tl.arange(0, BLOCK_K)
-    in_f, in_k = f < F, k < K
-    inside = in_f[:, None] & in_k[None, :]
-    w = tl.load(w_ptr + f[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)  # [BLOCK_F, BLOCK_K]
-    const = tl.zeros([BLOCK_F], tl.float32)
-    if HAS_BIAS:
-        const += tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
-    if HAS_SHIFT:
-        const += tl.sum(w * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :], 1)
-    if HAS_WEIGHT:
-        w *= tl.load(norm_weight_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-    folded = w.to(folded_ptr.dtype.element_ty)
-    tl.store(folded_ptr + f[:, None] * K + k[None, :], folded, mask=inside)
-    tl.store(colsum_ptr + f, tl.sum(folded.to(tl.float32), 1), mask=in_f)
-    tl.store(const_ptr + f, const, mask=in_f)
-
-
-@jit
-def _product(x_ptr, w_ptr, m, f, M, F, x_stride, K, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """x Wᵀ for rows m and outputs f, [BLOCK_M, BLOCK_F] fp32; rows and outputs past the end repeat the last one."""
+    Rows and outputs past the end repeat the last one.
+    """
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + tl.minimum(m, M - 1)[:, None] * x_stride + k[None, :]
     w_at = w_ptr + tl.minimum(f, F - 1)[None, :] * K + k[:, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+    first_sum = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+    second_sum = tl.zeros([BLOCK_M, BLOCK_F if PAIR else 1], tl.float32)
     for first in range(0, K, BLOCK_K):
         if EVEN:
             x, w = tl.load(x_at), tl.load(w_at)
         else:
             x = tl.load(x_at, mask=(first + k < K)[None, :], other=0.0)
             w = tl.load(w_at, mask=(first + k < K)[:, None], other=0.0)
-        acc = tl.dot(x.to(w.dtype), w, acc, input_precision=PRECISION)
+        first_sum = tl.dot(x.to(w.dtype), w, first_sum, input_precision=PRECISION)
+        if PAIR:
+            if EVEN:
+                w = tl.load(w_at + F * K)
+            else:
+                w = tl.load(w_at + F * K, mask=(first + k < K)[:, None], other=0.0)
+            second_sum = tl.dot(x.to(w.dtype), w, second_sum, input_precision=PRECISION)
         x_at += BLOCK_K
         w_at += BLOCK_K
-    return acc
+    return first_sum, second_sum
+
+
+@jit
+def _columns(x, PARTS: tl.constexpr):
+    """x [M, F] as PARTS tensors (1, 2 or 4) of F / PARTS columns side by side."""
+    M: tl.constexpr = x.shape[0]
+    F: tl.constexpr = x.shape[1]
+    if PARTS == 1:
+        parts = (x,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(x, [M, 2, F // 2]), [0, 2, 1]))
+        if PARTS == 2:
+            parts = (left, right)
+        else:
+            a, b = tl.split(tl.permute(tl.reshape(left, [M, 2, F // 4]), [0, 2, 1]))
+            c, d = tl.split(tl.permute(tl.reshape(right, [M, 2, F // 4]), [0, 2, 1]))
+            parts = (a, b, c, d)
+    return parts
 
 
 @jit
@@ -275,39 +254,27 @@ def _with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.conste
 
 
 @jit
-def _fwd_kernel(
-    x_ptr, w_ptr, const_ptr, colsum_ptr, mean_ptr, rstd_ptr, gamma_ptr, scale_ptr, residual_ptr,
-    y_ptr, pre_ptr, stats_ptr, M, F, K, x_stride, rows_per_image, tiles_m, tiles_f,
+def _finish(
+    y, up, const_ptr, colsum_ptr, gamma_ptr, scale_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, count, total, spread,
+    m, f, M, F, rows_per_image,
     ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_GAMMA: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of y, [BLOCK_M, BLOCK_F]. Equations (2) to (4) and (6)."""
-    pid = tl.program_id(0)
-    wide = GROUP * tiles_f  # GROUP row tiles share their columns of W in L2
-    first = pid // wide * GROUP
-    size = tl.minimum(tiles_m - first, GROUP)
-    tile_f = pid % wide // size
-    m = (first + pid % wide % size).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    f = tile_f.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
+    """Everything after the product for columns f of a tile; adds them to the statistics of the columns before."""
     in_m, in_f = m < M, f < F
     inside = in_m[:, None] & in_f[None, :]
-    mean = tl.load(mean_ptr + m, mask=in_m, other=0.0) if HAS_NORM else m
-    rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0) if HAS_NORM else m
-    y = _product(x_ptr, w_ptr, m, f, M, F, x_stride, K, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
+    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     y = _with_norm(y, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM, HAS_CONST)
     if ACTIVATION == "swiglu":  # the value's weights lie F rows below the gate's
-        up = _product(x_ptr, w_ptr + F * K, m, f, M, F, x_stride, K, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
         up = _with_norm(up, colsum_ptr, const_ptr, mean, rstd, F + f, 2 * F, HAS_NORM, HAS_CONST)
         if SAVE:
             tl.store(pre_ptr + m[:, None] * 2 * F + f[None, :], y.to(pre_ptr.dtype.element_ty), mask=inside)
             tl.store(pre_ptr + m[:, None] * 2 * F + F + f[None, :], up.to(pre_ptr.dtype.element_ty), mask=inside)
-        y = activate(y, ACTIVATION) * up
+        y = activate(y, ACTIVATION, EXACT) * up
     else:
         if SAVE:
             tl.store(pre_ptr + m[:, None] * F + f[None, :], y.to(pre_ptr.dtype.element_ty), mask=inside)
-        y = activate(y, ACTIVATION)
+        y = activate(y, ACTIVATION, EXACT)
     if HAS_GAMMA:
         y *= tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)[None, :]
     if HAS_SCALE:
@@ -316,26 +283,80 @@ def _fwd_kernel(
         y += tl.load(residual_ptr + m[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
     rounded = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + m[:, None] * F + f[None, :], rounded, mask=inside)
-    if STATS:
+    if STATS:  # sums of this part, then both together (Chan et al., 1979)
         y = tl.where(inside, rounded.to(tl.float32), 0.0)
-        total = tl.sum(y, 1)
-        count = tl.minimum(BLOCK_F, F - tile_f * BLOCK_F)
-        centred = tl.where(inside, y - (total / count)[:, None], 0.0)
-        at = stats_ptr + (m * tiles_f + tile_f) * 2
+        here = tl.sum(y, 1)
+        size = tl.maximum(tl.minimum(f.shape[0], F - tl.min(f, 0)), 0).to(tl.float32)
+        centred = tl.where(inside, y - (here / tl.maximum(size, 1.0))[:, None], 0.0)
+        between = here / tl.maximum(size, 1.0) - total / tl.maximum(count, 1.0)
+        spread += tl.sum(centred * centred, 1) + between * between * (count * size / tl.maximum(count + size, 1.0))
+        total, count = total + here, count + size
+    return count, total, spread
+
+
+@jit
+def _fwd_kernel(
+    x_ptr, w_ptr, const_ptr, colsum_ptr, stats_ptr, mean_ptr, rstd_ptr, gamma_ptr, scale_ptr, residual_ptr,
+    y_ptr, pre_ptr, y_stats_ptr, M, F, K, x_stride, rows_per_image, tiles_m, tiles_f, eps,
+    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of y, [BLOCK_M, BLOCK_F], ended in PARTS column parts. Equations (2) to (4) and (6)."""
+    pid = tl.program_id(0)
+    wide = GROUP * tiles_f  # GROUP row tiles share their columns of W in L2
+    first = pid // wide * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    tile_f = pid % wide // size
+    m = (first + pid % wide % size).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    f = tile_f.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
+    in_m = m < M
+    mean = m
+    rstd = m
+    if HAS_NORM and TILES > 0:
+        mean, rstd = merged(stats_ptr, m, in_m, eps, K, WIDTH, TILES, BLOCK_T)
+        if SAVE:
+            tl.store(mean_ptr + m, mean, mask=in_m & (tile_f == 0))
+            tl.store(rstd_ptr + m, rstd, mask=in_m & (tile_f == 0))
+    elif HAS_NORM:
+        mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
+        rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
+    PAIR: tl.constexpr = ACTIVATION == "swiglu"
+    y, up = _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
+    parts = _columns(y, PARTS)
+    ups = _columns(up, PARTS) if PAIR else parts
+    count = tl.zeros([], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    spread = tl.zeros([BLOCK_M], tl.float32)
+    for part in tl.static_range(PARTS):
+        columns = tile_f.to(tl.int64) * BLOCK_F + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
+        count, total, spread = _finish(
+            parts[part], ups[part], const_ptr, colsum_ptr, gamma_ptr, scale_ptr, residual_ptr, y_ptr, pre_ptr,
+            mean, rstd, count, total, spread, m, columns, M, F, rows_per_image,
+            ACTIVATION, HAS_NORM, HAS_CONST, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None, STATS,
+        )  # fmt: skip
+    if STATS:
+        at = y_stats_ptr + (m * tiles_f + tile_f) * 2
         tl.store(at, total, mask=in_m)
-        tl.store(at + 1, tl.sum(centred * centred, 1), mask=in_m)
+        tl.store(at + 1, spread, mask=in_m)
 
 
 @jit
 def _bwd_kernel(
-    dy_ptr, pre_ptr, gamma_ptr, scale_ptr, mean_ptr, rstd_ptr, dpre_ptr, partial_ptr, M, rows_per_image, F,
+    dy_ptr, pre_ptr, gamma_ptr, scale_ptr, mean_ptr, rstd_ptr, dpre_ptr, h_ptr, partial_ptr, M, rows_per_image, F,
     ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+    COPY: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of BLOCK_F outputs. dpre of equation (7), and its share of the sums over rows."""
+    """One program: ROWS rows of BLOCK_F outputs. dpre of equation (7), h again if HIDDEN, and its sums over rows.
+
+    Sums stand in [programs, 3, outputs]: of dpre, of g·μ and, in the first F, of gamma's gradient.
+    """
     f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_f = f < F
     start = tl.program_id(0).to(tl.int64) * ROWS
+    W = 2 * F if ACTIVATION == "swiglu" else F
+    EXACT: tl.constexpr = dpre_ptr.dtype.element_ty == tl.float32
     gamma = tl.full([BLOCK_F], 1.0, tl.float32)
     if HAS_GAMMA:
         gamma = tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)
@@ -353,44 +374,50 @@ def _bwd_kernel(
             g *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
         mean = tl.load(mean_ptr + m, mask=in_m, other=0.0) if HAS_NORM else tl.zeros([BLOCK_M], tl.float32)
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0) if HAS_NORM else tl.zeros([BLOCK_M], tl.float32)
-        if ACTIVATION == "swiglu":
-            at = m[:, None] * 2 * F + f[None, :]
+        at = m[:, None] * W + f[None, :]
+        if ACTIVATION is not None:
             pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(pre_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
-            gate = activate(pre, ACTIVATION)
-            dgamma += tl.sum(g * gate * up, 0)
-            g *= gamma[None, :]
-            dup = g * gate
-            g = g * up * activate_grad(pre, ACTIVATION)
-            dbias_up += tl.sum(dup, 0)
-            if HAS_NORM:
-                dup = (dup * rstd[:, None]).to(dpre_ptr.dtype.element_ty).to(tl.float32)
-                weighted_up += tl.sum(dup * mean[:, None], 0)
-            tl.store(dpre_ptr + at + F, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
-        else:
-            at = m[:, None] * F + f[None, :]
-            if ACTIVATION is not None:
-                pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                dgamma += tl.sum(g * activate(pre, ACTIVATION), 0)
-                g = g * gamma[None, :] * activate_grad(pre, ACTIVATION)
+            act = activate(pre, ACTIVATION, EXACT)
+            up = tl.full([BLOCK_M, BLOCK_F], 1.0, tl.float32)
+            if ACTIVATION == "swiglu":
+                up = tl.load(pre_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
+            if HIDDEN:
+                tl.store(h_ptr + m[:, None] * F + f[None, :], (act * up).to(h_ptr.dtype.element_ty), mask=inside)
+            if HAS_GAMMA:
+                dgamma += tl.sum(g * act * up, 0)
+                g *= gamma[None, :]
+            if ACTIVATION == "swiglu":
+                dup = g * act
+                dbias_up += tl.sum(dup, 0)
+                if HAS_NORM:
+                    dup = (dup * rstd[:, None]).to(dpre_ptr.dtype.element_ty).to(tl.float32)
+                    weighted_up += tl.sum(dup * mean[:, None], 0)
+                tl.store(dpre_ptr + at + F, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
+            g *= up * activate_grad(pre, ACTIVATION, EXACT)
         dbias += tl.sum(g, 0)
         if HAS_NORM:  # g = rstd·dpre, rounded before it is summed against μ, so that a constant in x cancels
             g = (g * rstd[:, None]).to(dpre_ptr.dtype.element_ty).to(tl.float32)
             weighted += tl.sum(g * mean[:, None], 0)
-        tl.store(dpre_ptr + at, g.to(dpre_ptr.dtype.element_ty), mask=inside)
-    at = partial_ptr + tl.program_id(0).to(tl.int64) * 5 * F + f
+        if COPY:
+            tl.store(dpre_ptr + at, g.to(dpre_ptr.dtype.element_ty), mask=inside)
+    at = partial_ptr + tl.program_id(0).to(tl.int64) * 3 * W + f
     tl.store(at, dbias, mask=in_f)
-    tl.store(at + F, dbias_up, mask=in_f)
-    tl.store(at + 2 * F, dgamma, mask=in_f)
-    tl.store(at + 3 * F, weighted, mask=in_f)
-    tl.store(at + 4 * F, weighted_up, mask=in_f)
+    if HAS_NORM:
+        tl.store(at + W, weighted, mask=in_f)
+    if HAS_GAMMA:
+        tl.store(at + 2 * W, dgamma, mask=in_f)
+    if ACTIVATION == "swiglu":
+        tl.store(at + F, dbias_up, mask=in_f)
+        if HAS_NORM:
+            tl.store(at + W + F, weighted_up, mask=in_f)
 
 
 @jit
 def _bwd_norm_kernel(
-    t_ptr, x_ptr, mean_ptr, rstd_ptr, dx_ptr, M, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """One program: BLOCK_M rows. dx of equation (9) from t = g W'."""
+    t_ptr, x_ptr, mean_ptr, rstd_ptr, dy_ptr, dx_ptr, M,
+    K: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows. dx of equation (9) from t = g W', plus dy if x is the residual too."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     inside = (m < M)[:, None] & (k < K)[None, :]
@@ -401,18 +428,70 @@ def _bwd_norm_kernel(
     rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
     normed = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
     dx = t - (tl.sum(t, 1) / K)[:, None] - normed * (tl.sum(t * normed, 1) / K)[:, None]
+    if ADD:
+        dx += tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _whole_rows(K):
-    """Launch parameters of the kernels that hold whole rows of K values."""
-    block = power_of_2(K)
-    return max(1, 1024 // block), block, dict(num_warps=min(max(block // 1024, 1), 16), enable_fp_fusion=True)
+@jit
+def _bwd_weight_kernel(
+    g_ptr, w_ptr, bias_ptr, partial_ptr, norm_weight_ptr, norm_bias_ptr, gamma_ptr,
+    dw_ptr, dbias_ptr, dgamma_ptr, dnorm_ptr, F, K, gammas, programs,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    HAS_GAMMA: tl.constexpr, LATE: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_F outputs. dW, db and dgamma by equations (8) and (10), and its share of dγ and dβ."""
+    f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
+    in_f = f < F
+    dbias = tl.zeros([BLOCK_F], tl.float32)
+    weighted = tl.zeros([BLOCK_F], tl.float32)
+    dgamma = tl.zeros([BLOCK_F], tl.float32)
+    if SUMMED:
+        for start in range(0, programs, BLOCK_P):
+            p = start + tl.arange(0, BLOCK_P)
+            inside = (p < programs)[:, None] & in_f[None, :]
+            at = partial_ptr + p.to(tl.int64)[:, None] * 3 * F + f[None, :]
+            dbias += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+            if HAS_NORM:
+                weighted += tl.sum(tl.load(at + F, mask=inside, other=0.0), 0)
+            if HAS_GAMMA and not LATE:
+                dgamma += tl.sum(tl.load(at + 2 * F, mask=inside & (f < gammas)[None, :], other=0.0), 0)
+    gamma = tl.full([BLOCK_F], 1.0, tl.float32)
+    if LATE:
+        gamma = tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            dgamma = dbias * tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        in_k = k < K
+        inside = in_f[:, None] & in_k[None, :]
+        at = f[:, None] * K + k[None, :]
+        g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_F, BLOCK_K]
+        w = tl.load(w_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:  # (8): g becomes dpreᵀ x̂
+            g = tl.where(inside, g - weighted[:, None], 0.0)
+        dw = g
+        if HAS_WEIGHT:
+            dw *= tl.load(norm_weight_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
+        if HAS_SHIFT:
+            dw += dbias[:, None] * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
+        if LATE:
+            dgamma += tl.sum(dw * w, 1)
+        tl.store(dw_ptr + at, (gamma[:, None] * dw).to(dw_ptr.dtype.element_ty), mask=inside)
+        if HAS_NORM:
+            at = dnorm_ptr + tl.program_id(0).to(tl.int64) * 2 * K + k
+            tl.store(at, tl.sum(gamma[:, None] * g * w, 0), mask=in_k)
+            tl.store(at + K, tl.sum((gamma * dbias)[:, None] * w, 0), mask=in_k)
+    tl.store(dbias_ptr + f, gamma * dbias, mask=in_f)
+    if HAS_GAMMA:
+        tl.store(dgamma_ptr + f, dgamma, mask=f < gammas)
 
 
-def _blocks(x):
+def _blocks(x, activation):
     """Launch parameters of the product."""
-    return dict(SPACE["fp32" if x.dtype == torch.float32 else "half"], enable_fp_fusion=True)
+    kind = "fp32" if x.dtype == torch.float32 else "gated" if activation == "swiglu" else "half"
+    return config(f"linear.fwd.{kind}", SPACE[kind], x.device)
 
 
 def _mm32(a, b):
@@ -427,54 +506,33 @@ def _precision(x):
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _fold(weight, bias, norm_weight, norm_bias, dtype):
-    """Equation (5): (W' [F, K] in `dtype`, its column sums [F] and the constant [F], fp32)."""
-    folded, colsum, const = _fold_fake(weight, bias, norm_weight, norm_bias, dtype)
-    rows, block, options = _whole_rows(weight.shape[1])
-    _fold_kernel[(cdiv(len(weight), rows),)](
-        weight.contiguous(), bias, norm_weight, norm_bias, folded, colsum, const, len(weight), K=weight.shape[1],
-        HAS_BIAS=bias is not None, HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None,
-        BLOCK_F=rows, BLOCK_K=block, **options,
-    )  # fmt: skip
-    return folded, colsum, const
-
-
-def _fold_fake(weight, bias, norm_weight, norm_bias, dtype):
-    colsum, const = (weight.new_empty(len(weight), dtype=torch.float32) for _ in range(2))
-    return weight.new_empty(weight.shape, dtype=dtype), colsum, const
-
-
 def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats):
     """(y, pre, mean, rstd, stats): LN is folded when `colsum` is given; what is not asked for is empty."""
     outputs = _fwd_fake(
         x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats
     )
-    y, pre, mean, rstd, out_stats = outputs
+    y, pre, mean, rstd, y_stats = outputs
     F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M, blocks = len(rows), _blocks(x)
+    M, blocks, tiles = len(rows), _blocks(x, activation), 0
     if not M:
         return outputs
     if colsum is not None and stats is None:
         rows = rows.contiguous()
-        per, block, options = _whole_rows(K)
-        _stats_kernel[(cdiv(M, per),)](rows, mean, rstd, M, eps, K=K, BLOCK_M=per, BLOCK_K=block, **options)
+        per, block, options = whole_rows(K)
+        layer_norm.stats_kernel[(cdiv(M, per),)](rows, mean, rstd, M, eps, K=K, BLOCK_M=per, BLOCK_K=block, **options)
     elif colsum is not None:
-        tiles = stats.shape[1]
-        per, block, options = _whole_rows(tiles)
-        width = power_of_2(cdiv(K, tiles))
-        _merge_kernel[(cdiv(M, per),)](
-            stats, mean, rstd, M, eps, K=K, WIDTH=width, TILES=tiles, BLOCK_M=per, BLOCK_T=block, **options
-        )
+        stats, tiles = stats.contiguous(), stats.shape[1]
     tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
     _fwd_kernel[(tiles_m * tiles_f,)](
-        rows, weight, const, colsum, mean, rstd, gamma, sample_scale, residual,
-        y, pre, out_stats, M, F_, K, rows.stride(0), cdiv(M, x.shape[0]), tiles_m, tiles_f,
+        rows, weight, const, colsum, stats, mean, rstd, gamma, sample_scale, residual,
+        y, pre, y_stats, M, F_, K, rows.stride(0), cdiv(M, x.shape[0]), tiles_m, tiles_f, eps,
         ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_CONST=const is not None, HAS_GAMMA=gamma is not None,
-        HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None, SAVE=pre.numel() > 0,
-        STATS=return_stats, PRECISION=_precision(x), EVEN=K % blocks["BLOCK_K"] == 0, **blocks,
+        HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None, SAVE=save, STATS=return_stats,
+        PRECISION=_precision(x), EVEN=K % blocks["BLOCK_K"] == 0, WIDTH=power_of_2(cdiv(K, max(tiles, 1))),
+        TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
     )  # fmt: skip
     return outputs
 
@@ -482,11 +540,17 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
 def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats):
     F_ = len(weight) // 2 if activation == "swiglu" else len(weight)
     M = math.prod(x.shape[:-1])
-    dtype = _widest(x, gamma, residual)
-    mean, rstd = (x.new_empty(0 if colsum is None else M, dtype=torch.float32) for _ in range(2))
-    shape = (M, cdiv(F_, _blocks(x)["BLOCK_F"]), 2) if return_stats else (0,)
-    pre = x.new_empty((M, len(weight)) if save else (0,))
-    return x.new_empty(*x.shape[:-1], F_, dtype=dtype), pre, mean, rstd, x.new_empty(shape, dtype=torch.float32)
+    kept = colsum is not None and (save or stats is None)
+    mean, rstd = (x.new_empty(M if kept else 0, dtype=torch.float32) for _ in range(2))
+    shape = (M, cdiv(F_, _blocks(x, activation)["BLOCK_F"]), 2) if return_stats else (0,)
+    pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
+    return (
+        x.new_empty(*x.shape[:-1], F_, dtype=_widest(x, gamma, residual)),
+        pre,
+        mean,
+        rstd,
+        x.new_empty(shape, dtype=torch.float32),
+    )
 
 
 def _widest(x, gamma, residual):
@@ -496,74 +560,127 @@ def _widest(x, gamma, residual):
     return x.dtype
 
 
-def _bwd(dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, need_x):
-    """(dx, dweight, dbias, dgamma, dnorm_weight, dnorm_bias) by equations (7) to (10); unused ones are empty."""
-    F_, K = dy.shape[-1], x.shape[-1]
-    rows, M = x.reshape(-1, K).contiguous(), math.prod(dy.shape[:-1])
-    late = gamma is not None and activation is None  # gamma after a linear map: equation (10)
-    dpre = torch.empty(M, len(weight), dtype=x.dtype, device=x.device)
+def _product_grad(dy, x, width, pre, gamma, sample_scale, mean, rstd, activation, norm, summed, hidden=False):
+    """(dpre [M, width] of equation (7), h [M, F] again if `hidden`, sums over rows [programs, 3, width]).
+
+    With `norm` g stands in place of dpre. Without an activation gamma is left to equation (10), and dy may be dpre.
+    """
+    F_, dy = dy.shape[-1], dy.contiguous()
+    M = math.prod(dy.shape[:-1])
+    late = activation is None
+    copy = not late or norm or sample_scale is not None or dy.dtype != x.dtype
+    if not M or not (copy or summed):
+        empty = torch.zeros(1, 3, width, dtype=torch.float32, device=x.device) if summed else None
+        return dy.view(M, F_).to(x.dtype) if late else x.new_empty(M, width), x.new_empty(M, F_), empty
+    dpre = x.new_empty(M, width) if copy else dy.view(M, F_)
+    h = x.new_empty(M, F_) if hidden else None
     per = max(64, power_of_2(cdiv(M, 256)))
-    programs = max(cdiv(M, per), 1)
-    partial = torch.zeros(programs, 5, F_, dtype=torch.float32, device=x.device)
-    if M:
-        _bwd_kernel[(programs, cdiv(F_, 64))](
-            dy.contiguous(), pre, gamma, sample_scale, mean, rstd, dpre, partial, M, cdiv(M, x.shape[0]), F_,
-            ACTIVATION=activation, HAS_NORM=norm, HAS_GAMMA=gamma is not None and not late,
-            HAS_SCALE=sample_scale is not None, ROWS=per, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
-    dbias, dbias_up, dgamma, weighted, weighted_up = (row.clone() for row in partial.sum(0))
-    if activation == "swiglu":
-        dbias, weighted = torch.cat((dbias, dbias_up)), torch.cat((weighted, weighted_up))
-    wide, dx = weight.float(), x.new_empty(0)
-    scaled = wide if norm_weight is None else wide * norm_weight.float()
-    size = 1.0  # of gamma, a power of two: 1e-6 times a weight would underflow in fp16
-    if late:
+    programs = cdiv(M, per)
+    partial = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
+    _bwd_kernel[(programs, cdiv(F_, 64))](
+        dy, pre, gamma, sample_scale, mean, rstd, dpre, h, partial, M, cdiv(M, x.shape[0]), F_, ACTIVATION=activation,
+        HAS_NORM=norm, HAS_GAMMA=gamma is not None and not late, HAS_SCALE=sample_scale is not None, COPY=copy,
+        HIDDEN=hidden, ROWS=per, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dpre, h, partial
+
+
+def _input_grad(dpre, x, weight, gamma, norm_weight, mean, rstd, norm, dy=None):
+    """dx of equation (9), or dpre W; with gamma where equation (10) left it out, plus dy if given."""
+    size = 1.0
+    if gamma is not None and x.dtype == torch.float16:  # a power of two: 1e-6 times a weight would underflow
         size = gamma.float().abs().amax().clamp_min(1e-30).log2().floor().exp2()
-        scaled = scaled * (gamma.float() / size)[:, None]
-    if need_x and norm:
-        t, dx = (dpre @ scaled.to(x.dtype)) * size, torch.empty_like(rows)
-        per, block, options = _whole_rows(K)
-        if M:
-            _bwd_norm_kernel[(cdiv(M, per),)](t, rows, mean, rstd, dx, M, K=K, BLOCK_M=per, BLOCK_K=block, **options)
-    elif need_x:
-        dx = (dpre @ scaled.to(x.dtype)) * size
-    g = _mm32(dpre.T, rows)
-    if norm:
-        g = g - weighted[:, None]  # (8): g becomes dpreᵀ x̂
-    dnorm_weight, dnorm_bias = dbias.new_empty(0), dbias.new_empty(0)
-    dweight = g if norm_weight is None else g * norm_weight.float()
-    if norm_bias is not None:
-        dweight = dweight + dbias[:, None] * norm_bias.float()
-    if late:
-        dgamma = (dweight * wide).sum(1) + (0 if bias is None else dbias * bias.float())
-        dweight, dbias, g = (t * gamma.float().view(-1, *[1] * (t.dim() - 1)) for t in (dweight, dbias, g))
-    if norm:
-        dnorm_weight, dnorm_bias = (g * wide).sum(0), (dbias[:, None] * wide).sum(0)
-    return dx.view(x.shape if need_x else 0), dweight.to(weight.dtype), dbias, dgamma, dnorm_weight, dnorm_bias
+        gamma = gamma.float() / size
+    if gamma is None and norm_weight is None:
+        matrix = weight.to(x.dtype)
+    else:
+        matrix = weight.new_empty(weight.shape, dtype=x.dtype)
+        fold.launch(weight, None, norm_weight, None, gamma, matrix)
+    t = dpre @ matrix
+    t = t if isinstance(size, float) else t * size
+    if not norm:
+        return (t if dy is None else t + dy.reshape(t.shape)).view(x.shape).to(x.dtype)
+    rows, dx = x.reshape(t.shape).contiguous(), torch.empty_like(t)
+    per, block, options = whole_rows(x.shape[-1])
+    if len(t):
+        _bwd_norm_kernel[(cdiv(len(t), per),)](
+            t, rows, mean, rstd, dy if dy is None else dy.contiguous(), dx, len(t),
+            K=x.shape[-1], ADD=dy is not None, BLOCK_M=per, BLOCK_K=block, **options,
+        )  # fmt: skip
+    return dx.view(x.shape)
 
 
-def _bwd_fake(
-    dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, need_x
-):
-    F_, K = dy.shape[-1], x.shape[-1]
-    fp32 = dict(dtype=torch.float32)
+def _weight_grad(dpre, x, weight, bias, gamma, norm_weight, norm_bias, partial, activation, norm):
+    """(dweight, dbias, dgamma, (dγ, dβ) [2, K]) by equations (8) and (10); None for what does not exist."""
+    rows = x.reshape(-1, x.shape[-1])
+    late = gamma is not None and activation is None
+    if not norm and not late:
+        dweight = dpre.T @ rows if weight.dtype == x.dtype else _mm32(dpre.T, rows).to(weight.dtype)
+        return dweight, *_row_sums(partial, bias, gamma), None
+    g, (F_, K) = _mm32(dpre.T, rows), weight.shape
+    gammas, programs = 0 if gamma is None else len(gamma), cdiv(F_, 16)
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    dbias, dgamma = g.new_empty(F_), g.new_empty(gammas)
+    dnorm = g.new_empty(programs if norm else 0, 2, K)
+    _bwd_weight_kernel[(programs,)](
+        g, weight.contiguous(), bias, partial, norm_weight, norm_bias, gamma, dweight, dbias, dgamma, dnorm,
+        F_, K, gammas, 0 if partial is None else len(partial), HAS_BIAS=bias is not None, HAS_NORM=norm,
+        HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None, HAS_GAMMA=gamma is not None, LATE=late,
+        SUMMED=partial is not None, BLOCK_F=16, BLOCK_K=128, BLOCK_P=32, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dweight, dbias, dgamma, dnorm.sum(0) if norm else None
+
+
+def _row_sums(partial, bias, gamma):
+    """(dbias, dgamma) from the sums of `_product_grad` alone; None where there is no such parameter."""
     return (
-        x.new_empty(x.shape if need_x else (0,)),
-        weight.new_empty(weight.shape),
-        x.new_empty(len(weight), **fp32),
-        x.new_empty(F_, **fp32),
-        x.new_empty(K if norm else 0, **fp32),
-        x.new_empty(K if norm else 0, **fp32),
+        None if bias is None else partial[:, 0].sum(0),
+        None if gamma is None else partial[:, 2, : len(gamma)].sum(0),
     )
 
 
-_fold_op = register(
-    "fold",
-    "(Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor)",
-    _fold,
-    _fold_fake,
-)
+def _bwd(
+    dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around, needs
+):
+    """(dx, dweight, dbias, dgamma, dnorm [2, K]); `needs` are x, the weights (with gamma and the norm's) and bias."""
+    need_x, need_w, need_b = needs
+    summed = (need_w or need_b) and (norm or bias is not None or gamma is not None)
+    dpre, _, partial = _product_grad(dy, x, len(weight), pre, gamma, sample_scale, mean, rstd, activation, norm, summed)
+    late = gamma if activation is None else None
+    dx, dweight, dbias, dgamma, dnorm = (None,) * 5
+    if need_x:
+        dx = _input_grad(dpre, x, weight, late, norm_weight, mean, rstd, norm, dy if around else None)
+    if need_w:
+        dweight, dbias, dgamma, dnorm = _weight_grad(
+            dpre, x, weight, bias, gamma, norm_weight, norm_bias, partial, activation, norm
+        )
+    elif need_b:
+        dbias, _ = _row_sums(partial, bias, None)
+    return tuple(x.new_empty(0) if t is None else t for t in (dx, dweight, dbias, dgamma, dnorm))
+
+
+def _bwd_fake(
+    dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around, needs
+):
+    need_x, need_w, need_b = needs
+    return (
+        x.new_empty(x.shape if need_x else (0,)),
+        *_weight_grad_fake(x, weight, bias, gamma, norm, need_w, need_b),
+    )
+
+
+def _weight_grad_fake(x, weight, bias, gamma, norm, need_w, need_b):
+    """The last four results of `_bwd`, without data."""
+    sums = torch.float32
+    has_b = bias is not None and (need_w or need_b)
+    return (
+        weight.new_empty(weight.shape if need_w else (0,)),
+        x.new_empty(len(weight) if has_b else 0, dtype=sums if has_b else x.dtype),
+        x.new_empty(len(gamma) if need_w and gamma is not None else 0, dtype=sums),
+        x.new_empty((2, x.shape[-1]) if need_w and norm else (0,), dtype=sums),
+    )
+
+
 _fwd_op = register(
     "linear_fwd",
     "(Tensor x, Tensor weight, Tensor? const, Tensor? colsum, Tensor? stats, float eps, str? activation, "
@@ -575,8 +692,8 @@ _fwd_op = register(
 _bwd_op = register(
     "linear_bwd",
     "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor pre, Tensor? gamma, Tensor? sample_scale, Tensor mean, "
-    "Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, bool norm, bool need_x) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, bool norm, bool around, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
@@ -586,54 +703,59 @@ class _Fn(torch.autograd.Function):
     """Ties linear_fwd to linear_bwd; saves x, the pre-activation where one is needed, and row statistics."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, norm, norm_weight, norm_bias, stats, activation, gamma, scale, residual, more):
-        eps, around, keep, return_stats = more
-        w, const, colsum = weight.to(x.dtype), bias, None
-        if norm:
-            w, colsum, const = _fold_op(weight, bias, norm_weight, norm_bias, x.dtype)
-        save = keep and activation is not None and any(ctx.needs_input_grad)
-        y, pre, mean, rstd, out_stats = _fwd_op(
+    def forward(ctx, x, weight, bias, colsum, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
+        activation, norm, eps, around, keep, return_stats = facts
+        w, const = weight.to(x.dtype), bias
+        if norm and colsum is None:
+            w, colsum, const = fold_op(weight, bias, norm_weight, norm_bias, x.dtype)
+        colsum = colsum if norm else None
+        save = keep and any(ctx.needs_input_grad)
+        y, pre, mean, rstd, y_stats = _fwd_op(
             x, w, const, colsum, stats, eps, activation, gamma, scale, x if around else residual, save, return_stats
         )
         ctx.save_for_backward(x, weight, bias, pre, gamma, scale, mean, rstd, norm_weight, norm_bias)
-        ctx.facts = activation, norm, around, None if residual is None else residual.dtype
-        ctx.mark_non_differentiable(out_stats)
-        return y, out_stats
+        ctx.facts, ctx.residual_dtype = (activation, norm, around), None if residual is None else residual.dtype
+        ctx.mark_non_differentiable(y_stats)
+        return y, y_stats
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        x, weight, bias, pre, gamma, scale, mean, rstd, norm_weight, norm_bias = ctx.saved_tensors
-        activation, norm, around, residual_dtype = ctx.facts
-        need_x = ctx.needs_input_grad[0]
-        if not any(ctx.needs_input_grad[:10]):  # only the residual learns
-            return (*[None] * 10, dy.to(residual_dtype), None)
-        dx, dw, db, dgamma, dnorm_weight, dnorm_bias = _bwd_op(
-            dy, x, weight, bias, pre, gamma, scale, mean, rstd, norm_weight, norm_bias, activation, norm, need_x
-        )
+        need_x, need_weight, need_b, _, need_gain, need_shift, _, need_gamma, *_ = ctx.needs_input_grad
+        x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
+        gamma = saved[1]
+        needs = [need_x, need_weight or need_gain or need_shift or need_gamma, need_b]
+        dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
+        if not any(needs):  # only the residual learns
+            return *[None] * 9, dresidual, None
+        dx, dw, db, dgamma, dnorm = _bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
         return (
-            (dx + dy if around else dx) if need_x else None,
-            dw,
-            None if bias is None else db.to(bias.dtype),
+            dx if need_x else None,
+            dw if need_weight else None,
+            db.to(bias.dtype) if need_b else None,
             None,
-            None if norm_weight is None else dnorm_weight.to(norm_weight.dtype),
-            None if norm_bias is None else dnorm_bias.to(norm_bias.dtype),
+            dnorm[0].to(norm_weight.dtype) if need_gain else None,
+            dnorm[1].to(norm_bias.dtype) if need_shift else None,
             None,
+            dgamma.to(gamma.dtype) if need_gamma else None,
             None,
-            None if gamma is None else dgamma.to(gamma.dtype),
-            None,
-            None if residual_dtype is None else dy.to(residual_dtype),
+            dresidual,
             None,
         )
 
 
-def check_norm(x: Tensor, norm: Norm | None, stats: Tensor | None) -> None:
-    """Raises ValueError when the LayerNorm's parameters or the row statistics do not fit x."""
+def check_norm(x: Tensor, norm: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
+    """Raises ValueError when the LayerNorm's parameters, the row statistics or a folded weight do not fit x."""
     for name, parameter in zip(("norm weight", "norm bias"), norm[:2] if norm else (), strict=False):
         if parameter is not None:
             expect(name, parameter, K=x.shape[-1])
     if stats is not None:
         expect("stats", stats, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
+    if isinstance(weight, Folded):
+        if norm is None or norm[0] is not None or norm[1] is not None:
+            raise ValueError("a folded weight holds the LayerNorm's weight and bias; pass norm=(None, None, eps)")
+        if weight.weight.dtype != x.dtype:
+            raise ValueError(f"weight was folded for {weight.weight.dtype}, x is {x.dtype}; fold it for x")
 
 
 def check_branch(

@@ -2,9 +2,9 @@
 
 Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]      (1)
           y = sample_scale · gamma · (h W₂ᵀ + b₂) + residual        [M, D]      (2)
-Backward  h = act(pre₁) again, then the backward of `linear` twice           (3)
-Kernels   Two launches of `linear`'s product forward; with a norm one that folds it into W₁, and one for row statistics
-          unless they are given.
+Backward  that of `linear` twice, with h = act(pre₁) again              (3)
+Kernels   Those of `linear`: two products forward; with a norm one launch that folds it into W₁ unless that was done
+          before, and one for row statistics unless they are given. Backward, h is written where pre₁ is read.
 Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h.
 Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, not h: with x, qkv and o of the attention half 10·D values a token for F = 4·D,
           where eager PyTorch keeps 16·D. With `recompute` only x: 6·D.
@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from . import layer_norm, linear
+from .fold import Folded, fold_op
 from .linear import Norm, Pair
-from .op import Op, cast, cdiv, expect, make, register, usable
-from .tile import activate, jit, tl
+from .op import Op, expect, make, register, usable
 
-Layer = tuple[Tensor | Pair, Tensor | Pair | None]  # weight and bias
+Layer = tuple[Tensor | Pair | Folded, Tensor | Pair | None]  # weight and bias
 
 
 def mlp(
@@ -42,7 +42,7 @@ def mlp(
 
     Args:
         x: [..., D].
-        fc1: (weight [F, D], bias [F]); for "swiglu" as in `linear`.
+        fc1: (weight [F, D], bias [F]); for "swiglu", or folded, as in `linear`.
         fc2: (weight [D, F], bias [D]).
         norm: (weight [D], bias [D], eps) of a LayerNorm on x.
         stats: [M, tiles, 2] fp32, row statistics of x; see `linear`.
@@ -60,24 +60,22 @@ def mlp(
         ValueError: a size does not fit, or the activation is unknown.
     """
     linear.check(x, *fc1, activation)
-    linear.check_norm(x, norm, stats)
+    linear.check_norm(x, norm, stats, fc1[0])
     expect("fc2 weight", fc2[0], D=None, F=linear.outputs(fc1[0], activation))
     if fc2[1] is not None:
         expect("fc2 bias", fc2[1], D=fc2[0].shape[0])
     linear.check_branch(x, fc2[0].shape[0], gamma, sample_scale, residual)
     if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
-        if not isinstance(fc1[0], Tensor):
-            fc1 = torch.cat(fc1[0]), None if fc1[1] is None else torch.cat(fc1[1])
-        operand = cast(x)[0]
-        if norm is not None and operand.dtype != x.dtype:  # a float32 stream under autocast: LN keeps its precision
-            operand, norm = cast(layer_norm.layer_norm(x, *norm))[0], None
+        operand, norm = linear.before(x, norm)
         gain, shift, eps = (None, None, 0.0) if norm is None else norm
         around = residual is operand  # the usual case; torch.compile wants each tensor passed once
         keep = torch.is_grad_enabled() and not recompute  # inside the Function gradients are always off
-        facts = norm is not None, eps, activation, around, recompute, keep, return_stats
+        facts = activation, norm is not None, eps, around, recompute, keep, return_stats
         residual = None if around else residual
-        y, out_stats = _Fn.apply(operand, *fc1, *fc2, gain, shift, stats, gamma, sample_scale, residual, facts)
-        return (y, out_stats) if return_stats else y
+        y, y_stats = _Fn.apply(
+            operand, *linear.operands(*fc1), *fc2, gain, shift, stats, gamma, sample_scale, residual, facts
+        )
+        return (y, y_stats) if return_stats else y
     return reference(
         x,
         fc1,
@@ -114,105 +112,105 @@ def reference(
         return linear.reference(h, *fc2, gamma=gamma, sample_scale=sample_scale, residual=residual)  # (2)
 
     y = checkpoint(hidden_to_out, x, use_reentrant=False) if recompute else hidden_to_out(x)
-    return (y, linear.row_stats(y)) if return_stats else y
+    return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
-@jit
-def _activate_kernel(pre_ptr, h_ptr, M, F, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr):
-    """One program: one tile of h = act(pre), [BLOCK_M, BLOCK_F]; a SwiGLU's gate and value stand side by side."""
-    tiles = tl.cdiv(F, BLOCK_F)
-    m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    f = tl.program_id(0) % tiles * BLOCK_F + tl.arange(0, BLOCK_F)
-    inside = (m < M)[:, None] & (f < F)[None, :]
-    if ACTIVATION == "swiglu":
-        at = m[:, None] * 2 * F + f[None, :]
-        h = activate(tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
-        h *= tl.load(pre_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
-    else:
-        at = m[:, None] * F + f[None, :]
-        h = activate(tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
-    tl.store(h_ptr + m[:, None] * F + f[None, :], h.to(h_ptr.dtype.element_ty), mask=inside)
-
-
-def _activate(pre, activation):
-    """h [M, F] = act(pre)."""
-    h = _activate_fake(pre, activation)
-    M, F = h.shape
-    if M:
-        _activate_kernel[(cdiv(M, 16) * cdiv(F, 128),)](
-            pre, h, M, F, ACTIVATION=activation, BLOCK_M=16, BLOCK_F=128, num_warps=4, enable_fp_fusion=True
+def _bwd(
+    dy, x, w1, b1, w2, b2, pre, h, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
+    needs,
+):  # fmt: skip
+    """(dx, dw1, db1, dnorm [2, D], dw2, db2, dgamma); `needs` are x and the parameters of fc1 and of fc2."""
+    need_x, need_1, need_2 = needs
+    dpre2, _, sums = linear._product_grad(
+        dy, x, len(w2), None, gamma, sample_scale, None, None, None, False, b2 is not None and need_2
+    )
+    hidden = x.new_empty(len(dpre2), w2.shape[1])  # for its shape and dtype
+    dh = linear._input_grad(dpre2, hidden, w2, gamma, None, None, None, False)
+    again = h is None and need_2
+    dpre1, made, sums1 = linear._product_grad(
+        dh.view(*x.shape[:-1], -1), x, len(w1), pre, None, None, mean, rstd, activation, norm, True, again
+    )  # (3)
+    outputs = [None] * 7
+    if need_x:
+        outputs[0] = linear._input_grad(dpre1, x, w1, None, norm_weight, mean, rstd, norm, dy if around else None)
+    if need_1:
+        outputs[1], outputs[2], _, outputs[3] = linear._weight_grad(
+            dpre1, x, w1, b1, None, norm_weight, norm_bias, sums1, activation, norm
         )
-    return h
+    if need_2:
+        outputs[4], outputs[5], outputs[6], _ = linear._weight_grad(
+            dpre2, made if again else h, w2, b2, gamma, None, None, sums, None, False
+        )
+    return tuple(x.new_empty(0) if t is None else t for t in outputs)
 
 
-def _activate_fake(pre, activation):
-    return pre.new_empty(pre.shape[0], pre.shape[1] // 2 if activation == "swiglu" else pre.shape[1])
+def _bwd_fake(
+    dy, x, w1, b1, w2, b2, pre, h, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
+    needs,
+):  # fmt: skip
+    need_x, need_1, need_2 = needs
+    dw1, db1, _, dnorm = linear._weight_grad_fake(x, w1, b1, None, norm, need_1, need_1)
+    dw2, db2, dgamma, _ = linear._weight_grad_fake(x, w2, b2, gamma, False, need_2, need_2)
+    return x.new_empty(x.shape if need_x else (0,)), dw1, db1, dnorm, dw2, db2, dgamma
 
 
-_activate_op = register("mlp_activate", "(Tensor pre, str activation) -> Tensor", _activate, _activate_fake)
+_bwd_op = register(
+    "mlp_bwd",
+    "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor pre, Tensor? h, Tensor? gamma, "
+    "Tensor? sample_scale, Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str activation, "
+    "bool norm, bool around, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+)
 
 
 class _Fn(torch.autograd.Function):
-    """Two linear_fwd, two linear_bwd; keeps the pre-activation, or nothing but x with `recompute`."""
+    """Two linear_fwd, one mlp_bwd; keeps the pre-activation, or nothing but x with `recompute`."""
 
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
+    def forward(ctx, x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
         *_, around, _, keep, return_stats = facts
         keep = keep and any(ctx.needs_input_grad)
-        h, pre, mean, rstd = _hidden(x, w1, b1, norm_weight, norm_bias, stats, facts, keep)
+        h, pre, mean, rstd = _hidden(x, w1, b1, colsum, norm_weight, norm_bias, stats, facts, keep)
         added = x if around else residual
-        y, *_, out_stats = linear._fwd_op(
+        y, *_, y_stats = linear._fwd_op(
             h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
         )
-        ctx.save_for_backward(x, w1, b1, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd)
+        ctx.save_for_backward(x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd)
         ctx.facts, ctx.residual_dtype = facts, None if residual is None else residual.dtype
-        ctx.mark_non_differentiable(out_stats)
-        return y, out_stats
+        ctx.mark_non_differentiable(y_stats)
+        return y, y_stats
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        x, w1, b1, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd = ctx.saved_tensors
-        norm, _, activation, around, recompute, *_ = ctx.facts
-        if recompute:
-            h, pre, mean, rstd = _hidden(x, w1, b1, norm_weight, norm_bias, None, ctx.facts, True)
-        else:
-            h = _activate_op(pre, activation).view(*x.shape[:-1], w2.shape[1])  # (3)
-        nothing = mean.new_empty(0)
-        dh, dw2, db2, dgamma, _, _ = linear._bwd_op(
-            dy, h, w2, b2, nothing, gamma, scale, nothing, nothing, None, None, None, False, True
-        )
-        dx, dw1, db1, _, dnorm_weight, dnorm_bias = linear._bwd_op(
-            dh,
-            x,
-            w1,
-            b1,
-            pre,
-            None,
-            None,
-            mean,
-            rstd,
-            norm_weight,
-            norm_bias,
-            activation,
-            norm,
-            ctx.needs_input_grad[0],
-        )
-        learned = zip(
-            (b1, b2, norm_weight, norm_bias, gamma), (db1, db2, dnorm_weight, dnorm_bias, dgamma), strict=True
-        )
-        db1, db2, dnorm_weight, dnorm_bias, dgamma = (None if p is None else g.to(p.dtype) for p, g in learned)
-        dx = (dx + dy if around else dx) if ctx.needs_input_grad[0] else None
+        x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd = ctx.saved_tensors
+        activation, norm, _, around, recompute, *_ = ctx.facts
+        need = ctx.needs_input_grad
+        needs = [need[0], any(need[i] for i in (1, 2, 6, 7)), any(need[i] for i in (4, 5, 9))]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
-        return dx, dw1, db1, dw2, db2, dnorm_weight, dnorm_bias, None, dgamma, None, dresidual, None
+        if not any(needs):  # only the residual learns
+            return *[None] * 11, dresidual, None
+        h = None
+        if recompute:
+            h, pre, mean, rstd = _hidden(x, w1, b1, colsum, norm_weight, norm_bias, None, ctx.facts, True)
+        dx, dw1, db1, dnorm, dw2, db2, dgamma = _bwd_op(
+            dy, x, w1, b1, w2, b2, pre, h, gamma, scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
+            needs,
+        )  # fmt: skip
+        grads = dx, dw1, db1, None, dw2, db2, dnorm[:1], dnorm[1:], None, dgamma
+        parameters = x, w1, b1, None, w2, b2, norm_weight, norm_bias, None, gamma
+        wanted = zip(grads, parameters, need, strict=False)
+        return *(g.view(p.shape).to(p.dtype) if n else None for g, p, n in wanted), None, dresidual, None
 
 
-def _hidden(x, w1, b1, norm_weight, norm_bias, stats, facts, save):
+def _hidden(x, w1, b1, colsum, norm_weight, norm_bias, stats, facts, save):
     """Equation (1): (h, pre, mean, rstd)."""
-    norm, eps, activation, *_ = facts
-    w, const, colsum = w1.to(x.dtype), b1, None
-    if norm:
-        w, colsum, const = linear._fold_op(w1, b1, norm_weight, norm_bias, x.dtype)
+    activation, norm, eps, *_ = facts
+    w, const = w1.to(x.dtype), b1
+    if norm and colsum is None:
+        w, colsum, const = fold_op(w1, b1, norm_weight, norm_bias, x.dtype)
+    colsum = colsum if norm else None
     h, pre, mean, rstd, _ = linear._fwd_op(x, w, const, colsum, stats, eps, activation, None, None, None, save, False)
     return h, pre, mean, rstd
 

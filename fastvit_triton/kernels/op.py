@@ -1,9 +1,11 @@
 """The host half of every op: what it is, whether its Triton kernel runs here, and how torch sees it."""
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -33,6 +35,8 @@ class Op:
 
 BACKENDS = ("auto", "triton", "torch")
 LIBRARY = torch.library.Library("fastvit_triton", "DEF")
+TUNED = Path(__file__).parent / "tuned"
+target: str | None = None  # the compile report names the architecture that it compiles for here
 _chosen: str | None = None
 
 
@@ -106,6 +110,32 @@ def usable(x: torch.Tensor, head_dim: int = 0) -> bool:
     return why_not(x.device, x.dtype, head_dim) is None
 
 
+def config(row: str, default: dict[str, int], device: torch.device) -> dict[str, int]:
+    """Launch parameters of a kernel: the row that this GPU's table in tuned/ has by that name, else the default.
+
+    Tables are committed, each row with its provenance, "measured" or "predicted"; nothing is timed in a user's process.
+    """
+    return dict(_table(target or _architecture(device.type, device.index)).get(row, default), enable_fp_fusion=True)
+
+
+@functools.cache
+def _table(architecture: str) -> dict[str, dict[str, int]]:
+    path = TUNED / f"{architecture}.json"
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    return {name: row["config"] for name, row in rows.items()}
+
+
+@functools.cache
+def _architecture(kind: str, index: int | None) -> str:
+    """sm_90, gfx942, or "cpu"."""
+    if kind != "cuda":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
 def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in autocast's dtype where autocast is on for their device; otherwise as they are."""
     kind = tensors[0].device.type
@@ -158,6 +188,12 @@ def cdiv(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def whole_rows(K: int) -> tuple[int, int, dict[str, int]]:
+    """Rows of a program that holds whole rows of K values, their width as a power of two, and launch parameters."""
+    block = power_of_2(K)
+    return max(1, 1024 // block), block, dict(num_warps=min(max(block // 1024, 1), 16), enable_fp_fusion=True)
 
 
 def make(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Callable[..., torch.Tensor]:

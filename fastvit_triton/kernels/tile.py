@@ -48,36 +48,55 @@ def put_rows(ptr, x, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: 
 
 
 @jit
-def activate(x, KIND: tl.constexpr):
+def _normal_cdf(x, EXACT: tl.constexpr):
+    """Φ(x) of fp32 x, by erf; for what is stored in 16 bits by a logistic function, a third of the instructions.
+
+    The odd polynomial is −log₂e · ln(Φ / (1 − Φ)), fitted so that x·Φ(x) is off by at most 3.4e-6.
+    """
+    if EXACT:
+        return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # 1/√2
+    low = tl.maximum(x, -10.0)  # exp2 stays finite
+    z = tl.minimum(low * low, 25.0)
+    p = -2.3020437e-00 + z * (-0.10522997 + z * (3.6204788e-04 + z * (8.7909797e-05 + z * -3.2103784e-06)))
+    return 1.0 / (1.0 + tl.exp2(low * p))
+
+
+@jit
+def _sigmoid(x):
+    """1 / (1 + e⁻ˣ)."""
+    return 1.0 / (1.0 + tl.exp2(tl.minimum(-1.4426950408889634 * x, 126.0)))  # log₂e; exp2 stays finite
+
+
+@jit
+def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
     """GELU (erf), GELU (tanh), x·sigmoid(1.702 x), ReLU or SiLU of fp32 x; "swiglu" is the SiLU of its gate."""
     if KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))  # 1/√2
+        return x * _normal_cdf(x, EXACT)
     if KIND == "gelu_tanh":
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2·√(2/π); tanh u = 2·sigmoid(2u) − 1
+        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2·√(2/π); tanh u = 2·sigmoid(2u) − 1
     if KIND == "quick_gelu":
-        return x * tl.sigmoid(1.702 * x)
+        return x * _sigmoid(1.702 * x)
     if KIND == "relu":
-        return tl.maximum(x, 0.0)
+        return tl.where(x < 0, 0.0, x)  # and NaN stays NaN
     if KIND == "silu" or KIND == "swiglu":
-        return x * tl.sigmoid(x)
+        return x * _sigmoid(x)
     return x
 
 
 @jit
-def activate_grad(x, KIND: tl.constexpr):
+def activate_grad(x, KIND: tl.constexpr, EXACT: tl.constexpr):
     """The derivative of `activate` at fp32 x."""
     if KIND == "gelu":
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)  # 1/√(2π)
-        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+        return _normal_cdf(x, EXACT) + x * (0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x))  # φ: 1/√(2π)
     if KIND == "gelu_tanh":
-        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         return s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     if KIND == "quick_gelu":
-        s = tl.sigmoid(1.702 * x)
+        s = _sigmoid(1.702 * x)
         return s + 1.702 * x * s * (1.0 - s)
     if KIND == "relu":
         return tl.where(x > 0, 1.0, 0.0)
     if KIND == "silu" or KIND == "swiglu":
-        s = tl.sigmoid(x)
+        s = _sigmoid(x)
         return s + x * s * (1.0 - s)
     return tl.full(x.shape, 1.0, tl.float32)
