@@ -1,7 +1,7 @@
 """What is learned: modules that own parameters under timm's names and call the kernels."""
 
 from .attention import Attention, AttentionPool, RelativePosition
-from .block import Block, DropPath, LayerScale, PostNormBlock, drop_path_rates
+from .block import Block, Blocks, DropPath, LayerScale, PostNormBlock, drop_path_rates
 from .embed import (
     Learned2d,
     LinearPatchEmbed,
@@ -20,6 +20,7 @@ __all__ = [
     "Attention",
     "AttentionPool",
     "Block",
+    "Blocks",
     "DropPath",
     "LayerScale",
     "Learned2d",

@@ -51,9 +51,14 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
         self.position = position
 
-    def forward(self, x: Tensor, *, norm: nn.Module | None = None, **branch: Tensor | None) -> Tensor:
-        """x [B, N, D] → [B, N, D]; `norm` comes first, `branch` (gamma, sample_scale, residual) comes last."""
-        qkv = project(x, self.qkv, norm=norm)  # [B, N, 3·H·d]
+    def forward(
+        self, x: Tensor, *, norm: nn.Module | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [B, N, D] → [B, N, D]; `norm`, with the `stats` of x, comes first.
+
+        `branch` (gamma, sample_scale, residual, return_stats) comes last.
+        """
+        qkv = project(x, self.qkv, norm=norm, stats=stats)  # [B, N, 3·H·d]
         fused = self.position is None and not drops(self.attn_drop)
         if fused and plain(self.q_norm, nn.Identity) and plain(self.k_norm, nn.Identity):
             o = attention_qkv(qkv, self.num_heads, self.scale)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..kernels.op import usable
 from .seam import hooked, normalize, plain
 
 
@@ -92,25 +93,66 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path2 = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, N, D]."""
-        x = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1)
-        return add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2)
+    def forward(
+        self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[B, N, D] → [B, N, D]; a fused block takes row statistics of x from the block before and leaves its own."""
+        keep = return_stats and usable(x)
+        x, stats = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1, stats, usable(x))
+        x, stats = add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2, stats, keep)
+        return (x, stats) if return_stats else x
 
 
 class PostNormBlock(Block):
     """Post-norm block: LN(x + f(x)), as in the original Transformer (arXiv:1706.03762, section 3.1)."""
 
+    def forward(
+        self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[B, N, D] → [B, N, D]; its branches read x without a norm, so there are no statistics to hand on."""
+        x = normalize(add_branch(x, self.attn, None, self.ls1, self.drop_path1)[0], self.norm1)
+        x = normalize(add_branch(x, self.mlp, None, self.ls2, self.drop_path2)[0], self.norm2)
+        return (x, None) if return_stats else x
+
+
+class Blocks(nn.Sequential):
+    """Blocks one after another, each taking the row statistics that the one before left."""
+
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
-        x = normalize(add_branch(x, self.attn, None, self.ls1, self.drop_path1), self.norm1)
-        return normalize(add_branch(x, self.mlp, None, self.ls2, self.drop_path2), self.norm2)
+        stats = None
+        for block in self:
+            if type(block) is Block and not hooked(block):  # a hook expects one tensor
+                x, stats = block(x, stats, return_stats=True)
+            else:
+                x, stats = block(x), None
+        return x
 
 
-def add_branch(x: Tensor, body: nn.Module, norm: nn.Module | None, scale: nn.Module, drop_path: nn.Module) -> Tensor:
-    """x + drop_path(scale(body(norm(x)))) on x [B, N, D], ended inside `body` where nobody watches the parts."""
+def add_branch(
+    x: Tensor,
+    body: nn.Module,
+    norm: nn.Module | None,
+    scale: nn.Module,
+    drop_path: nn.Module,
+    stats: Tensor | None = None,
+    return_stats: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """x + drop_path(scale(body(norm(x)))) on x [B, N, D], ended inside `body` where nobody watches the parts.
+
+    Row statistics of x make its norm cheaper; those of the sum are returned if asked for and cheap, else None.
+    """
     if not hooked(body) and plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, nn.Identity):
         gamma = scale.gamma if type(scale) is LayerScale else None
         sample_scale = drop_path.sample_scale(x) if type(drop_path) is DropPath else None
-        return body(x, norm=norm, gamma=gamma, sample_scale=sample_scale, residual=x)
-    return x + drop_path(scale(body(x if norm is None else normalize(x, norm))))
+        y = body(
+            x,
+            norm=norm,
+            stats=stats,
+            gamma=gamma,
+            sample_scale=sample_scale,
+            residual=x,
+            return_stats=return_stats,
+        )
+        return y if return_stats else (y, None)
+    return x + drop_path(scale(body(x if norm is None else normalize(x, norm)))), None

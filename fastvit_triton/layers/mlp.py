@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ..kernels.linear import ACTIVATIONS
 from ..kernels.mlp import mlp
-from .seam import drops, hooked, norm_weights, plain, project
+from .seam import before, drops, hooked, plain, project
 
 
 class Mlp(nn.Module):
@@ -28,14 +28,20 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden // 2 if act == "swiglu" else hidden, dim, bias=bias)
         self.drop2 = nn.Dropout(drop)
 
-    def forward(self, x: Tensor, *, norm: nn.Module | None = None, **branch: Tensor | None) -> Tensor:
-        """x [B, N, D] → [B, N, D]; `norm` comes first, `branch` (gamma, sample_scale, residual) comes last."""
+    def forward(
+        self, x: Tensor, *, norm: nn.Module | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [B, N, D] → [B, N, D]; `norm`, with the `stats` of x, comes first.
+
+        `branch` (gamma, sample_scale, residual, return_stats) comes last.
+        """
         if norm is not None and not plain(norm, nn.LayerNorm):
             x, norm = norm(x), None
         if self._fusable():
-            fc1, fc2 = (self.fc1.weight, self.fc1.bias), (self.fc2.weight, self.fc2.bias)
-            norm = None if norm is None else norm_weights(norm)
-            return mlp(x, fc1, fc2, norm=norm, activation=self.act, **branch)
+            *fc1, norm = before(x, norm, self.fc1)
+            return mlp(
+                x, tuple(fc1), (self.fc2.weight, self.fc2.bias), norm=norm, stats=stats, activation=self.act, **branch
+            )
         if self.act == "swiglu":
             gate, value = self.fc1(x if norm is None else norm(x)).chunk(2, -1)
             h = self.drop1(nn.functional.silu(gate) * value)

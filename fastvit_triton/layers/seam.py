@@ -5,10 +5,17 @@ changes nothing: its type is exact (a LoRA, quantised or parametrised layer has 
 Otherwise it is called, as in any PyTorch model.
 """
 
+import weakref
+
+import torch
 from torch import Tensor, nn
 
+from ..kernels.fold import Folded, fold
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
+from ..kernels.op import usable
+
+_folds: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Folded]] = weakref.WeakKeyDictionary()
 
 
 def hooked(module: nn.Module) -> bool:
@@ -38,6 +45,28 @@ def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     return layer_norm(x, *norm_weights(norm)) if plain(norm, nn.LayerNorm) else norm(x)
 
 
+def folded(x: Tensor, norm: nn.LayerNorm, *linears: nn.Linear) -> Folded | None:
+    """`fold` of a norm and the linear layers behind it, kept from call to call; None where nothing may be kept.
+
+    Kept in eager inference alone, beside the modules: no state, no copy, no pickle holds it. It is made anew when a
+    parameter is another tensor, lies elsewhere, or was written to. Writes through `.data` leave no trace in PyTorch.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    first = linears[0]
+    if torch.is_grad_enabled() or not usable(x):
+        _folds.pop(first, None)
+        return None
+    weights, biases = tuple(fc.weight for fc in linears), tuple(fc.bias for fc in linears)
+    sources = [t for t in (*weights, *biases, norm.weight, norm.bias) if t is not None]
+    if torch.is_autocast_enabled(x.device.type) or any(t.is_inference() for t in sources):
+        return None
+    key = (x.dtype, *((id(t), t.data_ptr(), t._version, t.dtype, t.device) for t in sources))
+    if first not in _folds or _folds[first][0] != key:
+        _folds[first] = key, fold(weights, biases, norm.weight, norm.bias, x.dtype)
+    return _folds[first][1]
+
+
 def project(
     x: Tensor,
     fc: nn.Module,
@@ -48,7 +77,9 @@ def project(
     gamma: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-) -> Tensor:
+    stats: Tensor | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Tensor | None]:
     """sample_scale · gamma · drop(act(fc(norm(x)))) + residual, in one call of `kernels.linear` where that is the same.
 
     Args:
@@ -60,25 +91,39 @@ def project(
         gamma: [F], LayerScale.
         sample_scale: [B], drop-path factor of each image.
         residual: [B, ..., F].
+        stats: row statistics of x, where its producer left them.
+        return_stats: also return those of the output, or None.
 
     Returns:
-        [B, ..., F].
+        [B, ..., F]; with `return_stats` also [M, tiles, 2] fp32 or None.
     """
     if norm is not None and not plain(norm, nn.LayerNorm):
         x, norm = norm(x), None
     if plain(fc, nn.Linear) and not (drop is not None and (drops(drop) or hooked(drop))):
+        weight, bias, norm = before(x, norm, fc)
         return linear(
             x,
-            fc.weight,
-            fc.bias,
-            norm=None if norm is None else norm_weights(norm),
+            weight,
+            bias,
+            norm=norm,
+            stats=stats,
             activation=activation,
             gamma=gamma,
             sample_scale=sample_scale,
             residual=residual,
+            return_stats=return_stats,
         )
     y = fc(x if norm is None else norm(x))
     y = y if activation is None else ACTIVATIONS[activation](y)
     y = y if drop is None else drop(y)
     y = scaled(y, gamma, sample_scale)
-    return y if residual is None else y + residual
+    y = y if residual is None else y + residual
+    return (y, None) if return_stats else y
+
+
+def before(x: Tensor, norm: nn.LayerNorm | None, fc: nn.Linear) -> tuple[Tensor | Folded, Tensor | None, tuple | None]:
+    """(weight, bias, norm) of a linear layer behind a norm, as the kernels take them."""
+    if norm is None:
+        return fc.weight, fc.bias, None
+    made = folded(x, norm, fc)
+    return (fc.weight, fc.bias, norm_weights(norm)) if made is None else (made, None, (None, None, norm.eps))

@@ -14,6 +14,7 @@ from ..layers import (
     Attention,
     AttentionPool,
     Block,
+    Blocks,
     Learned2d,
     LinearPatchEmbed,
     Mlp,
@@ -74,7 +75,7 @@ class VisionTransformer(nn.Module):
         self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
         self.norm_pre = nn.LayerNorm(D, eps=config.eps) if config.pre_norm else nn.Identity()
         rates = drop_path_rates(config.drop_path_rate, config.depth)
-        self.blocks = nn.Sequential(*((block or build_block)(config, p, self.num_prefix_tokens) for p in rates))
+        self.blocks = Blocks(*((block or build_block)(config, p, self.num_prefix_tokens) for p in rates))
 
         final_norm = config.norm == "pre" if config.final_norm is None else config.final_norm
         after_pool = config.global_pool == "avg" if config.fc_norm is None else config.fc_norm
