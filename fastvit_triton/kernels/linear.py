@@ -34,7 +34,7 @@ from . import fold, layer_norm
 from .fold import Folded, fold_op
 from .layer_norm import merged
 from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, usable, whole_rows
-from .tile import activate, activate_grad, jit, tl
+from .tile import activate, activate_grad, columns, jit, tl
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
 Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
@@ -44,7 +44,7 @@ Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
 SPACE = {
     "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
     "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
-    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=1, num_warps=8, num_stages=2),
+    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=8, num_stages=2),
 }
 
 
@@ -226,24 +226,6 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
 
 
 @jit
-def _columns(x, PARTS: tl.constexpr):
-    """x [M, F] as PARTS tensors (1, 2 or 4) of F / PARTS columns side by side."""
-    M: tl.constexpr = x.shape[0]
-    F: tl.constexpr = x.shape[1]
-    if PARTS == 1:
-        parts = (x,)
-    else:
-        left, right = tl.split(tl.permute(tl.reshape(x, [M, 2, F // 2]), [0, 2, 1]))
-        if PARTS == 2:
-            parts = (left, right)
-        else:
-            a, b = tl.split(tl.permute(tl.reshape(left, [M, 2, F // 4]), [0, 2, 1]))
-            c, d = tl.split(tl.permute(tl.reshape(right, [M, 2, F // 4]), [0, 2, 1]))
-            parts = (a, b, c, d)
-    return parts
-
-
-@jit
 def _with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr):
     """Equation (6), or the plain bias."""
     if HAS_NORM:
@@ -324,16 +306,16 @@ def _fwd_kernel(
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
     PAIR: tl.constexpr = ACTIVATION == "swiglu"
     y, up = _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
-    parts = _columns(y, PARTS)
-    ups = _columns(up, PARTS) if PAIR else parts
+    parts = columns(y, PARTS)
+    ups = columns(up, PARTS) if PAIR else parts
     count = tl.zeros([], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     spread = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(PARTS):
-        columns = tile_f.to(tl.int64) * BLOCK_F + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
+        here = tile_f.to(tl.int64) * BLOCK_F + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
         count, total, spread = _finish(
             parts[part], ups[part], const_ptr, colsum_ptr, gamma_ptr, scale_ptr, residual_ptr, y_ptr, pre_ptr,
-            mean, rstd, count, total, spread, m, columns, M, F, rows_per_image,
+            mean, rstd, count, total, spread, m, here, M, F, rows_per_image,
             ACTIVATION, HAS_NORM, HAS_CONST, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None, STATS,
         )  # fmt: skip
     if STATS:
@@ -626,7 +608,7 @@ def _weight_grad(dpre, x, weight, bias, gamma, norm_weight, norm_bias, partial, 
         g, weight.contiguous(), bias, partial, norm_weight, norm_bias, gamma, dweight, dbias, dgamma, dnorm,
         F_, K, gammas, 0 if partial is None else len(partial), HAS_BIAS=bias is not None, HAS_NORM=norm,
         HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None, HAS_GAMMA=gamma is not None, LATE=late,
-        SUMMED=partial is not None, BLOCK_F=16, BLOCK_K=128, BLOCK_P=32, num_warps=4, enable_fp_fusion=True,
+        SUMMED=partial is not None, BLOCK_F=16, BLOCK_K=64, BLOCK_P=32, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return dweight, dbias, dgamma, dnorm.sum(0) if norm else None
 

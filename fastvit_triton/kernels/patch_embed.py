@@ -4,6 +4,8 @@ Math      x_p[n] = flatten(patch n)                              [N, C·P²]    
           t = x_p Eᵀ + b                                         [N, D]          (2)
           tokens = [prefix; t] + pos  or  [prefix; t + pos]      [T + N, D]      (3)
           uint8 images enter as (image / 255 − mean) / std                       (4)
+          = (image − 128)·a + c,  a = 1 / (255 std),  c = (128/255 − mean) / std     per channel
+          whose first factor is exact in 16 bits: a goes into E, and c into b    (4')
 Backward  dE = dtᵀ x_p    db = Σ dt    dpos = Σ_images dtokens    dprefix likewise      (5)
           dimage = fold(dt E), by a transposed convolution, only if asked for           (6)
 Kernels   (2) is one product over an implicit unfold: no im2col buffer, forward or backward; positions and prefix tokens
@@ -20,13 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .op import Op, cast, cdiv, expect, make, register, usable
-from .tile import jit, tl
+from .op import Op, cast, cdiv, config, expect, make, register, usable
+from .tile import columns, jit, tl
 
-# Launch parameters, for every architecture.
+# Launch parameters that fit every architecture; tuned/ has better ones for some.
 SPACE = {
-    "fwd": dict(BLOCK_M=64, BLOCK_D=128, BLOCK_K=64, num_warps=4, num_stages=3),
-    "bwd": dict(BLOCK_M=32, BLOCK_D=128, BLOCK_K=128, num_warps=4, num_stages=2),
+    "fwd.half": dict(BLOCK_M=128, BLOCK_D=128, BLOCK_K=32, PARTS=4, num_warps=4, num_stages=3),
+    "fwd.fp32": dict(BLOCK_M=64, BLOCK_D=64, BLOCK_K=32, PARTS=4, num_warps=8, num_stages=2),
+    "bwd.half": dict(BLOCK_M=32, BLOCK_D=128, BLOCK_K=128, num_warps=4, num_stages=2),
+    "bwd.fp32": dict(BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, num_warps=8, num_stages=2),
 }
 ROWS = 4096  # patches whose share of dE one program sums
 
@@ -111,49 +115,57 @@ def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tenso
 
 @jit
 def _patches(
-    image_ptr, mean_ptr, std_ptr, m, k, M, strides, N,
-    P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, NORMAL: tl.constexpr,
+    image_ptr, m, k, M, strides, N, like,
+    P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Values k of patches m of all images, [len(m), len(k)] fp32: equations (1) and (4)."""
+    """Values k of patches m of all images, [len(m), len(k)], in the dtype of `like`; uint8 less 128, exactly.
+
+    Patches past the end repeat the last one, and values past K are zeros or, of uint8, anything finite.
+    """
+    m = tl.minimum(m, M - 1)
     b, n = (m // N).to(tl.int64), m % N
     c, y, x = k // (P * Q), k // Q % P, k % Q
     patch = b * strides[0] + (n // GRID_W * P) * strides[2] + (n % GRID_W * Q) * strides[3]
-    value = c.to(tl.int64) * strides[1] + y * strides[2] + x * strides[3]
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    values = tl.load(image_ptr + patch[:, None] + value[None, :], mask=inside, other=0).to(tl.float32)
-    if NORMAL:
-        mean = tl.load(mean_ptr + c, mask=k < K, other=0.0).to(tl.float32)
-        std = tl.load(std_ptr + c, mask=k < K, other=1.0).to(tl.float32)
-        values = tl.where(inside, (values / 255.0 - mean[None, :]) / std[None, :], 0.0)
-    return values
+    at = image_ptr + patch[:, None] + (c.to(tl.int64) * strides[1] + y * strides[2] + x * strides[3])[None, :]
+    values = tl.load(at) if EVEN else tl.load(at, mask=(k < K)[None, :], other=0)
+    if image_ptr.dtype.element_ty == tl.uint8:
+        values = values.to(tl.float32) - 128.0
+    return values.to(like.dtype)
 
 
 @jit
 def _fwd_kernel(
-    image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, mean_ptr, std_ptr, tokens_ptr, strides,
-    B, N, T, D, pos_first,
+    image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, tokens_ptr, strides, B, N, T, D, pos_first,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_POS: tl.constexpr, HAS_PREFIX: tl.constexpr,
-    NORMAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_POS: tl.constexpr, HAS_PREFIX: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M patches of all images and BLOCK_D channels; the first ones also write prefix tokens."""
     tiles = tl.cdiv(D, BLOCK_D)
+    EVEN: tl.constexpr = K % BLOCK_K == 0
     m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    d_first = tl.program_id(0) % tiles * BLOCK_D
+    d = d_first + tl.arange(0, BLOCK_D)
     M, in_d = B * N, d < D
-    inside = (m < M)[:, None] & in_d[None, :]
+    w_at = w_ptr + tl.minimum(d, D - 1)[None, :] * K
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        w = tl.load(w_ptr + d[None, :] * K + k[:, None], mask=(k < K)[:, None] & in_d[None, :], other=0.0)
-        x = _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K, NORMAL)
-        acc = tl.dot(x.to(w.dtype), w, acc, input_precision=PRECISION)  # (2) [BLOCK_M, BLOCK_D]
+        w = tl.load(w_at + k[:, None]) if EVEN else tl.load(w_at + k[:, None], mask=(k < K)[:, None], other=0.0)
+        x = _patches(image_ptr, m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)  # (2) [BLOCK_M, BLOCK_D]
+    parts = columns(acc, PARTS)
     b, n = m // N, m % N
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-    if HAS_POS:  # pos_first is the row of the first patch: 0, or T where prefix tokens have positions too
-        acc += tl.load(pos_ptr + (pos_first + n)[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(tokens_ptr + (b * (T + N) + T + n)[:, None] * D + d[None, :], acc.to(tokens_ptr.dtype.element_ty), inside)
+    for part in tl.static_range(PARTS):
+        e = d_first + part * (BLOCK_D // PARTS) + tl.arange(0, BLOCK_D // PARTS)
+        inside = (m < M)[:, None] & (e < D)[None, :]
+        t = parts[part]
+        if HAS_BIAS:
+            t += tl.load(bias_ptr + e, mask=e < D, other=0.0).to(tl.float32)[None, :]
+        if HAS_POS:  # pos_first is the row of the first patch: 0, or T where prefix tokens have positions too
+            t += tl.load(pos_ptr + (pos_first + n)[:, None] * D + e[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = tokens_ptr + (b * (T + N) + T + n)[:, None] * D + e[None, :]
+        tl.store(at, t.to(tokens_ptr.dtype.element_ty), mask=inside)
     if HAS_PREFIX:  # row tile i also writes the prefix tokens of images i·BLOCK_M …
         if tl.program_id(0) // tiles * BLOCK_M < B:
             for t in range(0, T):
@@ -167,10 +179,9 @@ def _fwd_kernel(
 
 @jit
 def _bwd_weight_kernel(
-    image_ptr, dt_ptr, mean_ptr, std_ptr, partial_ptr, strides, M, N, T, D,
-    P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, NORMAL: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    image_ptr, dt_ptr, partial_ptr, strides, M, N, T, D,
+    P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS patches' share of one tile of dE, [BLOCK_D, BLOCK_K]. Equation (5)."""
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -179,34 +190,49 @@ def _bwd_weight_kernel(
     acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     for first in range(start, tl.minimum(start + ROWS, M), BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
-        at = dt_ptr + (m // N * (T + N) + T + m % N)[None, :] * D + d[:, None]
-        dt = tl.load(at, mask=(m < M)[None, :] & (d < D)[:, None], other=0.0)  # [BLOCK_D, BLOCK_M]
-        x = _patches(image_ptr, mean_ptr, std_ptr, m, k, M, strides, N, P, Q, GRID_W, K, NORMAL)
-        acc = tl.dot(dt, x.to(dt.dtype), acc, input_precision=PRECISION)
+        at = dt_ptr + (m // N * (T + N) + T + m % N)[None, :] * D + tl.minimum(d, D - 1)[:, None]
+        dt = tl.load(at, mask=(m < M)[None, :], other=0.0)  # [BLOCK_D, BLOCK_M]
+        x = _patches(image_ptr, m, k, M, strides, N, dt, P, Q, GRID_W, K, K % BLOCK_K == 0)
+        acc = tl.dot(dt, x, acc, input_precision=PRECISION)
     at = partial_ptr + (tl.program_id(2).to(tl.int64) * D + d[:, None]) * K + k[None, :]
     tl.store(at, acc, mask=(d < D)[:, None] & (k < K)[None, :])
 
 
+def _blocks(kernel, weight):
+    """Launch parameters."""
+    row = f"{kernel}.{'fp32' if weight.dtype == torch.float32 else 'half'}"
+    return config(f"patch_embed.{row}", SPACE[row], weight.device)
+
+
 def _sizes(image, weight, prefix):
-    """N, T, grid width, K and the arguments by name that both kernels share."""
+    """Arguments by name that both kernels share."""
     D, C, P, Q = weight.shape
     N, T = image.shape[2] // P * (image.shape[3] // Q), 0 if prefix is None else prefix.shape[1]
     shared = dict(strides=image.stride(), N=N, T=T, P=P, Q=Q, GRID_W=image.shape[3] // Q, K=C * P * Q, D=D)
     exact = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return shared | dict(NORMAL=not image.is_floating_point(), PRECISION="ieee" if exact else "tf32")
+    return shared | dict(PRECISION="ieee" if exact else "tf32")
+
+
+def _centred(mean, std):
+    """a and c of equation (4'), [C, 1, 1] fp32."""
+    mean, std = mean.float()[:, None, None], std.float()[:, None, None]
+    return 1 / (255 * std), (128 / 255 - mean) / std
 
 
 def _fwd(image, weight, bias, pos, prefix, mean, std):
     """Tokens [B, T + N, D]."""
     tokens, shared = _fwd_fake(image, weight, bias, pos, prefix, mean, std), _sizes(image, weight, prefix)
-    M, D = len(image) * shared["N"], shared["D"]
+    M, D, blocks = len(image) * shared["N"], shared["D"], _blocks("fwd", weight)
     pos_first = 0 if pos is None else pos.shape[1] - shared["N"]
+    if image.dtype == torch.uint8:  # (4')
+        factor, offset = _centred(mean, std)
+        extra = (weight.float() * offset).sum((1, 2, 3))
+        weight, bias = (weight.float() * factor).to(weight.dtype), extra if bias is None else bias.float() + extra
     if M:
-        _fwd_kernel[(cdiv(M, SPACE["fwd"]["BLOCK_M"]) * cdiv(D, SPACE["fwd"]["BLOCK_D"]),)](
+        _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]) * cdiv(D, blocks["BLOCK_D"]),)](
             image, weight.contiguous(), bias, None if pos is None else pos.contiguous(),
-            None if prefix is None else prefix.contiguous(), mean, std, tokens, B=len(image), pos_first=pos_first,
-            HAS_BIAS=bias is not None, HAS_POS=pos is not None, HAS_PREFIX=prefix is not None, enable_fp_fusion=True,
-            **shared, **SPACE["fwd"],
+            None if prefix is None else prefix.contiguous(), tokens, B=len(image), pos_first=pos_first,
+            HAS_BIAS=bias is not None, HAS_POS=pos is not None, HAS_PREFIX=prefix is not None, **shared, **blocks,
         )  # fmt: skip
     return tokens
 
@@ -220,16 +246,20 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 
 def _bwd(dtokens, image, weight, prefix, mean, std):
     """dE [D, C, P, P'] in fp32."""
-    dweight, shared = _bwd_fake(dtokens, image, weight, prefix, mean, std), _sizes(image, weight, prefix)
+    shared, blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
     M, D, K = len(image) * shared["N"], shared["D"], shared["K"]
-    parts = max(cdiv(M, ROWS), 1)
-    partial = torch.zeros(parts, D, K, dtype=torch.float32, device=weight.device)
+    parts = cdiv(M, ROWS)
+    partial = torch.empty(parts, D, K, dtype=torch.float32, device=weight.device)
     if M:
-        _bwd_weight_kernel[(cdiv(K, SPACE["bwd"]["BLOCK_K"]), cdiv(D, SPACE["bwd"]["BLOCK_D"]), parts)](
-            image, dtokens.to(weight.dtype).contiguous(), mean, std, partial, M=M, ROWS=ROWS, enable_fp_fusion=True,
-            **shared, **SPACE["bwd"],
-        )  # fmt: skip
-    return torch.sum(partial, 0, out=dweight.view(D, K)).view(weight.shape)
+        _bwd_weight_kernel[(cdiv(K, blocks["BLOCK_K"]), cdiv(D, blocks["BLOCK_D"]), parts)](
+            image, dtokens.to(weight.dtype).contiguous(), partial, M=M, ROWS=ROWS, **shared, **blocks
+        )
+    dweight = partial.sum(0).view(weight.shape)
+    if image.dtype == torch.uint8:  # (4')
+        factor, offset = _centred(mean, std)
+        dbias = dtokens[:, shared["T"] :].to(weight.dtype).sum((0, 1), dtype=torch.float32)
+        dweight = dweight * factor + dbias[:, None, None, None] * offset
+    return dweight
 
 
 def _bwd_fake(dtokens, image, weight, prefix, mean, std):

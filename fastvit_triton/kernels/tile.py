@@ -48,6 +48,24 @@ def put_rows(ptr, x, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: 
 
 
 @jit
+def columns(x, PARTS: tl.constexpr):
+    """x [M, F] as PARTS tensors (1, 2 or 4) of F / PARTS columns side by side."""
+    M: tl.constexpr = x.shape[0]
+    F: tl.constexpr = x.shape[1]
+    if PARTS == 1:
+        parts = (x,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(x, [M, 2, F // 2]), [0, 2, 1]))
+        if PARTS == 2:
+            parts = (left, right)
+        else:
+            a, b = tl.split(tl.permute(tl.reshape(left, [M, 2, F // 4]), [0, 2, 1]))
+            c, d = tl.split(tl.permute(tl.reshape(right, [M, 2, F // 4]), [0, 2, 1]))
+            parts = (a, b, c, d)
+    return parts
+
+
+@jit
 def _normal_cdf(x, EXACT: tl.constexpr):
     """Φ(x) of fp32 x, by erf; for what is stored in 16 bits by a logistic function, a third of the instructions.
 
