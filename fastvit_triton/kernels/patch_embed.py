@@ -118,7 +118,7 @@ def _patches(
     b, n = (m // N).to(tl.int64), m % N
     c, y, x = k // (P * Q), k // Q % P, k % Q
     patch = b * strides[0] + (n // GRID_W * P) * strides[2] + (n % GRID_W * Q) * strides[3]
-    value = c.to(tl.int64) * strides[1] + y * strides[2] + x * strides[3]
+    value = c.to(tl.int64) * strides[1] + y.to(tl.int64) * strides[2] + x.to(tl.int64) * strides[3]
     inside = (m < M)[:, None] & (k < K)[None, :]
     values = tl.load(image_ptr + patch[:, None] + value[None, :], mask=inside, other=0).to(tl.float32)
     if NORMAL:
@@ -139,7 +139,7 @@ def _fwd_kernel(
     """One program: BLOCK_M patches of all images and BLOCK_D channels; the first ones also write prefix tokens."""
     tiles = tl.cdiv(D, BLOCK_D)
     m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     M, in_d = B * N, d < D
     inside = (m < M)[:, None] & in_d[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -156,7 +156,8 @@ def _fwd_kernel(
     tl.store(tokens_ptr + (b * (T + N) + T + n)[:, None] * D + d[None, :], acc.to(tokens_ptr.dtype.element_ty), inside)
     if HAS_PREFIX:  # row tile i also writes the prefix tokens of images i·BLOCK_M …
         if tl.program_id(0) // tiles * BLOCK_M < B:
-            for t in range(0, T):
+            for prefix in range(0, T):
+                t = tl.cast(prefix, tl.int64)
                 token = tl.load(prefix_ptr + t * D + d, mask=in_d, other=0.0).to(tl.float32)
                 if HAS_POS:
                     token += tl.load(pos_ptr + t * D + d, mask=in_d & (pos_first > 0), other=0.0).to(tl.float32)
