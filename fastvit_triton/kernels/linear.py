@@ -298,7 +298,8 @@ def _fwd_kernel(
     y = _product(x_ptr, w_ptr, m, f, M, F, x_stride, K, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
     y = _with_norm(y, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM, HAS_CONST)
     if ACTIVATION == "swiglu":  # the value's weights lie F rows below the gate's
-        up = _product(x_ptr, w_ptr + F * K, m, f, M, F, x_stride, K, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
+        up_ptr = w_ptr + tl.cast(F, tl.int64) * K
+        up = _product(x_ptr, up_ptr, m, f, M, F, x_stride, K, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
         up = _with_norm(up, colsum_ptr, const_ptr, mean, rstd, F + f, 2 * F, HAS_NORM, HAS_CONST)
         if SAVE:
             tl.store(pre_ptr + m[:, None] * 2 * F + f[None, :], y.to(pre_ptr.dtype.element_ty), mask=inside)
