@@ -115,7 +115,7 @@ def _patches(
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, NORMAL: tl.constexpr,
 ):  # fmt: skip
     """Values k of patches m of all images, [len(m), len(k)] fp32: equations (1) and (4)."""
-    b, n = (m // N).to(tl.int64), m % N
+    b, n = (m // N).to(tl.int64), (m % N).to(tl.int64)
     c, y, x = k // (P * Q), k // Q % P, k % Q
     patch = b * strides[0] + (n // GRID_W * P) * strides[2] + (n % GRID_W * Q) * strides[3]
     value = c.to(tl.int64) * strides[1] + y.to(tl.int64) * strides[2] + x.to(tl.int64) * strides[3]
