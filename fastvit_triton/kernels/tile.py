@@ -57,7 +57,7 @@ def activate(x, KIND: tl.constexpr):
     if KIND == "quick_gelu":
         return x * tl.sigmoid(1.702 * x)
     if KIND == "relu":
-        return tl.maximum(x, 0.0)
+        return tl.where(x < 0, 0.0, x)  # a GPU's maximum would turn NaN into 0
     if KIND == "silu" or KIND == "swiglu":
         return x * tl.sigmoid(x)
     return x
@@ -76,7 +76,7 @@ def activate_grad(x, KIND: tl.constexpr):
         s = tl.sigmoid(1.702 * x)
         return s + 1.702 * x * s * (1.0 - s)
     if KIND == "relu":
-        return tl.where(x > 0, 1.0, 0.0)
+        return tl.where(x <= 0, 0.0, 1.0)
     if KIND == "silu" or KIND == "swiglu":
         s = tl.sigmoid(x)
         return s + x * s * (1.0 - s)
