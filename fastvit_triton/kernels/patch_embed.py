@@ -105,7 +105,7 @@ def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tenso
     if over_patches:
         tokens = tokens + pos
     if prefix is not None:
-        tokens = torch.cat((prefix.to(tokens.dtype).expand(len(tokens), -1, -1), tokens), 1)
+        tokens = torch.cat((prefix.to(tokens.dtype).expand(tokens.shape[0], -1, -1), tokens), 1)
     return tokens if pos is None or over_patches else tokens + pos  # (3)
 
 
