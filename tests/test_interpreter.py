@@ -1,12 +1,21 @@
 """Ring 2: the real kernels in Triton's interpreter, forward and every gradient, against float64."""
 
+import dataclasses
+
 import pytest
 import torch
 from interpreter import interpreting, poisoned
 
-from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels import OPS, linear
 
-KERNELS = [op for op in OPS if op.ragged]
+# linear with row statistics of x from elsewhere, which leaves those of its output
+STATS = dataclasses.replace(
+    linear.OP,
+    name="linear_with_statistics",
+    run=lambda x, **rest: linear.linear(x, stats=linear.row_stats(x), return_stats=True, **rest),
+    ragged={"odd": linear.OP.ragged["odd"]},
+)
+KERNELS = [op for op in (*OPS, STATS) if op.ragged]
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in KERNELS for name, case in op.ragged.items()]
 
 

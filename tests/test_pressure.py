@@ -1,29 +1,27 @@
 """Correctness under pressure: strange memory, huge tensors, extreme values, broken kernels, unusual callers."""
 
-import functools
+import contextlib
+import inspect
 import linecache
 import math
 import mmap
 import re
-from inspect import signature
 
 import pytest
 import torch
 from interpreter import interpreting, poisoned
-from test_interpreter import converted, largest, leaves, outside, results
+from test_interpreter import STATS, converted, largest, outside, results
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import fastvit_triton as f
 from benchmarks.launches import compiled, record
-from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp, op, patch_embed
+from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp, patch_embed
 
 CASES = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
 CASES += [
     pytest.param(linear.OP, dict(B=1, N=5, K=6, F=4), id="linear-one_image"),
     pytest.param(patch_embed.OP, dict(B=1, C=3, H=6, W=9, P=3, D=5, T=2, pos_prefix=2), id="patch_embed-wide_patch"),
 ]
+MODULES = {m.__name__.rsplit(".", 1)[1]: m for m in (attention, layer_norm, linear, mlp, patch_embed)}
 STEP = 2**30  # values: two steps leave 32 bits, while a step itself still is a 32-bit stride
 
 
@@ -83,9 +81,11 @@ def longer(case):
     return case | {axis: 2**31 // case.get("P", 1) * case.get("P", 1)}
 
 
-@pytest.mark.parametrize("op, case", [c for c in CASES if "cu_seqlens" not in signature(c.values[0].run).parameters])
+@pytest.mark.parametrize(
+    "op, case", [c for c in CASES if "cu_seqlens" not in inspect.signature(c.values[0].run).parameters]
+)
 def test_shapes_beyond_32_bits(op, case):
-    """Oracle: the reference on the same fake tensors, which have no memory: shapes, dtypes, gradients' strides."""
+    """Oracle: the shapes that the reference gives for the same fake tensors, which have no memory."""
     with FakeTensorMode():
         arguments = op.inputs(longer(case), torch.float16, "cpu")
         want = results(op.reference, arguments)
@@ -118,11 +118,11 @@ def narrow_products(ttir):
 def launches():
     """Every kernel with every combination of its switches that the ops' cases reach."""
     found = {}
-    for op_, case in (case.values for case in CASES):
+    for op_, case in (c.values for c in CASES):
         for phase in record(op_.run, **op_.inputs(case, torch.float16, "cpu")).values():
             for launch in phase:
-                switches = sorted(n for n, v in launch.values.items() if v is True)
-                found[launch.name, launch.values.get("ACTIVATION"), *switches] = launch
+                switches = [n for n, v in launch.values.items() if v is True]
+                found[(launch.name, launch.values.get("ACTIVATION"), *switches)] = launch
     return found.values()
 
 
@@ -131,3 +131,124 @@ def test_addresses_are_64_bit_products():
     for launch in launches():
         found = narrow_products(compiled(launch, "sm_80").asm["ttir"])
         assert not found, (launch.name, found)
+
+
+def test_alignment_is_compiled_in():
+    """Oracle: the compiler's own words: multiples of 16 are promised for an aligned x, not for one value further on."""
+    weight, said = torch.ones(64, requires_grad=True), []
+    for layout in (packed, LAYOUTS["misaligned"]):
+        (launch,) = record(layer_norm.layer_norm, layout(torch.zeros(4, 64)), weight, None, 1e-6)["inference"]
+        said.append(re.search(r"%x_ptr: \S+( {tt.divisibility = 16 : i32})?", compiled(launch, "sm_80").asm["ttir"])[1])
+    assert said[0] and not said[1]
+
+
+@pytest.mark.parametrize("op, case", CASES)
+def test_kernels_repeat_bit_by_bit(op, case):
+    """Oracle: the first run; no sum depends on an order, and no result on memory that was not written."""
+    runs = []
+    for memory in (contextlib.nullcontext(), poisoned()):
+        with interpreting(), memory:
+            runs.append(results(op.run, op.inputs(case, torch.float16, "cpu")))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def first(arguments):
+    """Name of the argument that carries activations."""
+    return next(iter(arguments))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
+@pytest.mark.parametrize("op, case", [c for c in CASES if "shifted" not in c.id and "rope" not in c.id])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_large_inputs(op, case, dtype):
+    """Oracle: float64, overflow to infinity included; budget: that of `outside`, all in what the dtype can hold.
+
+    Activations are of magnitude 10⁴; the softmax scale brings scores back to 1, for a softmax of 10⁸ means nothing.
+    """
+    arguments, top = op.inputs(case, torch.float64, "cpu"), torch.finfo(dtype).max
+    for name in {"q", "k", "v", "qkv", "x", "residual", "image"} & arguments.keys():
+        arguments[name] = (arguments[name].detach() * 1e4).requires_grad_()
+    if "scale" in inspect.signature(op.run).parameters:
+        arguments["scale"] = 1e-8
+    arguments = {n: converted(v, dtype) for n, v in arguments.items()}
+    truth = results(op.reference, {n: converted(v, torch.float64) for n, v in arguments.items()})
+    baseline = results(op.reference, arguments)
+    with interpreting():
+        got = results(op.run, arguments)
+    for name, want in truth.items():
+        ours, theirs, want = (t.clamp(-top, top) for t in (got[name], baseline[name], want))
+        allowed = 2 * (largest(theirs - want) + torch.finfo(dtype).eps * largest(want))
+        assert largest(ours - want) <= allowed, name
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("op, case", CASES)
+def test_nothing_swallows_a_bad_value(op, case, bad):
+    """Oracle: the PyTorch path in float32: the same outputs are NaN or infinite, and so are some of each gradient."""
+    arguments = {n: converted(v, torch.float32) for n, v in op.inputs(case, torch.float64, "cpu").items()}
+    spoilt = arguments[first(arguments)].detach()
+    spoilt[(-1,) * spoilt.dim()] = bad
+    arguments[first(arguments)] = spoilt.requires_grad_()
+    want = results(op.reference, arguments)
+    with interpreting():
+        got = results(op.run, arguments)
+    for name, t in want.items():
+        if "output" in name:
+            assert torch.equal(got[name].isnan(), t.isnan()) and torch.equal(got[name].isinf(), t.isinf()), name
+        assert bool(got[name].isfinite().all()) == bool(t.isfinite().all()), name
+
+
+def test_relu_lets_nan_through():
+    """Oracle: torch.relu(nan) is nan; a GPU's maximum gives the other operand, which the interpreter's does not."""
+    x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    launches = record(linear.linear, x, weight, activation="relu")["inference"]
+    assert "arith.maxnumf" not in compiled(launches[-1], "sm_80").asm["ttir"]
+
+
+# kernel: what one reads in it, what a slip would have made of that, and the op and case that must notice
+SLIPS = {
+    "attention._fwd_kernel": ("1.0 / some", "-1.0 / some", attention.OP, "bias"),
+    "attention._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
+    "attention._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
+    "attention._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
+    "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
+    "layer_norm._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
+    "linear._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
+    "linear._merge_kernel": ("count - mean", "count + mean", STATS, "norm_gelu"),
+    "linear._fold_kernel": ("const += tl.sum", "const -= tl.sum", linear.OP, "norm_gelu"),
+    "linear._fwd_kernel": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
+    "linear._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
+    "linear._bwd_norm_kernel": ("- normed *", "+ normed *", linear.OP, "norm_gelu"),
+    "mlp._activate_kernel": ("h = activate", "h = -activate", mlp.OP, "ragged"),
+    "patch_embed._fwd_kernel": ("acc += tl.load(bias_ptr", "acc -= tl.load(bias_ptr", patch_embed.OP, "after"),
+    "patch_embed._bwd_weight_kernel": ("(at, acc", "(at, -acc", patch_embed.OP, "after"),
+}
+
+
+def slipped(module, name, old, new):
+    """The module's kernel with one change in its source; the module keeps its own."""
+    source = "".join(inspect.getsourcelines(getattr(module, name).fn)[0])
+    assert old in source, f"{name} no longer says {old!r}: name another slip"
+    file, source, made = f"<{name}: {new}>", source.replace(old, new), {}
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # where Triton reads it
+    exec(compile(source, file, "exec"), vars(module), made)
+    return made[name]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("kernel", SLIPS)
+def test_one_wrong_sign_is_seen(kernel, monkeypatch):
+    """Oracle: the comparison with float64 itself, which holds for the kernel as it is and must not for its copy."""
+    old, new, op_, case = SLIPS[kernel]
+    file, name = kernel.split(".")
+    module, arguments = MODULES[file], op_.inputs(op_.cases[case], torch.float32, "cpu")
+    assert outside(op_, arguments, torch.float32) == []
+    monkeypatch.setattr(module, name, slipped(module, name, old, new))
+    assert outside(op_, arguments, torch.float32) != []
+
+
+def test_every_kernel_has_a_slip():
+    """Oracle: the kernel files."""
+    found = {f"{file}.{name}" for file, m in MODULES.items() for name in vars(m) if re.fullmatch(r"_\w+_kernel", name)}
+    assert found == SLIPS.keys()
