@@ -55,7 +55,7 @@ def test_a_block_is_five_launches():
     """Oracle: the plan LN → qkv, attention, proj + residual, LN → fc1 → GELU, fc2 + residual; none is PyTorch's."""
     (two, before), (three, after) = launched(2), launched(3)
     plan = ["linear._fwd_kernel", "attention._fwd_kernel", *["linear._fwd_kernel"] * 3]
-    assert three == ["patch_embed._fwd_kernel", "layer_norm.stats_kernel", *plan * 3, "layer_norm._fwd_kernel"]
+    assert three == ["patch_embed._fwd_kernel", "layer_norm._stats_kernel", *plan * 3, "layer_norm._fwd_kernel"]
     assert len(three) - len(two) == 5 and after == before
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,38 @@ def test_every_op_has_the_same_parts():
         assert getattr(fastvit_triton, op.name) is op.run and "[" in op.run.__doc__
         for case in op.cases.values():
             assert set(op.inputs(case, fastvit_triton.kernels.op.torch.float32, "cpu")) <= set(ours)
+
+
+KERNEL_FILES = sorted({inspect.getmodule(op.run) for op in OPS}, key=lambda module: module.__name__)
+SECTIONS = ("Math", "Backward", "Cost", "Saved", "Sources")
+
+
+@pytest.mark.parametrize("module", KERNEL_FILES, ids=lambda module: module.__name__.rsplit(".", 1)[1])
+def test_kernel_files_have_seven_parts_in_order(module):
+    """Maths, public functions, references, kernels, launchers with their fakes, autograd Functions, OPs."""
+    tree = ast.parse(inspect.getsource(module))
+    assert all(f"\n{section} " in f"\n{ast.get_docstring(tree)}" for section in SECTIONS)
+    named = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    device = {n for n, node in named.items() if any(getattr(d, "id", "") == "jit" for d in node.decorator_list)}
+    named |= {n.targets[0].id: n for n in tree.body if isinstance(n, ast.Assign)}
+    launchers = {n.removesuffix("_fake") for n in named if n.endswith("_fake")}
+    parts = {
+        "public": {op.run.__name__ for op in OPS if inspect.getmodule(op.run) is module},
+        "reference": {n for n in named if n.startswith("reference")},
+        "kernels": device,
+        "launchers": launchers | {f"{n}_fake" for n in launchers},
+        "autograd": {n for n in named if re.fullmatch(r"_\w*Fn", n)},
+        "op": {n for n in named if re.fullmatch(r"OP(_[A-Z]+)?", n)},
+    }
+    assert all(found <= named.keys() for found in parts.values()), parts
+    assert all(found or part == "kernels" for part, found in parts.items()), parts  # mlp launches those of linear
+    order = [part for n in sorted(named, key=lambda n: named[n].lineno) for part, names in parts.items() if n in names]
+    assert order == sorted(order, key=list(parts).index)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    launched = {ast.unparse(n.func.value) for n in calls if isinstance(n.func, ast.Subscript)}
+    assert launched & device == {n for n in device if n.endswith("_kernel")}
+    registered = {(n.args[2].id, n.args[3].id) for n in calls if getattr(n.func, "id", "") == "register"}
+    assert registered == {(n, f"{n}_fake") for n in launchers}
 
 
 PROBE = """

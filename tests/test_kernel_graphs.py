@@ -1,21 +1,26 @@
-"""How torch sees the kernels: opcheck, one graph under torch.compile, autocast, checkpointing, whole models."""
+"""How torch sees the kernels: opcheck, one graph under torch.compile, autocast, transforms, export, whole models."""
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
+from test_interpreter import STATS, results
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastvit_triton as f
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, attention, fold, layer_norm, linear, mlp, patch_embed
+from fastvit_triton.kernels import OPS, op
 from fastvit_triton.kernels.layer_norm import row_stats
 
 
@@ -24,49 +29,43 @@ def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
-OPCHECKS = {
-    "layer_norm": lambda: (
-        layer_norm._Fn and (layer_norm._fwd_op, (randn(3, 5), None, randn(5), randn(5), 1e-6, None, None, False))
-    ),
-    "layer_norm_add": lambda: (
-        layer_norm._fwd_op,
-        (randn(3, 5), randn(3, 5), randn(5), None, 1e-6, randn(5), None, False),
-    ),
-    "attention": lambda: (attention._fwd_op, (*(randn(2, 3, 7, 8) for _ in range(3)), None, None, None, 0, 0.3)),
-    "fold": lambda: (fold.fold_op, (randn(6, 5), randn(6), randn(5), None, torch.float32)),
-    "linear": lambda: (
-        linear._fwd_op,
-        (randn(3, 5), randn(6, 5), randn(6), None, None, 0.0, "gelu", None, None, randn(3, 6), True, True),
-    ),
-    "linear_bwd": lambda: (
-        linear._bwd_op,
-        (
-            *(randn(3, 6), randn(3, 5), randn(6, 5), randn(6), randn(3, 6), randn(6), None, randn(3), randn(3)),
-            *(randn(5), randn(5), "gelu", True, False, [True, True, True]),
-        ),
-    ),
-    "mlp_bwd": lambda: (
-        mlp._bwd_op,
-        (
-            *(randn(3, 5), randn(3, 5), randn(6, 5), randn(6), randn(5, 6), randn(5), randn(3, 6), None, randn(5)),
-            *(None, randn(3), randn(3), randn(5), randn(5), "gelu", True, True, [True, True, True]),
-        ),
-    ),
-    "patch_embed": lambda: (
-        patch_embed._fwd_op,
-        (randn(2, 3, 4, 4), randn(5, 3, 2, 2), randn(5), randn(1, 5, 5), randn(1, 1, 5), None, None),
-    ),
-}
+class Calls(TorchDispatchMode):
+    """Writes down the arguments of the calls of our ops that really run."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "fastvit_triton":
+            self.found.append((function, arguments))
+        return function(*arguments, **options or {})
 
 
-@pytest.mark.parametrize("name", OPCHECKS)
+@functools.cache
+def recorded():
+    """Calls of each op of ours, forward and backward, that differ in a switch or in which tensors are given."""
+    with interpreting(), Calls() as calls:
+        for op_ in (*OPS, STATS):
+            for case in op_.cases.values():
+                results(op_.run, op_.inputs(case, torch.float16, "cpu"))  # fp32 results stand out
+
+    def kind(a):
+        return a if isinstance(a, (bool, str)) else a is None
+
+    return {(str(op_), *map(kind, arguments)): (op_, arguments) for op_, arguments in calls.found}
+
+
+@pytest.mark.parametrize("name", sorted(op.LIBRARY._op_defs))
 def test_opcheck(name):
     """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
-    op, arguments = OPCHECKS[name]()
-    arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
-    with interpreting():
-        outcome = torch.library.opcheck(op, arguments)
-    assert set(outcome.values()) == {"SUCCESS"}, outcome
+    calls = [call for (op_, *_), call in recorded().items() if op_ == f"{name.replace('::', '.')}.default"]
+    assert calls, "no case of any op calls it"
+    for op_, arguments in calls:
+        arguments = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+        with interpreting():
+            outcome = torch.library.opcheck(op_, arguments)
+        assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
 def model_and_images() -> tuple[nn.Module, torch.Tensor]:
@@ -134,8 +133,8 @@ def test_kernels_are_nodes_of_one_graph(dynamic):
         got = compiled(images)
         got_grads = gradients(model, got)
     torch._dynamo.reset()
-    for op in ("attention_fwd", "linear_fwd", "mlp_bwd", "patch_embed_fwd", "layer_norm_fwd", "linear_bwd"):
-        assert any(op in node for node in nodes), (op, sorted(set(nodes)))
+    for name in ("attention_fwd", "linear_fwd", "mlp_bwd", "patch_embed_fwd", "layer_norm_fwd", "linear_bwd"):
+        assert any(name in node for node in nodes), (name, sorted(set(nodes)))
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
 
 
@@ -171,34 +170,6 @@ def test_double_backward_is_refused():
         (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
-
-
-def test_selective_checkpointing_recomputes_the_kernels():
-    """Oracle: the same gradient without it."""
-    qkv = randn(2, 5, 3 * 8)
-    with interpreting():
-        grads = []
-        for function in (
-            lambda x: f.attention_qkv(x, 2),
-            lambda x: checkpoint(f.attention_qkv, x, 2, use_reentrant=False),
-        ):
-            grads.append(torch.autograd.grad(function(qkv).square().sum(), qkv)[0])
-    assert torch.equal(*grads)
-
-
-def test_kernels_repeat_bit_by_bit():
-    """Oracle: the first run; no sum depends on the order in which programs end."""
-    for op in OPS:
-        case = next(iter(op.ragged.values()))
-        runs = []
-        for _ in range(2):
-            arguments = op.inputs(case, torch.float32, "cpu")
-            with interpreting():
-                y = op.run(**arguments)
-                y = y[0] if isinstance(y, tuple) else y
-                leaf = next(a for a in arguments.values() if isinstance(a, torch.Tensor) and a.requires_grad)
-                runs.append((y, *torch.autograd.grad(y.sum(), leaf)))
-        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), op.name
 
 
 @pytest.mark.parametrize("F", [64, 200])
@@ -294,19 +265,74 @@ def test_a_dynamic_batch_compiles_once():
     assert len(graphs) == 1
 
 
-def test_strided_and_broadcast_inputs():
-    """Oracle: the same values stored contiguously; an expanded cotangent has stride 0."""
-    base = torch.randn(4, 6, 2, 10)
-    views = [base[1:3, :, :, 1:9].transpose(1, 2), base.permute(0, 2, 3, 1)[:2, :, :8].mT.contiguous().mT[:, :, :, :8]]
-    for view in views:
-        view = view.requires_grad_()
-        results = []
-        for q in (view, view.detach().clone(memory_format=torch.contiguous_format).requires_grad_()):
-            with interpreting():
-                o = f.attention(q, q, q)
-                (grad,) = torch.autograd.grad(o.sum(), q)
-            results.append((o.detach(), grad))
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.func's own
+def test_torch_func_runs_pytorch():
+    """Oracle: the same transforms where no kernel runs; outside of them the kernel runs again."""
+    x, weight = torch.randn(3, 4, 6), torch.randn(5, 6)
+
+    def loss(x):
+        return f.linear(f.layer_norm(x, None, None, 1e-6), weight, activation="gelu").square().sum()
+
+    transforms = (torch.func.grad(loss), torch.func.vmap(loss), torch.func.hessian(loss))
+    want = [transform(x) for transform in transforms]
+    with interpreting(), Calls() as calls:
+        assert all(torch.equal(t(x), w) for t, w in zip(transforms, want, strict=True)) and not calls.found
+        loss(x)
+    assert calls.found
+
+
+def test_selective_checkpointing_keeps_attention():
+    """Oracle: the gradient without it; a policy that saves the op's outputs means that it runs once."""
+    qkv, saved = torch.randn(2, 5, 3 * 8, requires_grad=True), torch.ops.fastvit_triton.attention_fwd.default
+
+    def policy(context, function, *arguments, **options):
+        return CheckpointPolicy.MUST_SAVE if function is saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x):
+        return f.layer_norm(f.attention_qkv(x, 2), None, None, 1e-6)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    runs = []
+    for options in (None, {}, {"context_fn": contexts}):
+        with interpreting(), Calls() as calls:
+            y = block(qkv) if options is None else checkpoint(block, qkv, use_reentrant=False, **options)
+            (grad,) = torch.autograd.grad(y.square().sum(), qkv)
+        runs.append((grad, sum(function is saved for function, _ in calls.found)))
+    assert all(torch.equal(grad, runs[0][0]) for grad, _ in runs)
+    assert [count for _, count in runs] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("pool", ["token", "map"])
+def test_export_holds_pytorch_only(tmp_path, pool):
+    """Oracle: the model itself, at another batch size, after a save and a load."""
+    model = f.create_model("vit_digits_patch2_8", depth=1, embed_dim=24, global_pool=pool).eval()
+    program = torch.export.export(model, (torch.randn(2, 1, 8, 8),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    torch.export.save(program, tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2")
+    called = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    assert any("aten" in name for name in called) and not any("fastvit" in name for name in called)
+    images = torch.randn(5, 1, 8, 8)
+    assert torch.equal(program.module()(images), model(images))
+
+
+def test_launches_enter_their_tensors_device(monkeypatch):
+    """Oracle: torch.cuda.device, asked for the first tensor's device and open while the launcher runs."""
+    seen, library = [], types.SimpleNamespace(define=lambda schema: None, impl=lambda name, run, key: seen.append(run))
+    monkeypatch.setattr(op, "LIBRARY", library)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *a, **k: None)
+
+    @contextlib.contextmanager
+    def device(which):
+        seen.append(which)
+        yield
+        seen.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    op.register("fold", "", lambda scale, tensor: seen.append("launched"), None)
+    run, seen[:] = seen[0], []
+    with FakeTensorMode():
+        run(1.0, torch.empty(3, device="cuda:1"))
+    assert seen == [torch.device("cuda:1"), "launched", "left"]
 
 
 VARIABLES = """

@@ -589,8 +589,8 @@ def _bwd_dbias_kernel(
     g = (pid // tiles_n // tiles_m // H).to(tl.int64)
     bias_ptr += g * bias_strides[0] + h * bias_strides[1]
     dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for b in range(g, B, G):
-        keys = Nk
+    for image in range(g, B, G):
+        b, keys = tl.cast(image, tl.int64), Nk
         if HAS_LENS:
             keys = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
         at = b * l_strides[0] + h * l_strides[1]

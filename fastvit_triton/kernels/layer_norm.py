@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .op import Op, cdiv, expect, make, power_of_2, register, usable
+from .op import Op, cdiv, expect, make, power_of_2, register, usable, whole_rows
 from .tile import jit, tl
 
 PROGRAMS = 512  # of the backward pass: each sums its rows' share of (5) and (6); fixed, so that sums repeat bit by bit
@@ -127,7 +127,7 @@ def row_stats(y: Tensor) -> Tensor:
 
 
 @jit
-def stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """One program: BLOCK_M rows. μ and 1/√(σ² + ε) of x."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -243,6 +243,14 @@ def _bwd_kernel(
     tl.store(at + D, dbias, mask=in_d)
     if HAS_GAMMA:
         tl.store(at + 2 * D, dgamma, mask=in_d)
+
+
+def _stats(x, mean, rstd, eps):
+    """Writes the mean and 1/√(σ² + ε) of every row of x [M, K]."""
+    rows, block, options = whole_rows(x.shape[1])
+    _stats_kernel[(cdiv(len(x), rows),)](
+        x, mean, rstd, len(x), eps, K=x.shape[1], BLOCK_M=rows, BLOCK_K=block, **options
+    )  # fmt: skip
 
 
 def _blocks(D: int) -> dict[str, int]:

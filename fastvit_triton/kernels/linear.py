@@ -207,6 +207,7 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
     w_at = w_ptr + tl.minimum(f, F - 1)[None, :] * K + k[:, None]
     first_sum = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
     second_sum = tl.zeros([BLOCK_M, BLOCK_F if PAIR else 1], tl.float32)
+    below = tl.cast(F, tl.int64) * K
     for first in range(0, K, BLOCK_K):
         if EVEN:
             x, w = tl.load(x_at), tl.load(w_at)
@@ -216,9 +217,9 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
         first_sum = tl.dot(x.to(w.dtype), w, first_sum, input_precision=PRECISION)
         if PAIR:
             if EVEN:
-                w = tl.load(w_at + F * K)
+                w = tl.load(w_at + below)
             else:
-                w = tl.load(w_at + F * K, mask=(first + k < K)[:, None], other=0.0)
+                w = tl.load(w_at + below, mask=(first + k < K)[:, None], other=0.0)
             second_sum = tl.dot(x.to(w.dtype), w, second_sum, input_precision=PRECISION)
         x_at += BLOCK_K
         w_at += BLOCK_K
@@ -227,11 +228,12 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
 
 @jit
 def _with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr):
-    """Equation (6), or the plain bias."""
+    """Equation (6), or the plain bias; outputs past the end repeat the last one."""
+    f = tl.minimum(f, F - 1)
     if HAS_NORM:
-        acc = rstd[:, None] * (acc - mean[:, None] * tl.load(colsum_ptr + f, mask=f < F, other=0.0)[None, :])
+        acc = rstd[:, None] * (acc - mean[:, None] * tl.load(colsum_ptr + f)[None, :])
     if HAS_CONST:
-        acc += tl.load(const_ptr + f, mask=f < F, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(const_ptr + f).to(tl.float32)[None, :]
     return acc
 
 
@@ -503,8 +505,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
         return outputs
     if colsum is not None and stats is None:
         rows = rows.contiguous()
-        per, block, options = whole_rows(K)
-        layer_norm.stats_kernel[(cdiv(M, per),)](rows, mean, rstd, M, eps, K=K, BLOCK_M=per, BLOCK_K=block, **options)
+        layer_norm._stats(rows, mean, rstd, eps)
     elif colsum is not None:
         stats, tiles = stats.contiguous(), stats.shape[1]
     tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
@@ -610,7 +611,7 @@ def _weight_grad(dpre, x, weight, bias, gamma, norm_weight, norm_bias, partial, 
         HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None, HAS_GAMMA=gamma is not None, LATE=late,
         SUMMED=partial is not None, BLOCK_F=16, BLOCK_K=64, BLOCK_P=32, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return dweight, dbias, dgamma, dnorm.sum(0) if norm else None
+    return dweight, None if bias is None else dbias, dgamma if gammas else None, dnorm.sum(0) if norm else None
 
 
 def _row_sums(partial, bias, gamma):
@@ -645,21 +646,18 @@ def _bwd_fake(
     dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around, needs
 ):
     need_x, need_w, need_b = needs
-    return (
-        x.new_empty(x.shape if need_x else (0,)),
-        *_weight_grad_fake(x, weight, bias, gamma, norm, need_w, need_b),
-    )
+    grads = torch.empty_like(x) if need_x else None, *_weight_grad_like(x, weight, bias, gamma, norm, need_w, need_b)
+    return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
 
-def _weight_grad_fake(x, weight, bias, gamma, norm, need_w, need_b):
-    """The last four results of `_bwd`, without data."""
-    sums = torch.float32
-    has_b = bias is not None and (need_w or need_b)
+def _weight_grad_like(x, weight, bias, gamma, norm, need_w, need_b):
+    """Tensors like the results of `_weight_grad`, or of `_row_sums` alone; None for what does not exist."""
+    sums = dict(dtype=torch.float32)
     return (
-        weight.new_empty(weight.shape if need_w else (0,)),
-        x.new_empty(len(weight) if has_b else 0, dtype=sums if has_b else x.dtype),
-        x.new_empty(len(gamma) if need_w and gamma is not None else 0, dtype=sums),
-        x.new_empty((2, x.shape[-1]) if need_w and norm else (0,), dtype=sums),
+        weight.new_empty(weight.shape) if need_w else None,
+        x.new_empty(weight.shape[:1], **sums) if bias is not None and (need_w or need_b) else None,
+        x.new_empty(gamma.shape, **sums) if gamma is not None and need_w else None,
+        x.new_empty((2, x.shape[-1]), **sums) if norm and need_w else None,
     )
 
 

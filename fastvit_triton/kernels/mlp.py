@@ -149,9 +149,10 @@ def _bwd_fake(
     needs,
 ):  # fmt: skip
     need_x, need_1, need_2 = needs
-    dw1, db1, _, dnorm = linear._weight_grad_fake(x, w1, b1, None, norm, need_1, need_1)
-    dw2, db2, dgamma, _ = linear._weight_grad_fake(x, w2, b2, gamma, False, need_2, need_2)
-    return x.new_empty(x.shape if need_x else (0,)), dw1, db1, dnorm, dw2, db2, dgamma
+    dw1, db1, _, dnorm = linear._weight_grad_like(x, w1, b1, None, norm, need_1, need_1)
+    dw2, db2, dgamma, _ = linear._weight_grad_like(x, w2, b2, gamma, False, need_2, need_2)
+    grads = torch.empty_like(x) if need_x else None, dw1, db1, dnorm, dw2, db2, dgamma
+    return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
 
 _bwd_op = register(

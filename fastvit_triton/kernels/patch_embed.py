@@ -109,7 +109,7 @@ def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tenso
     if over_patches:
         tokens = tokens + pos
     if prefix is not None:
-        tokens = torch.cat((prefix.to(tokens.dtype).expand(len(tokens), -1, -1), tokens), 1)
+        tokens = torch.cat((prefix.to(tokens.dtype).expand(tokens.shape[0], -1, -1), tokens), 1)
     return tokens if pos is None or over_patches else tokens + pos  # (3)
 
 
@@ -123,10 +123,10 @@ def _patches(
     Patches past the end repeat the last one, and values past K are zeros or, of uint8, anything finite.
     """
     m = tl.minimum(m, M - 1)
-    b, n = (m // N).to(tl.int64), m % N
-    c, y, x = k // (P * Q), k // Q % P, k % Q
-    patch = b * strides[0] + (n // GRID_W * P) * strides[2] + (n % GRID_W * Q) * strides[3]
-    at = image_ptr + patch[:, None] + (c.to(tl.int64) * strides[1] + y * strides[2] + x * strides[3])[None, :]
+    b, row, column = (m // N).to(tl.int64), (m % N // GRID_W).to(tl.int64), (m % N % GRID_W).to(tl.int64)
+    c, y, x = (k // (P * Q)).to(tl.int64), (k // Q % P).to(tl.int64), (k % Q).to(tl.int64)
+    patch = b * strides[0] + row * P * strides[2] + column * Q * strides[3]
+    at = image_ptr + patch[:, None] + (c * strides[1] + y * strides[2] + x * strides[3])[None, :]
     values = tl.load(at) if EVEN else tl.load(at, mask=(k < K)[None, :], other=0)
     if image_ptr.dtype.element_ty == tl.uint8:
         values = values.to(tl.float32) - 128.0
@@ -143,8 +143,8 @@ def _fwd_kernel(
     """One program: BLOCK_M patches of all images and BLOCK_D channels; the first ones also write prefix tokens."""
     tiles = tl.cdiv(D, BLOCK_D)
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d_first = tl.program_id(0) % tiles * BLOCK_D
+    m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # 32 bits: there are fewer patches than that
+    d_first = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_D
     d = d_first + tl.arange(0, BLOCK_D)
     M, in_d = B * N, d < D
     w_at = w_ptr + tl.minimum(d, D - 1)[None, :] * K
@@ -155,25 +155,26 @@ def _fwd_kernel(
         x = _patches(image_ptr, m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)  # (2) [BLOCK_M, BLOCK_D]
     parts = columns(acc, PARTS)
-    b, n = m // N, m % N
+    b, n = (m // N).to(tl.int64), (m % N).to(tl.int64)
     for part in tl.static_range(PARTS):
         e = d_first + part * (BLOCK_D // PARTS) + tl.arange(0, BLOCK_D // PARTS)
         inside = (m < M)[:, None] & (e < D)[None, :]
-        t = parts[part]
+        y = parts[part]
         if HAS_BIAS:
-            t += tl.load(bias_ptr + e, mask=e < D, other=0.0).to(tl.float32)[None, :]
+            y += tl.load(bias_ptr + e, mask=e < D, other=0.0).to(tl.float32)[None, :]
         if HAS_POS:  # pos_first is the row of the first patch: 0, or T where prefix tokens have positions too
-            t += tl.load(pos_ptr + (pos_first + n)[:, None] * D + e[None, :], mask=inside, other=0.0).to(tl.float32)
-        at = tokens_ptr + (b * (T + N) + T + n)[:, None] * D + e[None, :]
-        tl.store(at, t.to(tokens_ptr.dtype.element_ty), mask=inside)
+            y += tl.load(pos_ptr + (pos_first + n)[:, None] * D + e[None, :], mask=inside, other=0.0).to(tl.float32)
+        token_at = tokens_ptr + (b * (T + N) + T + n)[:, None] * D + e[None, :]
+        tl.store(token_at, y.to(tokens_ptr.dtype.element_ty), mask=inside)
     if HAS_PREFIX:  # row tile i also writes the prefix tokens of images i·BLOCK_M …
         if tl.program_id(0) // tiles * BLOCK_M < B:
-            for t in range(0, T):
+            for prefix in range(0, T):
+                t = tl.cast(prefix, tl.int64)
                 token = tl.load(prefix_ptr + t * D + d, mask=in_d, other=0.0).to(tl.float32)
                 if HAS_POS:
                     token += tl.load(pos_ptr + t * D + d, mask=in_d & (pos_first > 0), other=0.0).to(tl.float32)
                 row = tl.broadcast_to(token.to(tokens_ptr.dtype.element_ty)[None, :], [BLOCK_M, BLOCK_D])
-                at = tokens_ptr + (m * (T + N) + t)[:, None] * D + d[None, :]
+                at = tokens_ptr + (m.to(tl.int64) * (T + N) + t)[:, None] * D + d[None, :]
                 tl.store(at, row, mask=(m < B)[:, None] & in_d[None, :])
 
 
@@ -185,12 +186,12 @@ def _bwd_weight_kernel(
 ):  # fmt: skip
     """One program: ROWS patches' share of one tile of dE, [BLOCK_D, BLOCK_K]. Equation (5)."""
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    start = tl.program_id(2).to(tl.int64) * ROWS
+    d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    start = tl.program_id(2) * ROWS
     acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     for first in range(start, tl.minimum(start + ROWS, M), BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
-        at = dt_ptr + (m // N * (T + N) + T + m % N)[None, :] * D + tl.minimum(d, D - 1)[:, None]
+        at = dt_ptr + ((m // N).to(tl.int64) * (T + N) + T + m % N)[None, :] * D + tl.minimum(d, D - 1)[:, None]
         dt = tl.load(at, mask=(m < M)[None, :], other=0.0)  # [BLOCK_D, BLOCK_M]
         x = _patches(image_ptr, m, k, M, strides, N, dt, P, Q, GRID_W, K, K % BLOCK_K == 0)
         acc = tl.dot(dt, x, acc, input_precision=PRECISION)

@@ -73,16 +73,15 @@ def _normal_cdf(x, EXACT: tl.constexpr):
     """
     if EXACT:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # 1/√2
-    low = tl.maximum(x, -10.0)  # exp2 stays finite
-    z = tl.minimum(low * low, 25.0)
+    z = tl.minimum(x * x, 25.0)
     p = -2.3020437e-00 + z * (-0.10522997 + z * (3.6204788e-04 + z * (8.7909797e-05 + z * -3.2103784e-06)))
-    return 1.0 / (1.0 + tl.exp2(low * p))
+    return 1.0 / (1.0 + tl.exp2(x * p))
 
 
 @jit
 def _sigmoid(x):
     """1 / (1 + e⁻ˣ)."""
-    return 1.0 / (1.0 + tl.exp2(tl.minimum(-1.4426950408889634 * x, 126.0)))  # log₂e; exp2 stays finite
+    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))  # log₂e
 
 
 @jit
@@ -95,7 +94,7 @@ def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "quick_gelu":
         return x * _sigmoid(1.702 * x)
     if KIND == "relu":
-        return tl.where(x < 0, 0.0, x)  # and NaN stays NaN
+        return tl.where(x < 0, 0.0, x)  # a GPU's maximum would turn NaN into 0
     if KIND == "silu" or KIND == "swiglu":
         return x * _sigmoid(x)
     return x
@@ -113,7 +112,7 @@ def activate_grad(x, KIND: tl.constexpr, EXACT: tl.constexpr):
         s = _sigmoid(1.702 * x)
         return s + 1.702 * x * s * (1.0 - s)
     if KIND == "relu":
-        return tl.where(x > 0, 1.0, 0.0)
+        return tl.where(x <= 0, 0.0, 1.0)
     if KIND == "silu" or KIND == "swiglu":
         s = _sigmoid(x)
         return s + x * s * (1.0 - s)

@@ -145,6 +145,6 @@ class AttentionPool(nn.Module):
         """[B, N, D] → [B, D]."""
         q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [1, H, 1, d]
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
-        o = attention(q.expand(len(x), -1, -1, -1), k, v).transpose(1, 2).flatten(2)
+        o = attention(q.expand(x.shape[0], -1, -1, -1), k, v).transpose(1, 2).flatten(2)
         x = project(o, self.proj)  # [B, 1, D]
         return self.mlp(x, norm=self.norm, residual=x)[:, 0]

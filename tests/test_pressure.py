@@ -1,0 +1,259 @@
+"""Correctness under pressure: strange memory, huge tensors, extreme values, broken kernels, unusual callers."""
+
+import contextlib
+import inspect
+import linecache
+import math
+import mmap
+import re
+
+import pytest
+import torch
+from interpreter import interpreting, poisoned
+from test_interpreter import STATS, converted, largest, leaves, outside, results
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.launches import compiled, record
+from fastvit_triton.kernels import OPS, attention, fold, layer_norm, linear, mlp, patch_embed
+
+CASES = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
+CASES += [
+    pytest.param(linear.OP, dict(B=1, N=5, K=6, F=4), id="linear-one_image"),
+    pytest.param(patch_embed.OP, dict(B=1, C=3, H=6, W=9, P=3, D=5, T=2, pos_prefix=2), id="patch_embed-wide_patch"),
+]
+MODULES = {m.__name__.rsplit(".", 1)[1]: m for m in (attention, fold, layer_norm, linear, mlp, patch_embed)}
+STEP = 2**30  # values: two steps leave 32 bits, while a step itself still is a 32-bit stride
+
+
+def far(t, axes):
+    """Neighbours along the first axes lie STEP apart, in address space whose pages get memory when written to."""
+    strides = [s + STEP * (axis < axes) for axis, s in enumerate(t.contiguous().stride())]
+    span = 2 * STEP + 1 + sum(s * (size - 1) for s, size in zip(strides, t.shape, strict=True))
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    space = mmap.mmap(-1, span * t.element_size(), flags=anonymous)
+    # 2·STEP values in front: an offset that wraps reads zeros there, and does not fault
+    return torch.frombuffer(space, dtype=t.dtype).as_strided(t.shape, strides, 2 * STEP).copy_(t)
+
+
+LAYOUTS = {
+    "misaligned": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+    "every second": lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
+    "expanded": lambda t: t[:1].expand_as(t),
+    "rows far apart": lambda t: far(t, t.dim() - 1),
+    "values far apart": lambda t: far(t, t.dim()),
+}
+
+
+def laid(value, layout):
+    """The same structure with floating tensors laid out anew, as leaves of a new graph."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return layout(value.detach()).requires_grad_(value.requires_grad)
+    return tuple(laid(v, layout) for v in value) if isinstance(value, tuple) else value
+
+
+def packed(t):
+    """The same values side by side."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("op, case", CASES)
+def test_memory_layout_changes_nothing(op, case, layout):
+    """Oracle: the same values stored contiguously, bit for bit, outputs and gradients.
+
+    PyTorch's own products may sum at most 64 terms in another order where a matrix is transposed. Values far apart lie
+    on pages without memory in between, so 32-bit offsets, which the interpreter wraps as a GPU does, show here.
+    """
+    ours = {n: laid(v, layout) for n, v in op.inputs(case, torch.float32, "cpu").items()}
+    copies = {n: laid(v, packed) for n, v in ours.items()}
+    # the gradient of a sum is one number with strides 0
+    around = (lambda t: t.flatten()[0].expand(t.shape)) if layout is LAYOUTS["expanded"] else layout
+    with interpreting():
+        got, want = results(op.run, ours, around), results(op.run, copies, lambda t: packed(around(t)))
+    roundings = 64 * torch.finfo(torch.float32).eps if layout is LAYOUTS["transposed"] else 0.0
+    assert [n for n in want if not largest(got[n] - want[n]) <= roundings * largest(want[n])] == []
+
+
+def longer(case):
+    """The case with so many tokens or pixels that every output has more than 2³¹ values."""
+    axis = next(a for a in ("N", "Nq", "H", "F") if a in case)
+    return case | {axis: 2**31 // case.get("P", 1) * case.get("P", 1)}
+
+
+@pytest.mark.parametrize(
+    "op, case", [c for c in CASES if "cu_seqlens" not in inspect.signature(c.values[0].run).parameters]
+)
+def test_shapes_beyond_32_bits(op, case):
+    """Oracle: the shapes that the reference gives for the same fake tensors, which have no memory."""
+    with FakeTensorMode():
+        arguments = op.inputs(longer(case), torch.float16, "cpu")
+        want = results(op.reference, arguments)
+        with interpreting():
+            got = results(op.run, arguments)
+    assert max(t.numel() for t in got.values()) > 2**31
+    for name, t in want.items():
+        assert got[name].shape == t.shape, name
+
+
+def narrow_products(ttir):
+    """Products of two 32-bit numbers that reach an address, unless a scalar is multiplied by a constant (a tile)."""
+    found, made = set(), {}
+    for line in ttir.splitlines():
+        if match := re.match(r"\s*(%\w+)(?::\d+)? = (\S+) (.*?) : (.*?)(?: loc\(.*\))?$", line):
+            made[match[1]] = match[2], re.findall(r"%\w+", match[3]), match[4], line.strip()
+    passing = {f"arith.{n}" for n in ("muli", "addi", "subi", "extsi", "minsi", "select")}
+    passing |= {f"tt.{n}" for n in ("splat", "broadcast", "expand_dims")}
+    reached = [operands[1] for name, operands, *_ in made.values() if name == "tt.addptr"]
+    for value in reached:  # grows while it is walked
+        name, operands, kind, line = made.get(value, ("", (), "", ""))
+        constant = any(made.get(o, ("",))[0] == "arith.constant" for o in operands)
+        if name == "arith.muli" and "i32" in kind and ("tensor" in kind or not constant):
+            found.add(line)
+        if name in passing:
+            reached += [o for o in operands if o not in reached]
+    return found
+
+
+def launches():
+    """Every kernel with every combination of its switches that the ops' cases reach."""
+    found = {}
+    for op_, case in (c.values for c in CASES):
+        for phase in record("sm_80", op_.run, **op_.inputs(case, torch.float16, "cpu")).values():
+            for launch in phase:
+                switches = [n for n, v in launch.values.items() if v is True]
+                found[(launch.name, launch.values.get("ACTIVATION"), *switches)] = launch
+    return found.values()
+
+
+def test_addresses_are_64_bit_products():
+    """Oracle: the compiler's own intermediate code: a position times a stride is 64 bits wide in every kernel."""
+    for launch in launches():
+        found = narrow_products(compiled(launch, "sm_80").asm["ttir"])
+        assert not found, (launch.name, found)
+
+
+def test_alignment_is_compiled_in():
+    """Oracle: the compiler's own words: multiples of 16 are promised for an aligned x, not for one value further on."""
+    weight, said = torch.ones(64, requires_grad=True), []
+    for layout in (packed, LAYOUTS["misaligned"]):
+        (launch,) = record("sm_80", layer_norm.layer_norm, layout(torch.zeros(4, 64)), weight, None, 1e-6)["inference"]
+        said.append(re.search(r"%x_ptr: \S+( {tt.divisibility = 16 : i32})?", compiled(launch, "sm_80").asm["ttir"])[1])
+    assert said[0] and not said[1]
+
+
+@pytest.mark.parametrize("op, case", CASES)
+def test_kernels_repeat_bit_by_bit(op, case):
+    """Oracle: the first run; no sum depends on an order, and no result on memory that was not written."""
+    runs = []
+    for memory in (contextlib.nullcontext(), poisoned()):
+        with interpreting(), memory:
+            runs.append(results(op.run, op.inputs(case, torch.float16, "cpu")))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def first(arguments):
+    """Name of the argument that carries activations."""
+    return next(iter(arguments))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
+@pytest.mark.parametrize("op, case", [c for c in CASES if "shifted" not in c.id and "rope" not in c.id])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_large_inputs(op, case, dtype):
+    """Oracle: float64, in what the dtype can hold, with the budget of `outside`; beyond that PyTorch's infinities.
+
+    Activations are of magnitude 10⁴; the softmax scale brings scores back to 1, for a softmax of 10⁸ means nothing.
+    """
+    arguments, top = op.inputs(case, torch.float64, "cpu"), torch.finfo(dtype).max
+    for name in {"q", "k", "v", "qkv", "x", "residual", "image"} & arguments.keys():
+        arguments[name] = (arguments[name].detach() * 1e4).requires_grad_()
+    if "scale" in inspect.signature(op.run).parameters:
+        arguments["scale"] = 1e-8
+    arguments = {n: converted(v, dtype) for n, v in arguments.items()}
+    truth = results(op.reference, {n: converted(v, torch.float64) for n, v in arguments.items()})
+    baseline = results(op.reference, arguments)
+    with interpreting():
+        got = results(op.run, arguments)
+    for name, exact in truth.items():
+        ours, theirs, want = (t.clamp(-top, top) for t in (got[name], baseline[name], exact))
+        allowed = 2 * (largest(theirs - want) + torch.finfo(dtype).eps * largest(want))
+        assert largest(ours - want) <= allowed, name
+        beyond = exact.abs() > top + allowed
+        assert torch.equal(got[name][beyond], baseline[name][beyond]), name
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("op, case", CASES)
+def test_nothing_swallows_a_bad_value(op, case, bad):
+    """Oracle: the PyTorch path in float32: the same outputs are NaN or infinite, and so are some of each gradient."""
+    arguments = {n: converted(v, torch.float32) for n, v in op.inputs(case, torch.float64, "cpu").items()}
+    whole = arguments[first(arguments)]
+    spoilt = next(leaves(whole)).detach()
+    spoilt[(-1,) * spoilt.dim()] = bad
+    spoilt.requires_grad_()
+    arguments[first(arguments)] = (spoilt, *whole[1:]) if isinstance(whole, tuple) else spoilt
+    want = results(op.reference, arguments)
+    with interpreting():
+        got = results(op.run, arguments)
+    for name, t in want.items():
+        if "output" in name:
+            assert torch.equal(got[name].isnan(), t.isnan()) and torch.equal(got[name].isinf(), t.isinf()), name
+        assert bool(got[name].isfinite().all()) == bool(t.isfinite().all()), name
+
+
+def test_relu_lets_nan_through():
+    """Oracle: torch.relu(nan) is nan; a GPU's maximum gives the other operand, which the interpreter's does not."""
+    x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    launches = record("sm_80", linear.linear, x, weight, activation="relu")["inference"]
+    assert "arith.maxnumf" not in compiled(launches[-1], "sm_80").asm["ttir"]
+
+
+# kernel: what one reads in it, what a slip would have made of that, and the op and case that must notice
+SLIPS = {
+    "attention._fwd_kernel": ("1.0 / some", "-1.0 / some", attention.OP, "bias"),
+    "attention._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
+    "attention._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
+    "attention._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
+    "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
+    "layer_norm._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
+    "layer_norm._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
+    "fold._fold_kernel": ("const += tl.sum", "const -= tl.sum", fold.OP, "one"),
+    "linear.merged": ("count - mean", "count + mean", STATS, "norm_gelu"),
+    "linear._finish": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
+    "linear._fwd_kernel": ("tl.arange(0, BLOCK_F // PARTS)", "1 + tl.arange(0, BLOCK_F // PARTS)", linear.OP, "branch"),
+    "linear._bwd_weight_kernel": ("dw += dbias", "dw -= dbias", linear.OP, "norm_gelu"),
+    "linear._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
+    "linear._bwd_norm_kernel": ("- normed *", "+ normed *", linear.OP, "norm_gelu"),
+    "patch_embed._fwd_kernel": ("y += tl.load(bias_ptr", "y -= tl.load(bias_ptr", patch_embed.OP, "after"),
+    "patch_embed._bwd_weight_kernel": ("(at, acc", "(at, -acc", patch_embed.OP, "after"),
+}
+
+
+def slipped(module, name, old, new):
+    """The module's kernel with one change in its source; the module keeps its own."""
+    source = "".join(inspect.getsourcelines(getattr(module, name).fn)[0])
+    assert old in source, f"{name} no longer says {old!r}: name another slip"
+    file, source, made = f"<{name}: {new}>", source.replace(old, new), {}
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # where Triton reads it
+    exec(compile(source, file, "exec"), vars(module), made)
+    return made[name]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("kernel", SLIPS)
+def test_one_wrong_sign_is_seen(kernel, monkeypatch):
+    """Oracle: the comparison with float64 itself, which holds for the kernel as it is and must not for its copy."""
+    old, new, op_, case = SLIPS[kernel]
+    file, name = kernel.split(".")
+    module, arguments = MODULES[file], op_.inputs(op_.cases[case], torch.float32, "cpu")
+    assert outside(op_, arguments, torch.float32) == []
+    monkeypatch.setattr(module, name, slipped(module, name, old, new))
+    assert outside(op_, arguments, torch.float32) != []
+
+
+def test_every_kernel_has_a_slip():
+    """Oracle: the kernel files."""
+    found = {f"{file}.{name}" for file, m in MODULES.items() for name in vars(m) if re.fullmatch(r"_\w+_kernel", name)}
+    assert found <= SLIPS.keys()
