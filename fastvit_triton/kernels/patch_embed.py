@@ -29,8 +29,8 @@ from .tile import columns, jit, tl
 SPACE = {
     "fwd.half": dict(BLOCK_M=128, BLOCK_D=128, BLOCK_K=32, PARTS=4, num_warps=4, num_stages=3),
     "fwd.fp32": dict(BLOCK_M=64, BLOCK_D=64, BLOCK_K=32, PARTS=4, num_warps=8, num_stages=2),
-    "bwd.half": dict(BLOCK_M=32, BLOCK_D=128, BLOCK_K=128, num_warps=4, num_stages=2),
-    "bwd.fp32": dict(BLOCK_M=32, BLOCK_D=64, BLOCK_K=64, num_warps=8, num_stages=2),
+    "bwd.half": dict(BLOCK_M=64, BLOCK_D=128, BLOCK_K=128, num_warps=8, num_stages=2),
+    "bwd.fp32": dict(BLOCK_M=16, BLOCK_D=64, BLOCK_K=64, num_warps=8, num_stages=2),
 }
 ROWS = 4096  # patches whose share of dE one program sums
 
