@@ -1,0 +1,194 @@
+"""One thing measured in several ways: arms of the same case, absent ones with a reason, wrong ones without a time."""
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from fastvit_triton.kernels import op
+
+from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
+from .record import Part, told
+from .timing import Step, Timing, alternate, peak_bytes, rate, saved_bytes
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to compute a case.
+
+    Attributes:
+        name: as the tables show it; the first arm of a case is the baseline, eager PyTorch.
+        reason: why it is absent; None where it can run.
+        call: takes the case's arguments by name.
+    """
+
+    name: str
+    reason: str | None
+    call: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What arms compete at.
+
+    Attributes:
+        name: unique among the rows of a file.
+        dtype: of the arguments, for the budget.
+        inputs: seed → arguments by name, never zeros; floating tensors that learn require gradients.
+        arms: the baseline first.
+        truth: what the arms should compute, for arguments in float64.
+        phases: "forward" (no gradients kept), "backward" (it alone), "training" (both).
+        facts: columns that every row carries: op or model, batch, and so on.
+        work: flops and bytes of the forward pass that nobody can avoid, where somebody counted them.
+        learning: (call, arguments) → the tensors that gradients are asked of, by name.
+    """
+
+    name: str
+    dtype: torch.dtype
+    inputs: Callable[[int], dict]
+    arms: list[Arm]
+    truth: Callable
+    phases: tuple[str, ...] = ("forward", "backward")
+    facts: dict = field(default_factory=dict)
+    work: tuple[float, float] | None = None
+    learning: Callable[[Callable, dict], Named] = lambda call, arguments: named_leaves(arguments)
+
+
+@contextlib.contextmanager
+def switched(backend: str) -> Iterator[None]:
+    """The package's switch inside; what it was before, after."""
+    before = op._chosen
+    op.set_backend(backend)
+    try:
+        yield
+    finally:
+        op.set_backend(before)
+
+
+def on(backend: str, function: Callable) -> Callable:
+    """The function under the package's switch."""
+
+    def call(*arguments: object, **named: object) -> object:
+        with switched(backend):
+            return function(*arguments, **named)
+
+    return call
+
+
+def compiled(function: Callable, mode: str | None = None, backend: str = "inductor") -> Callable:
+    """torch.compile, one static graph, with room for one entry per case."""
+    return torch.compile(function, backend=backend, mode=mode, dynamic=False, fullgraph=True)
+
+
+def absent(module: str, package: str | None = None) -> str | None:
+    """Why an arm that needs this module cannot run, also where it is installed and does not import; None if it can."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{package or module} cannot be imported ({error})"[:160]
+    return None
+
+
+def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Step:
+    """What one repetition does before the timed call, and the timed call itself."""
+    given: list[torch.Tensor] = []
+
+    def outputs(copy: int) -> list[torch.Tensor]:
+        found = [t for t in leaves(call(**sets[copy])) if t.requires_grad]
+        given[:] = given or cotangents(found)
+        return found
+
+    def gradients(copy: int, of: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(of, list(case.learning(call, sets[copy]).values()), given, allow_unused=True)
+
+    def forward(copy: int) -> Callable[[], object]:
+        def timed() -> object:
+            with torch.no_grad():
+                return call(**sets[copy])
+
+        return timed
+
+    def backward(copy: int) -> Callable[[], object]:
+        found = outputs(copy)
+        return lambda: gradients(copy, found)
+
+    def training(copy: int) -> Callable[[], object]:
+        return lambda: gradients(copy, outputs(copy))
+
+    return {"forward": forward, "backward": backward, "training": training}[phase]
+
+
+def judge(case: Case, arguments: dict, phase: str) -> tuple[dict[str, Verdict], dict[str, str]]:
+    """A verdict by arm, and for arms that failed the error. Raises what the truth or the baseline raises."""
+
+    def found(call: Callable, given: dict) -> Named:
+        return outcome(call, given, None if phase == "forward" else case.learning(call, given))
+
+    truth = found(case.truth, converted(arguments, torch.float64))
+    baseline = found(case.arms[0].call, arguments)
+    verdicts, errors = {case.arms[0].name: verdict(baseline, truth, baseline, case.dtype)}, {}
+    for arm in (a for a in case.arms[1:] if a.reason is None):
+        try:
+            verdicts[arm.name] = verdict(found(arm.call, arguments), truth, baseline, case.dtype)
+        except Exception as error:
+            errors[arm.name] = told(error)
+    return verdicts, errors
+
+
+def compete(
+    case: Case, part: Part, device: torch.device, seconds: float, copies: int = 3, latency: bool = False
+) -> None:
+    """Measures a case and adds one row per phase and arm to the part's file."""
+    sets = [case.inputs(seed) for seed in range(copies)]
+    for phase in case.phases:
+        rows, calls = {arm.name: _row(case, phase, arm) for arm in case.arms}, {a.name: a.call for a in case.arms}
+        torch.compiler.reset()  # compiled arms of all cases share Dynamo's few entries for one piece of code
+        verdicts, errors = judge(case, sets[0], phase)
+        steps = {name: step_of(case, calls[name], sets, phase) for name in verdicts}
+        for name, found in verdicts.items():
+            rows[name] |= _verdict_columns(found)
+            rows[name] |= _memory(case, calls[name], sets[0], device, phase)
+        right = {name: step for name, step in steps.items() if verdicts[name].match}
+        timings, failed = alternate(right, device, part.deadline, seconds, copies=copies, latency=latency)
+        for name, text in (errors | failed).items():
+            rows[name]["error"] = text
+        for name, timing in timings.items():
+            rows[name] |= _timing_columns(case, timing, timings.get(case.arms[0].name), phase)
+        part.add(*rows.values())
+
+
+def _row(case: Case, phase: str, arm: Arm) -> dict:
+    facts = dict(case=case.name, phase=phase, dtype=str(case.dtype).removeprefix("torch."), arm=arm.name)
+    return facts | case.facts | ({} if arm.reason is None else dict(reason=arm.reason))
+
+
+def _verdict_columns(found: Verdict) -> dict:
+    """`within` is the largest error as a part of its budget; the worst tensor is named where there is no match."""
+    columns = dict(match=found.match, within=None if math.isinf(found.error) else round(found.error, 3))
+    return columns if found.match else columns | dict(worst=found.worst)
+
+
+def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, phase: str) -> dict:
+    """Peak memory of the phase, for a backward pass with its forward pass, and what the forward pass keeps for it."""
+    backward = phase != "forward"
+    whole = step_of(case, call, [arguments], "training" if backward else "forward")(0)
+    columns = dict(peak_bytes=peak_bytes(whole, device))
+    if backward:
+        held = [*named_leaves(arguments).values(), *case.learning(call, arguments).values()]
+        columns["saved_bytes"] = saved_bytes(lambda: call(**arguments), held)
+    return columns
+
+
+def _timing_columns(case: Case, timing: Timing, baseline: Timing | None, phase: str) -> dict:
+    """Microseconds, how many times faster than the baseline, and rates where the work was counted."""
+    columns = asdict(timing)
+    if baseline is not None:
+        columns["speedup"] = round(baseline.us / timing.us, 3)
+    if case.work and phase == "forward":
+        flops, nbytes = case.work
+        columns |= dict(flops=flops, bytes=nbytes)
+        columns |= dict(tflops=round(rate(flops, timing.us), 2), tbs=round(rate(nbytes, timing.us), 3))
+    return columns

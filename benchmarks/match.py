@@ -1,0 +1,103 @@
+"""Whether a result is right: against float64, within twice PyTorch's own error in that dtype and one rounding."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Named = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an arm's result stands.
+
+    Attributes:
+        match: every tensor is finite and within its budget.
+        error: the largest error as a part of its budget; infinite where a value is not finite or a tensor is missing.
+        worst: the tensor it belongs to.
+    """
+
+    match: bool
+    error: float
+    worst: str
+
+
+def leaves(value: object) -> Iterator[torch.Tensor]:
+    """The tensors inside nested tuples, lists and mappings (transformers' outputs are mappings)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from leaves(item)
+
+
+def converted(value: object, dtype: torch.dtype) -> object:
+    """The same structure with floating tensors in another dtype, as leaves of a new graph."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {n: converted(v, dtype) for n, v in value.items()}
+    return type(value)(converted(v, dtype) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+def cotangents(outputs: list[torch.Tensor], seed: int = 7) -> list[torch.Tensor]:
+    """The same random numbers for outputs of the same shapes, whatever their dtype; drawn on their device."""
+    if not outputs:
+        return []
+    generator = torch.Generator(outputs[0].device).manual_seed(seed)
+    return [torch.randn(t.shape, generator=generator, device=t.device).to(torch.bfloat16).to(t.dtype) for t in outputs]
+
+
+def named_leaves(arguments: dict) -> Named:
+    """The tensors among a function's arguments that learn, by argument and position."""
+    found = {f"{n}[{i}]": t for n, v in arguments.items() for i, t in enumerate(leaves(v))}
+    return {n: t for n, t in found.items() if t.requires_grad}
+
+
+def outcome(function: Callable, arguments: dict, learning: Named | None) -> Named:
+    """Outputs, and unless `learning` is None its gradients for fixed random cotangents, by name."""
+    with torch.set_grad_enabled(learning is not None):
+        outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
+    found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    if learning is None:
+        return found
+    outputs = [t for t in outputs if t.requires_grad]
+    grads = torch.autograd.grad(outputs, list(learning.values()), cotangents(outputs), allow_unused=True)
+    return found | {f"gradient of {n}": g for n, g in zip(learning, grads, strict=True) if g is not None}
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude, NaN if there is one; 0 of nothing."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, in the wider dtype, without a whole copy of a large tensor in float64."""
+    pairs = zip(a.flatten().split(2**26), b.flatten().split(2**26), strict=True)
+    found = [largest(x.to(b.dtype) - y) for x, y in pairs]
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+def verdict(got: Named, truth: Named, baseline: Named, dtype: torch.dtype) -> Verdict:
+    """The arm's tensors against the truth's; `baseline` is eager PyTorch in `dtype`.
+
+    Tensors that only the truth has (an arm may spell its parameters otherwise) are not asked for, outputs are.
+    """
+    worst = Verdict(True, 0.0, "")
+    for name, want in truth.items():
+        if name not in got:
+            if name.startswith("output"):
+                return Verdict(False, math.inf, name)
+            continue
+        if got[name].shape != want.shape:
+            return Verdict(False, math.inf, name)
+        budget = 2 * (_distance(baseline[name], want) + torch.finfo(dtype).eps * largest(want))
+        found = _distance(got[name], want)
+        error = found / budget if budget else (0.0 if not found else math.inf)
+        if math.isnan(error):
+            error = math.inf
+        if error > worst.error:
+            worst = Verdict(error <= 1, error, name)
+    return worst

@@ -1,0 +1,173 @@
+"""The ops of a ViT block and its stem as cases: ours, plain PyTorch, torch.compile, and installed peers."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels.op import Op
+
+from .arms import Arm, Case, absent, compiled, on
+from .cases import BATCH, MODELS
+
+BY_NAME = {op.name: op for op in OPS}
+NAMES = ("attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed")
+BACKENDS = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes: B images of `side` pixels, N tokens of D channels, H heads, patches of P pixels."""
+
+    name: str
+    B: int
+    N: int
+    D: int
+    H: int
+    P: int
+    side: int = 224
+
+
+FULL = tuple(Shape(name, BATCH, N, D, H, P) for name, (D, H, P, N) in MODELS.items())
+SMALL = Shape("small", 4, 50, 96, 3, 16, 112)
+TINY = Shape("tiny", 2, 5, 32, 2, 8, 16)
+
+
+def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+    """One op at one shape; `name` is one of `NAMES`."""
+    function, make, fixed, work = _call(name, s, dtype)
+    op = BY_NAME[function]
+
+    def inputs(seed: int) -> dict:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def new(*shape: int, scale: float = 1.0, learns: bool = True) -> torch.Tensor:
+            values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            return (values * scale).to(dtype).requires_grad_(learns)
+
+        return make(new)
+
+    run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
+    arms = [
+        Arm("eager", None, reference),
+        Arm("torch.compile", None, compiled(reference)),
+        Arm("ours eager", None, on("auto", run)),
+        Arm("ours compiled", None, compiled(run)),
+        *_peers(name, s, op, device, reference),
+    ]
+    facts = dict(op=name, model=s.name, batch=s.B)
+    return Case(f"{name} {s.name} batch {s.B}", dtype, inputs, arms, reference, facts=facts, work=work)
+
+
+def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict, tuple[float, float]]:
+    """The function, its tensors from a maker of random ones, its other arguments, flops and bytes of a forward pass."""
+    M, D, size, d = s.B * s.N, s.D, dtype.itemsize, s.D // s.H
+    rows = (s.B, s.N, D)
+
+    def norm(new: Callable) -> tuple:
+        return new(D), new(D), 1e-6
+
+    def layer(new: Callable, F: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return new(F, K, scale=K**-0.5), new(F)
+
+    if name == "attention":
+        work = 4 * s.B * s.H * s.N**2 * d, 4 * M * D * size
+        return "attention_qkv", lambda new: dict(qkv=new(s.B, s.N, 3 * D)), dict(num_heads=s.H), work
+    if name == "linear qkv":
+
+        def make(new: Callable) -> dict:
+            return dict(zip(("x", "weight", "bias"), (new(*rows), *layer(new, 3 * D, D)), strict=True), norm=norm(new))
+
+        return "linear", make, {}, (6 * M * D**2, (4 * M * D + 3 * D**2) * size)
+    if name == "linear proj":
+
+        def make(new: Callable) -> dict:
+            weight, bias = layer(new, D, D)
+            return dict(x=new(*rows), weight=weight, bias=bias, residual=new(*rows))
+
+        return "linear", make, {}, (2 * M * D**2, (3 * M * D + D**2) * size)
+    if name == "mlp":
+
+        def make(new: Callable) -> dict:
+            layers = dict(fc1=layer(new, 4 * D, D), fc2=layer(new, D, 4 * D))
+            return dict(x=new(*rows), **layers, norm=norm(new), residual=new(*rows))
+
+        return "mlp", make, {}, (16 * M * D**2, (3 * M * D + 8 * D**2) * size)
+    if name in ("layer_norm", "add_layer_norm"):
+        adds = name == "add_layer_norm"
+
+        def make(new: Callable) -> dict:
+            given = dict(x=new(*rows), weight=new(D), bias=new(D))
+            return given | (dict(residual=new(*rows)) if adds else {})
+
+        return name, make, dict(eps=1e-6), (0.0, (4 if adds else 2) * M * D * size)
+
+    side = (s.side // s.P) ** 2  # patch_embed
+
+    def make(new: Callable) -> dict:
+        image = new(s.B, 3, s.side, s.side, learns=False)
+        weight = new(D, 3, s.P, s.P, scale=(3 * s.P**2) ** -0.5)
+        return dict(image=image, weight=weight, bias=new(D), pos=new(1, side + 1, D), prefix=new(1, 1, D))
+
+    nbytes = (s.B * (3 * s.side**2 + (side + 1) * D) + 3 * s.P**2 * D) * size
+    return "patch_embed", make, {}, (2 * s.B * side * 3 * s.P**2 * D, nbytes)
+
+
+def _peers(name: str, s: Shape, op: Op, device: torch.device, reference: Callable) -> Iterator[Arm]:
+    """Other implementations of the same mathematics."""
+    if name == "attention":
+        for label, backend in BACKENDS.items():
+            here = device.type == "cuda" or backend == SDPBackend.MATH
+            yield Arm(label, None if here else "needs a GPU", _within(backend, reference))
+        yield _imported("flash-attn", "flash_attn", device, lambda library: _flash(library, s))
+        yield _imported("xformers", "xformers.ops", device, lambda library: _xformers(library, s))
+    if name == "layer_norm":
+        yield _imported("Liger", "liger_kernel.ops.layer_norm", device, _liger)
+
+
+def _imported(name: str, module: str, device: torch.device, build: Callable) -> Arm:
+    """An arm of a library that needs a GPU."""
+    reason = absent(module, name) or (None if device.type == "cuda" else "needs a GPU")
+    if reason:
+        return Arm(name, reason)
+    return Arm(name, None, build(importlib.import_module(module)))
+
+
+def _within(backend: SDPBackend, reference: Callable) -> Callable:
+    def call(**arguments: object) -> object:
+        with sdpa_kernel(backend):
+            return reference(**arguments)
+
+    return call
+
+
+def _flash(library: object, s: Shape) -> Callable:
+    def call(qkv: torch.Tensor) -> torch.Tensor:
+        return library.flash_attn_qkvpacked_func(qkv.view(s.B, s.N, 3, s.H, -1)).flatten(2)
+
+    return call
+
+
+def _xformers(library: object, s: Shape) -> Callable:
+    def call(qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.view(s.B, s.N, 3, s.H, -1).unbind(2)
+        return library.memory_efficient_attention(q, k, v, scale=1 / math.sqrt(q.shape[-1])).flatten(2)
+
+    return call
+
+
+def _liger(library: object) -> Callable:
+    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return library.LigerLayerNormFunction.apply(x, weight, bias, 1e-6)
+
+    return call
