@@ -334,10 +334,15 @@ def _image(pid, tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU: tl.constexpr, HAS_LE
 
 
 @jit
-def _biased(s, bias_ptr, m, n, bias_strides, Nq, Nk, BIAS: tl.constexpr):
-    """Scores in base 2 plus the bias at rows m and columns n, two index vectors that broadcast to s."""
+def _start(ptr, strides, b, h, start, UNIT: tl.constexpr):
+    """A head's first row and the step to the next; strides come in units of 16 bytes, where all fit, for wide loads."""
+    return ptr + (b * strides[0] + h * strides[1] + start * strides[2]) * UNIT, strides[2] * UNIT
+
+
+@jit
+def _biased(s, bias_ptr, m, n, inside, bias_strides, BIAS: tl.constexpr):
+    """Scores in base 2 plus the bias at queries m and keys n; the three index vectors broadcast to s."""
     at = bias_ptr + m.to(tl.int64) * bias_strides[2] + n.to(tl.int64) * bias_strides[3]
-    inside = (m < Nq) & (n < Nk)
     if BIAS == 2:  # boolean: True attends
         return tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
     return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
@@ -362,7 +367,8 @@ def _fwd_step(
     if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
         s *= scale
         if BIAS > 0:
-            s = _biased(s, bias_ptr, m[:, None], n[None, :], bias_strides, Nq, Nk, BIAS)
+            inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
+            s = _biased(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
         scale = 1.0
     if MASKED:
         s = tl.where((n < Nk)[None, :], s, float("-inf"))
@@ -383,32 +389,32 @@ def _fwd_kernel(
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, G, tiles, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; streams all keys. Equations (1) to (3)."""
     tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
-    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
-    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
+    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    q0, q1 = _head(q_ptr, m, q_strides[2], Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    q0, q1 = _head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     o0, o1 = _no_head(BLOCK_M, V0, V1)
     full = Nk // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
         top, total, o0, o1 = _fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, first + tl.arange(0, BLOCK_N), Nq, Nk, top, total, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, False,
         )  # fmt: skip
     if TAIL > 0:  # 197 = 3·64 + 5: only the last keys are masked
         top, total, o0, o1 = _fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, full + tl.arange(0, TAIL), Nq, Nk, top, total, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, True,
         )  # fmt: skip
@@ -417,9 +423,9 @@ def _fwd_kernel(
         some = tl.where(total > 0, total, 1.0)  # a row without keys: o0 is 0 already
         top = tl.where(total > 0, top, float("-inf"))
         scale = 1.0
-    o_ptr += b * o_strides[0] + h * o_strides[1] + start * o_strides[2]
+    o_ptr, o_row = _start(o_ptr, o_strides, b, h, start, UNIT)
     inverse = 1.0 / some[:, None]
-    _put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_strides[2], Nq, Dv, V0, V1)
+    _put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_row, Nq, Dv, V0, V1)
     tl.store(l_ptr + b * l_strides[0] + h * l_strides[1] + start + m, top * scale + tl.log2(some), mask=m < Nq)
 
 
@@ -432,7 +438,8 @@ def _p_and_dp(
     """P of equation (4) and dO Vᵀ, queries on rows and keys on columns."""
     s = _scores(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     if BIAS > 0:
-        s = _biased(s, bias_ptr, m[:, None], n[None, :], bias_strides, Nq, Nk, BIAS)
+        inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
+        s = _biased(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
     p = tl.exp2(s - lse[:, None])
     if MASKED:
         p = tl.where((n < Nk)[None, :], p, 0.0)
@@ -462,25 +469,25 @@ def _bwd_dq_kernel(
     H, Nq, Nk, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries; streams keys; writes Δ of equation (5) and dQ of (7)."""
     tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
-    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
-    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
-    o_ptr += b * o_strides[0] + h * o_strides[1] + start * o_strides[2]
-    do_ptr += b * do_strides[0] + h * do_strides[1] + start * do_strides[2]
-    dq_ptr += b * dq_strides[0] + h * dq_strides[1] + start * dq_strides[2]
+    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
+    o_ptr, o_row = _start(o_ptr, o_strides, b, h, start, UNIT)
+    do_ptr, do_row = _start(do_ptr, do_strides, b, h, start, UNIT)
+    dq_ptr, dq_row = _start(dq_ptr, dq_strides, b, h, start, UNIT)
     l_at = b * l_strides[0] + h * l_strides[1] + start
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    q0, q1 = _head(q_ptr, m, q_strides[2], Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
-    do0, do1 = _head(do_ptr, m, do_strides[2], Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
-    o0, o1 = _head(o_ptr, m, o_strides[2], Nq, Dv, V0, V1, True)
+    q0, q1 = _head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    do0, do1 = _head(do_ptr, m, do_row, Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
+    o0, o1 = _head(o_ptr, m, o_row, Nq, Dv, V0, V1, True)
     delta = tl.sum(do0.to(tl.float32) * o0.to(tl.float32), 1)  # (5)
     if V1 > 0:
         delta += tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1)
@@ -490,17 +497,17 @@ def _bwd_dq_kernel(
     full = Nk // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
         dq0, dq1 = _dq_step(
-            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, first + tl.arange(0, BLOCK_N), Nq, Nk, lse, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
         )  # fmt: skip
     if TAIL > 0:
         dq0, dq1 = _dq_step(
-            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, full + tl.arange(0, TAIL), Nq, Nk, lse, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
-    _put_head(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_strides[2], Nq, D, D0, D1)
+    _put_head(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_row, Nq, D, D0, D1)
 
 
 @jit
@@ -517,8 +524,9 @@ def _dkdv_step(
     delta = tl.load(delta_ptr + m, mask=m < Nq, other=0.0)
     s = _scores(k0, k1, q0, q1, D1, PRECISION) * scale  # [BLOCK_N, BLOCK_M]
     if BIAS > 0:
-        s = _biased(s, bias_ptr, m[None, :], n[:, None], bias_strides, Nq, Nk, BIAS)
-    p = tl.where((n < Nk)[:, None], tl.exp2(s - lse[None, :]), 0.0)  # (4)
+        inside = (m < Nq)[None, :] & (n < Nk)[:, None] if MASKED else (n < Nk)[:, None]
+        s = _biased(s, bias_ptr, m[None, :], n[:, None], inside, bias_strides, BIAS)
+    p = tl.exp2(s - lse[None, :])  # (4); keys past the end give rows that nobody reads
     dv0, dv1 = _mix(p, do0, do1, dv0, dv1, V1, PRECISION)
     ds = p * (_scores(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])  # (6)
     dk0, dk1 = _mix(ds, q0, q1, dk0, dk1, D1, PRECISION)
@@ -532,7 +540,7 @@ def _bwd_dkdv_kernel(
     H, Nq, Nk, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one head; streams queries; writes dK and dV of equation (7)."""
     keys = Nk  # rows to write, masked ones too
@@ -542,35 +550,39 @@ def _bwd_dkdv_kernel(
     if tile * BLOCK_N >= keys:
         return
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
-    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
-    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
-    do_ptr += b * do_strides[0] + h * do_strides[1] + start * do_strides[2]
-    dk_ptr += b * dk_strides[0] + h * dk_strides[1] + start * dk_strides[2]
-    dv_ptr += b * dv_strides[0] + h * dv_strides[1] + start * dv_strides[2]
+    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
+    do_ptr, do_row = _start(do_ptr, do_strides, b, h, start, UNIT)
+    dk_ptr, dk_row = _start(dk_ptr, dk_strides, b, h, start, UNIT)
+    dv_ptr, dv_row = _start(dv_ptr, dv_strides, b, h, start, UNIT)
     l_ptr += b * l_strides[0] + h * l_strides[1] + start
     delta_ptr += b * l_strides[0] + h * l_strides[1] + start
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    k0, k1 = _head(k_ptr, n, k_strides[2], Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
-    v0, v1 = _head(v_ptr, n, v_strides[2], Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
+    k0, k1 = _head(k_ptr, n, k_row, Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
+    v0, v1 = _head(v_ptr, n, v_row, Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
     dk0, dk1 = _no_head(BLOCK_N, D0, D1)
     dv0, dv1 = _no_head(BLOCK_N, V0, V1)
     full = Nq // BLOCK_M * BLOCK_M
     for first in range(0, full, BLOCK_M):
         dk0, dk1, dv0, dv1 = _dkdv_step(
-            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_strides[2], do_strides[2], bias_strides,
+            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_row, do_row, bias_strides,
             first + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
         )  # fmt: skip
     if full < Nq:
         dk0, dk1, dv0, dv1 = _dkdv_step(
-            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_strides[2], do_strides[2], bias_strides,
+            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_row, do_row, bias_strides,
             full + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
-    _put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_strides[2], keys, D, D0, D1)
-    _put_head(dv_ptr, dv0, dv1, n, dv_strides[2], keys, Dv, V0, V1)
+    if HAS_LENS:
+        seen = (n < Nk)[:, None]
+        dk0, dk1 = tl.where(seen, dk0, 0.0), tl.where(seen, dk1, 0.0)
+        dv0, dv1 = tl.where(seen, dv0, 0.0), tl.where(seen, dv1, 0.0)
+    _put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_row, keys, D, D0, D1)
+    _put_head(dv_ptr, dv0, dv1, n, dv_row, keys, Dv, V0, V1)
 
 
 @jit
@@ -579,7 +591,7 @@ def _bwd_dbias_kernel(
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, B, H, Nq, Nk, G, tiles_m, tiles_n, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one head's bias in one group; sums dS over the group's images in order. Equation (8)."""
     pid = tl.program_id(0)
@@ -594,12 +606,16 @@ def _bwd_dbias_kernel(
         if HAS_LENS:
             keys = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
         at = b * l_strides[0] + h * l_strides[1]
-        q0, q1 = _head(q_ptr + b * q_strides[0] + h * q_strides[1], m, q_strides[2], Nq, D, D0, D1, True)
-        k0, k1 = _head(k_ptr + b * k_strides[0] + h * k_strides[1], n, k_strides[2], keys, D, D0, D1, True)
-        do0, do1 = _head(do_ptr + b * do_strides[0] + h * do_strides[1], m, do_strides[2], Nq, Dv, V0, V1, True)
+        q_at, q_row = _start(q_ptr, q_strides, b, h, 0, UNIT)
+        k_at, k_row = _start(k_ptr, k_strides, b, h, 0, UNIT)
+        v_at, v_row = _start(v_ptr, v_strides, b, h, 0, UNIT)
+        do_at, do_row = _start(do_ptr, do_strides, b, h, 0, UNIT)
+        q0, q1 = _head(q_at, m, q_row, Nq, D, D0, D1, True)
+        k0, k1 = _head(k_at, n, k_row, keys, D, D0, D1, True)
+        do0, do1 = _head(do_at, m, do_row, Nq, Dv, V0, V1, True)
         p, dp = _p_and_dp(
-            q0, q1, do0, do1, k0, k1, v_ptr + b * v_strides[0] + h * v_strides[1], bias_ptr, v_strides[2],
-            bias_strides, m, n, Nq, keys, _row_logs(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, PRECISION, True,
+            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_row, bias_strides, m, n, Nq, keys, _row_logs(l_ptr + at, m, Nq),
+            scale, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
         dbias += p * (dp - tl.load(delta_ptr + at + m, mask=m < Nq, other=0.0)[:, None])
     at = dbias_ptr + ((g * H + h) * Nq + m)[:, None] * Nk + n[None, :]
@@ -638,20 +654,30 @@ def _lead(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
-def _shared(q, k, v, bias, kv_lens, cu, scale):
-    """Arguments that all kernels take, by name."""
+def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
+    """What the kernels take, by name: pointers, strides and sizes."""
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
     (D0, D1), (V0, V1) = _split(D), _split(Dv)
     if bias is not None:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
-    return dict(
-        q_ptr=q, k_ptr=k, v_ptr=v, bias_ptr=bias, lens_ptr=kv_lens,
-        q_strides=_strides(q, cu), k_strides=_strides(k, cu), v_strides=_strides(v, cu),
-        bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(),
-        H=H, Nq=Nq, Nk=Nk, G=1 if bias is None else bias.shape[0], scale=scale * math.log2(math.e),
+    tensors = dict(q=q, k=k, v=v, **others)
+    strides = {name: _strides(t, cu) for name, t in tensors.items()}
+    unit = 16 // q.element_size()
+    unit = unit if all(stride % unit == 0 for each in strides.values() for stride in each) else 1
+    pointers = {f"{name}_ptr": t for name, t in tensors.items()}
+    strides = {f"{name}_strides": tuple(stride // unit for stride in each) for name, each in strides.items()}
+    return pointers | strides | dict(
+        bias_ptr=bias, bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
+        l_ptr=lse, l_strides=_strides(lse, cu)[:2], lens_ptr=kv_lens, cu_ptr=cu,
+        H=H, Nq=Nq, Nk=Nk, scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
-        HAS_LENS=kv_lens is not None, PRECISION=_precision(q),
+        HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=_precision(q), UNIT=unit,
     )  # fmt: skip
+
+
+def _launch(kernel, programs, blocks, **arguments):
+    """Runs a kernel with those of the arguments that it takes."""
+    kernel[(programs,)](**{name: arguments[name] for name in kernel.arg_names if name in arguments}, **blocks)
 
 
 def _strides(t, cu):
@@ -674,12 +700,10 @@ def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
     blocks = _blocks("fwd", q, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     if o.numel():
-        _fwd_kernel[(tiles * images * q.shape[1],)](
-            **_shared(q, k, v, bias, kv_lens, cu, scale), cu_ptr=cu, o_ptr=o, l_ptr=lse,
-            o_strides=_strides(o, cu), l_strides=_strides(lse, cu)[:2], tiles=tiles,
-            HAS_CU=cu is not None, SAFE=bias is not None or kv_lens is not None or scale <= 0 or not Nk,
-            TAIL=_tail(Nk, blocks["BLOCK_N"], ragged), **blocks,
-        )  # fmt: skip
+        safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
+        arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, o=o)
+        tail = _tail(Nk, blocks["BLOCK_N"], ragged)
+        _launch(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
     return o, lse
 
 
@@ -699,33 +723,23 @@ def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, lear
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu is not None
     delta = torch.empty_like(lse)
-    shared = _shared(q, k, v, bias, kv_lens, cu, scale) | dict(
-        do_ptr=do, l_ptr=lse, delta_ptr=delta, do_strides=_strides(do, cu),
-        l_strides=_strides(lse, cu)[:2],
-    )  # fmt: skip
+    arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
+    arguments["delta_ptr"] = delta
     if q.numel():
         blocks = _blocks("bwd_dq", q, Nq, width)
-        tiles = cdiv(Nq, blocks["BLOCK_M"])
-        _bwd_dq_kernel[(tiles * heads,)](
-            **shared, cu_ptr=cu, o_ptr=o, dq_ptr=dq, o_strides=_strides(o, cu), dq_strides=_strides(dq, cu),
-            tiles=tiles, softmax_scale=scale, HAS_CU=cu is not None, TAIL=_tail(Nk, blocks["BLOCK_N"], ragged),
-            **blocks,
-        )  # fmt: skip
+        tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), _tail(Nk, blocks["BLOCK_N"], ragged)
+        _launch(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)
     if k.numel():
         blocks = _blocks("bwd_dkdv", q, Nq, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
-        _bwd_dkdv_kernel[(tiles * heads,)](
-            **shared, cu_ptr=cu, dk_ptr=dk, dv_ptr=dv, dk_strides=_strides(dk, cu), dv_strides=_strides(dv, cu),
-            tiles=tiles, softmax_scale=scale, HAS_CU=cu is not None, **blocks,
-        )  # fmt: skip
+        _launch(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)
     if learn_bias:
         blocks = _blocks("bwd_dbias", q, Nq, width)
         full = torch.zeros(bias.shape[0], q.shape[1], Nq, Nk, dtype=torch.float32, device=q.device)
-        tiles_m, tiles_n = cdiv(Nq, blocks["BLOCK_M"]), cdiv(Nk, blocks["BLOCK_N"])
         if q.numel() and k.numel():
-            _bwd_dbias_kernel[(tiles_m * tiles_n * q.shape[1] * bias.shape[0],)](
-                **shared, dbias_ptr=full, B=images, tiles_m=tiles_m, tiles_n=tiles_n, **blocks
-            )
+            tiles = dict(tiles_m=cdiv(Nq, blocks["BLOCK_M"]), tiles_n=cdiv(Nk, blocks["BLOCK_N"]))
+            programs = math.prod(tiles.values()) * q.shape[1] * bias.shape[0]
+            _launch(_bwd_dbias_kernel, programs, blocks, **arguments, **tiles, dbias_ptr=full, B=images)
         dbias.copy_(full.sum_to_size(bias.shape))
     return outputs
 
