@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit_triton as f
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp, patch_embed
+from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp, patch_embed, rope
 from fastvit_triton.kernels.linear import row_stats
 
 
@@ -44,6 +44,14 @@ OPCHECKS = {
             *(randn(3, 6), randn(3, 5), randn(6, 5), randn(6), randn(3, 6), randn(6), None, randn(3), randn(3)),
             *(randn(5), randn(5), "gelu", True, True),
         ),
+    ),
+    "rope": lambda: (
+        rope._fwd_op,
+        (randn(2, 5, 3, 2, 8), randn(8), None, randn(8), randn(8), randn(4, 8), randn(4, 8), True, 1, 1e-6, 1e-6),
+    ),
+    "rope_bwd": lambda: (
+        rope._bwd_op,
+        (*(randn(2, 5, 3, 2, 8) for _ in "dx"), randn(8), None, randn(2, 4, 8), randn(2, 4, 8), False, 1, 1e-6, 0.0),
     ),
     "mlp_activate": lambda: (mlp._activate_op, (randn(3, 8), "swiglu")),
     "patch_embed": lambda: (

@@ -19,8 +19,7 @@ Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; Milakov &
           running maximum.
           Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
           Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 5-8.
-          Su et al., RoFormer, arXiv:2104.09864, eq. 34, for the rotation; Dehghani et al., NaViT, arXiv:2307.06304,
-          section 2.1, for packed images.
+          Dehghani et al., NaViT, arXiv:2307.06304, section 2.1, for packed images.
 Differs   Any Nq, Nk (197 is the normal case), D ≠ Dv (LeViT), a free scale (T2T-ViT, CvT), grouped bias (Swin).
 """
 
@@ -34,33 +33,73 @@ from torch.autograd.function import once_differentiable
 from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
 from .tile import jit, put_rows, rows, tl
 
-Norm = tuple[Tensor, Tensor | None, float]  # weight [D], bias [D], eps
-Rope = tuple[Tensor, Tensor, bool]  # cos and sin [N - prefix, D] or [H, N - prefix, D]; True when pairs interleave
-
 LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
 
-# Launch parameters by kernel: the first row whose limit holds the wider head, in bytes. Every row fits sm_80.
+# Launch parameters by kernel, apart with a bias and with "ieee" products: the first row whose limit holds the wider
+# head, in bytes. Every row fits every architecture.
 SPACE = {
     "fwd": (
+        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
         (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (1024, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=2)),
+        (512, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_bias": (
+        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_ieee": (
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
     ),
     "bwd_dq": (
         (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
         (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_bias": (
+        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1)),
+        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_ieee": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dkdv": (
         (128, dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)),
         (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_bias": (
+        (128, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
+        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_ieee": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dbias": (
-        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dbias_ieee": (
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
 }
 
@@ -101,52 +140,6 @@ def attention(
         o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
         return (o, lse * math.log(2)) if return_lse else o
     return reference(q, k, v, bias, scale, kv_lens, return_lse)
-
-
-def attention_qkv(
-    qkv: Tensor,
-    num_heads: int,
-    scale: float | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-    rope: Rope | None = None,
-    prefix_tokens: int = 0,
-    bias: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention on the packed projection: the hot path of every plain ViT.
-
-    Args:
-        qkv: [B, N, 3·H·D], ordered as [3, H, D].
-        num_heads: H.
-        scale: softmax scale; None means D^-0.5.
-        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels.
-        k_norm: the same for keys.
-        rope: (cos, sin, interleaved), tables [N − prefix_tokens, D] or with a leading H; rotates queries and keys in
-            channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
-        prefix_tokens: leading tokens that `rope` leaves alone.
-        bias: as in `attention`.
-        kv_lens: [B] valid tokens per image.
-        return_lse: also return L [B, H, N].
-
-    Returns:
-        [B, N, H·D], heads merged; with `return_lse` also L [B, H, N], fp32.
-
-    Raises:
-        ValueError: an axis does not fit.
-    """
-    expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})
-    if qkv.shape[2] % (3 * num_heads):
-        raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {qkv.shape[2]}")
-    D = qkv.shape[2] // (3 * num_heads)
-    if usable(qkv, D) and q_norm is None and k_norm is None and rope is None:
-        packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
-        _check_mask(*packed.permute(2, 0, 3, 1, 4).unbind(0)[:2], bias, kv_lens)
-        o, lse = _QkvFn.apply(packed, bias, kv_lens, D**-0.5 if scale is None else scale)
-        o = o.transpose(1, 2).flatten(2)
-        return (o, lse * math.log(2)) if return_lse else o
-    return reference_qkv(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, return_lse)
 
 
 def varlen_attention(
@@ -203,32 +196,6 @@ def reference(
     return weights.to(v.dtype) @ v, lse.float()  # (2)
 
 
-def reference_qkv(
-    qkv: Tensor,
-    num_heads: int,
-    scale: float | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-    rope: Rope | None = None,
-    prefix_tokens: int = 0,
-    bias: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Split, norm, rotate, attend, merge."""
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
-    if q_norm is not None:
-        q = F.layer_norm(q, q.shape[-1:], *q_norm)
-    if k_norm is not None:
-        k = F.layer_norm(k, k.shape[-1:], *k_norm)
-    if rope is not None:
-        q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
-    o = attention(q, k, v, bias, scale, kv_lens, return_lse)
-    if return_lse:
-        return o[0].transpose(1, 2).flatten(2), o[1]
-    return o.transpose(1, 2).flatten(2)
-
-
 def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
@@ -237,18 +204,6 @@ def reference_varlen(
     same = image[:, None] == image[None, :]
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
     return reference(q, k, v, same[None, None], scale)[0].transpose(0, 1)
-
-
-def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
-    """Rotary positions on x [B, H, N, D], leaving the first `prefix_tokens` alone."""
-    cos, sin, interleaved = rope
-    prefix, x = x[:, :, :prefix_tokens], x[:, :, prefix_tokens:]
-    if interleaved:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = x.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    return torch.cat((prefix, (x * cos + turned * sin).to(prefix.dtype)), 2)
 
 
 def _check_mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> None:
@@ -629,9 +584,10 @@ def _split(D: int) -> tuple[int, int]:
     return (half, rest) if half >= 16 and half + rest < whole and D > half else (whole, 0)
 
 
-def _blocks(kernel: str, q: Tensor, Nq: int, width: int) -> dict[str, int]:
+def _blocks(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
     """Launch parameters: the row of SPACE for this width of a head (D and Dv, the larger, in whole tiles)."""
-    narrow = next(row for limit, row in SPACE[kernel] if width * q.element_size() <= limit)
+    kind = f"{kernel}_ieee" if _precision(q) == "ieee" else kernel if bias is None else f"{kernel}_bias"
+    narrow = next(row for limit, row in SPACE.get(kind, SPACE[kernel]) if width * q.element_size() <= limit)
     block = dict(narrow, enable_fp_fusion=True)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
@@ -697,7 +653,7 @@ def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
     q, k, v = _lead(q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     ragged = kv_lens is not None or cu is not None
-    blocks = _blocks("fwd", q, Nq, width)
+    blocks = _blocks("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     if o.numel():
         safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
@@ -726,15 +682,15 @@ def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, lear
     arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
     arguments["delta_ptr"] = delta
     if q.numel():
-        blocks = _blocks("bwd_dq", q, Nq, width)
+        blocks = _blocks("bwd_dq", q, bias, Nq, width)
         tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), _tail(Nk, blocks["BLOCK_N"], ragged)
         _launch(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)
     if k.numel():
-        blocks = _blocks("bwd_dkdv", q, Nq, width)
+        blocks = _blocks("bwd_dkdv", q, bias, Nq, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
         _launch(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)
     if learn_bias:
-        blocks = _blocks("bwd_dbias", q, Nq, width)
+        blocks = _blocks("bwd_dbias", q, bias, Nq, width)
         full = torch.zeros(bias.shape[0], q.shape[1], Nq, Nk, dtype=torch.float32, device=q.device)
         if q.numel() and k.numel():
             tiles = dict(tiles_m=cdiv(Nq, blocks["BLOCK_M"]), tiles_n=cdiv(Nk, blocks["BLOCK_N"]))
@@ -781,27 +737,6 @@ class _Fn(torch.autograd.Function):
         return dq, dk, dv, dbias if ctx.needs_input_grad[3] else None, None, None, None, None
 
 
-class _QkvFn(torch.autograd.Function):
-    """The same for one packed qkv [B, N, 3, H, D], whose gradient is packed too."""
-
-    @staticmethod
-    def forward(ctx, qkv, bias, kv_lens, scale):
-        o, lse = _fwd_op(*qkv.permute(2, 0, 3, 1, 4).unbind(0), bias, kv_lens, None, 0, scale)
-        ctx.save_for_backward(qkv, bias, kv_lens, o, lse)
-        ctx.scale = scale
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, _):
-        qkv, bias, kv_lens, o, lse = ctx.saved_tensors
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        learn_bias = ctx.needs_input_grad[1]
-        dqkv, _, _, dbias = _bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
-        return dqkv, dbias if learn_bias else None, None, None
-
-
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, Nq, Nk, D, Dv) = make(device, dtype), (case[a] for a in ("B", "H", "Nq", "Nk", "D", "Dv"))
     arguments = {"q": randn(B, Nq, H, D).transpose(1, 2), "k": randn(B, H, Nk, D), "v": randn(B, H, Nk, Dv)}
@@ -809,16 +744,6 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         arguments["bias"] = randn(case["G"], H, Nq, Nk)
     if "short" in case:
         arguments["kv_lens"] = torch.tensor([Nk - case["short"] * (b % 2) for b in range(B)], device=device)
-    return arguments
-
-
-def _inputs_qkv(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, (B, H, N, D) = make(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
-    arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
-    if "prefix" in case:
-        angle = make(device, torch.float64, seed=1)(N - case["prefix"], D // 2).detach().repeat_interleave(2, -1)
-        arguments |= {"rope": (angle.cos().to(dtype), angle.sin().to(dtype), True), "prefix_tokens": case["prefix"]}
-        arguments |= {name: (randn(D, shift=1.0, scale=0.1), randn(D), 1e-6) for name in ("q_norm", "k_norm")}
     return arguments
 
 
@@ -851,18 +776,6 @@ OP = Op(
         "giant": dict(B=1, H=1, Nq=17, Nk=33, D=88, Dv=88),
         "widest": dict(B=1, H=1, Nq=20, Nk=20, D=256, Dv=192),
         "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
-    },
-)
-OP_QKV = Op(
-    name="attention_qkv",
-    run=attention_qkv,
-    reference=reference_qkv,
-    cases={"rope": dict(B=2, H=2, N=7, D=4, prefix=2), "plain": dict(B=2, H=3, N=17, D=6)},
-    inputs=_inputs_qkv,
-    ragged={
-        "vit": dict(B=2, H=3, N=197, D=64),
-        "gap": dict(B=2, H=2, N=16, D=80),
-        "rope": dict(B=1, H=2, N=50, D=32, prefix=1),
     },
 )
 OP_VARLEN = Op(
