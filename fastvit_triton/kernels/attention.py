@@ -36,17 +36,18 @@ from .tile import jit, put_rows, rows, tl
 LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
 
 # Launch parameters by kernel, apart with a bias and with "ieee" products: the first row whose limit holds the wider
-# head, in bytes. Every row fits every architecture.
+# head, in bytes. Every row fits every architecture; none spills but those for fp32 heads of more than 64 channels.
 SPACE = {
     "fwd": (
-        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
         (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=2)),
+        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=1)),
         (512, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
     ),
     "fwd_bias": (
         (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
         (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)),
         (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
@@ -59,21 +60,26 @@ SPACE = {
     "bwd_dq": (
         (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
         (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
         (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
-        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dq_bias": (
-        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1)),
+        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
         (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
         (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dq_ieee": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (128, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_bias_ieee": (
+        (128, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dkdv": (
@@ -85,11 +91,11 @@ SPACE = {
     "bwd_dkdv_bias": (
         (128, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
         (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dkdv_ieee": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (128, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dbias": (
@@ -586,8 +592,9 @@ def _split(D: int) -> tuple[int, int]:
 
 def _blocks(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
     """Launch parameters: the row of SPACE for this width of a head (D and Dv, the larger, in whole tiles)."""
-    kind = f"{kernel}_ieee" if _precision(q) == "ieee" else kernel if bias is None else f"{kernel}_bias"
-    narrow = next(row for limit, row in SPACE.get(kind, SPACE[kernel]) if width * q.element_size() <= limit)
+    ieee, biased = "_ieee" if _precision(q) == "ieee" else "", "" if bias is None else "_bias"
+    space = next(SPACE[name] for name in (kernel + biased + ieee, kernel + ieee, kernel) if name in SPACE)
+    narrow = next(row for limit, row in space if width * q.element_size() <= limit)
     block = dict(narrow, enable_fp_fusion=True)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
