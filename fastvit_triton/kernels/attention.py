@@ -47,8 +47,7 @@ SPACE = {
     ),
     "fwd_bias": (
         (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
-        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)),
+        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
         (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
@@ -74,11 +73,11 @@ SPACE = {
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dq_ieee": (
-        (128, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dq_bias_ieee": (
-        (128, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
@@ -89,8 +88,7 @@ SPACE = {
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dkdv_bias": (
-        (128, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
-        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
         (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
