@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 # Public name → where it lives. Loaded on first use: importing the package costs nothing and needs no Triton.
 _PUBLIC = {
     "attention": "kernels.attention",
-    "attention_qkv": "kernels.attention",
+    "attention_qkv": "kernels.rope",
     "varlen_attention": "kernels.attention",
     "layer_norm": "kernels.layer_norm",
     "add_layer_norm": "kernels.layer_norm",
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .kernels.attention import attention, attention_qkv, varlen_attention
+    from .kernels.attention import attention, varlen_attention
     from .kernels.fold import fold
     from .kernels.layer_norm import add_layer_norm, layer_norm
     from .kernels.linear import linear
