@@ -1,14 +1,23 @@
 """Foreign models after `optimize`: the same numbers, gradients, keys and habits, and the report of what was done."""
 
+import contextlib
 import copy
+import io
+import pickle
+import subprocess
+import sys
 
 import pytest
+import timm
 import torch
-from foreign import MODELS, build, inputs, outputs
+import transformers
+from foreign import HF, MODELS, TIMM, build, inputs, outputs
 from interpreter import interpreting
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastvit_triton import optimize
+from fastvit_triton import optimize, revert
+from fastvit_triton.convert import parts
 from fastvit_triton.kernels import op
 
 
@@ -18,6 +27,13 @@ def references():
     op.set_backend("torch")
     yield
     op.set_backend(None)
+
+
+@pytest.fixture
+def meta_is_a_gpu(monkeypatch):
+    """The meta device stands in for one where the kernels run: shapes and dtypes flow, nothing is computed."""
+    monkeypatch.setattr(op, "why_not", lambda device, *_: None if device.type == "meta" else "a CPU")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know the meta device
 
 
 class Recorder(TorchDispatchMode):
@@ -95,3 +111,472 @@ def test_kernels_give_the_originals_numbers(name):
         got = results(model, given)
     assert run.ours
     assert_within_budget(got, baseline, want, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["timm_deit3", "timm_swin", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"])
+def test_keys_parameters_and_classes_stay(name):
+    """Oracle: identities before; `revert` leaves each instance's dictionary as it was."""
+    model = build(name)
+    dictionaries = {path: dict(module.__dict__) for path, module in model.named_modules()}
+    parameters, state = dict(model.named_parameters()), list(model.state_dict())
+    classes = [type(m) for m in model.modules()]
+    own = {type(m): type(m).forward for m in model.modules()}
+    optimize(model)
+    optimize(model)  # a second time changes nothing more
+    assert list(model.state_dict()) == state and [type(m) for m in model.modules()] == classes
+    assert all(p is parameters[n] for n, p in model.named_parameters()) and len(parameters) == len(
+        list(model.parameters())
+    )
+    assert all(cls.forward is forward for cls, forward in own.items())
+    build(name).load_state_dict(model.state_dict())
+    revert(model)
+    for path, module in model.named_modules():
+        assert module.__dict__.keys() == dictionaries[path].keys()
+        assert all(module.__dict__[k] is v for k, v in dictionaries[path].items())
+
+
+def test_a_copy_trains_alone(references):
+    """Oracle: the original does not notice what is done to its deepcopy, and the copy does."""
+    model, given = build("timm_deit3"), inputs("timm_deit3")
+    optimize(model)
+    before = outputs(model, given)
+    twin = copy.deepcopy(model)
+    outputs(twin, given).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in twin.parameters())
+    with torch.no_grad():
+        for p in twin.parameters():
+            p -= 0.1 * p.grad
+    assert torch.equal(outputs(model, given), before) and not torch.equal(outputs(twin, given), before)
+    revert(twin)
+    assert not any("forward" in m.__dict__ for m in twin.modules())
+    assert all("forward" in block.__dict__ for block in model.blocks)
+
+
+@pytest.mark.parametrize("name", ["timm_deit3", "hf_vit"])
+def test_pickle_keeps_the_fused_forwards(name, references):
+    """Oracle: the model that was pickled, by pickle and by torch.save."""
+    model, given = build(name), inputs(name)
+    optimize(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert torch.equal(outputs(twin, given), outputs(model, given))
+        assert [parts.ours(m.__dict__.get("forward")) for m in twin.modules()] == [
+            parts.ours(m.__dict__.get("forward")) for m in model.modules()
+        ]
+        assert all(m.__dict__["forward"].args[-1] is m for m in twin.modules() if "forward" in m.__dict__)
+
+
+def test_hooks_added_later_fire(references):
+    """Oracle: the same hooks on the original; each module of a block in turn, and all at once."""
+    model, plain, given = build("timm_deit3").train(), None, inputs("timm_deit3")
+    plain = copy.deepcopy(model)
+    optimize(model)
+    want = outputs(plain, given)
+    names = [n for n, m in plain.blocks[0].named_modules()]
+    for chosen in [*([n] for n in names), names]:
+        calls = {True: [], False: []}
+        for owner, ours in ((model, True), (plain, False)):
+            for n in chosen:
+                module = owner.blocks[0].get_submodule(n)
+                module.register_forward_hook(lambda m, i, o, n=n, to=calls[ours]: to.append((n, o.detach())))
+        assert (outputs(model, given) - want).abs().max() < 1e-12 and torch.equal(outputs(plain, given), want)
+        assert [n for n, _ in calls[True]] == [n for n, _ in calls[False]]
+        for (_, a), (_, b) in zip(calls[True], calls[False], strict=True):
+            assert (a - b).abs().max() < 1e-12
+        for owner in (model, plain):
+            for m in owner.modules():
+                m._forward_hooks.clear()
+
+
+class LowRank(nn.Module):
+    """An adapter around a linear layer, as fine-tuning libraries put one in its place."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Halved(torch.Tensor):
+    """A weight of a class of its own, as quantisation makes them."""
+
+
+def replace_qkv(block):
+    block.attn.qkv = LowRank(block.attn.qkv).double()
+
+
+def parametrize_fc2(block):
+    torch.nn.utils.parametrizations.weight_norm(block.mlp.fc2)
+
+
+def quantise_proj(block):
+    block.attn.proj.weight = nn.Parameter(block.attn.proj.weight.detach().as_subclass(Halved), requires_grad=False)
+
+
+def wrap_mlp(block):
+    block.mlp = nn.Sequential(block.mlp, nn.Identity())
+
+
+def other_norm(block):
+    block.norm2 = nn.RMSNorm(24, dtype=torch.float64)
+
+
+def replace_forward(block):
+    own = block.mlp.forward
+    block.mlp.forward = lambda x: 2 * own(x)
+
+
+@pytest.mark.parametrize("change", [replace_qkv, parametrize_fc2, quantise_proj, wrap_mlp, other_norm, replace_forward])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_replaced_parts_do_their_work(change, when, references):
+    """Oracle: the same change on the original; made before or after `optimize`."""
+    model, given = build("timm_deit3"), inputs("timm_deit3")
+    plain = copy.deepcopy(model)
+    if when == "after":
+        optimize(model)
+    for owner in (model, plain):
+        torch.manual_seed(5)
+        change(owner.blocks[1])
+    if when == "before":
+        optimize(model)
+    got, want = outputs(model, given), outputs(plain, given)
+    assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+def test_meta_then_to_empty_then_load(references):
+    """Oracle: the model whose weights are loaded."""
+    theirs, given = build("timm_deit3"), inputs("timm_deit3")
+    with torch.device("meta"):
+        model = MODELS["timm_deit3"]().double()
+    optimize(model)
+    model.to_empty(device="cpu").load_state_dict(theirs.state_dict())
+    assert (outputs(model, given) - outputs(theirs, given)).abs().max() < 1e-12
+
+
+def test_another_device_later_uses_the_kernels(meta_is_a_gpu):
+    """`.cuda()` after `optimize`; oracle: the operators that run before and after."""
+    model, given = build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32)
+    optimize(model)
+    with torch.no_grad(), Recorder() as run:
+        outputs(model, given)
+    assert not run.ours
+    model.to("meta")
+    with torch.no_grad(), Recorder() as run:
+        assert outputs(model, given.to("meta")).shape == (2, 5)
+    assert run.ours.count("attention_fwd") == 2
+
+
+NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "timm_naflex")  # the last reads its input
+BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_is_five_products_and_what_folds_their_weights(name, meta_is_a_gpu):
+    """Per block in half precision: LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual, two folds."""
+    model, seen = build(name, torch.bfloat16).eval().to("meta"), []
+    optimize(model)
+    kinds = ("Block", "EvaBlock", "EncoderBlock", "Transformer", "TransformerEncoderLayer")
+    blocks = [m for m in model.modules() if type(m).__name__ in kinds or type(m).__name__.endswith("Layer")]
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: seen.append(Recorder().__enter__()))
+        block.register_forward_hook(lambda *_: seen[-1].__exit__(None, None, None))
+    given = inputs(name, torch.bfloat16)
+    given = {k: v.to("meta") for k, v in given.items()} if isinstance(given, dict) else given.to("meta")
+    with torch.no_grad():
+        outputs(model, given)
+    depth = 2 if type(blocks[0]).__name__ == "Transformer" else 1
+    assert seen
+    for run in seen:
+        launches = [name for name in run.ours if name not in ("fold", "layer_norm_fwd")]
+        assert launches == ["linear_fwd", "attention_fwd", "linear_fwd", "linear_fwd", "linear_fwd"] * depth
+        assert len([name for name in run.ours if name == "fold"]) <= 4 * depth
+
+
+@pytest.mark.parametrize("rate", ["drop_path_rate", "proj_drop_rate", "attn_drop_rate", "patch_drop_rate"])
+def test_training_with_dropout_draws_what_the_original_draws(rate, references):
+    """Oracle: the original from the same seed."""
+    plain = timm.models.VisionTransformer(**TIMM, **{rate: 0.3}).train().double()
+    model = copy.deepcopy(plain)
+    report = optimize(model)
+    given = torch.randn(8, 3, 32, 32, dtype=torch.float64)
+    ys = []
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(owner(given))
+    assert (ys[0] - ys[1]).abs().max() < 1e-12
+    assert any("attention dropout 0.3" in str(row.why) for row in report.rows) == (rate == "attn_drop_rate")
+
+
+@pytest.mark.parametrize("name", ["hf_dinov2", "hf_dinov3"])
+def test_transformers_drop_path_draws_what_the_original_draws(name, references):
+    """Oracle: the original from the same seed."""
+    plain = build(name).train()
+    for module in plain.modules():
+        if hasattr(module, "drop_path"):
+            file = sys.modules[type(module).__module__]
+            kind = file.Dinov2DropPath if name == "hf_dinov2" else file.Dinov3ViTDropPath
+            module.drop_path = kind(0.4)
+    model, given = copy.deepcopy(plain), inputs(name)
+    optimize(model)
+    ys = []
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(outputs(owner, given))
+    assert (ys[0] - ys[1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
+@pytest.mark.parametrize("name", ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"])
+def test_autocast_gives_the_originals_dtypes(name, kernels, references):
+    """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
+    plain = build(name, torch.float32)
+    model = copy.deepcopy(plain)
+    optimize(model)
+    dtypes = {True: [], False: []}
+    for owner, ours in ((model, True), (plain, False)):
+        for module in owner.modules():
+            if type(module).__name__.endswith(("Block", "Layer")):
+                module.register_forward_hook(lambda m, i, o, ours=ours: dtypes[ours].append(o.dtype))
+    given = inputs(name, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = outputs(plain, given)
+        with interpreting() if kernels else contextlib.nullcontext():
+            got = outputs(model, given)
+    assert dtypes[True] == dtypes[False] and dtypes[True]
+    assert got.dtype == want.dtype
+    assert (got - want).norm() <= 8 * torch.finfo(torch.bfloat16).eps * want.norm()
+
+
+def test_report_says_what_became_of_each_candidate():
+    """Oracle: the rows written out, for one module of each fate."""
+    model = nn.Module()
+    model.block = timm.models.vision_transformer.Block(24, 2, attn_drop=0.1, act_layer=nn.Mish)
+    model.gated = timm.layers.Attention(24, 2, gated=True)
+    model.hooked = nn.LayerNorm(24)
+    model.hooked.register_forward_hook(lambda *_: None)
+    model.taken = nn.LayerNorm(24)
+    model.taken.forward = lambda x: x
+    model.other = type("StrangeAttention", (nn.Module,), {})()
+    model.left = nn.LayerNorm(24)
+    model.again = model.hooked
+    model.mlp = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+    model.tail = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24))
+    model.eval()
+    report = optimize(model, filter_fn=lambda module, path: path != "left")
+    rows = {row.path: (row.became, row.within, row.why) for row in report.rows}
+    assert rows == {
+        "block": ("fused pre-norm block", None, None),
+        "block.norm1": ("fused LayerNorm", "block", None),
+        "block.attn": ("fused attention", "block", "own forward while training: attention dropout 0.1"),
+        "block.norm2": ("fused LayerNorm", "block", None),
+        "block.mlp": ("fused MLP, Mish", "block", "activation Mish is called"),
+        "gated": (None, None, "gated attention"),
+        "hooked": ("fused LayerNorm", None, "a hook watches it, so it is called"),
+        "taken": (None, None, "another forward is in its place"),
+        "other": (None, None, "unknown type"),
+        "left": (None, None, "left out by filter_fn"),
+        "again": ("fused LayerNorm", None, "the same module as hooked"),
+        "mlp": ("fused MLP, gelu", None, None),
+    }
+    assert len(report.fused) == 8 and len(report.left) == 4
+    assert "forward" not in model.left.__dict__ and "need a CUDA or ROCm GPU, this is cpu" in report.device
+
+
+def test_report_prints_a_table():
+    """Oracle: the text; blocks that read alike share a line."""
+    model = MODELS["timm_cait"]()
+    lines = [" ".join(line.split()) for line in str(optimize(model)).splitlines()]
+    assert lines[:6] == [
+        "module type runs",
+        "patch_embed PatchEmbed fused patch projection",
+        "blocks.* ×2 LayerScaleBlock fused block around its talking heads",
+        "blocks.*.norm1 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
+        "blocks.*.attn ×2 TalkingHeadAttn own forward · its heads mix their attention maps (inside blocks.*)",
+        "blocks.*.norm2 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
+    ]
+    device = "Triton kernels need a CUDA or ROCm GPU, this is cpu; own forwards run here."
+    assert lines[-1] == f"20 of 22 candidates are fused. {device}"
+    assert str(optimize(nn.Linear(2, 2))).endswith(f"0 of 0 candidates are fused. {device}")
+
+
+def test_on_a_cpu_the_original_runs():
+    """Oracle: the untouched model, bit by bit; no operator of ours runs."""
+    model = build("timm_deit3", torch.float32)
+    given = inputs("timm_deit3", torch.float32)
+    want = outputs(model, given)
+    optimize(model)
+    with Recorder() as run:
+        assert torch.equal(outputs(model, given), want)
+    assert not run.ours
+
+
+MASKS = {
+    "padding": dict(key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
+    "bool": dict(attn_mask=torch.eye(5, dtype=torch.bool)),
+    "float": dict(attn_mask=torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5)),
+    "heads": dict(attn_mask=torch.linspace(-1, 1, 150, dtype=torch.float64).view(6, 5, 5)),
+    "both": dict(
+        attn_mask=torch.eye(5, dtype=torch.bool),
+        key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2]),
+    ),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["batch_second", "batch_first"])
+@pytest.mark.parametrize("masks", [{}, *MASKS.values()], ids=["none", *MASKS])
+def test_multihead_masks(masks, first, references):
+    """Oracle: the untouched nn.MultiheadAttention, and nn.TransformerEncoderLayer around it."""
+    x = torch.randn((2, 5, 24) if first else (5, 2, 24), dtype=torch.float64)
+    plain = nn.MultiheadAttention(24, 3, batch_first=first, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    optimize(model)
+    with Recorder():
+        got, weights = model(x, x, x, need_weights=False, **masks)
+    assert weights is None and (got - plain(x, x, x, need_weights=False, **masks)[0]).abs().max() < 1e-14
+    assert torch.equal(model(x, x, x, **masks)[1], plain(x, x, x, **masks)[1])  # the weights are asked for
+    renamed = {{"attn_mask": "src_mask"}.get(k, "src_key_padding_mask"): v for k, v in masks.items()}
+    for norm_first in (False, True):
+        plain = nn.TransformerEncoderLayer(24, 3, 32, 0.0, batch_first=first, norm_first=norm_first).double()
+        model = copy.deepcopy(plain)
+        optimize(model)
+        assert (model(x, **renamed) - plain(x, **renamed)).abs().max() < 1e-13
+
+
+def test_masks_of_timm(references):
+    """Oracle: the untouched block, with masks of each form; a causal one runs its own forward."""
+    plain = timm.models.vision_transformer.Block(24, 2).double()
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64)
+    optimize(model)
+    keep = torch.eye(5, dtype=torch.bool) | (torch.arange(5) < 3)
+    for mask in (
+        keep,
+        keep[None, None].expand(2, 1, 5, 5),
+        torch.zeros(5, 5).masked_fill(~keep, torch.finfo().min).double(),
+    ):
+        assert (model(x, attn_mask=mask) - plain(x, attn_mask=mask)).abs().max() < 1e-14
+    assert torch.equal(model(x, is_causal=True), plain(x, is_causal=True))
+
+
+COMPILED = ["timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("backend", ["auto", "kernels"])
+@pytest.mark.parametrize("name", [*COMPILED, "torch_encoder_layer"])
+def test_compiles_as_one_graph(name, backend):
+    """Oracle: the same model uncompiled; fullgraph=True raises on any graph break."""
+    model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+    optimize(model)
+    with interpreting() if backend == "kernels" else contextlib.nullcontext(), torch.no_grad():
+        want = outputs(model, given)
+        got = outputs(torch.compile(model, backend="aot_eager", fullgraph=True), given)
+    torch._dynamo.reset()
+    assert (got - want).norm() <= 8 * torch.finfo(torch.float32).eps * want.norm()
+
+
+def test_exports_on_a_cpu_as_pytorch_alone():
+    """Oracle: the model; the program holds no operator of ours."""
+    model, given = build("timm_deit3", torch.float32).eval(), inputs("timm_deit3", torch.float32)
+    optimize(model)
+    program = torch.export.export(model, (given,))
+    assert not any("fastvit_triton" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(given), model(given))
+
+
+def test_transformers_checkpointing_stays(references):
+    """Oracle: gradients without it; each layer's forward runs twice, once more in the backward pass."""
+    model, given = build("hf_vit").train(), inputs("hf_vit")
+    optimize(model)
+    grads, calls = [], []
+    model.layers[0].mlp.fc1.register_forward_hook(lambda *_: calls.append(1))
+    for enable in (model.activation_checkpointing_disable, model.activation_checkpointing_enable):
+        enable()
+        model.zero_grad()
+        outputs(model, given).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all((a - b).abs().max() < 1e-9 for a, b in zip(*grads, strict=True)) and len(calls) == 3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_transformers_records_what_is_asked_for(implementation, references):
+    """Oracle: the untouched model's hidden states and attention maps; afterwards the blocks are fused again."""
+    config = transformers.ViTConfig(**HF, attn_implementation=implementation)
+    plain = transformers.ViTModel(config).double().eval()
+    model, given = copy.deepcopy(plain), inputs("hf_vit")
+    optimize(model)
+    got, want = (
+        m(given, output_hidden_states=True, output_attentions=implementation == "eager") for m in (model, plain)
+    )
+    for a, b in zip(
+        got.hidden_states + (got.attentions or ()), want.hidden_states + (want.attentions or ()), strict=True
+    ):
+        assert (a - b).abs().max() <= 8 * torch.finfo(torch.float32).eps * b.abs().max()  # eager's softmax is float32
+    assert len(got.hidden_states) == 3 and (implementation == "sdpa" or len(got.attentions) == 2)
+    assert parts.watched(model.layers[0].attention) is False
+
+
+def test_attention_interface_of_transformers():
+    """Oracle: the model with "sdpa"; CLIP's text tower is causal and is left to it."""
+    optimize(nn.Identity())
+    for name in ("hf_vit", "hf_dinov3"):
+        model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+        want = outputs(model, given)
+        model.set_attn_implementation("fastvit_triton")
+        assert torch.equal(outputs(model, given), want)  # on a CPU
+        with interpreting(), torch.no_grad(), Recorder() as run:
+            got = outputs(model, given)
+        assert run.ours == ["attention_fwd"] * 2
+        assert (got - want).norm() <= 8 * torch.finfo(torch.float32).eps * want.norm()
+    sizes = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, vocab_size=9)
+    text = transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes, eos_token_id=8)).eval()
+    tokens = torch.tensor([[1, 2, 3, 8]])
+    want = text(tokens).last_hidden_state
+    text.set_attn_implementation("fastvit_triton")
+    optimize(text)
+    with interpreting(), torch.no_grad(), Recorder() as run:
+        got = text(tokens).last_hidden_state
+    assert "attention_fwd" not in run.ours and (got - want).norm() <= 8 * torch.finfo(torch.float32).eps * want.norm()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_data_parallel_wrappers(wrap, references):
+    """Oracle: gradients of the model that is not wrapped; one process is enough for the wrappers to do their work."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain, given = build("timm_deit3").train(), inputs("timm_deit3")
+    model = copy.deepcopy(plain)
+    optimize(model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        if wrap == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            for block in model.blocks:
+                fully_shard(block)
+            wrapped = fully_shard(model)
+        wrapped(given).square().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    plain(given).square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        grad = q.grad.to_local() if wrap == "fsdp2" else q.grad
+        assert (grad - p.grad).norm() <= 1e-12 * max(float(p.grad.norm()), 1.0), name
+
+
+PROBE = """
+import sys, torch, fastvit_triton
+model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.TransformerEncoderLayer(4, 2, 8)).eval()
+assert len(fastvit_triton.optimize(model).fused) == 5
+for name in ('timm', 'transformers', 'torchvision', 'vit_pytorch', 'torch._dynamo'):
+    assert name not in sys.modules, name
+"""
+
+
+def test_no_other_package_is_imported():
+    """A fresh interpreter optimises torch's own modules, and no package whose types are known is loaded."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

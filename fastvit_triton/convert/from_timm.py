@@ -107,7 +107,7 @@ def swiglu_parts(self: nn.Module) -> Mlp | str:
     return Mlp((self.fc1_g, self.fc1_x), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self.norm))
 
 
-@whole("timm.models.vision_transformer.Block")
+@whole("pre-norm block", "timm.models.vision_transformer.Block")
 def block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
     if not fuses(x):
@@ -116,7 +116,7 @@ def block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal
     return add(x, self.mlp, self.norm2, self.ls2, self.drop_path2)
 
 
-@whole("timm.models.eva.EvaBlock")
+@whole("pre-norm block", "timm.models.eva.EvaBlock")
 def eva_block(
     self: nn.Module,
     x: Tensor,
@@ -132,7 +132,7 @@ def eva_block(
     return add(x, self.mlp, self.norm2, None, self.drop_path2, self.gamma_2)
 
 
-@whole("timm.models.beit.Block")
+@whole("pre-norm block", "timm.models.beit.Block")
 def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
     """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
     if not fuses(x):
@@ -142,7 +142,7 @@ def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = 
     return add(x, self.mlp, self.norm2, None, self.drop_path2, self.gamma_2)
 
 
-@whole("timm.models.cait.LayerScaleBlock")
+@whole("block around its talking heads", "timm.models.cait.LayerScaleBlock")
 def cait_block(self: nn.Module, x: Tensor) -> Tensor:
     """CaiT's block around its talking heads; [B, N, D] → [B, N, D]."""
     if not fuses(x):
@@ -151,7 +151,7 @@ def cait_block(self: nn.Module, x: Tensor) -> Tensor:
     return add(x, self.mlp, self.norm2, None, self.drop_path, self.gamma_2)
 
 
-@whole("timm.models.cait.LayerScaleBlockClassAttn")
+@whole("class-token block", "timm.models.cait.LayerScaleBlockClassAttn")
 def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
     """CaiT's class-token block; [B, N, D] and [B, 1, D] → [B, 1, D]."""
     if not fuses(x):
@@ -161,7 +161,7 @@ def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
     return add(x_cls, self.mlp, self.norm2, None, self.drop_path, self.gamma_2)
 
 
-@whole("timm.models.swin_transformer.SwinTransformerBlock")
+@whole("block around its own windows", "timm.models.swin_transformer.SwinTransformerBlock")
 def swin_block(self: nn.Module, x: Tensor) -> Tensor:
     """Swin's block around its own windows; [B, H, W, D] → [B, H, W, D]."""
     if not fuses(x):
@@ -170,7 +170,7 @@ def swin_block(self: nn.Module, x: Tensor) -> Tensor:
     return add(x, self.mlp, self.norm2, None, self.drop_path2)
 
 
-@whole("timm.models.cait.ClassAttn", reason=_dropped)
+@whole("class attention", "timm.models.cait.ClassAttn", reason=_dropped)
 def class_attention(self: nn.Module, x: Tensor) -> Tensor:
     """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
     if not fuses(x) or _dropped(self) is not None:
@@ -182,7 +182,7 @@ def class_attention(self: nn.Module, x: Tensor) -> Tensor:
     return finish(o, self.proj, drop=self.proj_drop)
 
 
-@whole("timm.layers.attention_pool.AttentionPoolLatent")
+@whole("attention pooling", "timm.layers.attention_pool.AttentionPoolLatent")
 def attention_pool(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     """Learned queries attend to all tokens, then an MLP; [B, N, D] → [B, D]."""
     if not fuses(x):
@@ -203,7 +203,7 @@ def _patch_reason(self: nn.Module) -> str | None:
     return None if patch_conv(self.proj) else "its projection was replaced or is watched"
 
 
-@whole("timm.layers.patch_embed.PatchEmbed", reason=_patch_reason)
+@whole("patch projection", "timm.layers.patch_embed.PatchEmbed", reason=_patch_reason)
 def patches(self: nn.Module, x: Tensor) -> Tensor:
     """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] where timm asks for NHWC."""
     conv, even = self.proj, x.dim() == 4 and all(s % p == 0 for s, p in zip(x.shape[2:], self.patch_size, strict=True))

@@ -51,7 +51,11 @@ def multihead_reason(self: nn.MultiheadAttention) -> str | None:
     return None if own(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is no plain parameter"
 
 
-@whole("torch.nn.modules.activation.MultiheadAttention", reason=multihead_reason)
+@whole(
+    "attention where its weights are not asked for",
+    "torch.nn.modules.activation.MultiheadAttention",
+    reason=multihead_reason,
+)
 def multihead(
     self: nn.MultiheadAttention,
     query: Tensor,
@@ -103,7 +107,11 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
     return mask.masked_fill(~padding, float("-inf")) if padding.dtype == torch.bool else mask + padding
 
 
-@whole("torch.nn.modules.transformer.TransformerEncoderLayer", reason=lambda self: multihead_reason(self.self_attn))
+@whole(
+    "block",
+    "torch.nn.modules.transformer.TransformerEncoderLayer",
+    reason=lambda self: multihead_reason(self.self_attn),
+)
 def encoder_layer(
     self: nn.TransformerEncoderLayer,
     src: Tensor,
@@ -132,7 +140,11 @@ def encoder_layer(
     return x if self.self_attn.batch_first else x.transpose(0, 1)
 
 
-@whole("torchvision.models.vision_transformer.EncoderBlock", reason=lambda self: multihead_reason(self.self_attention))
+@whole(
+    "pre-norm block",
+    "torchvision.models.vision_transformer.EncoderBlock",
+    reason=lambda self: multihead_reason(self.self_attention),
+)
 def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
     """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
     attn = self.self_attention

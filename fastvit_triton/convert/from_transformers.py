@@ -108,7 +108,7 @@ def _checkpointed(self: nn.Module, forward: object, *inputs: object, **named: ob
     return forward(self, *inputs, **named)
 
 
-@whole(*_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"))
+@whole("pre-norm block", *_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"))
 def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
     if not fuses(hidden_states):
@@ -121,7 +121,10 @@ def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None,
     return add(x, self.mlp, self.layernorm_after, drop=self.dropout)
 
 
-@whole(*_named("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"))
+@whole(
+    "pre-norm block",
+    *_named("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
+)
 def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
     if not fuses(hidden_states):
@@ -135,7 +138,7 @@ def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None
     return add(x, self.mlp, self.norm2, self.layer_scale2, self.drop_path)
 
 
-@whole(*_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer"))
+@whole("pre-norm block", *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer"))
 def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
     if not fuses(hidden_states):
@@ -148,7 +151,7 @@ def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None
     return add(x, self.mlp, self.layer_norm2)
 
 
-@whole(*_named("siglip.SiglipMultiheadAttentionPoolingHead"))
+@whole("attention pooling", *_named("siglip.SiglipMultiheadAttentionPoolingHead"))
 def pooling_head(self: nn.Module, hidden_state: Tensor) -> Tensor:
     """One learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
     if not fuses(hidden_state) or watched(self.attention) or multihead_reason(self.attention) is not None:
@@ -158,12 +161,13 @@ def pooling_head(self: nn.Module, hidden_state: Tensor) -> Tensor:
 
 
 @whole(
+    "patch projection",
     *_named(
         "vit.ViTPatchEmbeddings",
         "deit.DeiTPatchEmbeddings",
         "dinov2.Dinov2PatchEmbeddings",
         "dinov2_with_registers.Dinov2WithRegistersPatchEmbeddings",
-    )
+    ),
 )
 def patches(self: nn.Module, pixel_values: Tensor) -> Tensor:
     """Image [B, C, H, W] to tokens [B, N, D]."""

@@ -33,7 +33,7 @@ def feed_forward_parts(self: nn.Module) -> Mlp | str:
     return "net is watched" if watched(self.net) else sequential_parts(self.net)
 
 
-@whole("vit_pytorch.vit.Transformer", "vit_pytorch.simple_vit.Transformer")
+@whole("blocks and last norm", "vit_pytorch.vit.Transformer", "vit_pytorch.simple_vit.Transformer")
 def transformer(self: nn.Module, x: Tensor) -> Tensor:
     """All blocks and the last norm; [B, N, D] → [B, N, D]."""
     if not fuses(x):

@@ -39,6 +39,7 @@ Reader = Callable[..., Attention | Mlp | str]
 
 READERS: dict[str, Reader] = {}  # type of a body → its reader, called with the body and the rest of its arguments
 FORWARDS: dict[str, Callable] = {}  # type of any candidate → the forward that `optimize` binds
+LABELS: dict[str, str] = {}  # type → what a report calls its fused forward
 REASONS: dict[str, Callable[[nn.Module], str | None]] = {}  # type → why its own forward must run now
 
 
@@ -54,11 +55,20 @@ def body(*kinds: str, weights: bool = False) -> Callable[[Reader], Reader]:
     return declare
 
 
-def whole(*kinds: str, reason: Callable[[nn.Module], str | None] | None = None) -> Callable[[Callable], Callable]:
-    """Declares the fused forward of these types; `reason` says why a module must run its own forward now."""
+def whole(
+    became: str, *kinds: str, reason: Callable[[nn.Module], str | None] | None = None
+) -> Callable[[Callable], Callable]:
+    """Declares the fused forward of these types.
+
+    Args:
+        became: what a report calls it.
+        kinds: full names of the types.
+        reason: why a module must run its own forward now; None where it need not.
+    """
 
     def declare(forward: Callable) -> Callable:
         FORWARDS.update(dict.fromkeys(kinds, forward))
+        LABELS.update(dict.fromkeys(kinds, became))
         if reason is not None:
             REASONS.update(dict.fromkeys(kinds, reason))
         return forward
@@ -94,7 +104,7 @@ def _norm_reason(self: nn.Module) -> str | None:
     )
 
 
-@whole(*LAYER_NORMS, reason=_norm_reason)
+@whole("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
 def norm_forward(self: nn.Module, input: Tensor) -> Tensor:
     """LayerNorm over the last axis; [..., D] → [..., D]."""
     weights = last_axis_norm(self) if fuses(input) else None

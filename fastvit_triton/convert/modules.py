@@ -8,7 +8,7 @@ from torch import nn
 
 from ..kernels.op import backend, why_not
 from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they fill FORWARDS)
-from .fused import FORWARDS, READERS, REASONS
+from .fused import FORWARDS, LABELS, READERS, REASONS
 from .parts import LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
 from .report import Report, Row
 
@@ -36,11 +36,9 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
     from_transformers.register()
     rows, seen, inside = [], {}, []
     for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) in seen:
-            if seen[id(module)].became is not None:
-                rows.append(
-                    Row(path, type(module).__name__, "shared", why=f"the same module as {seen[id(module)].path}")
-                )
+        if id(module) in seen:  # at another path
+            first = seen[id(module)]
+            rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
             continue
         row = _convert(path, module, filter_fn)
         if row is None:
@@ -76,12 +74,12 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
 
 
 def _became(name: str, parts: Attention | Mlp | None) -> str:
-    """The fused forward in a few words: the beginning of its docstring where it is a type's own."""
+    """The fused forward in a few words."""
     if isinstance(parts, Attention):
         return "fused attention"
     if isinstance(parts, Mlp):
         return f"fused MLP, {parts.act if isinstance(parts.act, str) else type(parts.act).__name__}"
-    return "fused " + FORWARDS[name].__doc__.split(";")[0].split(" over ")[0]
+    return f"fused {LABELS[name]}"
 
 
 def _parts(module: nn.Module) -> Attention | Mlp | str | None:

@@ -123,22 +123,27 @@ def ours(forward: object) -> bool:
 
 def watched(module: nn.Module) -> bool:
     """Somebody hooked this module, or has put another forward in its place."""
-    hooks = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooks or any(hook.__module__ != PASSIVE for hook in module._forward_hooks.values()):
+    facts = module.__dict__  # every call reads some twenty modules, and nn.Module's attributes are slow
+    if facts["_forward_pre_hooks"] or facts["_backward_hooks"] or facts["_backward_pre_hooks"]:
         return True
-    return "forward" in module.__dict__ and not ours(module.__dict__["forward"])
+    if facts["_forward_hooks"] and any(hook.__module__ != PASSIVE for hook in facts["_forward_hooks"].values()):
+        return True
+    return "forward" in facts and not ours(facts["forward"])
 
 
 def own(*tensors: Tensor | None) -> bool:
     """Plain parameters: not quantised, sharded or otherwise a class of their own."""
-    return all(t is None or type(t) in (nn.Parameter, Tensor) for t in tensors)
+    for t in tensors:
+        if t is not None and type(t) is not nn.Parameter and type(t) is not Tensor:
+            return False
+    return True
 
 
 def readable(module: Layer, kinds: tuple[str, ...]) -> bool:
     """The module is exactly of these kinds, with plain parameters, and nobody watches its calls."""
-    if isinstance(module, Packed):
+    if type(module) is Packed:
         return own(*module)
-    return kind(module) in kinds and own(*module._parameters.values()) and not watched(module)
+    return kind(module) in kinds and own(*module.__dict__["_parameters"].values()) and not watched(module)
 
 
 def norm_weights(norm: nn.Module) -> Norm | None:
