@@ -58,7 +58,14 @@ MODELS = {
         num_classes=5,
     ),
     "timm_swin": lambda: swin_transformer.SwinTransformer(
-        img_size=64, patch_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5
+        img_size=32,
+        patch_size=4,
+        embed_dim=16,
+        depths=(2, 1),
+        num_heads=(2, 4),
+        window_size=4,
+        num_classes=5,
+        drop_path_rate=0.0,
     ),
     "timm_cait": lambda: cait.Cait(**TIMM, init_values=0.1),
     # transformers'
@@ -112,8 +119,7 @@ def inputs(name: str, dtype: torch.dtype = torch.float64) -> Tensor | dict[str, 
         coordinates[1, 4:] = 0
         patches = torch.randn(2, 6, PATCH * PATCH * 3, dtype=dtype)
         return {"patches": patches, "patch_coord": coordinates, "patch_valid": valid}
-    side = 64 if name == "timm_swin" else SIDE
-    return torch.randn(2, 3, side, side, dtype=dtype)
+    return torch.randn(2, 3, SIDE, SIDE, dtype=dtype)
 
 
 def outputs(model: nn.Module, given: Tensor | dict[str, Tensor]) -> Tensor:

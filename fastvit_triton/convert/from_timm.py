@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
+from .from_torch import patch_conv
 from .fused import add, body, finish, fuses, head_norms, original, project, scores_mask, whole
 from .parts import DROPOUT, IDENTITY, LINEARS, Attention, Mlp, Packed, activation, idle, kind, own, readable, watched
 
@@ -29,7 +30,7 @@ def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal:
         bias=scores_mask(attn_mask),
         norms=head_norms(self.q_norm, self.k_norm),
         last=_present(self.norm),
-        drop=self.proj_drop,
+        drops=(self.proj_drop,),
     )
 
 
@@ -57,7 +58,7 @@ def rope_parts(
         rope=table,
         norms=head_norms(self.q_norm, self.k_norm),
         last=_present(self.norm),
-        drop=self.proj_drop,
+        drops=(self.proj_drop,),
     )
 
 
@@ -70,7 +71,7 @@ def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> At
     table = None if self.relative_position_bias_table is None else self._get_rel_pos_bias()  # [1, H, N, N]
     if shared_rel_pos_bias is not None:
         table = shared_rel_pos_bias if table is None else table + shared_rel_pos_bias
-    return Attention((qkv,), self.proj, self.num_heads, self.scale, scores_mask(table), drop=self.proj_drop)
+    return Attention((qkv,), self.proj, self.num_heads, self.scale, scores_mask(table), drops=(self.proj_drop,))
 
 
 @body("timm.models.swin_transformer.WindowAttention")
@@ -81,7 +82,7 @@ def window_parts(self: nn.Module, mask: Tensor | None = None) -> Attention | str
         return why
     bias = self._get_rel_pos_bias()  # [1, H, N, N]
     bias = bias if mask is None else bias + mask[:, None]  # [windows, H, N, N]
-    return Attention((self.qkv,), self.proj, self.num_heads, self.scale, bias, drop=self.proj_drop)
+    return Attention((self.qkv,), self.proj, self.num_heads, self.scale, bias, drops=(self.proj_drop,))
 
 
 @body("timm.layers.mlp.Mlp")
@@ -213,17 +214,6 @@ def patches(self: nn.Module, x: Tensor) -> Tensor:
         return original(self, x)
     tokens = patch_embed(x, conv.weight, conv.bias)
     return self.norm(tokens if self.flatten else tokens.unflatten(1, (x.shape[2] // self.patch_size[0], -1)))
-
-
-def patch_conv(conv: nn.Module) -> bool:
-    """A convolution that can be read and whose stride is its size."""
-    return (
-        readable(conv, ("torch.nn.modules.conv.Conv2d",))
-        and conv.kernel_size == conv.stride
-        and conv.padding in ((0, 0), 0, "valid")
-        and conv.groups == 1
-        and conv.dilation == (1, 1)
-    )
 
 
 def _present(norm: nn.Module) -> nn.Module | None:

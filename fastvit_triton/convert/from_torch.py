@@ -5,8 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
+from ..kernels.patch_embed import patch_embed
 from .fused import add, attend, body, feed, finish, fuses, original, project, whole
-from .parts import DROPOUT, LAYER_NORMS, Attention, Mlp, Packed, activation, kind, own, watched
+from .parts import DROPOUT, LAYER_NORMS, Attention, Mlp, Packed, activation, kind, own, readable, watched
+
+CONV = "torch.nn.modules.conv.Conv2d"
+STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
 
 
 @body(
@@ -125,7 +129,7 @@ def encoder_layer(
         parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
     if isinstance(parts, str):
         return original(self, src, src_mask, src_key_padding_mask, is_causal)
-    parts, act = parts._replace(drop=self.dropout1), self.activation
+    parts, act = parts._replace(drops=(self.dropout1,)), self.activation
     act = (
         "relu" if act is F.relu else "gelu" if act is F.gelu else activation(act) if isinstance(act, nn.Module) else act
     )
@@ -151,5 +155,26 @@ def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
     parts = "watched" if not fuses(input) or watched(attn) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, input)
-    x = attend(input, parts._replace(drop=self.dropout), self.ln_1, residual=input)
+    x = attend(input, parts._replace(drops=(self.dropout,)), self.ln_1, residual=input)
     return add(x, self.mlp, self.ln_2)
+
+
+def patch_conv(conv: nn.Module) -> bool:
+    """A convolution that can be read and whose stride is its size: a projection of patches."""
+    return (
+        readable(conv, (CONV,))
+        and conv.kernel_size == conv.stride
+        and conv.padding in ((0, 0), "valid")
+        and conv.groups == 1
+        and conv.dilation == (1, 1)
+    )
+
+
+@whole("patch projection", CONV, reason=lambda self: None if patch_conv(self) else "not a projection of patches")
+def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
+    """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
+    even = input.dim() == 4 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
+    if not (even and fuses(input) and patch_conv(self)):
+        return original(self, input)
+    tokens = patch_embed(input, self.weight, self.bias)
+    return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))

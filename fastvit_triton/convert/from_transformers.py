@@ -6,9 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
-from ..kernels.patch_embed import patch_embed
-from .from_timm import patch_conv
-from .from_torch import cross_attend, multihead_reason
+from .from_torch import STEMS, cross_attend, multihead_reason
 from .fused import add, body, fuses, original, whole
 from .parts import Attention, Mlp, activation, watched
 
@@ -160,23 +158,20 @@ def pooling_head(self: nn.Module, hidden_state: Tensor) -> Tensor:
     return add(x, self.mlp, self.layernorm)[:, 0]
 
 
-@whole(
-    "patch projection",
-    *_named(
-        "vit.ViTPatchEmbeddings",
-        "deit.DeiTPatchEmbeddings",
-        "dinov2.Dinov2PatchEmbeddings",
-        "dinov2_with_registers.Dinov2WithRegistersPatchEmbeddings",
-    ),
+STEMS.update(
+    dict.fromkeys(
+        _named(
+            "vit.ViTPatchEmbeddings",
+            "deit.DeiTPatchEmbeddings",
+            "vit_mae.ViTMAEPatchEmbeddings",
+            "dinov2.Dinov2PatchEmbeddings",
+            "dinov2_with_registers.Dinov2WithRegistersPatchEmbeddings",
+        ),
+        "projection",
+    )
 )
-def patches(self: nn.Module, pixel_values: Tensor) -> Tensor:
-    """Image [B, C, H, W] to tokens [B, N, D]."""
-    conv = self.projection
-    fits = pixel_values.dim() == 4 and pixel_values.shape[1] == self.num_channels
-    sizes = zip(pixel_values.shape[2:], conv.kernel_size, strict=True) if patch_conv(conv) else ((1, 2),)
-    if not fits or not fuses(pixel_values) or any(side % patch for side, patch in sizes):
-        return original(self, pixel_values)
-    return patch_embed(pixel_values, conv.weight, conv.bias)
+STEMS.update(dict.fromkeys(_named("clip.CLIPVisionEmbeddings", "siglip.SiglipVisionEmbeddings"), "patch_embedding"))
+STEMS.update(dict.fromkeys(_named("dinov3_vit.DINOv3ViTEmbeddings"), "patch_embeddings"))
 
 
 def attention_forward(

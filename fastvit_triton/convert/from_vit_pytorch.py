@@ -23,7 +23,7 @@ def attention_parts(self: nn.Module) -> Attention | str:
         self.heads,
         self.scale,
         first=self.norm,
-        drop=drop,
+        drops=(drop,),
     )
 
 

@@ -22,6 +22,7 @@ from .parts import (
     Attention,
     Layer,
     Mlp,
+    draws,
     fuses,
     gain,
     idle,
@@ -139,7 +140,7 @@ def attend(x: Tensor, parts: Attention, norm: nn.Module | None = None, **end: Te
         if parts.rope is not None:
             q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
         o = attention(q, k, v, additive(parts.bias), parts.scale).transpose(1, 2).flatten(2)
-    return finish(o, parts.proj, parts.last, parts.drop, **end)
+    return finish(o, parts.proj, parts.last, *parts.drops, **end)
 
 
 def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, **end: Tensor | None) -> Tensor:
@@ -227,16 +228,19 @@ def add(
         drop: dropout of the branch that the block, not the body, holds.
         call: the rest of the body's arguments.
     """
-    known, learned = gain(scale)
-    drawn, factor = sample_scale(drop_path, x)
     parts = "watched" if watched(body) or kind(body) not in READERS else READERS[kind(body)](body, **call)
-    if known and drawn and own(gamma) and idle(drop) and not isinstance(parts, str):
-        return run(x, parts, norm, gamma=gamma if learned is None else learned, sample_scale=factor, residual=x)
-    y = body(x if norm is None else norm(x), **call)
-    y = y[0] if isinstance(y, tuple) else y
+    if isinstance(parts, str):
+        y = body(x if norm is None else norm(x), **call)
+        y = y[0] if isinstance(y, tuple) else y
+    else:
+        known, learned = gain(scale)
+        if known and own(gamma) and draws(drop_path) and all(idle(d) for d in (*parts.drops, drop)):
+            gamma = gamma if learned is None else learned
+            return run(x, parts, norm, gamma=gamma, sample_scale=sample_scale(drop_path, x), residual=x)
+        y = run(x, parts, norm)
     y = y if drop is None else drop(y)
-    y = scaled(scale(y) if scale is not None else y, gamma, None)
-    return x + (scaled(y, None, factor) if drawn else drop_path(y))
+    y = scaled(y if scale is None else scale(y), gamma, None)
+    return x + (y if drop_path is None else drop_path(y))
 
 
 def additive(bias: Tensor | None) -> Tensor | None:

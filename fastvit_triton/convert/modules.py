@@ -8,6 +8,7 @@ from torch import nn
 
 from ..kernels.op import backend, why_not
 from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they fill FORWARDS)
+from .from_torch import CONV, STEMS
 from .fused import FORWARDS, LABELS, READERS, REASONS
 from .parts import LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
 from .report import Report, Row
@@ -35,10 +36,13 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
     """
     from_transformers.register()
     rows, seen, inside = [], {}, []
+    stems = {id(getattr(m, STEMS[kind(m)])) for m in model.modules() if kind(m) in STEMS}
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) in seen:  # at another path
             first = seen[id(module)]
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
+            continue
+        if kind(module) == CONV and id(module) not in stems:
             continue
         row = _convert(path, module, filter_fn)
         if row is None:

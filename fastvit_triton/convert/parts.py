@@ -39,7 +39,7 @@ class Attention(NamedTuple):
         norms: norms of each head's queries and keys.
         first: norm inside the module, before the projections.
         last: norm before the output projection.
-        drop: dropout after the output projection.
+        drops: dropout after the output projection.
     """
 
     projections: tuple[Layer, ...]
@@ -51,7 +51,7 @@ class Attention(NamedTuple):
     norms: tuple[nn.Module, nn.Module] | None = None
     first: nn.Module | None = None
     last: nn.Module | None = None
-    drop: nn.Module | None = None
+    drops: tuple[nn.Module | None] = (None,)
 
 
 class Mlp(NamedTuple):
@@ -111,9 +111,9 @@ def kind(module: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def fuses(x: Tensor, head_dim: int = 0) -> bool:
+def fuses(x: Tensor) -> bool:
     """The fused forward applies to x: the kernels run there, or the switch asks for the references."""
-    return not x.is_nested and (usable(x, head_dim) or backend() == "torch")
+    return own(x) and not x.is_nested and (usable(x) or backend() == "torch")
 
 
 def ours(forward: object) -> bool:
@@ -132,7 +132,7 @@ def watched(module: nn.Module) -> bool:
 
 
 def own(*tensors: Tensor | None) -> bool:
-    """Plain parameters: not quantised, sharded or otherwise a class of their own."""
+    """Plain tensors and parameters: not quantised, sharded, traced or otherwise a class of their own."""
     for t in tensors:
         if t is not None and type(t) is not nn.Parameter and type(t) is not Tensor:
             return False
@@ -184,16 +184,17 @@ def gain(scale: nn.Module | None) -> tuple[bool, Tensor | None]:
     return True, getattr(scale, name)
 
 
-def sample_scale(drop_path: nn.Module | None, x: Tensor) -> tuple[bool, Tensor | None]:
-    """(known, factor of each image [B]) that this stochastic depth draws for x, from the same random numbers."""
-    if drop_path is None or readable(drop_path, IDENTITY):
-        return True, None
-    if not readable(drop_path, DROP_PATHS):
-        return False, None
-    if not drop_path.training or drop_path.drop_prob == 0.0:
-        return True, None
+def draws(drop_path: nn.Module | None) -> bool:
+    """`sample_scale` knows this stochastic depth."""
+    return drop_path is None or readable(drop_path, IDENTITY) or readable(drop_path, DROP_PATHS)
+
+
+def sample_scale(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
+    """The factor of each image [B] that this stochastic depth draws for x, from the same random numbers."""
+    if drop_path is None or not drop_path.training or getattr(drop_path, "drop_prob", 0.0) == 0.0:
+        return None
     keep = 1 - drop_path.drop_prob
     if kind(drop_path) == TIMM_DROP_PATH:
         kept = x.new_empty(x.shape[0]).bernoulli_(keep)
-        return True, kept.div_(keep) if keep > 0 and drop_path.scale_by_keep else kept
-    return True, torch.rand(x.shape[0], dtype=x.dtype, device=x.device).add(keep).floor().div(keep)
+        return kept.div_(keep) if keep > 0 and drop_path.scale_by_keep else kept
+    return torch.rand(x.shape[0], dtype=x.dtype, device=x.device).add(keep).floor().div(keep)
