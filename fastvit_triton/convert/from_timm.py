@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
 from .from_torch import patch_conv
-from .fused import add, body, finish, fuses, head_norms, original, project, scores_mask, whole
+from .fused import add, body, finish, four_axes, fuses, head_norms, original, project, scores_mask, whole
 from .parts import DROPOUT, IDENTITY, LINEARS, Attention, Mlp, Packed, activation, idle, kind, own, readable, watched
 
 
@@ -71,7 +71,7 @@ def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> At
     table = None if self.relative_position_bias_table is None else self._get_rel_pos_bias()  # [1, H, N, N]
     if shared_rel_pos_bias is not None:
         table = shared_rel_pos_bias if table is None else table + shared_rel_pos_bias
-    return Attention((qkv,), self.proj, self.num_heads, self.scale, scores_mask(table), drops=(self.proj_drop,))
+    return Attention((qkv,), self.proj, self.num_heads, self.scale, four_axes(table), drops=(self.proj_drop,))
 
 
 @body("timm.models.swin_transformer.WindowAttention")

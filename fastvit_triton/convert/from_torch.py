@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
-from .fused import add, attend, body, feed, finish, fuses, original, project, whole
+from .fused import add, attend, body, feed, finish, fuses, original, project, scores_mask, whole
 from .parts import DROPOUT, LAYER_NORMS, Attention, Mlp, Packed, activation, kind, own, readable, watched
 
 CONV = "torch.nn.modules.conv.Conv2d"
@@ -98,9 +98,9 @@ def cross_attend(
 
 def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
     """Both masks as one: [1 or B, 1 or H, Nq, Nk], boolean with True for "attend", or added to the scores."""
-    if mask is not None:
-        mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (-1, self.num_heads))
-    padding = None if padding is None else padding[:, None, None]
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, self.num_heads))
+    mask, padding = scores_mask(mask), scores_mask(None if padding is None else padding[:, None, None])
     mask, padding = (~m if m is not None and m.dtype == torch.bool else m for m in (mask, padding))
     if mask is None or padding is None:
         return padding if mask is None else mask

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .fused import add, body, fuses, original, whole
+from .fused import add, body, fuses, original, scores_mask, whole
 from .parts import Attention, Mlp, activation, watched
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
@@ -58,7 +58,7 @@ def attention_parts(
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
         self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads,
         self.scaling if hasattr(self, "scaling") else self.scale,
-        attention_mask,
+        scores_mask(attention_mask),
         rope,
     )
 
@@ -197,7 +197,7 @@ def attention_forward(
         sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
         named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
         return sdpa(module, query, key, value, attention_mask, **named)
-    return attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
+    return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
 
 
 def register() -> None:

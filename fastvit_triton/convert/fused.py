@@ -100,9 +100,8 @@ def _forward_weights(read: Reader, self: nn.Module, *inputs: object, **named: ob
 
 
 def _norm_reason(self: nn.Module) -> str | None:
-    return (
-        None if last_axis_norm(self) is not None else "several axes, parameters of a class of their own, or fast norm"
-    )
+    known = last_axis_norm(self) is not None
+    return None if known else "several axes, fast norm, or parameters of a class of their own"
 
 
 @whole("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
@@ -132,14 +131,14 @@ def attend(x: Tensor, parts: Attention, norm: nn.Module | None = None, **end: Te
     prefix = 0 if parts.rope is None else qkv.shape[1] - parts.rope[0].shape[-2]
     known = plain or (q_norm is not None and k_norm is not None)
     if known and (parts.rope is None or parts.rope[0].dim() < 4):
-        o = attention_qkv(qkv, parts.num_heads, parts.scale, q_norm, k_norm, parts.rope, prefix, additive(parts.bias))
+        o = attention_qkv(qkv, parts.num_heads, parts.scale, q_norm, k_norm, parts.rope, prefix, parts.bias)
     else:
         q, k, v = qkv.unflatten(-1, (3, parts.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         if not plain:
             q, k = (n(t) for n, t in zip(parts.norms, (q, k), strict=True))
         if parts.rope is not None:
             q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
-        o = attention(q, k, v, additive(parts.bias), parts.scale).transpose(1, 2).flatten(2)
+        o = attention(q, k, v, parts.bias, parts.scale).transpose(1, 2).flatten(2)
     return finish(o, parts.proj, parts.last, *parts.drops, **end)
 
 
@@ -148,7 +147,8 @@ def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, **end: Tensor | N
     norm = norm if parts.first is None else parts.first
     known = isinstance(parts.act, str) and all(readable(fc, LINEARS) for fc in parts.fc1)
     if not known:
-        h = [fc(_normed(x, norm)) for fc in parts.fc1]
+        x = _normed(x, norm)
+        h = [fc(x) for fc in parts.fc1]
         h = nn.functional.silu(h[0]) * h[1] if len(h) == 2 else activated(h[0], parts.act)
     else:
         x, weights = _fold(x, norm)
@@ -243,16 +243,19 @@ def add(
     return x + (y if drop_path is None else drop_path(y))
 
 
-def additive(bias: Tensor | None) -> Tensor | None:
-    """The bias with finfo.min and the like as −inf: a query that may attend to nothing then gets 0 and no gradient."""
-    if bias is None or bias.dtype == torch.bool or bias.requires_grad:
-        return bias
-    return bias.masked_fill(bias < MASKED, float("-inf"))
+def four_axes(bias: Tensor | None) -> Tensor | None:
+    """A bias that broadcasts to [B, H, Nq, Nk], with all four axes."""
+    return bias if bias is None else bias[(None,) * (4 - bias.dim())]
 
 
 def scores_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask that broadcasts to [B, H, Nq, Nk] with all four axes."""
-    return mask if mask is None else mask[(None,) * (4 - mask.dim())]
+    """A mask with all four axes, and with finfo.min and the like as −inf.
+
+    A query that may attend to nothing then gets 0 and no gradient.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return four_axes(mask)
+    return four_axes(mask.masked_fill(mask < MASKED, float("-inf")))
 
 
 def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:
