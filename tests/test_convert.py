@@ -737,6 +737,27 @@ for name in ('timm', 'transformers', 'torchvision', 'vit_pytorch', 'torch._dynam
 """
 
 
+@pytest.mark.parametrize("name", ["convnext_atto", "mixer_s32_224", "pvt_v2_b0", "mobilevit_xxs", "crossvit_9_240"])
+def test_an_unknown_model_is_no_error(name, references):
+    """Oracle: the untouched model; its LayerNorms, MLPs and known attention are fused, and the rest is reported."""
+    plain = timm.create_model(name, num_classes=5).double().eval()
+    model, side = copy.deepcopy(plain), plain.default_cfg["input_size"][-1]
+    report = optimize(model)
+    image = torch.randn(1, 3, side, side, dtype=torch.float64)
+    with torch.no_grad():
+        assert same(model(image), plain(image))
+    assert report.fused and all(row.why for row in report.left)
+
+
+def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):
+    """Oracle: autocast's list for CUDA, on which layer_norm runs in float32; half-precision streams come out wide."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    norm = nn.LayerNorm(8).to("meta")
+    optimize(norm)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert norm(torch.empty(2, 8, device="meta", dtype=dtype)).dtype == torch.float32
+
+
 def test_no_other_package_is_imported():
     """A fresh interpreter optimises torch's own modules, and no package whose types are known is loaded."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)

@@ -24,8 +24,8 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
     optimisers, checkpoints, EMA copies, DDP and FSDP2 go on working. Each call decides anew: where the kernels cannot
     run (a CPU, float64), or where attention would need dropout or a causal mask, the module runs its own forward; parts
     that are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. Where
-    transformers is loaded, its attention interface also learns the name "fastvit_triton". `nn.DataParallel` replicas
-    share their original's forward: use DistributedDataParallel, or `revert` first.
+    transformers is loaded, its attention interface also learns the name "fastvit_triton". Shallow copies, as
+    nn.DataParallel makes them, share their original's forward: use DistributedDataParallel, or `revert` first.
 
     Args:
         model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that holds some of these.
