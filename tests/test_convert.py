@@ -420,6 +420,7 @@ def test_report_says_what_became_of_each_candidate():
         "mlp": ("fused MLP, gelu", None, None),
     }
     assert len(report.fused) == 8 and len(report.left) == 4
+    assert "own forward while training: attention dropout 0.1 (inside block)" in str(report)
     assert "forward" not in model.left.__dict__ and "need a CUDA or ROCm GPU, this is cpu" in report.device
 
 

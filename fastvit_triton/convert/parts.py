@@ -118,7 +118,7 @@ def fuses(x: Tensor) -> bool:
 
 def ours(forward: object) -> bool:
     """This instance's forward is one that `optimize` put there."""
-    return type(forward) is partial and forward.func.__module__.startswith(__package__)
+    return type(forward) is partial and str(getattr(forward.func, "__module__", "")).startswith(__package__)
 
 
 def watched(module: nn.Module) -> bool:
@@ -126,7 +126,9 @@ def watched(module: nn.Module) -> bool:
     facts = module.__dict__  # every call reads some twenty modules, and nn.Module's attributes are slow
     if facts["_forward_pre_hooks"] or facts["_backward_hooks"] or facts["_backward_pre_hooks"]:
         return True
-    if facts["_forward_hooks"] and any(hook.__module__ != PASSIVE for hook in facts["_forward_hooks"].values()):
+    if facts["_forward_hooks"] and any(
+        getattr(hook, "__module__", None) != PASSIVE for hook in facts["_forward_hooks"].values()
+    ):
         return True
     return "forward" in facts and not ours(facts["forward"])
 

@@ -50,7 +50,7 @@ class Report:
         lines: dict[tuple[str, ...], int] = {}
         for row in self.rows:
             inside = "" if row.within is None else f" (inside {_numbered(row.within) or 'the model'})"
-            note = " · ".join(_numbered(t) for t in (row.became or "own forward", row.why) if t is not None)
+            note = " · ".join(t for t in (row.became or "own forward", row.why) if t is not None)
             key = _numbered(row.path) or "(model)", row.type, note + inside
             lines[key] = lines.get(key, 0) + 1
         table = [("module", "type", "runs"), *((f"{p} ×{n}" if n > 1 else p, t, r) for (p, t, r), n in lines.items())]
