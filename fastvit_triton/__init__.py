@@ -26,12 +26,14 @@ _PUBLIC = {
     "fold": "kernels.fold",
     "linear": "kernels.linear",
     "mlp": "kernels.mlp",
+    "optimize": "convert",
     "patch_embed": "kernels.patch_embed",
     "ViTConfig": "models.config",
     "create_model": "models",
     "list_models": "models",
     "load_model": "weights",
     "load_weights": "weights",
+    "revert": "convert",
     "save_weights": "weights",
 }
 
@@ -49,12 +51,15 @@ __all__ = [
     "load_model",
     "load_weights",
     "mlp",
+    "optimize",
     "patch_embed",
+    "revert",
     "save_weights",
     "varlen_attention",
 ]
 
 if TYPE_CHECKING:
+    from .convert import optimize, revert
     from .kernels.attention import attention, varlen_attention
     from .kernels.fold import fold
     from .kernels.layer_norm import add_layer_norm, layer_norm
