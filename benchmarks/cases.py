@@ -126,6 +126,14 @@ def _attentions() -> Iterator[Case]:
         tokens = (new(BATCH * 197, 12, 64) for _ in range(3))
         return varlen_attention, (*tokens, torch.empty(BATCH + 1, dtype=torch.int32), 256), {}
 
+    def turned(D: int, norms: bool, interleaved: bool):
+        norm = (new(D), new(D), 1e-6)
+        options = dict(rope=(torch.empty(196, D), torch.empty(196, D), interleaved), prefix_tokens=1)
+        options |= dict(q_norm=norm, k_norm=(new(D), new(D), 1e-6)) if norms else {}
+        return attention_qkv, (new(BATCH, 197, 3 * 12 * D), 12), options
+
+    yield Case("RoPE D=64", "attention_qkv", "bfloat16", partial(turned, 64, False, False))
+    yield Case("Q/K norm and interleaved RoPE D=64", "attention_qkv", "bfloat16", partial(turned, 64, True, True))
     yield Case("packed images D=64", "varlen_attention", "bfloat16", varlen)
 
 

@@ -19,19 +19,21 @@ __version__ = "0.1.0"
 # Public name → where it lives. Loaded on first use: importing the package costs nothing and needs no Triton.
 _PUBLIC = {
     "attention": "kernels.attention",
-    "attention_qkv": "kernels.attention",
+    "attention_qkv": "kernels.rope",
     "varlen_attention": "kernels.attention",
     "layer_norm": "kernels.layer_norm",
     "add_layer_norm": "kernels.layer_norm",
     "fold": "kernels.fold",
     "linear": "kernels.linear",
     "mlp": "kernels.mlp",
+    "optimize": "convert",
     "patch_embed": "kernels.patch_embed",
     "ViTConfig": "models.config",
     "create_model": "models",
     "list_models": "models",
     "load_model": "weights",
     "load_weights": "weights",
+    "revert": "convert",
     "save_weights": "weights",
 }
 
@@ -49,13 +51,16 @@ __all__ = [
     "load_model",
     "load_weights",
     "mlp",
+    "optimize",
     "patch_embed",
+    "revert",
     "save_weights",
     "varlen_attention",
 ]
 
 if TYPE_CHECKING:
-    from .kernels.attention import attention, attention_qkv, varlen_attention
+    from .convert import optimize, revert
+    from .kernels.attention import attention, varlen_attention
     from .kernels.fold import fold
     from .kernels.layer_norm import add_layer_norm, layer_norm
     from .kernels.linear import linear

@@ -136,7 +136,7 @@ def test_attention_qkv_splits_as_three_separate_projections():
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rope_rotates_pairs_and_keeps_the_prefix(interleaved):
     """Oracle: complex multiplication of channel pairs by exp(i·angle)."""
-    from fastvit_triton.kernels.attention import rotate
+    from fastvit_triton.kernels.rope import rotate
 
     x, angle = randn(1, 2, 5, 6), randn(4, 3)
     table = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
@@ -261,6 +261,11 @@ def test_patch_embed_folds_uint8_normalisation():
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(1, 2, 3, 2)), "axis Nk of bias must be 3, got 2"),
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(2)), "axis B of kv_lens must be 1, got 2"),
         (lambda: attention_qkv(randn(1, 2, 10), 2), "multiple of 3·num_heads = 6, got 10"),
+        (
+            lambda: attention_qkv(randn(1, 4, 12), 2, rope=(*[randn(4, 2)] * 2, True), prefix_tokens=1),
+            "axis N - prefix_tokens of cos must be 3, got 4",
+        ),
+        (lambda: attention_qkv(randn(1, 4, 12), 2, rope=(randn(4, 2), randn(2, 4, 2), True)), "sin must have axes"),
         (lambda: varlen_attention(*[randn(3, 2, 4)] * 2, randn(4, 2, 4), torch.zeros(2), 1), "axis T of v must be 3"),
         (lambda: layer_norm(randn(2, 4), randn(3), None, 1e-6), "axis D of weight must be 4, got 3"),
         (lambda: add_layer_norm(randn(2, 4), randn(2, 5), None, None, 1e-6), r"residual must have x's shape \[2, 4\]"),

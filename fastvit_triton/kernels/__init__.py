@@ -1,10 +1,9 @@
 """What is computed. `OPS` is the list that tests, benchmarks and the doctor walk; an op is added by naming it here."""
 
-from . import attention, fold, layer_norm, linear, mlp, patch_embed
+from . import attention, fold, layer_norm, linear, mlp, patch_embed, rope
 
 OPS = (
     attention.OP,
-    attention.OP_QKV,
     attention.OP_VARLEN,
     layer_norm.OP,
     layer_norm.OP_ADD,
@@ -12,4 +11,5 @@ OPS = (
     linear.OP,
     mlp.OP,
     patch_embed.OP,
+    rope.OP,
 )

@@ -19,8 +19,7 @@ Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; Milakov &
           running maximum.
           Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
           Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 5-8.
-          Su et al., RoFormer, arXiv:2104.09864, eq. 34, for the rotation; Dehghani et al., NaViT, arXiv:2307.06304,
-          section 2.1, for packed images.
+          Dehghani et al., NaViT, arXiv:2307.06304, section 2.1, for packed images.
 Differs   Any Nq, Nk (197 is the normal case), D ≠ Dv (LeViT), a free scale (T2T-ViT, CvT), grouped bias (Swin).
 """
 
@@ -31,36 +30,81 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
+from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, usable
 from .tile import jit, put_rows, rows, tl
 
-Norm = tuple[Tensor, Tensor | None, float]  # weight [D], bias [D], eps
-Rope = tuple[Tensor, Tensor, bool]  # cos and sin [N - prefix, D] or [H, N - prefix, D]; True when pairs interleave
-
 LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
+WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
 
-# Launch parameters by kernel: the first row whose limit holds the wider head, in bytes. Every row fits sm_80.
+# Launch parameters by kernel, apart with a bias and with "ieee" products: the first row whose limit holds the wider
+# head, in bytes. Every row fits every architecture; none spills but those for fp32 heads of more than 64 channels.
 SPACE = {
     "fwd": (
+        (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
         (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (1024, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_bias": (
+        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_ieee": (
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
     ),
     "bwd_dq": (
         (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
         (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_bias": (
+        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
+        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_ieee": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_bias_ieee": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dkdv": (
         (128, dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)),
         (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
-        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_bias": (
+        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_ieee": (
+        (128, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
     "bwd_dbias": (
-        (128, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dbias_ieee": (
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
 }
 
@@ -101,52 +145,6 @@ def attention(
         o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
         return (o, lse * math.log(2)) if return_lse else o
     return reference(q, k, v, bias, scale, kv_lens, return_lse)
-
-
-def attention_qkv(
-    qkv: Tensor,
-    num_heads: int,
-    scale: float | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-    rope: Rope | None = None,
-    prefix_tokens: int = 0,
-    bias: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention on the packed projection: the hot path of every plain ViT.
-
-    Args:
-        qkv: [B, N, 3·H·D], ordered as [3, H, D].
-        num_heads: H.
-        scale: softmax scale; None means D^-0.5.
-        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels.
-        k_norm: the same for keys.
-        rope: (cos, sin, interleaved), tables [N − prefix_tokens, D] or with a leading H; rotates queries and keys in
-            channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
-        prefix_tokens: leading tokens that `rope` leaves alone.
-        bias: as in `attention`.
-        kv_lens: [B] valid tokens per image.
-        return_lse: also return L [B, H, N].
-
-    Returns:
-        [B, N, H·D], heads merged; with `return_lse` also L [B, H, N], fp32.
-
-    Raises:
-        ValueError: an axis does not fit.
-    """
-    expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})
-    if qkv.shape[2] % (3 * num_heads):
-        raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {qkv.shape[2]}")
-    D = qkv.shape[2] // (3 * num_heads)
-    if usable(qkv, D) and q_norm is None and k_norm is None and rope is None:
-        packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
-        _check_mask(*packed.permute(2, 0, 3, 1, 4).unbind(0)[:2], bias, kv_lens)
-        o, lse = _QkvFn.apply(packed, bias, kv_lens, D**-0.5 if scale is None else scale)
-        o = o.transpose(1, 2).flatten(2)
-        return (o, lse * math.log(2)) if return_lse else o
-    return reference_qkv(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, return_lse)
 
 
 def varlen_attention(
@@ -203,32 +201,6 @@ def reference(
     return weights.to(v.dtype) @ v, lse.float()  # (2)
 
 
-def reference_qkv(
-    qkv: Tensor,
-    num_heads: int,
-    scale: float | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-    rope: Rope | None = None,
-    prefix_tokens: int = 0,
-    bias: Tensor | None = None,
-    kv_lens: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Split, norm, rotate, attend, merge."""
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
-    if q_norm is not None:
-        q = F.layer_norm(q, q.shape[-1:], *q_norm)
-    if k_norm is not None:
-        k = F.layer_norm(k, k.shape[-1:], *k_norm)
-    if rope is not None:
-        q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
-    o = attention(q, k, v, bias, scale, kv_lens, return_lse)
-    if return_lse:
-        return o[0].transpose(1, 2).flatten(2), o[1]
-    return o.transpose(1, 2).flatten(2)
-
-
 def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
@@ -237,18 +209,6 @@ def reference_varlen(
     same = image[:, None] == image[None, :]
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
     return reference(q, k, v, same[None, None], scale)[0].transpose(0, 1)
-
-
-def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
-    """Rotary positions on x [B, H, N, D], leaving the first `prefix_tokens` alone."""
-    cos, sin, interleaved = rope
-    prefix, x = x[:, :, :prefix_tokens], x[:, :, prefix_tokens:]
-    if interleaved:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = x.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    return torch.cat((prefix, (x * cos + turned * sin).to(prefix.dtype)), 2)
 
 
 def _check_mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> None:
@@ -334,10 +294,15 @@ def _image(pid, tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU: tl.constexpr, HAS_LE
 
 
 @jit
-def _biased(s, bias_ptr, m, n, bias_strides, Nq, Nk, BIAS: tl.constexpr):
-    """Scores in base 2 plus the bias at rows m and columns n, two index vectors that broadcast to s."""
+def _start(ptr, strides, b, h, start, UNIT: tl.constexpr):
+    """A head's first row and the step to the next; strides come in units of 16 bytes, where all fit, for wide loads."""
+    return ptr + (b * strides[0] + h * strides[1] + start * strides[2]) * UNIT, strides[2] * UNIT
+
+
+@jit
+def _biased(s, bias_ptr, m, n, inside, bias_strides, BIAS: tl.constexpr):
+    """Scores in base 2 plus the bias at queries m and keys n; the three index vectors broadcast to s."""
     at = bias_ptr + m.to(tl.int64) * bias_strides[2] + n.to(tl.int64) * bias_strides[3]
-    inside = (m < Nq) & (n < Nk)
     if BIAS == 2:  # boolean: True attends
         return tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
     return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
@@ -362,7 +327,8 @@ def _fwd_step(
     if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
         s *= scale
         if BIAS > 0:
-            s = _biased(s, bias_ptr, m[:, None], n[None, :], bias_strides, Nq, Nk, BIAS)
+            inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
+            s = _biased(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
         scale = 1.0
     if MASKED:
         s = tl.where((n < Nk)[None, :], s, float("-inf"))
@@ -383,32 +349,32 @@ def _fwd_kernel(
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, G, tiles, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; streams all keys. Equations (1) to (3)."""
     tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
-    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
-    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
+    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    q0, q1 = _head(q_ptr, m, q_strides[2], Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    q0, q1 = _head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     o0, o1 = _no_head(BLOCK_M, V0, V1)
     full = Nk // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
         top, total, o0, o1 = _fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, first + tl.arange(0, BLOCK_N), Nq, Nk, top, total, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, False,
         )  # fmt: skip
     if TAIL > 0:  # 197 = 3·64 + 5: only the last keys are masked
         top, total, o0, o1 = _fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, full + tl.arange(0, TAIL), Nq, Nk, top, total, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, True,
         )  # fmt: skip
@@ -417,9 +383,9 @@ def _fwd_kernel(
         some = tl.where(total > 0, total, 1.0)  # a row without keys: o0 is 0 already
         top = tl.where(total > 0, top, float("-inf"))
         scale = 1.0
-    o_ptr += b * o_strides[0] + h * o_strides[1] + start * o_strides[2]
+    o_ptr, o_row = _start(o_ptr, o_strides, b, h, start, UNIT)
     inverse = 1.0 / some[:, None]
-    _put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_strides[2], Nq, Dv, V0, V1)
+    _put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_row, Nq, Dv, V0, V1)
     tl.store(l_ptr + b * l_strides[0] + h * l_strides[1] + start + m, top * scale + tl.log2(some), mask=m < Nq)
 
 
@@ -432,7 +398,8 @@ def _p_and_dp(
     """P of equation (4) and dO Vᵀ, queries on rows and keys on columns."""
     s = _scores(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     if BIAS > 0:
-        s = _biased(s, bias_ptr, m[:, None], n[None, :], bias_strides, Nq, Nk, BIAS)
+        inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
+        s = _biased(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
     p = tl.exp2(s - lse[:, None])
     if MASKED:
         p = tl.where((n < Nk)[None, :], p, 0.0)
@@ -462,25 +429,25 @@ def _bwd_dq_kernel(
     H, Nq, Nk, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries; streams keys; writes Δ of equation (5) and dQ of (7)."""
     tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
-    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
-    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
-    o_ptr += b * o_strides[0] + h * o_strides[1] + start * o_strides[2]
-    do_ptr += b * do_strides[0] + h * do_strides[1] + start * do_strides[2]
-    dq_ptr += b * dq_strides[0] + h * dq_strides[1] + start * dq_strides[2]
+    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
+    o_ptr, o_row = _start(o_ptr, o_strides, b, h, start, UNIT)
+    do_ptr, do_row = _start(do_ptr, do_strides, b, h, start, UNIT)
+    dq_ptr, dq_row = _start(dq_ptr, dq_strides, b, h, start, UNIT)
     l_at = b * l_strides[0] + h * l_strides[1] + start
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    q0, q1 = _head(q_ptr, m, q_strides[2], Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
-    do0, do1 = _head(do_ptr, m, do_strides[2], Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
-    o0, o1 = _head(o_ptr, m, o_strides[2], Nq, Dv, V0, V1, True)
+    q0, q1 = _head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    do0, do1 = _head(do_ptr, m, do_row, Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
+    o0, o1 = _head(o_ptr, m, o_row, Nq, Dv, V0, V1, True)
     delta = tl.sum(do0.to(tl.float32) * o0.to(tl.float32), 1)  # (5)
     if V1 > 0:
         delta += tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1)
@@ -490,17 +457,17 @@ def _bwd_dq_kernel(
     full = Nk // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
         dq0, dq1 = _dq_step(
-            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, first + tl.arange(0, BLOCK_N), Nq, Nk, lse, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
         )  # fmt: skip
     if TAIL > 0:
         dq0, dq1 = _dq_step(
-            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_strides[2], v_strides[2], bias_strides,
+            q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, full + tl.arange(0, TAIL), Nq, Nk, lse, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
-    _put_head(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_strides[2], Nq, D, D0, D1)
+    _put_head(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_row, Nq, D, D0, D1)
 
 
 @jit
@@ -517,8 +484,9 @@ def _dkdv_step(
     delta = tl.load(delta_ptr + m, mask=m < Nq, other=0.0)
     s = _scores(k0, k1, q0, q1, D1, PRECISION) * scale  # [BLOCK_N, BLOCK_M]
     if BIAS > 0:
-        s = _biased(s, bias_ptr, m[None, :], n[:, None], bias_strides, Nq, Nk, BIAS)
-    p = tl.where((n < Nk)[:, None], tl.exp2(s - lse[None, :]), 0.0)  # (4)
+        inside = (m < Nq)[None, :] & (n < Nk)[:, None] if MASKED else (n < Nk)[:, None]
+        s = _biased(s, bias_ptr, m[None, :], n[:, None], inside, bias_strides, BIAS)
+    p = tl.exp2(s - lse[None, :])  # (4); keys past the end give rows that nobody reads
     dv0, dv1 = _mix(p, do0, do1, dv0, dv1, V1, PRECISION)
     ds = p * (_scores(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])  # (6)
     dk0, dk1 = _mix(ds, q0, q1, dk0, dk1, D1, PRECISION)
@@ -532,7 +500,7 @@ def _bwd_dkdv_kernel(
     H, Nq, Nk, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one head; streams queries; writes dK and dV of equation (7)."""
     keys = Nk  # rows to write, masked ones too
@@ -542,35 +510,39 @@ def _bwd_dkdv_kernel(
     if tile * BLOCK_N >= keys:
         return
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    q_ptr += b * q_strides[0] + h * q_strides[1] + start * q_strides[2]
-    k_ptr += b * k_strides[0] + h * k_strides[1] + start * k_strides[2]
-    v_ptr += b * v_strides[0] + h * v_strides[1] + start * v_strides[2]
-    do_ptr += b * do_strides[0] + h * do_strides[1] + start * do_strides[2]
-    dk_ptr += b * dk_strides[0] + h * dk_strides[1] + start * dk_strides[2]
-    dv_ptr += b * dv_strides[0] + h * dv_strides[1] + start * dv_strides[2]
+    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
+    do_ptr, do_row = _start(do_ptr, do_strides, b, h, start, UNIT)
+    dk_ptr, dk_row = _start(dk_ptr, dk_strides, b, h, start, UNIT)
+    dv_ptr, dv_row = _start(dv_ptr, dv_strides, b, h, start, UNIT)
     l_ptr += b * l_strides[0] + h * l_strides[1] + start
     delta_ptr += b * l_strides[0] + h * l_strides[1] + start
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    k0, k1 = _head(k_ptr, n, k_strides[2], Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
-    v0, v1 = _head(v_ptr, n, v_strides[2], Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
+    k0, k1 = _head(k_ptr, n, k_row, Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
+    v0, v1 = _head(v_ptr, n, v_row, Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
     dk0, dk1 = _no_head(BLOCK_N, D0, D1)
     dv0, dv1 = _no_head(BLOCK_N, V0, V1)
     full = Nq // BLOCK_M * BLOCK_M
     for first in range(0, full, BLOCK_M):
         dk0, dk1, dv0, dv1 = _dkdv_step(
-            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_strides[2], do_strides[2], bias_strides,
+            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_row, do_row, bias_strides,
             first + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
         )  # fmt: skip
     if full < Nq:
         dk0, dk1, dv0, dv1 = _dkdv_step(
-            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_strides[2], do_strides[2], bias_strides,
+            k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_row, do_row, bias_strides,
             full + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
-    _put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_strides[2], keys, D, D0, D1)
-    _put_head(dv_ptr, dv0, dv1, n, dv_strides[2], keys, Dv, V0, V1)
+    if HAS_LENS:
+        seen = (n < Nk)[:, None]
+        dk0, dk1 = tl.where(seen, dk0, 0.0), tl.where(seen, dk1, 0.0)
+        dv0, dv1 = tl.where(seen, dv0, 0.0), tl.where(seen, dv1, 0.0)
+    _put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_row, keys, D, D0, D1)
+    _put_head(dv_ptr, dv0, dv1, n, dv_row, keys, Dv, V0, V1)
 
 
 @jit
@@ -579,7 +551,7 @@ def _bwd_dbias_kernel(
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, B, H, Nq, Nk, G, tiles_m, tiles_n, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one head's bias in one group; sums dS over the group's images in order. Equation (8)."""
     pid = tl.program_id(0)
@@ -594,12 +566,16 @@ def _bwd_dbias_kernel(
         if HAS_LENS:
             keys = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
         at = b * l_strides[0] + h * l_strides[1]
-        q0, q1 = _head(q_ptr + b * q_strides[0] + h * q_strides[1], m, q_strides[2], Nq, D, D0, D1, True)
-        k0, k1 = _head(k_ptr + b * k_strides[0] + h * k_strides[1], n, k_strides[2], keys, D, D0, D1, True)
-        do0, do1 = _head(do_ptr + b * do_strides[0] + h * do_strides[1], m, do_strides[2], Nq, Dv, V0, V1, True)
+        q_at, q_row = _start(q_ptr, q_strides, b, h, 0, UNIT)
+        k_at, k_row = _start(k_ptr, k_strides, b, h, 0, UNIT)
+        v_at, v_row = _start(v_ptr, v_strides, b, h, 0, UNIT)
+        do_at, do_row = _start(do_ptr, do_strides, b, h, 0, UNIT)
+        q0, q1 = _head(q_at, m, q_row, Nq, D, D0, D1, True)
+        k0, k1 = _head(k_at, n, k_row, keys, D, D0, D1, True)
+        do0, do1 = _head(do_at, m, do_row, Nq, Dv, V0, V1, True)
         p, dp = _p_and_dp(
-            q0, q1, do0, do1, k0, k1, v_ptr + b * v_strides[0] + h * v_strides[1], bias_ptr, v_strides[2],
-            bias_strides, m, n, Nq, keys, _row_logs(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, PRECISION, True,
+            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_row, bias_strides, m, n, Nq, keys, _row_logs(l_ptr + at, m, Nq),
+            scale, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
         dbias += p * (dp - tl.load(delta_ptr + at + m, mask=m < Nq, other=0.0)[:, None])
     at = dbias_ptr + ((g * H + h) * Nq + m)[:, None] * Nk + n[None, :]
@@ -613,10 +589,14 @@ def _split(D: int) -> tuple[int, int]:
     return (half, rest) if half >= 16 and half + rest < whole and D > half else (whole, 0)
 
 
-def _blocks(kernel: str, q: Tensor, Nq: int, width: int) -> dict[str, int]:
+def _blocks(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
     """Launch parameters: the row of SPACE for this width of a head (D and Dv, the larger, in whole tiles)."""
-    narrow = next(row for limit, row in SPACE[kernel] if width * q.element_size() <= limit)
-    block = dict(narrow, enable_fp_fusion=True)
+    ieee, biased = "_ieee" if _precision(q) == "ieee" else "", "" if bias is None else "_bias"
+    name = next(name for name in (kernel + biased + ieee, kernel + ieee, kernel) if name in SPACE)
+    size = width * q.element_size()
+    default = next(row for limit, row in SPACE[name] if size <= limit)
+    kind = "fp32." if q.dtype == torch.float32 else ""
+    block = config(f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default, q.device)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
     return block
@@ -638,20 +618,30 @@ def _lead(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
-def _shared(q, k, v, bias, kv_lens, cu, scale):
-    """Arguments that all kernels take, by name."""
+def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
+    """What the kernels take, by name: pointers, strides and sizes."""
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
     (D0, D1), (V0, V1) = _split(D), _split(Dv)
     if bias is not None:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
-    return dict(
-        q_ptr=q, k_ptr=k, v_ptr=v, bias_ptr=bias, lens_ptr=kv_lens,
-        q_strides=_strides(q, cu), k_strides=_strides(k, cu), v_strides=_strides(v, cu),
-        bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(),
-        H=H, Nq=Nq, Nk=Nk, G=1 if bias is None else bias.shape[0], scale=scale * math.log2(math.e),
+    tensors = dict(q=q, k=k, v=v, **others)
+    strides = {name: _strides(t, cu) for name, t in tensors.items()}
+    unit = 16 // q.element_size()
+    unit = unit if all(stride % unit == 0 for each in strides.values() for stride in each) else 1
+    pointers = {f"{name}_ptr": t for name, t in tensors.items()}
+    strides = {f"{name}_strides": tuple(stride // unit for stride in each) for name, each in strides.items()}
+    return pointers | strides | dict(
+        bias_ptr=bias, bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
+        l_ptr=lse, l_strides=_strides(lse, cu)[:2], lens_ptr=kv_lens, cu_ptr=cu,
+        H=H, Nq=Nq, Nk=Nk, scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
-        HAS_LENS=kv_lens is not None, PRECISION=_precision(q),
+        HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=_precision(q), UNIT=unit,
     )  # fmt: skip
+
+
+def _launch(kernel, programs, blocks, **arguments):
+    """Runs a kernel with those of the arguments that it takes."""
+    kernel[(programs,)](**{name: arguments[name] for name in kernel.arg_names if name in arguments}, **blocks)
 
 
 def _strides(t, cu):
@@ -671,15 +661,13 @@ def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
     q, k, v = _lead(q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     ragged = kv_lens is not None or cu is not None
-    blocks = _blocks("fwd", q, Nq, width)
+    blocks = _blocks("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     if o.numel():
-        _fwd_kernel[(tiles * images * q.shape[1],)](
-            **_shared(q, k, v, bias, kv_lens, cu, scale), cu_ptr=cu, o_ptr=o, l_ptr=lse,
-            o_strides=_strides(o, cu), l_strides=_strides(lse, cu)[:2], tiles=tiles,
-            HAS_CU=cu is not None, SAFE=bias is not None or kv_lens is not None or scale <= 0 or not Nk,
-            TAIL=_tail(Nk, blocks["BLOCK_N"], ragged), **blocks,
-        )  # fmt: skip
+        safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
+        arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, o=o)
+        tail = _tail(Nk, blocks["BLOCK_N"], ragged)
+        _launch(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
     return o, lse
 
 
@@ -699,33 +687,23 @@ def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, lear
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu is not None
     delta = torch.empty_like(lse)
-    shared = _shared(q, k, v, bias, kv_lens, cu, scale) | dict(
-        do_ptr=do, l_ptr=lse, delta_ptr=delta, do_strides=_strides(do, cu),
-        l_strides=_strides(lse, cu)[:2],
-    )  # fmt: skip
+    arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
+    arguments["delta_ptr"] = delta
     if q.numel():
-        blocks = _blocks("bwd_dq", q, Nq, width)
-        tiles = cdiv(Nq, blocks["BLOCK_M"])
-        _bwd_dq_kernel[(tiles * heads,)](
-            **shared, cu_ptr=cu, o_ptr=o, dq_ptr=dq, o_strides=_strides(o, cu), dq_strides=_strides(dq, cu),
-            tiles=tiles, softmax_scale=scale, HAS_CU=cu is not None, TAIL=_tail(Nk, blocks["BLOCK_N"], ragged),
-            **blocks,
-        )  # fmt: skip
+        blocks = _blocks("bwd_dq", q, bias, Nq, width)
+        tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), _tail(Nk, blocks["BLOCK_N"], ragged)
+        _launch(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)
     if k.numel():
-        blocks = _blocks("bwd_dkdv", q, Nq, width)
+        blocks = _blocks("bwd_dkdv", q, bias, Nq, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
-        _bwd_dkdv_kernel[(tiles * heads,)](
-            **shared, cu_ptr=cu, dk_ptr=dk, dv_ptr=dv, dk_strides=_strides(dk, cu), dv_strides=_strides(dv, cu),
-            tiles=tiles, softmax_scale=scale, HAS_CU=cu is not None, **blocks,
-        )  # fmt: skip
+        _launch(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)
     if learn_bias:
-        blocks = _blocks("bwd_dbias", q, Nq, width)
+        blocks = _blocks("bwd_dbias", q, bias, Nq, width)
         full = torch.zeros(bias.shape[0], q.shape[1], Nq, Nk, dtype=torch.float32, device=q.device)
-        tiles_m, tiles_n = cdiv(Nq, blocks["BLOCK_M"]), cdiv(Nk, blocks["BLOCK_N"])
         if q.numel() and k.numel():
-            _bwd_dbias_kernel[(tiles_m * tiles_n * q.shape[1] * bias.shape[0],)](
-                **shared, dbias_ptr=full, B=images, tiles_m=tiles_m, tiles_n=tiles_n, **blocks
-            )
+            tiles = dict(tiles_m=cdiv(Nq, blocks["BLOCK_M"]), tiles_n=cdiv(Nk, blocks["BLOCK_N"]))
+            programs = math.prod(tiles.values()) * q.shape[1] * bias.shape[0]
+            _launch(_bwd_dbias_kernel, programs, blocks, **arguments, **tiles, dbias_ptr=full, B=images)
         dbias.copy_(full.sum_to_size(bias.shape))
     return outputs
 
@@ -767,27 +745,6 @@ class _Fn(torch.autograd.Function):
         return dq, dk, dv, dbias if ctx.needs_input_grad[3] else None, None, None, None, None
 
 
-class _QkvFn(torch.autograd.Function):
-    """The same for one packed qkv [B, N, 3, H, D], whose gradient is packed too."""
-
-    @staticmethod
-    def forward(ctx, qkv, bias, kv_lens, scale):
-        o, lse = _fwd_op(*qkv.permute(2, 0, 3, 1, 4).unbind(0), bias, kv_lens, None, 0, scale)
-        ctx.save_for_backward(qkv, bias, kv_lens, o, lse)
-        ctx.scale = scale
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, _):
-        qkv, bias, kv_lens, o, lse = ctx.saved_tensors
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        learn_bias = ctx.needs_input_grad[1]
-        dqkv, _, _, dbias = _bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
-        return dqkv, dbias if learn_bias else None, None, None
-
-
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, Nq, Nk, D, Dv) = make(device, dtype), (case[a] for a in ("B", "H", "Nq", "Nk", "D", "Dv"))
     arguments = {"q": randn(B, Nq, H, D).transpose(1, 2), "k": randn(B, H, Nk, D), "v": randn(B, H, Nk, Dv)}
@@ -795,16 +752,6 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         arguments["bias"] = randn(case["G"], H, Nq, Nk)
     if "short" in case:
         arguments["kv_lens"] = torch.tensor([Nk - case["short"] * (b % 2) for b in range(B)], device=device)
-    return arguments
-
-
-def _inputs_qkv(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, (B, H, N, D) = make(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
-    arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
-    if "prefix" in case:
-        angle = make(device, torch.float64, seed=1)(N - case["prefix"], D // 2).detach().repeat_interleave(2, -1)
-        arguments |= {"rope": (angle.cos().to(dtype), angle.sin().to(dtype), True), "prefix_tokens": case["prefix"]}
-        arguments |= {name: (randn(D, shift=1.0, scale=0.1), randn(D), 1e-6) for name in ("q_norm", "k_norm")}
     return arguments
 
 
@@ -837,18 +784,6 @@ OP = Op(
         "giant": dict(B=1, H=1, Nq=17, Nk=33, D=88, Dv=88),
         "widest": dict(B=1, H=1, Nq=20, Nk=20, D=256, Dv=192),
         "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
-    },
-)
-OP_QKV = Op(
-    name="attention_qkv",
-    run=attention_qkv,
-    reference=reference_qkv,
-    cases={"rope": dict(B=2, H=2, N=7, D=4, prefix=2), "plain": dict(B=2, H=3, N=17, D=6)},
-    inputs=_inputs_qkv,
-    ragged={
-        "vit": dict(B=2, H=3, N=197, D=64),
-        "gap": dict(B=2, H=2, N=16, D=80),
-        "rope": dict(B=1, H=2, N=50, D=32, prefix=1),
     },
 )
 OP_VARLEN = Op(

@@ -43,6 +43,7 @@ Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
 # Launch parameters of the product that fit every architecture; tuned/ has better ones for some.
 SPACE = {
     "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
+    "branch": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
     "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
     "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=8, num_stages=2),
 }
@@ -239,8 +240,8 @@ def _with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.conste
 
 @jit
 def _finish(
-    y, up, const_ptr, colsum_ptr, gamma_ptr, scale_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, count, total, spread,
-    m, f, M, F, rows_per_image,
+    y, up, const_ptr, colsum_ptr, gamma_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, scale, count, total, spread,
+    m, f, M, F,
     ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_GAMMA: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +263,7 @@ def _finish(
     if HAS_GAMMA:
         y *= tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)[None, :]
     if HAS_SCALE:
-        y *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
+        y *= scale[:, None]
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + m[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
     rounded = y.to(y_ptr.dtype.element_ty)
@@ -310,14 +311,17 @@ def _fwd_kernel(
     y, up = _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
     parts = columns(y, PARTS)
     ups = columns(up, PARTS) if PAIR else parts
+    scale = rstd
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + m.to(tl.int32) // rows_per_image, mask=in_m, other=0.0).to(tl.float32)
     count = tl.zeros([], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     spread = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(PARTS):
         here = tile_f.to(tl.int64) * BLOCK_F + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
         count, total, spread = _finish(
-            parts[part], ups[part], const_ptr, colsum_ptr, gamma_ptr, scale_ptr, residual_ptr, y_ptr, pre_ptr,
-            mean, rstd, count, total, spread, m, here, M, F, rows_per_image,
+            parts[part], ups[part], const_ptr, colsum_ptr, gamma_ptr, residual_ptr, y_ptr, pre_ptr,
+            mean, rstd, scale, count, total, spread, m, here, M, F,
             ACTIVATION, HAS_NORM, HAS_CONST, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None, STATS,
         )  # fmt: skip
     if STATS:
@@ -472,9 +476,11 @@ def _bwd_weight_kernel(
         tl.store(dgamma_ptr + f, dgamma, mask=f < gammas)
 
 
-def _blocks(x, activation):
-    """Launch parameters of the product."""
-    kind = "fp32" if x.dtype == torch.float32 else "gated" if activation == "swiglu" else "half"
+def _blocks(x, activation, gamma, return_stats):
+    """Launch parameters of the product; a branch's end with gamma and statistics needs the most registers."""
+    branch = gamma is not None and return_stats
+    kind = "gated" if activation == "swiglu" else "branch" if branch else "half"
+    kind = "fp32" if x.dtype == torch.float32 else kind
     return config(f"linear.fwd.{kind}", SPACE[kind], x.device)
 
 
@@ -500,7 +506,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M, blocks, tiles = len(rows), _blocks(x, activation), 0
+    M, blocks, tiles = len(rows), _blocks(x, activation, gamma, return_stats), 0
     if not M:
         return outputs
     if colsum is not None and stats is None:
@@ -525,7 +531,7 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
     M = math.prod(x.shape[:-1])
     kept = colsum is not None and (save or stats is None)
     mean, rstd = (x.new_empty(M if kept else 0, dtype=torch.float32) for _ in range(2))
-    shape = (M, cdiv(F_, _blocks(x, activation)["BLOCK_F"]), 2) if return_stats else (0,)
+    shape = (M, cdiv(F_, _blocks(x, activation, gamma, return_stats)["BLOCK_F"]), 2) if return_stats else (0,)
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
         x.new_empty(*x.shape[:-1], F_, dtype=_widest(x, gamma, residual)),

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention import attention, attention_qkv
+from ..kernels.attention import attention
+from ..kernels.rope import attention_qkv
 from .mlp import Mlp
 from .seam import drops, norm_weights, plain, project
 

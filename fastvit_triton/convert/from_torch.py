@@ -1,0 +1,180 @@
+"""torch.nn's attention and Transformer layers, torchvision's encoder, and MLPs written as a Sequential."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.attention import attention
+from ..kernels.patch_embed import patch_embed
+from .fused import add, attend, body, feed, finish, fuses, original, project, scores_mask, whole
+from .parts import DROPOUT, LAYER_NORMS, Attention, Mlp, Packed, activation, kind, own, readable, watched
+
+CONV = "torch.nn.modules.conv.Conv2d"
+STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
+
+
+@body(
+    "torch.nn.modules.container.Sequential",
+    "torchvision.ops.misc.MLP",
+    "torchvision.models.vision_transformer.MLPBlock",
+)
+def sequential_parts(self: nn.Sequential) -> Mlp | str:
+    """[LayerNorm,] Linear, activation, [Dropout,] Linear, [Dropout]."""
+    layers = list(self._modules.values())
+    first = layers.pop(0) if layers and kind(layers[0]) in LAYER_NORMS else None
+    outer = layers.pop() if layers and kind(layers[-1]) in DROPOUT else None
+    inner = layers.pop(2) if len(layers) == 4 and kind(layers[2]) in DROPOUT else None
+    if len(layers) != 3 or not (isinstance(layers[0], nn.Linear) and isinstance(layers[2], nn.Linear)):
+        return "not an MLP"
+    act = activation(layers[1])
+    if not isinstance(act, str):
+        return f"activation {type(act).__name__}"
+    return Mlp((layers[0],), act, layers[2], (inner, outer), first)
+
+
+def multihead_parts(
+    self: nn.MultiheadAttention, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
+) -> Attention | str:
+    """Self-attention of nn.MultiheadAttention, batch first; masks as its forward takes them."""
+    why = multihead_reason(self)
+    if why is not None:
+        return why
+    qkv = Packed(self.in_proj_weight, self.in_proj_bias)
+    bias = _allowed(self, attn_mask, key_padding_mask)
+    return Attention((qkv,), self.out_proj, self.num_heads, self.head_dim**-0.5, bias)
+
+
+def multihead_reason(self: nn.MultiheadAttention) -> str | None:
+    """Why this nn.MultiheadAttention must run its own forward now; None where it need not."""
+    if self.in_proj_weight is None:
+        return "keys or values of another width"
+    if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
+        return "added keys"
+    if self.training and self.dropout > 0:
+        return f"attention dropout {self.dropout}"
+    return None if own(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is no plain parameter"
+
+
+@whole(
+    "attention where its weights are not asked for",
+    "torch.nn.modules.activation.MultiheadAttention",
+    reason=multihead_reason,
+)
+def multihead(
+    self: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of queries [B, N, D] to keys and values, where the attention weights are not asked for."""
+    usual = query.dim() == 3 and not need_weights and not (is_causal and attn_mask is None)
+    if not usual or not fuses(query) or key.is_nested or multihead_reason(self) is not None:
+        rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        return original(self, query, key, value, *rest)
+    bias = _allowed(self, attn_mask, key_padding_mask)
+    turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
+    if query is key and key is value:
+        qkv = (Packed(self.in_proj_weight, self.in_proj_bias),)
+        return turn(attend(turn(query), Attention(qkv, self.out_proj, self.num_heads, self.head_dim**-0.5, bias))), None
+    return turn(cross_attend(self, turn(query), turn(key), turn(value), bias)), None
+
+
+def cross_attend(
+    self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Queries [B, Nq, D] of one sequence attend to keys and values [B, Nk, D] of another."""
+    weights = self.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+    layers = [Packed(*pair) for pair in zip(weights, biases, strict=True)]
+    q, k, v = (project(x, (layer,)) for x, layer in zip((query, key, value), layers, strict=True))
+    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    return finish(attention(q, k, v, bias).transpose(1, 2).flatten(2), self.out_proj)
+
+
+def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """Both masks as one: [1 or B, 1 or H, Nq, Nk], boolean with True for "attend", or added to the scores."""
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, self.num_heads))
+    mask, padding = scores_mask(mask), scores_mask(None if padding is None else padding[:, None, None])
+    mask, padding = (~m if m is not None and m.dtype == torch.bool else m for m in (mask, padding))
+    if mask is None or padding is None:
+        return padding if mask is None else mask
+    if mask.dtype == torch.bool and padding.dtype == torch.bool:
+        return mask & padding
+    if mask.dtype == torch.bool:
+        mask, padding = padding, mask
+    return mask.masked_fill(~padding, float("-inf")) if padding.dtype == torch.bool else mask + padding
+
+
+@whole(
+    "block",
+    "torch.nn.modules.transformer.TransformerEncoderLayer",
+    reason=lambda self: multihead_reason(self.self_attn),
+)
+def encoder_layer(
+    self: nn.TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Pre-norm or post-norm layer; [B, N, D] → [B, N, D], or [N, B, D] where the batch is not first."""
+    parts = "unbatched, nested, or causal without a mask"
+    if src.dim() == 3 and fuses(src) and not (is_causal and src_mask is None) and not watched(self.self_attn):
+        parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
+    if isinstance(parts, str):
+        return original(self, src, src_mask, src_key_padding_mask, is_causal)
+    parts, act = parts._replace(drops=(self.dropout1,)), self.activation
+    act = (
+        "relu" if act is F.relu else "gelu" if act is F.gelu else activation(act) if isinstance(act, nn.Module) else act
+    )
+    hidden = Mlp((self.linear1,), act, self.linear2, (self.dropout, self.dropout2))
+    x = src if self.self_attn.batch_first else src.transpose(0, 1)
+    if self.norm_first:
+        x = attend(x, parts, self.norm1, residual=x)
+        x = feed(x, hidden, self.norm2, residual=x)
+    else:
+        x = self.norm1(attend(x, parts, residual=x))
+        x = self.norm2(feed(x, hidden, residual=x))
+    return x if self.self_attn.batch_first else x.transpose(0, 1)
+
+
+@whole(
+    "pre-norm block",
+    "torchvision.models.vision_transformer.EncoderBlock",
+    reason=lambda self: multihead_reason(self.self_attention),
+)
+def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
+    """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
+    attn = self.self_attention
+    parts = "watched" if not fuses(input) or watched(attn) else multihead_parts(attn)
+    if isinstance(parts, str):
+        return original(self, input)
+    x = attend(input, parts._replace(drops=(self.dropout,)), self.ln_1, residual=input)
+    return add(x, self.mlp, self.ln_2)
+
+
+def patch_conv(conv: nn.Module) -> bool:
+    """A convolution that can be read and whose stride is its size: a projection of patches."""
+    return (
+        readable(conv, (CONV,))
+        and conv.kernel_size == conv.stride
+        and conv.padding in ((0, 0), "valid")
+        and conv.groups == 1
+        and conv.dilation == (1, 1)
+    )
+
+
+@whole("patch projection", CONV, reason=lambda self: None if patch_conv(self) else "not a projection of patches")
+def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
+    """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
+    even = input.dim() == 4 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
+    if not (even and fuses(input) and patch_conv(self)):
+        return original(self, input)
+    tokens = patch_embed(input, self.weight, self.bias)
+    return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))

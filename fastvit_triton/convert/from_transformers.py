@@ -1,0 +1,208 @@
+"""transformers' vision towers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP."""
+
+import sys
+from functools import partial
+
+from torch import Tensor, nn
+
+from ..kernels.attention import attention
+from .from_torch import STEMS, cross_attend, multihead_reason
+from .fused import add, body, fuses, original, scores_mask, whole
+from .parts import Attention, Mlp, activation, watched
+
+NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
+
+
+def _named(*classes: str) -> list[str]:
+    """Full names from "model.Class"."""
+    split = (c.split(".") for c in classes)
+    return [f"transformers.models.{m}.modeling_{m}.{c}" for m, c in split]
+
+
+@body(
+    *_named(
+        "vit.ViTAttention",
+        "deit.DeiTAttention",
+        "vit_mae.ViTMAEAttention",
+        "dinov2.Dinov2Attention",
+        "dinov2_with_registers.Dinov2WithRegistersAttention",
+        "dinov3_vit.DINOv3ViTAttention",
+        "clip.CLIPAttention",
+        "siglip.SiglipAttention",
+    ),
+    weights=True,
+)
+def attention_parts(
+    self: nn.Module,
+    attention_mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    is_causal: bool | None = None,
+    **more: object,
+) -> Attention | str:
+    """Separate q, k, v; DINOv3 rotates all but its prefix tokens."""
+    drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
+    if self.training and drop > 0:
+        return f"attention dropout {drop}"
+    if self.is_causal if is_causal is None else is_causal:
+        return "causal mask"
+    if self.config._attn_implementation == "eager" and self._forward_hooks:
+        return "its attention weights are watched"
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
+        return "a mask that is not [B, H, N, N]"
+    odd = [n for n, v in more.items() if v not in (None, False) and not n.startswith(("output_", "return_"))]
+    if odd:
+        return f"called with {', '.join(odd)}"
+    rope = None if position_embeddings is None else (*position_embeddings, False)
+    return Attention(
+        (self.q_proj, self.k_proj, self.v_proj),
+        self.o_proj if hasattr(self, "o_proj") else self.out_proj,
+        self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads,
+        self.scaling if hasattr(self, "scaling") else self.scale,
+        scores_mask(attention_mask),
+        rope,
+    )
+
+
+@body(
+    *_named(
+        "vit.ViTMLP",
+        "deit.DeiTMLP",
+        "vit_mae.ViTMAEMLP",
+        "dinov2.Dinov2MLP",
+        "dinov2_with_registers.Dinov2WithRegistersMLP",
+        "clip.CLIPMLP",
+        "siglip.SiglipMLP",
+    )
+)
+def mlp_parts(self: nn.Module) -> Mlp:
+    """fc1, activation, fc2."""
+    return Mlp((self.fc1,), activation(self.activation_fn), self.fc2)
+
+
+@body(*_named("dinov3_vit.DINOv3ViTMLP"))
+def up_down_parts(self: nn.Module) -> Mlp:
+    """The same under DINOv3's names."""
+    return Mlp((self.up_proj,), activation(self.act_fn), self.down_proj)
+
+
+@body(
+    *_named(
+        "dinov2.Dinov2SwiGLUFFN",
+        "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN",
+        "dinov3_vit.DINOv3ViTGatedMLP",
+    )
+)
+def gated_parts(self: nn.Module) -> Mlp | str:
+    """SwiGLU with gate and value in two layers."""
+    if activation(self.act_fn) != "silu":
+        return f"gated by {type(self.act_fn).__name__}"
+    return Mlp((self.gate_proj, self.up_proj), "swiglu", self.down_proj)
+
+
+def _checkpointed(self: nn.Module, forward: object, *inputs: object, **named: object) -> Tensor:
+    """The layer's forward, under the activation checkpointing that its class would apply."""
+    if self.gradient_checkpointing and self.training:
+        return self._gradient_checkpointing_func(partial(forward, self, **named), *inputs)
+    return forward(self, *inputs, **named)
+
+
+@whole("pre-norm block", *_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"))
+def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
+    """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
+    if not fuses(hidden_states):
+        return original(self, hidden_states, *inputs, **named)
+    return _checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
+
+
+def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
+    x = add(x, self.attention, self.layernorm_before, drop=self.dropout, attention_mask=attention_mask, **more)
+    return add(x, self.mlp, self.layernorm_after, drop=self.dropout)
+
+
+@whole(
+    "pre-norm block",
+    *_named("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
+)
+def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
+    """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
+    if not fuses(hidden_states):
+        return original(self, hidden_states, *inputs, **named)
+    return _checkpointed(self, _dino_layer, hidden_states, *inputs, **named)
+
+
+def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
+    call = dict(more, attention_mask=attention_mask)
+    x = add(x, self.attention, self.norm1, self.layer_scale1, self.drop_path, **call)
+    return add(x, self.mlp, self.norm2, self.layer_scale2, self.drop_path)
+
+
+@whole("pre-norm block", *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer"))
+def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
+    """Pre-norm block; [B, N, D] → [B, N, D]."""
+    if not fuses(hidden_states):
+        return original(self, hidden_states, *inputs, **named)
+    return _checkpointed(self, _clip_layer, hidden_states, *inputs, **named)
+
+
+def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
+    x = add(x, self.self_attn, self.layer_norm1, attention_mask=attention_mask, **more)
+    return add(x, self.mlp, self.layer_norm2)
+
+
+@whole("attention pooling", *_named("siglip.SiglipMultiheadAttentionPoolingHead"))
+def pooling_head(self: nn.Module, hidden_state: Tensor) -> Tensor:
+    """One learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
+    if not fuses(hidden_state) or watched(self.attention) or multihead_reason(self.attention) is not None:
+        return original(self, hidden_state)
+    x = cross_attend(self.attention, self.probe.expand(hidden_state.shape[0], -1, -1), hidden_state, hidden_state)
+    return add(x, self.mlp, self.layernorm)[:, 0]
+
+
+STEMS.update(
+    dict.fromkeys(
+        _named(
+            "vit.ViTPatchEmbeddings",
+            "deit.DeiTPatchEmbeddings",
+            "vit_mae.ViTMAEPatchEmbeddings",
+            "dinov2.Dinov2PatchEmbeddings",
+            "dinov2_with_registers.Dinov2WithRegistersPatchEmbeddings",
+        ),
+        "projection",
+    )
+)
+STEMS.update(dict.fromkeys(_named("clip.CLIPVisionEmbeddings", "siglip.SiglipVisionEmbeddings"), "patch_embedding"))
+STEMS.update(dict.fromkeys(_named("dinov3_vit.DINOv3ViTEmbeddings"), "patch_embeddings"))
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **more: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' AttentionInterface calls it: [B, H, N, D] each → ([B, Nq, H, Dv], no weights).
+
+    Grouped heads, causal masks, dropout and whatever else these kernels do not do is left to transformers' "sdpa".
+    """
+    causal = query.shape[2] > 1 and attention_mask is None
+    causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    grouped = query.shape[1] != key.shape[1]
+    odd = any(more.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    if causal or grouped or odd or dropout > 0 or not fuses(query):
+        sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+        named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
+        return sdpa(module, query, key, value, attention_mask, **named)
+    return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
+
+
+def register() -> None:
+    """Teaches transformers, where it is loaded, the attention name "fastvit_triton"; masks are made as for "sdpa"."""
+    models, masks = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "masking_utils"))
+    if models is not None and masks is not None:
+        models.AttentionInterface.register(NAME, attention_forward)
+        masks.AttentionMaskInterface.register(NAME, masks.sdpa_mask)

@@ -1,0 +1,273 @@
+"""The fused forwards that foreign modules share: attention, MLP, LayerNorm, and the residual branch around a body.
+
+A body is an attention or an MLP. Its family's reader says where the body keeps its parts, or in one sentence why it
+must run its own forward now. Whatever part cannot be read is called instead, so its hooks fire and a replaced layer
+does its work.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.attention import attention, attention_qkv, rotate
+from ..kernels.layer_norm import layer_norm, scaled
+from ..kernels.linear import ACTIVATIONS, linear
+from ..kernels.mlp import mlp
+from .parts import (
+    IDENTITY,
+    LAYER_NORMS,
+    LINEARS,
+    Attention,
+    Layer,
+    Mlp,
+    draws,
+    fuses,
+    gain,
+    idle,
+    kind,
+    last_axis_norm,
+    norm_weights,
+    own,
+    readable,
+    sample_scale,
+    watched,
+)
+
+MASKED = -1e30  # below it a score is a mask: it would swallow the logarithm of the sum of a row's exponentials
+Reader = Callable[..., Attention | Mlp | str]
+
+READERS: dict[str, Reader] = {}  # type of a body → its reader, called with the body and the rest of its arguments
+FORWARDS: dict[str, Callable] = {}  # type of any candidate → the forward that `optimize` binds
+LABELS: dict[str, str] = {}  # type → what a report calls its fused forward
+REASONS: dict[str, Callable[[nn.Module], str | None]] = {}  # type → why its own forward must run now
+
+
+def body(*kinds: str, weights: bool = False) -> Callable[[Reader], Reader]:
+    """Declares a reader of these types; `weights` for bodies that return (y, attention weights or None)."""
+
+    def declare(read: Reader) -> Reader:
+        for name in kinds:
+            READERS[name] = read
+            FORWARDS[name] = partial(_forward_weights if weights else _forward, read)
+        return read
+
+    return declare
+
+
+def whole(
+    became: str, *kinds: str, reason: Callable[[nn.Module], str | None] | None = None
+) -> Callable[[Callable], Callable]:
+    """Declares the fused forward of these types.
+
+    Args:
+        became: what a report calls it.
+        kinds: full names of the types.
+        reason: why a module must run its own forward now; None where it need not.
+    """
+
+    def declare(forward: Callable) -> Callable:
+        FORWARDS.update(dict.fromkeys(kinds, forward))
+        LABELS.update(dict.fromkeys(kinds, became))
+        if reason is not None:
+            REASONS.update(dict.fromkeys(kinds, reason))
+        return forward
+
+    return declare
+
+
+def original(module: nn.Module, *inputs: object, **named: object) -> object:
+    """The forward of the module's own class."""
+    return type(module).forward(module, *inputs, **named)
+
+
+def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) -> Tensor:
+    if inputs and fuses(inputs[0]):
+        parts = read(self, *inputs[1:], **named)
+        if not isinstance(parts, str):
+            return run(inputs[0], parts)
+    return original(self, *inputs, **named)
+
+
+def _forward_weights(read: Reader, self: nn.Module, *inputs: object, **named: object) -> tuple[Tensor, None]:
+    x, *rest = inputs or (named.get("hidden_states"),)
+    if isinstance(x, Tensor) and fuses(x):
+        parts = read(self, *rest, **{n: v for n, v in named.items() if n != "hidden_states"})
+        if not isinstance(parts, str):
+            return run(x, parts), None
+    return original(self, *inputs, **named)
+
+
+def _norm_reason(self: nn.Module) -> str | None:
+    known = last_axis_norm(self) is not None
+    return None if known else "several axes, fast norm, or parameters of a class of their own"
+
+
+@whole("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
+def norm_forward(self: nn.Module, input: Tensor) -> Tensor:
+    """LayerNorm over the last axis; [..., D] → [..., D]."""
+    weights = last_axis_norm(self) if fuses(input) else None
+    return original(self, input) if weights is None else normalized(input, weights)
+
+
+def normalized(x: Tensor, weights: tuple[Tensor | None, Tensor | None, float]) -> Tensor:
+    """layer_norm in the dtype that autocast gives it: float32 on a GPU."""
+    device = x.device.type
+    wide = device != "cpu" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return layer_norm(x.float() if wide else x, *weights)
+
+
+def run(x: Tensor, parts: Attention | Mlp, norm: nn.Module | None = None, **end: Tensor | None) -> Tensor:
+    """norm first, then the body; `end` (gamma, sample_scale, residual) comes last. [B, ..., D] → [B, ..., D]."""
+    return (attend if isinstance(parts, Attention) else feed)(x, parts, norm, **end)
+
+
+def attend(x: Tensor, parts: Attention, norm: nn.Module | None = None, **end: Tensor | None) -> Tensor:
+    """Self-attention of x [B, N, D]."""
+    qkv = project(x, parts.projections, norm if parts.first is None else parts.first)
+    plain = parts.norms is None
+    q_norm, k_norm = (None, None) if plain else (norm_weights(n) for n in parts.norms)
+    prefix = 0 if parts.rope is None else qkv.shape[1] - parts.rope[0].shape[-2]
+    known = plain or (q_norm is not None and k_norm is not None)
+    if known and (parts.rope is None or parts.rope[0].dim() < 4):
+        o = attention_qkv(qkv, parts.num_heads, parts.scale, q_norm, k_norm, parts.rope, prefix, parts.bias)
+    else:
+        q, k, v = qkv.unflatten(-1, (3, parts.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        if not plain:
+            q, k = (n(t) for n, t in zip(parts.norms, (q, k), strict=True))
+        if parts.rope is not None:
+            q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
+        o = attention(q, k, v, parts.bias, parts.scale).transpose(1, 2).flatten(2)
+    return finish(o, parts.proj, parts.last, *parts.drops, **end)
+
+
+def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, **end: Tensor | None) -> Tensor:
+    """MLP of x [..., D]."""
+    norm = norm if parts.first is None else parts.first
+    known = isinstance(parts.act, str) and all(readable(fc, LINEARS) for fc in parts.fc1)
+    if not known:
+        x = _normed(x, norm)
+        h = [fc(x) for fc in parts.fc1]
+        h = nn.functional.silu(h[0]) * h[1] if len(h) == 2 else activated(h[0], parts.act)
+    else:
+        x, weights = _fold(x, norm)
+        fc1 = tuple(fc.weight for fc in parts.fc1), tuple(fc.bias for fc in parts.fc1)
+        fc1 = tuple(t[0] if len(t) == 1 else None if t[0] is None else t for t in fc1)
+        bare = parts.last is None or readable(parts.last, IDENTITY)
+        if bare and readable(parts.fc2, LINEARS) and all(idle(d) for d in parts.drops):
+            fc2 = parts.fc2.weight, parts.fc2.bias
+            return mlp(x, fc1, fc2, norm=weights, activation=parts.act, **end)
+        h = linear(x, *fc1, norm=weights, activation=parts.act)
+    inner, outer = parts.drops
+    return finish(h if inner is None else inner(h), parts.fc2, parts.last, outer, **end)
+
+
+def activated(h: Tensor, act: str | nn.Module) -> Tensor:
+    """The activation by name or by module."""
+    if act == "swiglu":
+        gate, value = h.chunk(2, -1)
+        return nn.functional.silu(gate) * value
+    return ACTIVATIONS[act](h) if isinstance(act, str) else act(h)
+
+
+def project(x: Tensor, layers: tuple[Layer, ...], norm: nn.Module | None = None) -> Tensor:
+    """The layers' outputs side by side, [..., K] → [..., F], as one product where all of them can be read."""
+    if not all(readable(layer, LINEARS) for layer in layers):
+        x = _normed(x, norm)
+        outputs = [layer(x) for layer in layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    x, weights = _fold(x, norm)
+    if len(layers) == 1:
+        return linear(x, layers[0].weight, layers[0].bias, norm=weights)
+    weight, bias = torch.cat([layer.weight for layer in layers]), None
+    if any(layer.bias is not None for layer in layers):
+        bias = torch.cat([fc.weight.new_zeros(len(fc.weight)) if fc.bias is None else fc.bias for fc in layers])
+    return linear(x, weight, bias, norm=weights)
+
+
+def finish(
+    x: Tensor,
+    layer: nn.Module | None,
+    norm: nn.Module | None = None,
+    drop: nn.Module | None = None,
+    gamma: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """sample_scale · gamma · drop(layer(norm(x))) + residual."""
+    if layer is not None and readable(layer, LINEARS) and idle(drop):
+        x, weights = _fold(x, norm)
+        end = dict(gamma=gamma, sample_scale=sample_scale, residual=residual)
+        return linear(x, layer.weight, layer.bias, norm=weights, **end)
+    x = _normed(x, norm)
+    x = x if layer is None else layer(x)
+    y = scaled(x if drop is None else drop(x), gamma, sample_scale)
+    return y if residual is None else y + residual
+
+
+def add(
+    x: Tensor,
+    body: nn.Module,
+    norm: nn.Module | None = None,
+    scale: nn.Module | None = None,
+    drop_path: nn.Module | None = None,
+    gamma: Tensor | None = None,
+    drop: nn.Module | None = None,
+    **call: object,
+) -> Tensor:
+    """x + drop_path(gamma · scale(drop(body(norm(x), **call)))), ended inside the body where nobody watches the parts.
+
+    Args:
+        x: [B, ..., D].
+        body: attention or MLP.
+        norm: module applied to x first.
+        scale: LayerScale, as a module.
+        drop_path: stochastic depth.
+        gamma: LayerScale, as the block's own parameter [D].
+        drop: dropout of the branch that the block, not the body, holds.
+        call: the rest of the body's arguments.
+    """
+    parts = "watched" if watched(body) or kind(body) not in READERS else READERS[kind(body)](body, **call)
+    if isinstance(parts, str):
+        y = body(x if norm is None else norm(x), **call)
+        y = y[0] if isinstance(y, tuple) else y
+    else:
+        known, learned = gain(scale)
+        if known and own(gamma) and draws(drop_path) and all(idle(d) for d in (*parts.drops, drop)):
+            gamma = gamma if learned is None else learned
+            return run(x, parts, norm, gamma=gamma, sample_scale=sample_scale(drop_path, x), residual=x)
+        y = run(x, parts, norm)
+    y = y if drop is None else drop(y)
+    y = scaled(y if scale is None else scale(y), gamma, None)
+    return x + (y if drop_path is None else drop_path(y))
+
+
+def four_axes(bias: Tensor | None) -> Tensor | None:
+    """A bias that broadcasts to [B, H, Nq, Nk], with all four axes."""
+    return bias if bias is None else bias[(None,) * (4 - bias.dim())]
+
+
+def scores_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask with all four axes, and with finfo.min and the like as −inf.
+
+    A query that may attend to nothing then gets 0 and no gradient.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return four_axes(mask)
+    return four_axes(mask.masked_fill(mask < MASKED, float("-inf")))
+
+
+def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """The norms of queries and keys; None where both do nothing."""
+    return None if readable(q_norm, IDENTITY) and readable(k_norm, IDENTITY) else (q_norm, k_norm)
+
+
+def _fold(x: Tensor, norm: nn.Module | None):
+    """(x, norm weights to fold), or (norm(x), None) where the norm must be called."""
+    weights = None if norm is None else norm_weights(norm)
+    return (x, weights) if norm is None or weights is not None else (norm(x), None)
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)

@@ -1,0 +1,127 @@
+"""`optimize` and `revert`: foreign modules get fused forwards in place, one instance at a time."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..kernels.op import backend, why_not
+from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they fill FORWARDS)
+from .from_torch import CONV, STEMS
+from .fused import FORWARDS, LABELS, READERS, REASONS
+from .parts import LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
+from .report import Report, Row
+
+LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}
+WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class names that a user would ask about
+
+
+def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Gives every module of a known type a fused forward, in place.
+
+    Parameters stay the same objects under the same keys, classes stay as they are, and gradients are the original's, so
+    optimisers, checkpoints, EMA copies, DDP and FSDP2 go on working. Each call decides anew: where the kernels cannot
+    run (a CPU, float64), or where attention would need dropout or a causal mask, the module runs its own forward; parts
+    that are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. Where
+    transformers is loaded, its attention interface also learns the name "fastvit_triton". Shallow copies, as
+    nn.DataParallel makes them, share their original's forward: use DistributedDataParallel, or `revert` first.
+
+    Args:
+        model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that holds some of these.
+        filter_fn: called with a candidate and its path; only candidates for which it is true are converted.
+
+    Returns:
+        Report: what each candidate became, or why it was left; print it for a table.
+    """
+    from_transformers.register()
+    rows, seen, inside = [], {}, []
+    stems = {id(getattr(m, STEMS[kind(m)])) for m in model.modules() if kind(m) in STEMS}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in seen:  # at another path
+            first = seen[id(module)]
+            rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
+            continue
+        if kind(module) == CONV and id(module) not in stems:
+            continue
+        row = _convert(path, module, filter_fn)
+        if row is None:
+            continue
+        inside = [p for p in inside if path.startswith(p + "." if p else "")]
+        row = Row(row.path, row.type, row.became, inside[-1] if inside else None, row.why)
+        seen[id(module)] = row
+        rows.append(row)
+        if row.became is not None:
+            inside.append(path)
+    parameter = next(model.parameters(), None)
+    device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
+    return Report(tuple(rows), device)
+
+
+def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
+    """Binds the fused forward of this module's type; None where the module is no candidate."""
+    name, cls = kind(module), type(module).__name__
+    if name not in FORWARDS:
+        asked = any(word in cls.lower() for word in WORDS)
+        return Row(path, cls, why=LEFT.get(name, "unknown type")) if asked else None
+    parts = _parts(module)
+    if isinstance(module, nn.Sequential) and isinstance(parts, str):
+        return None
+    if filter_fn is not None and not filter_fn(module, path):
+        return Row(path, cls, why="left out by filter_fn")
+    if "forward" in module.__dict__ and not ours(module.__dict__["forward"]):
+        return Row(path, cls, why="another forward is in its place")
+    module.forward = partial(FORWARDS[name], module)
+    if isinstance(parts, str):
+        return Row(path, cls, why=parts)
+    return Row(path, cls, _became(name, parts), why="; ".join(_notes(module, parts)) or None)
+
+
+def _became(name: str, parts: Attention | Mlp | None) -> str:
+    """The fused forward in a few words."""
+    if isinstance(parts, Attention):
+        return "fused attention"
+    if isinstance(parts, Mlp):
+        return f"fused MLP, {parts.act if isinstance(parts.act, str) else type(parts.act).__name__}"
+    return f"fused {LABELS[name]}"
+
+
+def _parts(module: nn.Module) -> Attention | Mlp | str | None:
+    """What the fused forward would find: a body's parts, a reason to run the module's own forward, or None."""
+    name = kind(module)
+    if name in READERS:
+        with torch.no_grad():
+            return READERS[name](module)
+    return REASONS[name](module) if name in REASONS else None
+
+
+def _notes(module: nn.Module, parts: Attention | Mlp | None) -> Iterator[str]:
+    """What is not merged, and when the module's own forward would run after all."""
+    if watched(module):
+        yield "a hook watches it, so it is called"
+    if parts is not None:
+        layers = (*parts.projections, parts.proj) if isinstance(parts, Attention) else (*parts.fc1, parts.fc2)
+        for layer in layers:
+            if layer is not None and not readable(layer, LINEARS):
+                yield f"{type(layer).__name__} is called: replaced, quantised or hooked"
+        for norm in (parts.first, parts.last):
+            if norm is not None and norm_weights(norm) is None:
+                yield f"{type(norm).__name__} is called"
+        if isinstance(parts, Mlp) and not isinstance(parts.act, str):
+            yield f"activation {type(parts.act).__name__} is called"
+    was = {m: m.training for m in module.modules()}
+    if kind(module) in READERS or kind(module) in REASONS:
+        for m in was:
+            m.training = True
+        why = _parts(module)
+        for m, training in was.items():
+            m.training = training
+        if isinstance(why, str):
+            yield f"own forward while training: {why}"
+
+
+def revert(model: nn.Module) -> None:
+    """Takes every fused forward away again; instances are as they were before `optimize`."""
+    for module in model.modules():
+        if ours(module.__dict__.get("forward")):
+            del module.__dict__["forward"]

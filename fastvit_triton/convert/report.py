@@ -1,0 +1,65 @@
+"""What `optimize` did, as data and as a table."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate module.
+
+    Attributes:
+        path: its name in the model; "" for the model itself.
+        type: its class.
+        became: what runs in place of its forward; None where its own forward runs.
+        within: path of the fused module that reads through it, so that it is not called by itself; None for none.
+        why: why its own forward runs, or when it would; None where there is nothing to say.
+    """
+
+    path: str
+    type: str
+    became: str | None = None
+    within: str | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All candidates in the order of `model.named_modules()`; `print` shows them as a table.
+
+    Attributes:
+        rows: one for each candidate.
+        device: why the kernels do not run where the parameters are now; None where they do.
+    """
+
+    rows: tuple[Row, ...] = ()
+    device: str | None = None
+
+    @property
+    def fused(self) -> tuple[Row, ...]:
+        """Candidates that run fused."""
+        return tuple(row for row in self.rows if row.became is not None)
+
+    @property
+    def left(self) -> tuple[Row, ...]:
+        """Candidates that run their own forward."""
+        return tuple(row for row in self.rows if row.became is None)
+
+    def __str__(self) -> str:
+        """The table; modules that differ in their numbers alone share a line, with a count."""
+        lines: dict[tuple[str, ...], int] = {}
+        for row in self.rows:
+            inside = "" if row.within is None else f" (inside {_numbered(row.within) or 'the model'})"
+            note = " · ".join(t for t in (row.became or "own forward", row.why) if t is not None)
+            key = _numbered(row.path) or "(model)", row.type, note + inside
+            lines[key] = lines.get(key, 0) + 1
+        table = [("module", "type", "runs"), *((f"{p} ×{n}" if n > 1 else p, t, r) for (p, t, r), n in lines.items())]
+        wide = [max(len(line[i]) for line in table) for i in (0, 1)]
+        text = [f"{path:<{wide[0]}}  {name:<{wide[1]}}  {runs}".rstrip() for path, name, runs in table]
+        total = f"{len(self.fused)} of {len(self.rows)} candidates are fused"
+        return "\n".join([*text, f"{total}. {self.device}; own forwards run here." if self.device else f"{total}."])
+
+
+def _numbered(path: str) -> str:
+    """The path with each number as *, so that the blocks of a model read alike."""
+    return re.sub(r"(?<![^._])\d+(?![^._])", "*", path)

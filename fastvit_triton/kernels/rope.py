@@ -1,0 +1,396 @@
+"""Self-attention on the packed projection, with a LayerNorm and a rotation of queries and keys before it.
+
+Math      z = LN(x) over the D channels of a head, or x                                   (1)
+          y = z ∘ cos + J z ∘ sin        J: (a, b) → (−b, a) in each channel pair         (2)
+          o = attention(y_q, y_k, v)                                                      (3)
+Backward  dz = dy ∘ cos − J (dy ∘ sin)                                                    (4)
+          dx = (g − mean(g) − ẑ·mean(g·ẑ)) / √(σ² + ε) with g = dz·γ, ẑ = (x − μ) / √(σ² + ε)   (5)
+          dγ = Σ dz·ẑ    dβ = Σ dz, over tokens and heads, in two stages: same bits every run   (6)
+Kernels   One launch turns queries and keys before attention's own and one turns their gradients back after it: inside
+          attention, keys would be normed and turned once more for every block of queries.
+Cost      8 bytes·B·N·H·D in bf16 forward, 16 backward, beside attention's.
+Saved     what attention saves, the turned queries and keys [B, N, 2, H, D], and qkv.
+Sources   Su et al., RoFormer, arXiv:2104.09864, eq. 34; Henry et al., Query-key normalization, arXiv:2010.04245, as
+          Dehghani et al., ViT-22B, arXiv:2302.05442, section 2.1, use it.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import attention as dense
+from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
+from .tile import jit, tl
+
+Norm = tuple[Tensor, Tensor | None, float]  # weight [D], bias [D], eps
+Rope = tuple[Tensor, Tensor, bool]  # cos and sin [N - prefix, D] or [H, N - prefix, D]; True when pairs interleave
+NONE: Norm = (None, None, 0.0)
+
+
+def attention_qkv(
+    qkv: Tensor,
+    num_heads: int,
+    scale: float | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    rope: Rope | None = None,
+    prefix_tokens: int = 0,
+    bias: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention on the packed projection: the hot path of every plain ViT.
+
+    Args:
+        qkv: [B, N, 3·H·D], ordered as [3, H, D].
+        num_heads: H.
+        scale: softmax scale; None means D^-0.5.
+        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels.
+        k_norm: the same for keys.
+        rope: (cos, sin, interleaved), tables [N − prefix_tokens, D] or with a leading H; rotates queries and keys in
+            channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
+        prefix_tokens: leading tokens that `rope` leaves alone.
+        bias: as in `attention`.
+        kv_lens: [B] valid tokens per image.
+        return_lse: also return L [B, H, N].
+
+    Returns:
+        [B, N, H·D], heads merged; with `return_lse` also L [B, H, N], fp32.
+
+    Raises:
+        ValueError: an axis does not fit.
+    """
+    expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})
+    if qkv.shape[2] % (3 * num_heads):
+        raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {qkv.shape[2]}")
+    D = qkv.shape[2] // (3 * num_heads)
+    if rope is not None:
+        _check_rope(rope, qkv.shape[1] - prefix_tokens, num_heads, D)
+    if usable(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
+        packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
+        dense._check_mask(*packed.permute(2, 0, 3, 1, 4).unbind(0)[:2], bias, kv_lens)
+        (q_weight, q_bias, q_eps), (k_weight, k_bias, k_eps) = q_norm or NONE, k_norm or NONE
+        if k_weight is not None and k_weight is q_weight:  # Dynamo takes no tensor twice
+            k_weight, k_bias = k_weight.view_as(k_weight), None if k_bias is None else k_bias.view_as(k_bias)
+        cos, sin, interleaved = rope or (None, None, False)
+        o, lse = _Fn.apply(
+            packed, q_weight, q_bias, k_weight, k_bias, cos, sin, bias, kv_lens,
+            interleaved, prefix_tokens, q_eps, k_eps, D**-0.5 if scale is None else scale,
+        )  # fmt: skip
+        o = o.transpose(1, 2).flatten(2)
+        return (o, lse * math.log(2)) if return_lse else o
+    return reference(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, return_lse)
+
+
+def reference(
+    qkv: Tensor,
+    num_heads: int,
+    scale: float | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    rope: Rope | None = None,
+    prefix_tokens: int = 0,
+    bias: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Split, norm, rotate, attend, merge."""
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
+    if q_norm is not None:
+        q = F.layer_norm(q, q.shape[-1:], *q_norm)
+    if k_norm is not None:
+        k = F.layer_norm(k, k.shape[-1:], *k_norm)
+    if rope is not None:
+        q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
+    o = dense.attention(q, k, v, bias, scale, kv_lens, return_lse)
+    if return_lse:
+        return o[0].transpose(1, 2).flatten(2), o[1]
+    return o.transpose(1, 2).flatten(2)
+
+
+def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
+    """Rotary positions on x [B, H, N, D], leaving the first `prefix_tokens` alone."""
+    cos, sin, interleaved = rope
+    prefix, x = x[:, :, :prefix_tokens], x[:, :, prefix_tokens:]
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return torch.cat((prefix, (x * cos + turned * sin).to(prefix.dtype)), 2)
+
+
+def _check_rope(rope: Rope, T: int, H: int, D: int) -> None:
+    """Raises ValueError when a table does not fit T tokens, H heads or D channels."""
+    heads = {} if rope[0].dim() == 2 else {"H": None if rope[0].shape[0] == 1 else H}
+    expect("cos", rope[0], **heads, **{"N - prefix_tokens": T, "D": D})
+    expect("sin", rope[1], **dict(zip((*heads, "N - prefix_tokens", "D"), rope[0].shape, strict=True)))
+
+
+@jit
+def _pairs(ptr, at, inside, other, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
+    """Both members of each channel pair of the rows that start at `at` [M]: two fp32 tiles [M, HALF]."""
+    if MIXED:
+        d = tl.arange(0, 2 * HALF)
+        x = tl.load(ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=other)
+        a, b = tl.split(tl.reshape(x.to(tl.float32), [at.shape[0], HALF, 2]))
+        return a, b
+    i = tl.arange(0, HALF)
+    FIRST: tl.constexpr = (D + 1) // 2
+    at = ptr + at[:, None] + i[None, :]
+    a = tl.load(at, mask=inside[:, None] & (i < FIRST)[None, :], other=other)
+    b = tl.load(at + FIRST, mask=inside[:, None] & (i < D - FIRST)[None, :], other=other)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@jit
+def _put_pairs(ptr, at, inside, a, b, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
+    """Stores what `_pairs` would load."""
+    kind = ptr.dtype.element_ty
+    if MIXED:
+        d = tl.arange(0, 2 * HALF)
+        x = tl.reshape(tl.join(a, b), [at.shape[0], 2 * HALF])
+        tl.store(ptr + at[:, None] + d[None, :], x.to(kind), mask=inside[:, None] & (d < D)[None, :])
+    else:
+        i = tl.arange(0, HALF)
+        FIRST: tl.constexpr = (D + 1) // 2
+        at = ptr + at[:, None] + i[None, :]
+        tl.store(at, a.to(kind), mask=inside[:, None] & (i < FIRST)[None, :])
+        tl.store(at + FIRST, b.to(kind), mask=inside[:, None] & (i < D - FIRST)[None, :])
+
+
+@jit
+def _normed(a, b, eps, D: tl.constexpr, HALF: tl.constexpr):
+    """(x − μ) / √(σ² + ε) of both members, and 1 / √(σ² + ε) [M]."""
+    i = tl.arange(0, HALF)
+    mean = (tl.sum(a, 1) + tl.sum(b, 1)) / D
+    a = tl.where((i < (D + 1) // 2)[None, :], a - mean[:, None], 0.0)
+    b = tl.where((i < D // 2)[None, :], b - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)
+    return a * rstd[:, None], b * rstd[:, None], rstd
+
+
+@jit
+def _norm(
+    a, b, weight_ptr, bias_ptr, eps, BIAS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr
+):
+    """Equation (1)."""
+    a, b, _ = _normed(a, b, eps, D, HALF)
+    start = tl.zeros([1], tl.int32)
+    scale_a, scale_b = _pairs(weight_ptr, start, start == 0, 0.0, D, HALF, MIXED)
+    a, b = a * scale_a, b * scale_b
+    if BIAS:
+        shift_a, shift_b = _pairs(bias_ptr, start, start == 0, 0.0, D, HALF, MIXED)
+        a, b = a + shift_a, b + shift_b
+    return a, b
+
+
+@jit
+def _norm_grad(a, b, x_ptr, at, inside, w_ptr, eps, sums, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
+    """Equation (5) for dz = (a, b), and `sums` with this tile's part of (6): dγ of both members, then dβ."""
+    x_a, x_b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
+    x_a, x_b, rstd = _normed(x_a, x_b, eps, D, HALF)
+    sums = (sums[0] + tl.sum(a * x_a, 0), sums[1] + tl.sum(b * x_b, 0), sums[2] + tl.sum(a, 0), sums[3] + tl.sum(b, 0))
+    start = tl.zeros([1], tl.int32)
+    scale_a, scale_b = _pairs(w_ptr, start, start == 0, 0.0, D, HALF, MIXED)
+    a, b = a * scale_a, b * scale_b
+    mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / D)[:, None]
+    slope = ((tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)) / D)[:, None]
+    return (a - mean - x_a * slope) * rstd[:, None], (b - mean - x_b * slope) * rstd[:, None], sums
+
+
+@jit
+def _angles(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
+    """cos and sin of both members, rows `at` of the tables; 1 and 0 outside."""
+    cos_a, cos_b = _pairs(cos_ptr, at, inside, 1.0, D, HALF, MIXED)
+    sin_a, sin_b = _pairs(sin_ptr, at, inside, 0.0, D, HALF, MIXED)
+    return cos_a, cos_b, sin_a, sin_b
+
+
+@jit
+def _fwd_kernel(
+    x_ptr, y_ptr, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr, x_strides,
+    M, N, H, prefix, table_head, q_eps, k_eps,
+    Q_NORM: tl.constexpr, Q_BIAS: tl.constexpr, K_NORM: tl.constexpr, K_BIAS: tl.constexpr, ROPE: tl.constexpr,
+    MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M tokens of one head's queries or keys. Equations (1) and (2)."""
+    head = tl.program_id(0) % (2 * H)  # queries first
+    m = (tl.program_id(0) // (2 * H)).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, inside = m % N, m < M
+    at = m // N * x_strides[0] + n * x_strides[1] + head * D
+    a, b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
+    if Q_NORM:
+        if head < H:
+            a, b = _norm(a, b, q_weight_ptr, q_bias_ptr, q_eps, Q_BIAS, D, HALF, MIXED)
+    if K_NORM:
+        if head >= H:
+            a, b = _norm(a, b, k_weight_ptr, k_bias_ptr, k_eps, K_BIAS, D, HALF, MIXED)
+    if ROPE:
+        at, turns = head % H * table_head + (n - prefix) * D, inside & (n >= prefix)
+        cos_a, cos_b, sin_a, sin_b = _angles(cos_ptr, sin_ptr, at, turns, D, HALF, MIXED)
+        a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    _put_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, MIXED)
+
+
+@jit
+def _bwd_kernel(
+    dy_ptr, x_ptr, dx_ptr, partial_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, x_strides,
+    M, N, H, prefix, table_head, q_eps, k_eps,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
+    MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M tokens of all heads' queries, keys or (copied) values. Equations (4) to (6)."""
+    part = tl.program_id(0) % 3
+    block = (tl.program_id(0) // 3).to(tl.int64)
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, inside = m % N, m < M
+    turns = inside & (n >= prefix)
+    zero = tl.zeros([HALF], tl.float32)
+    sums = (zero, zero, zero, zero)
+    for h in range(0, H):
+        head = part * H + h
+        at = (m * 3 * H + head) * D
+        x_at = m // N * x_strides[0] + n * x_strides[1] + head * D
+        a, b = _pairs(dy_ptr, at, inside, 0.0, D, HALF, MIXED)
+        if ROPE:
+            if part < 2:
+                row = h * table_head + (n - prefix) * D
+                cos_a, cos_b, sin_a, sin_b = _angles(cos_ptr, sin_ptr, row, turns, D, HALF, MIXED)
+                a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+        if Q_NORM:
+            if part == 0:
+                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, q_weight_ptr, q_eps, sums, D, HALF, MIXED)
+        if K_NORM:
+            if part == 1:
+                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, k_weight_ptr, k_eps, sums, D, HALF, MIXED)
+        _put_pairs(dx_ptr, at, inside, a, b, D, HALF, MIXED)
+    if Q_NORM or K_NORM:
+        if part < 2:
+            at = (block * 4 + part * 2 + tl.zeros([1], tl.int32)) * D  # [BLOCK, query or key, weight or bias, D]
+            all = at >= 0
+            _put_pairs(partial_ptr, at, all, sums[0][None, :], sums[1][None, :], D, HALF, MIXED)
+            _put_pairs(partial_ptr, at + D, all, sums[2][None, :], sums[3][None, :], D, HALF, MIXED)
+
+
+def _blocks(D: int) -> dict[str, int]:
+    """Launch parameters: 2048 elements a tile."""
+    half = power_of_2(cdiv(D, 2))
+    return dict(HALF=half, BLOCK_M=max(1, 1024 // half), num_warps=4, num_stages=1, enable_fp_fusion=True)
+
+
+def _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
+    """What both kernels take, by name."""
+    (B, N, _, H, D), tables = qkv.shape, [t if t is None else t.contiguous() for t in (cos, sin)]
+    if qkv.stride()[2:] != (H * D, D, 1):
+        qkv = qkv.contiguous()
+    return dict(
+        x_ptr=qkv, x_strides=qkv.stride()[:2], q_weight_ptr=q_weight, k_weight_ptr=k_weight,
+        cos_ptr=tables[0], sin_ptr=tables[1], M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps, k_eps=k_eps,
+        table_head=0 if cos is None or cos.dim() == 2 or cos.shape[0] == 1 else cos.shape[1] * D,
+        Q_NORM=q_weight is not None, K_NORM=k_weight is not None, ROPE=cos is not None, MIXED=interleaved,
+    )  # fmt: skip
+
+
+def _fwd(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, interleaved, prefix, q_eps, k_eps):
+    """Queries and keys after (1) and (2): [B, N, 2, H, D]."""
+    y, blocks = _fwd_fake(qkv), _blocks(qkv.shape[-1])
+    arguments = _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
+    if y.numel():
+        _fwd_kernel[(cdiv(arguments["M"], blocks["BLOCK_M"]) * 2 * arguments["H"],)](
+            **arguments, y_ptr=y, q_bias_ptr=q_bias, k_bias_ptr=k_bias, Q_BIAS=q_bias is not None,
+            K_BIAS=k_bias is not None, **blocks,
+        )  # fmt: skip
+    return y
+
+
+def _fwd_fake(qkv, *_):
+    B, N, _, H, D = qkv.shape
+    return qkv.new_empty(B, N, 2, H, D)
+
+
+def _bwd(dy, qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
+    """(dqkv [B, N, 3, H, D], gradients of the norms [query or key, weight or bias, D] in fp32) from attention's."""
+    (dx, sums), blocks = _bwd_fake(dy), _blocks(qkv.shape[-1])
+    arguments = _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
+    programs = cdiv(arguments["M"], blocks["BLOCK_M"])
+    partial = sums.new_zeros(programs, *sums.shape)
+    if dx.numel():
+        _bwd_kernel[(programs * 3,)](**arguments, dy_ptr=dy.contiguous(), dx_ptr=dx, partial_ptr=partial, **blocks)
+    return dx, partial.sum(0)
+
+
+def _bwd_fake(dy, *_):
+    return dy.new_empty(dy.shape), dy.new_empty(2, 2, dy.shape[-1], dtype=torch.float32)
+
+
+TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float q_eps, float k_eps"
+NORMS = "Tensor? q_weight, Tensor? q_bias, Tensor? k_weight, Tensor? k_bias"
+WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
+_fwd_op = register("rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
+_bwd_op = register("rope_bwd", f"(Tensor dy, Tensor qkv, {WEIGHTS}, {TABLES}) -> (Tensor, Tensor)", _bwd, _bwd_fake)
+
+
+class _Fn(torch.autograd.Function):
+    """Ties both launches to attention's, for packed qkv [B, N, 3, H, D]; saves what the header lists."""
+
+    @staticmethod
+    def forward(
+        ctx, qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, bias, kv_lens, interleaved, prefix, q_eps, k_eps, scale
+    ):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        ctx.settings, ctx.scale, turned = (interleaved, prefix, q_eps, k_eps), scale, None
+        if q_weight is not None or k_weight is not None or cos is not None:
+            turned = _fwd_op(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, *ctx.settings)
+            q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
+        o, lse = dense._fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
+        ctx.save_for_backward(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, turned, bias, kv_lens, o, lse)
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, _):
+        qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, turned, bias, kv_lens, o, lse = ctx.saved_tensors
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if turned is not None:
+            q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
+        learn_bias, dnorms = ctx.needs_input_grad[7], [None] * 4
+        dqkv, _, _, dbias = dense._bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
+        if turned is not None:
+            dqkv, sums = _bwd_op(dqkv, qkv, q_weight, k_weight, cos, sin, *ctx.settings)
+            norms = zip((q_weight, q_bias, k_weight, k_bias), sums.flatten(0, 1).unbind(0), strict=True)
+            dnorms = [None if t is None else dt.to(t.dtype) for t, dt in norms]
+        return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 6
+
+
+def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
+    randn, (B, H, N, D) = make(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
+    arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
+    if "prefix" in case:
+        angle = make(device, torch.float64, seed=1)(*[H] * case.get("halves", 0), N - case["prefix"], D // 2).detach()
+        angle = torch.cat((angle, angle), -1) if "halves" in case else angle.repeat_interleave(2, -1)
+        rope = angle.cos().to(dtype), angle.sin().to(dtype), "halves" not in case
+        arguments |= {"rope": rope, "prefix_tokens": case["prefix"]}
+    if "norms" in case:
+        arguments |= {name: (randn(D, shift=1.0, scale=0.1), randn(D), 1e-6) for name in ("q_norm", "k_norm")}
+    return arguments
+
+
+OP = Op(
+    name="attention_qkv",
+    run=attention_qkv,
+    reference=reference,
+    cases={"rope": dict(B=2, H=2, N=7, D=4, prefix=2, norms=1), "plain": dict(B=2, H=3, N=17, D=6)},
+    inputs=_inputs,
+    ragged={
+        "vit": dict(B=2, H=3, N=197, D=64),
+        "gap": dict(B=2, H=2, N=16, D=80),
+        "rope": dict(B=1, H=2, N=50, D=32, prefix=1, norms=1),
+        "halves": dict(B=2, H=3, N=21, D=72, prefix=5, halves=1),
+        "normed": dict(B=2, H=1, N=9, D=33, norms=1),
+    },
+)

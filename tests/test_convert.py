@@ -1,0 +1,765 @@
+"""Foreign models after `optimize`: the same numbers, gradients, keys and habits, and the report of what was done."""
+
+import contextlib
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+import transformers
+import vit_pytorch
+from foreign import HF, MODELS, TIMM, build, inputs, outputs
+from interpreter import interpreting
+from timm.models import beit
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models import VisionTransformer
+
+from fastvit_triton import optimize, revert
+from fastvit_triton.convert import parts
+from fastvit_triton.kernels import op
+
+ROUNDINGS = 84  # as in test_models
+
+
+@pytest.fixture
+def references():
+    """The fused forwards run on PyTorch, as FASTVIT_TRITON_BACKEND=torch asks."""
+    op.set_backend("torch")
+    yield
+    op.set_backend(None)
+
+
+@pytest.fixture
+def meta_is_a_gpu(monkeypatch):
+    """The meta device stands in for one where the kernels run: shapes and dtypes flow, nothing is computed."""
+    monkeypatch.setattr(op, "why_not", lambda device, *_: None if device.type == "meta" else "a CPU")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know the meta device
+
+
+def same(got, want, dtype=None):
+    """‖got − want‖ is rounding: sums of at most a few hundred terms each, taken in another order."""
+    got, want = got.detach(), want.detach()
+    return bool((got - want).norm() <= ROUNDINGS * torch.finfo(dtype or want.dtype).eps * want.norm())
+
+
+class Recorder(TorchDispatchMode):
+    """The names of all operators that run, our own by their last part."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
+        self.ops.append(str(function.name()))
+        return function(*arguments, **named or {})
+
+    @property
+    def ours(self):
+        return [name.split("::")[1] for name in self.ops if name.startswith("fastvit_triton::")]
+
+
+def results(model, given):
+    """Outputs and every gradient in float64, for the same random cotangent each time."""
+    y = outputs(model, given)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
+    learning = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+    grads = torch.autograd.grad((y * weights).sum(), list(learning.values()), allow_unused=True)
+    found = {n: g.double() for n, g in zip(learning, grads, strict=True) if g is not None}
+    return {"output": y.detach().double()} | found
+
+
+def assert_within_budget(got, baseline, truth, dtype):
+    """Error ≤ 2 · (PyTorch's own error in this dtype + one rounding), output and every gradient.
+
+    Some gradients cancel (key biases have none in exact arithmetic), so a gradient's rounding is that of the model's
+    largest one.
+    """
+    largest = max(float(g.norm()) for n, g in truth.items() if n != "output")
+    assert got.keys() == truth.keys()
+    for name, want in truth.items():
+        size, eps = float(want.norm()) if name == "output" else largest, torch.finfo(dtype).eps
+        own = float((baseline[name] - want).norm())
+        assert own <= eps**0.5 * size, f"{name}: the original is no oracle"  # random, or torn apart by rounding
+        allowed = 2 * (own + eps * size)
+        error = float((got[name] - want).norm())
+        assert got[name].isfinite().all() and error <= allowed, (name, error, allowed)
+
+
+def twins(name, train):
+    """(original in float64, in float32, a second one to optimise) with the same weights, and their inputs."""
+    truth = build(name).train(train)
+    plain = copy.deepcopy(truth).float()
+    truth.load_state_dict({k: v.double() if v.is_floating_point() else v for k, v in plain.state_dict().items()})
+    given = inputs(name)
+    if isinstance(given, dict):
+        return truth, plain, copy.deepcopy(plain), given, {k: single(v) for k, v in given.items()}
+    return truth, plain, copy.deepcopy(plain), given.float().double(), given.float()
+
+
+def single(t):
+    return t.float() if t.is_floating_point() else t
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", MODELS)
+def test_references_give_the_originals_numbers(name, train, references):
+    """Oracle: the untouched model; truth in float64. The fused forwards must have run."""
+    truth, plain, model, exact, given = twins(name, train)
+    assert optimize(model).fused
+    assert_within_budget(results(model, given), results(plain, given), results(truth, exact), torch.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_give_the_originals_numbers(name):
+    """The same through the Triton kernels, in the interpreter."""
+    truth, plain, model, exact, given = twins(name, True)
+    optimize(model)
+    baseline, want = results(plain, given), results(truth, exact)
+    with interpreting(), Recorder() as run:
+        got = results(model, given)
+    assert run.ours
+    assert_within_budget(got, baseline, want, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["timm_deit3", "timm_swin", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"])
+def test_keys_parameters_and_classes_stay(name):
+    """Oracle: identities before; `revert` leaves each instance's dictionary as it was."""
+    model = build(name)
+    dictionaries = {path: dict(module.__dict__) for path, module in model.named_modules()}
+    parameters, state = dict(model.named_parameters()), list(model.state_dict())
+    classes = [type(m) for m in model.modules()]
+    own = {type(m): type(m).forward for m in model.modules()}
+    optimize(model)
+    optimize(model)  # a second time changes nothing more
+    assert list(model.state_dict()) == state and [type(m) for m in model.modules()] == classes
+    assert all(p is parameters[n] for n, p in model.named_parameters()) and len(parameters) == len(
+        list(model.parameters())
+    )
+    assert all(cls.forward is forward for cls, forward in own.items())
+    build(name).load_state_dict(model.state_dict())
+    revert(model)
+    for path, module in model.named_modules():
+        assert module.__dict__.keys() == dictionaries[path].keys()
+        assert all(module.__dict__[k] is v for k, v in dictionaries[path].items())
+
+
+def test_a_copy_trains_alone(references):
+    """Oracle: the original does not notice what is done to its deepcopy, and the copy does."""
+    model, given = build("timm_deit3"), inputs("timm_deit3")
+    optimize(model)
+    before = outputs(model, given)
+    twin = copy.deepcopy(model)
+    outputs(twin, given).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in twin.parameters())
+    with torch.no_grad():
+        for p in twin.parameters():
+            p -= 0.1 * p.grad
+    assert torch.equal(outputs(model, given), before) and not torch.equal(outputs(twin, given), before)
+    revert(twin)
+    assert not any("forward" in m.__dict__ for m in twin.modules())
+    assert all("forward" in block.__dict__ for block in model.blocks)
+
+
+@pytest.mark.parametrize("name", ["timm_deit3", "hf_vit"])
+def test_pickle_keeps_the_fused_forwards(name, references):
+    """Oracle: the model that was pickled, by pickle and by torch.save."""
+    model, given = build(name), inputs(name)
+    optimize(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert torch.equal(outputs(twin, given), outputs(model, given))
+        assert [parts.ours(m.__dict__.get("forward")) for m in twin.modules()] == [
+            parts.ours(m.__dict__.get("forward")) for m in model.modules()
+        ]
+        assert all(m.__dict__["forward"].args[-1] is m for m in twin.modules() if "forward" in m.__dict__)
+
+
+def test_hooks_added_later_fire(references):
+    """Oracle: the same hooks on the original; each module of a block in turn, and all at once."""
+    model, plain, given = build("timm_deit3").train(), None, inputs("timm_deit3")
+    plain = copy.deepcopy(model)
+    optimize(model)
+    want = outputs(plain, given)
+    names = [n for n, m in plain.blocks[0].named_modules()]
+    for chosen in [*([n] for n in names), names]:
+        calls = {True: [], False: []}
+        for owner, ours in ((model, True), (plain, False)):
+            for n in chosen:
+                module = owner.blocks[0].get_submodule(n)
+                module.register_forward_hook(lambda m, i, o, n=n, to=calls[ours]: to.append((n, o.detach())))
+        assert same(outputs(model, given), want) and torch.equal(outputs(plain, given), want)
+        assert [n for n, _ in calls[True]] == [n for n, _ in calls[False]]
+        for (_, a), (_, b) in zip(calls[True], calls[False], strict=True):
+            assert same(a, b)
+        for owner in (model, plain):
+            for m in owner.modules():
+                m._forward_hooks.clear()
+
+
+class LowRank(nn.Module):
+    """An adapter around a linear layer, as fine-tuning libraries put one in its place."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Halved(torch.Tensor):
+    """A weight of a class of its own, as quantisation makes them."""
+
+
+def replace_qkv(block):
+    block.attn.qkv = LowRank(block.attn.qkv).double()
+
+
+def parametrize_fc2(block):
+    torch.nn.utils.parametrizations.weight_norm(block.mlp.fc2)
+
+
+def quantise_proj(block):
+    block.attn.proj.weight = nn.Parameter(block.attn.proj.weight.detach().as_subclass(Halved), requires_grad=False)
+
+
+def wrap_mlp(block):
+    block.mlp = nn.Sequential(block.mlp, nn.Identity())
+
+
+def other_norm(block):
+    block.norm2 = nn.RMSNorm(24, dtype=torch.float64)
+
+
+def replace_forward(block):
+    own = block.mlp.forward
+    block.mlp.forward = lambda x: 2 * own(x)
+
+
+@pytest.mark.parametrize("change", [replace_qkv, parametrize_fc2, quantise_proj, wrap_mlp, other_norm, replace_forward])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_replaced_parts_do_their_work(change, when, references):
+    """Oracle: the same change on the original; made before or after `optimize`."""
+    model, given = build("timm_deit3"), inputs("timm_deit3")
+    plain = copy.deepcopy(model)
+    if when == "after":
+        optimize(model)
+    for owner in (model, plain):
+        torch.manual_seed(5)
+        change(owner.blocks[1])
+    report = optimize(model)
+    changed = [row for row in report.rows if row.path.startswith("blocks.1") and (row.why or row.type == "RMSNorm")]
+    assert changed or change in (wrap_mlp, other_norm)
+    got, want = outputs(model, given), outputs(plain, given)
+    assert same(got, want)
+
+
+def test_meta_then_to_empty_then_load(references):
+    """Oracle: the model whose weights are loaded."""
+    theirs, given = build("timm_deit3"), inputs("timm_deit3")
+    with torch.device("meta"):
+        model = MODELS["timm_deit3"]().double()
+    optimize(model)
+    model.to_empty(device="cpu").load_state_dict(theirs.state_dict())
+    assert same(outputs(model, given), outputs(theirs, given))
+
+
+def test_another_device_later_uses_the_kernels(meta_is_a_gpu):
+    """`.cuda()` after `optimize`; oracle: the operators that run before and after."""
+    model, given = build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32)
+    optimize(model)
+    with torch.no_grad(), Recorder() as run:
+        outputs(model, given)
+    assert not run.ours
+    model.to("meta")
+    with torch.no_grad(), Recorder() as run:
+        assert outputs(model, given.to("meta")).shape == (2, 5)
+    assert run.ours.count("attention_fwd") == 2
+
+
+NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "timm_naflex")  # the last reads its input
+BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_is_five_products_and_what_folds_their_weights(name, meta_is_a_gpu):
+    """Per block in half precision: LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual, two folds."""
+    model, seen = build(name, torch.bfloat16).eval().to("meta"), []
+    optimize(model)
+    kinds = ("Block", "EvaBlock", "EncoderBlock", "Transformer", "TransformerEncoderLayer")
+    blocks = [m for m in model.modules() if type(m).__name__ in kinds or type(m).__name__.endswith("Layer")]
+    given = inputs(name, torch.bfloat16)
+    given = {k: v.to("meta") for k, v in given.items()} if isinstance(given, dict) else given.to("meta")
+    with torch.no_grad(), Recorder() as run:
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_: seen.append(len(run.ours)))
+            block.register_forward_hook(lambda *_: seen.append(run.ours[seen.pop() :]))
+        outputs(model, given)
+    depth = 2 if type(blocks[0]).__name__ == "Transformer" else 1
+    assert len(seen) == len(blocks)
+    for ours in seen:
+        launches = [name for name in ours if name not in ("fold", "layer_norm_fwd")]
+        assert launches == ["linear_fwd", "attention_fwd", "linear_fwd", "linear_fwd", "linear_fwd"] * depth
+        assert ours.count("fold") <= 4 * depth and ours.count("layer_norm_fwd") <= 2
+
+
+@pytest.mark.parametrize("rate", ["drop_path_rate", "proj_drop_rate", "attn_drop_rate", "patch_drop_rate"])
+def test_training_with_dropout_draws_what_the_original_draws(rate, references):
+    """Oracle: the original from the same seed; drop-path is always on."""
+    plain = timm.models.VisionTransformer(**TIMM, **{"drop_path_rate": 0.4} | {rate: 0.3}).train().double()
+    model = copy.deepcopy(plain)
+    report = optimize(model)
+    given = torch.randn(8, 3, 32, 32, dtype=torch.float64)
+    ys = []
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(owner(given))
+    assert same(*ys)
+    assert any("attention dropout 0.3" in str(row.why) for row in report.rows) == (rate == "attn_drop_rate")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: transformers.ViTModel(transformers.ViTConfig(**HF, hidden_dropout_prob=0.3)),
+        lambda: transformers.ViTModel(transformers.ViTConfig(**HF, attention_probs_dropout_prob=0.3)),
+        lambda: VisionTransformer(32, 16, 2, 2, 24, 48, dropout=0.3),
+        lambda: VisionTransformer(32, 16, 2, 2, 24, 48, attention_dropout=0.3),
+        lambda: vit_pytorch.ViT(
+            image_size=32, patch_size=16, num_classes=5, dim=24, depth=2, heads=2, mlp_dim=48, dropout=0.3
+        ),
+    ],
+    ids=["hf_hidden", "hf_attention", "torchvision", "torchvision_attention", "vit_pytorch"],
+)
+def test_other_dropouts_draw_what_the_original_draws(make, references):
+    """Oracle: the original from the same seed."""
+    plain = make().double().train()
+    model, given, ys = copy.deepcopy(plain), torch.randn(2, 3, 32, 32, dtype=torch.float64), []
+    optimize(model)
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(outputs(owner, given))
+    assert same(*ys)
+
+
+@pytest.mark.parametrize("name", ["hf_dinov2", "hf_dinov3"])
+def test_transformers_drop_path_draws_what_the_original_draws(name, references):
+    """Oracle: the original from the same seed."""
+    plain = build(name).train()
+    for module in plain.modules():
+        if hasattr(module, "drop_path"):
+            file = sys.modules[type(module).__module__]
+            kind = file.Dinov2DropPath if name == "hf_dinov2" else file.Dinov3ViTDropPath
+            module.drop_path = kind(0.4)
+    model, given = copy.deepcopy(plain), inputs(name)
+    optimize(model)
+    ys = []
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(outputs(owner, given))
+    assert same(*ys)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
+@pytest.mark.parametrize("name", ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"])
+def test_autocast_gives_the_originals_dtypes(name, kernels, references):
+    """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
+    truth, plain, model, exact, given = twins(name, False)
+    optimize(model)
+    dtypes = {True: [], False: []}
+    for owner, ours in ((model, True), (plain, False)):
+        for module in owner.modules():
+            if type(module).__name__.endswith(("Block", "Layer")):
+                module.register_forward_hook(lambda m, i, o, ours=ours: dtypes[ours].append(o.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        baseline = outputs(plain, given)
+        with interpreting() if kernels else contextlib.nullcontext():
+            got = outputs(model, given)
+    assert dtypes[True] == dtypes[False] and dtypes[True]
+    assert got.dtype == baseline.dtype
+    want, eps = outputs(truth, exact), torch.finfo(torch.bfloat16).eps
+    assert (got - want).norm() <= 2 * ((baseline - want).norm() + eps * want.norm())
+
+
+def test_report_says_what_became_of_each_candidate():
+    """Oracle: the rows written out, for one module of each fate."""
+    model = nn.Module()
+    model.block = timm.models.vision_transformer.Block(24, 2, attn_drop=0.1, act_layer=nn.Mish)
+    model.gated = timm.layers.Attention(24, 2, gated=True)
+    model.hooked = nn.LayerNorm(24)
+    model.hooked.register_forward_hook(lambda *_: None)
+    model.taken = nn.LayerNorm(24)
+    model.taken.forward = lambda x: x
+    model.other = type("StrangeAttention", (nn.Module,), {})()
+    model.left = nn.LayerNorm(24)
+    model.again = model.hooked
+    model.mlp = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+    model.tail = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24))
+    model.eval()
+    report = optimize(model, filter_fn=lambda module, path: path != "left")
+    rows = {row.path: (row.became, row.within, row.why) for row in report.rows}
+    assert rows == {
+        "block": ("fused pre-norm block", None, None),
+        "block.norm1": ("fused LayerNorm", "block", None),
+        "block.attn": ("fused attention", "block", "own forward while training: attention dropout 0.1"),
+        "block.norm2": ("fused LayerNorm", "block", None),
+        "block.mlp": ("fused MLP, Mish", "block", "activation Mish is called"),
+        "gated": (None, None, "gated attention"),
+        "hooked": ("fused LayerNorm", None, "a hook watches it, so it is called"),
+        "taken": (None, None, "another forward is in its place"),
+        "other": (None, None, "unknown type"),
+        "left": (None, None, "left out by filter_fn"),
+        "again": ("fused LayerNorm", None, "the same module as hooked"),
+        "mlp": ("fused MLP, gelu", None, None),
+    }
+    assert len(report.fused) == 8 and len(report.left) == 4
+    assert "own forward while training: attention dropout 0.1 (inside block)" in str(report)
+    assert "forward" not in model.left.__dict__ and "need a CUDA or ROCm GPU, this is cpu" in report.device
+
+
+def test_report_prints_a_table():
+    """Oracle: the text; blocks that read alike share a line."""
+    model = MODELS["timm_cait"]()
+    lines = [" ".join(line.split()) for line in str(optimize(model)).splitlines()]
+    assert lines[:6] == [
+        "module type runs",
+        "patch_embed PatchEmbed fused patch projection",
+        "blocks.* ×2 LayerScaleBlock fused block around its talking heads",
+        "blocks.*.norm1 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
+        "blocks.*.attn ×2 TalkingHeadAttn own forward · its heads mix their attention maps (inside blocks.*)",
+        "blocks.*.norm2 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
+    ]
+    device = "Triton kernels need a CUDA or ROCm GPU, this is cpu; own forwards run here."
+    assert lines[-1] == f"20 of 22 candidates are fused. {device}"
+    assert str(optimize(nn.Linear(2, 2))).endswith(f"0 of 0 candidates are fused. {device}")
+
+
+def test_on_a_cpu_the_original_runs():
+    """Oracle: the untouched model, bit by bit; no operator of ours runs."""
+    model = build("timm_deit3", torch.float32)
+    given = inputs("timm_deit3", torch.float32)
+    want = outputs(model, given)
+    optimize(model)
+    with Recorder() as run:
+        assert torch.equal(outputs(model, given), want)
+    assert not run.ours
+
+
+MASKS = {
+    "padding": dict(key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
+    "bool": dict(attn_mask=torch.eye(5, dtype=torch.bool)),
+    "float": dict(attn_mask=torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5)),
+    "heads": dict(attn_mask=torch.linspace(-1, 1, 150, dtype=torch.float64).view(6, 5, 5)),
+    "both": dict(
+        attn_mask=torch.eye(5, dtype=torch.bool),
+        key_padding_mask=torch.tensor([[False] * 5, [False] * 3 + [True] * 2]),
+    ),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["batch_second", "batch_first"])
+@pytest.mark.parametrize("masks", [{}, *MASKS.values()], ids=["none", *MASKS])
+def test_multihead_masks(masks, first, references):
+    """Oracle: the untouched nn.MultiheadAttention, and nn.TransformerEncoderLayer around it."""
+    x = torch.randn((2, 5, 24) if first else (5, 2, 24), dtype=torch.float64)
+    plain = nn.MultiheadAttention(24, 3, batch_first=first, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    optimize(model)
+    with Recorder():
+        got, weights = model(x, x, x, need_weights=False, **masks)
+    assert weights is None and same(got, plain(x, x, x, need_weights=False, **masks)[0])
+    assert torch.equal(model(x, x, x, **masks)[1], plain(x, x, x, **masks)[1])  # the weights are asked for
+    renamed = {{"attn_mask": "src_mask"}.get(k, "src_key_padding_mask"): v for k, v in masks.items()}
+    for norm_first in (False, True):
+        plain = nn.TransformerEncoderLayer(24, 3, 32, 0.0, batch_first=first, norm_first=norm_first).double()
+        model = copy.deepcopy(plain)
+        optimize(model)
+        assert same(model(x, **renamed), plain(x, **renamed))
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        (dict(dropout=0.3), "attention dropout 0.3"),
+        (dict(add_bias_kv=True), "added keys"),
+        (dict(add_zero_attn=True), "added keys"),
+        (dict(kdim=6), "keys or values of another width"),
+        (dict(bias=False), None),
+    ],
+    ids=str,
+)
+def test_unusual_multihead_attention(options, why, references):
+    """Oracle: the untouched module from the same seed."""
+    plain = nn.MultiheadAttention(24, 3, batch_first=True, **options).double()
+    model, query, ys = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64), []
+    key = torch.randn(2, 7, options.get("kdim", 24), dtype=torch.float64)
+    assert optimize(model).rows[0].why == why
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(owner(query, key, torch.randn(2, 7, 24, dtype=torch.float64), need_weights=False)[0])
+    assert same(*ys)
+
+
+ANGLES = torch.linspace(0, 1, 4 * 12, dtype=torch.float64).view(4, 12)
+ROPE = torch.cat((ANGLES.sin(), ANGLES.cos()), -1)  # of four tokens; the first of five has no position
+PARTS = {
+    "gated": (lambda: timm.layers.Attention(24, 2, gated=True), {}),
+    "differential": (lambda: timm.layers.DiffAttention(24, 2), {}),
+    "grouped_query": (
+        lambda: timm.layers.AttentionRope(24, 2, qkv_fused=False, num_kv_heads=1),
+        {"rope": ROPE},
+    ),
+    "rope_per_head": (lambda: timm.layers.AttentionRope(24, 2), {"rope": ROPE.expand(2, -1, -1)}),
+    "rope_per_image": (lambda: timm.layers.AttentionRope(24, 2), {"rope": ROPE.expand(2, 1, -1, -1)}),
+    "rms_normed_heads": (lambda: timm.layers.AttentionRope(24, 2, qk_norm=True, norm_layer=timm.layers.RmsNorm), {}),
+    "beit_two_tables": (
+        lambda: beit.Attention(24, 2, window_size=(2, 2), qkv_bias=True),
+        {"shared_rel_pos_bias": torch.randn(1, 2, 5, 5, dtype=torch.float64)},
+    ),
+    "beit_separate_bias": (lambda: beit.Attention(24, 2, qkv_bias=True, qkv_bias_separate=True), {}),
+    "glu": (lambda: timm.layers.GluMlp(24, 48), {}),
+    "glu_gate_last": (lambda: timm.layers.GluMlp(24, 48, act_layer=nn.SiLU), {}),
+    "glu_gate_first_gelu": (lambda: timm.layers.GluMlp(24, 48, act_layer=nn.GELU, gate_last=False), {}),
+    "glu_normed": (lambda: timm.layers.GluMlp(24, 48, act_layer=nn.SiLU, gate_last=False, norm_layer=nn.LayerNorm), {}),
+    "swiglu_of_gelu": (lambda: timm.layers.SwiGLU(24, 48, act_layer=nn.GELU), {}),
+    "mlp_mish": (lambda: timm.layers.Mlp(24, 48, act_layer=nn.Mish), {}),
+    "mlp_no_bias": (lambda: timm.layers.Mlp(24, 48, bias=False), {}),
+    "pool_positions": (lambda: timm.layers.AttentionPoolLatent(24, num_heads=2, feat_size=5, pos_embed="abs"), {}),
+    "pool_mean_of_three": (
+        lambda: timm.layers.AttentionPoolLatent(24, num_heads=2, latent_len=3, pool_type="avg", q_proj=False),
+        {},
+    ),
+    "pool_bare": (lambda: timm.layers.AttentionPoolLatent(24, out_features=0, num_heads=2), {}),
+    "one_wide_head": (lambda: vit_pytorch.vit.Attention(24, heads=1, dim_head=24), {}),
+    "norm_of_two_axes": (lambda: nn.LayerNorm((5, 24)), {}),
+    "norm_without_weights": (lambda: nn.LayerNorm(24, elementwise_affine=False), {}),
+    "relu_sequential": (lambda: nn.Sequential(nn.Linear(24, 9), nn.ReLU(), nn.Dropout(0.1), nn.Linear(9, 3)), {}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_unusual_parts(name, references):
+    """Oracle: the untouched module, whether it converts or not."""
+    make, call = PARTS[name]
+    plain = make().double().eval()
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64)
+    optimize(model)
+    assert same(model(x, **call), plain(x, **call))
+
+
+def test_masks_of_timm(references):
+    """Oracle: the untouched block, with masks of each form; a causal one runs its own forward."""
+    plain = timm.models.vision_transformer.Block(24, 2).double()
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64)
+    optimize(model)
+    keep = torch.eye(5, dtype=torch.bool) | (torch.arange(5) < 3)
+    for mask in (
+        keep,
+        keep[None, None].expand(2, 1, 5, 5),
+        torch.zeros(5, 5).masked_fill(~keep, torch.finfo().min).double(),
+    ):
+        assert same(model(x, attn_mask=mask), plain(x, attn_mask=mask))
+    assert torch.equal(model(x, is_causal=True), plain(x, is_causal=True))
+
+
+COMPILED = ["timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("backend", ["auto", "kernels"])
+@pytest.mark.parametrize("name", [*COMPILED, "torch_encoder_layer"])
+def test_compiles_as_one_graph(name, backend):
+    """Oracle: the same model uncompiled; fullgraph=True raises on any graph break."""
+    model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+    optimize(model)
+    with interpreting() if backend == "kernels" else contextlib.nullcontext(), torch.no_grad():
+        want = outputs(model, given)
+        got = outputs(torch.compile(model, backend="aot_eager", fullgraph=True), given)
+    torch._dynamo.reset()
+    assert same(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+def test_compiled_training_with_dynamic_batches(name="timm_deit3"):
+    """Oracle: the same model uncompiled, outputs and gradients, for batches of two sizes."""
+    model, given = build(name, torch.float32).train(), inputs(name, torch.float32)
+    optimize(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for images in (given, torch.cat((given, given, given))):
+        with interpreting():
+            got, want = outputs(compiled, images), outputs(model, images)
+            grads = [torch.autograd.grad(y.square().sum(), parameters, allow_unused=True) for y in (got, want)]
+        assert same(got, want)
+        largest = max(float(g.norm()) for g in grads[1] if g is not None)
+        for a, b in zip(*grads, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a - b).norm() <= ROUNDINGS * torch.finfo(torch.float32).eps * largest
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_tracers_see_the_original(references):
+    """Oracle: the model; torch.fx traces proxies, and nn.TransformerEncoder passes nested tensors on."""
+    model, given = build("torchvision_vit").eval(), inputs("torchvision_vit")
+    optimize(model)
+    assert same(torch.fx.symbolic_trace(model)(given), model(given))
+    layer = nn.TransformerEncoderLayer(24, 2, 32, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2).eval()
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, 24)
+    optimize(model)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        got, want = (m(x, src_key_padding_mask=padding) for m in (model, plain))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 33, 32), (3, 32, 32), (2, 3, 48, 48)])
+def test_odd_images_meet_the_original(shape, references):
+    """Oracle: what the untouched model answers, a result or an error."""
+    plain = build("timm_vit")
+    model, image = copy.deepcopy(plain), torch.randn(shape, dtype=torch.float64)
+    optimize(model)
+    with pytest.raises((AssertionError, ValueError)) as want:
+        plain(image)
+    with pytest.raises(want.type) as got:
+        model(image)
+    assert str(got.value) == str(want.value)
+    conv = VisionTransformer(32, 16, 1, 2, 24, 48).double()
+    optimize(conv)
+    assert same(conv.conv_proj(image), type(conv.conv_proj).forward(conv.conv_proj, image))
+
+
+def test_exports_on_a_cpu_as_pytorch_alone():
+    """Oracle: the model; the program holds no operator of ours."""
+    model, given = build("timm_deit3", torch.float32).eval(), inputs("timm_deit3", torch.float32)
+    optimize(model)
+    program = torch.export.export(model, (given,))
+    assert not any("fastvit_triton" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(given), model(given))
+
+
+def test_transformers_checkpointing_stays(references):
+    """Oracle: gradients without it; each layer's forward runs twice, once more in the backward pass."""
+    model, given = build("hf_vit").train(), inputs("hf_vit")
+    optimize(model)
+    grads, calls = [], []
+    model.layers[0].mlp.fc1.register_forward_hook(lambda *_: calls.append(1))
+    for enable in (model.activation_checkpointing_disable, model.activation_checkpointing_enable):
+        enable()
+        model.zero_grad()
+        outputs(model, given).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and len(calls) == 3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_transformers_records_what_is_asked_for(implementation, references):
+    """Oracle: the untouched model's hidden states and attention maps; afterwards the blocks are fused again."""
+    config = transformers.ViTConfig(**HF, attn_implementation=implementation)
+    plain = transformers.ViTModel(config).double().eval()
+    model, given = copy.deepcopy(plain), inputs("hf_vit")
+    optimize(model)
+    got, want = (
+        m(given, output_hidden_states=True, output_attentions=implementation == "eager") for m in (model, plain)
+    )
+    for a, b in zip(
+        got.hidden_states + (got.attentions or ()), want.hidden_states + (want.attentions or ()), strict=True
+    ):
+        assert same(a, b, torch.float32)  # eager's softmax is
+    assert len(got.hidden_states) == 3 and (implementation == "sdpa" or len(got.attentions) == 2)
+    assert parts.watched(model.layers[0].attention) is False
+
+
+def test_attention_interface_of_transformers():
+    """Oracle: the model with "sdpa"; CLIP's text tower is causal and is left to it."""
+    optimize(nn.Identity())
+    for name in ("hf_vit", "hf_dinov3"):
+        model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+        want = outputs(model, given)
+        model.set_attn_implementation("fastvit_triton")
+        assert torch.equal(outputs(model, given), want)  # on a CPU
+        with interpreting(), torch.no_grad(), Recorder() as run:
+            got = outputs(model, given)
+        assert run.ours == ["attention_fwd"] * 2
+        assert same(got, want)
+    sizes = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, vocab_size=9)
+    text = transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes, eos_token_id=8)).eval()
+    tokens = torch.tensor([[1, 2, 3, 8]])
+    want = text(tokens).last_hidden_state
+    text.set_attn_implementation("fastvit_triton")
+    optimize(text)
+    with interpreting(), torch.no_grad(), Recorder() as run:
+        got = text(tokens).last_hidden_state
+    assert "attention_fwd" not in run.ours and same(got, want)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_data_parallel_wrappers(wrap, references):
+    """Oracle: gradients of the model that is not wrapped; one process is enough for the wrappers to do their work."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain, given = build("timm_deit3").train(), inputs("timm_deit3")
+    model = copy.deepcopy(plain)
+    optimize(model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        if wrap == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            for block in model.blocks:
+                fully_shard(block)
+            wrapped = fully_shard(model)
+        wrapped(given).square().sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    plain(given).square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        grad = q.grad.to_local() if wrap == "fsdp2" else q.grad
+        assert same(grad, p.grad), name
+
+
+PROBE = """
+import sys, torch, fastvit_triton
+model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.TransformerEncoderLayer(4, 2, 8)).eval()
+assert len(fastvit_triton.optimize(model).fused) == 5
+for name in ('timm', 'transformers', 'torchvision', 'vit_pytorch', 'torch._dynamo'):
+    assert name not in sys.modules, name
+"""
+
+
+@pytest.mark.parametrize("name", ["convnext_atto", "mixer_s32_224", "pvt_v2_b0", "mobilevit_xxs", "crossvit_9_240"])
+def test_an_unknown_model_is_no_error(name, references):
+    """Oracle: the untouched model; its LayerNorms, MLPs and known attention are fused, and the rest is reported."""
+    plain = timm.create_model(name, num_classes=5).double().eval()
+    model, side = copy.deepcopy(plain), plain.default_cfg["input_size"][-1]
+    report = optimize(model)
+    image = torch.randn(1, 3, side, side, dtype=torch.float64)
+    with torch.no_grad():
+        assert same(model(image), plain(image))
+    assert report.fused and all(row.why for row in report.left)
+
+
+def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):
+    """Oracle: autocast's list for CUDA, on which layer_norm runs in float32; half-precision streams come out wide."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    norm = nn.LayerNorm(8).to("meta")
+    optimize(norm)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert norm(torch.empty(2, 8, device="meta", dtype=dtype)).dtype == torch.float32
+
+
+def test_no_other_package_is_imported():
+    """A fresh interpreter optimises torch's own modules, and no package whose types are known is loaded."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
