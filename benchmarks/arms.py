@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -149,7 +148,7 @@ def compete(
         verdicts, errors = judge(case, sets[0], phase)
         steps = {name: step_of(case, calls[name], sets, phase) for name in verdicts}
         for name, found in verdicts.items():
-            rows[name] |= _verdict_columns(found)
+            rows[name] |= found.columns()
             rows[name] |= _memory(case, calls[name], sets[0], device, phase)
         right = {name: step for name, step in steps.items() if verdicts[name].match}
         timings, failed = alternate(right, device, part.deadline, seconds, copies=copies, latency=latency)
@@ -163,12 +162,6 @@ def compete(
 def _row(case: Case, phase: str, arm: Arm) -> dict:
     facts = dict(case=case.name, phase=phase, dtype=str(case.dtype).removeprefix("torch."), arm=arm.name)
     return facts | case.facts | ({} if arm.reason is None else dict(reason=arm.reason))
-
-
-def _verdict_columns(found: Verdict) -> dict:
-    """`within` is the largest error as a part of its budget; the worst tensor is named where there is no match."""
-    columns = dict(match=found.match, within=None if math.isinf(found.error) else round(found.error, 3))
-    return columns if found.match else columns | dict(worst=found.worst)
 
 
 def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, phase: str) -> dict:

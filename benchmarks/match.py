@@ -23,6 +23,11 @@ class Verdict:
     error: float
     worst: str
 
+    def columns(self) -> dict:
+        """For a row: `within` is the error; the worst tensor is named where there is no match."""
+        found = dict(match=self.match, within=round(self.error, 3) if math.isfinite(self.error) else None)
+        return found if self.match else found | dict(worst=self.worst)
+
 
 def leaves(value: object) -> Iterator[torch.Tensor]:
     """The tensors inside nested tuples, lists and mappings (transformers' outputs are mappings)."""

@@ -25,17 +25,18 @@ VIT_PYTORCH = {"vit-pytorch SimpleViT-B": (768, 12, 12), "vit-pytorch SimpleViT-
 
 @dataclass(frozen=True)
 class Run:
-    """A model at a batch size; `options` are those of `create_model`."""
+    """A model at a batch size; `options` are those of `create_model`, `modes` further ones of torch.compile."""
 
     model: str
     batch: int
     training: bool = False
     options: dict = field(default_factory=dict)
+    modes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Unique in a file."""
-        return f"{self.model} batch {self.batch} {'training' if self.training else 'inference'}"
+        return " ".join((f"{self.model} batch {self.batch}", "training" if self.training else "inference", *self.modes))
 
 
 # What a GPU is asked first comes first.
@@ -55,6 +56,12 @@ FULL = (
     Run("vit_large_patch16_224", 64, True),
     Run("vit_tiny_patch16_224", 256, True),
     Run("vit_huge_patch14_224", 32, True),
+    Run("vit_base_patch16_224", 256, modes=("max-autotune-no-cudagraphs",)),
+)
+LATENCY = tuple(
+    Run(f"vit_{size}_patch16_224", batch, modes=("reduce-overhead",))  # with CUDA graphs
+    for size in ("base", "small", "large")
+    for batch in (1, 8, 64)
 )
 SHORT = dict(img_size=64, depth=2)
 SMALL = tuple(
@@ -120,8 +127,8 @@ def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def case(run: Run, dtype: torch.dtype, device: torch.device, modes: tuple[str, ...] = ()) -> Case:
-    """The case of a run, its models built; `modes` are further modes of torch.compile."""
+def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
+    """The case of a run, its models built."""
     if run.model in VIT_PYTORCH:
         return _vit_pytorch(run, dtype, device)
     with device:
@@ -132,7 +139,7 @@ def case(run: Run, dtype: torch.dtype, device: torch.device, modes: tuple[str, .
             load_weights(base, first.state_dict())
         base = base.to(dtype).train(run.training).requires_grad_(run.training)
         truth = copy.deepcopy(base).double()
-        arms = [arm for arm in _arms(run, base, first, dtype, device, modes)]
+        arms = [arm for arm in _arms(run, base, first, dtype, device)]
     work = flops(base) * run.batch, 0.0
     truth = Forward(truth, partial(switched, "torch"))
     return _finished(run, dtype, device, arms, truth, base.patch_embed.img_size, work)
@@ -171,16 +178,25 @@ def _vit_pytorch(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     with device:
         base = randomized(SimpleViT(patch_size=16, num_classes=1000, **sizes), dtype).to(dtype)
         arms = [Arm("eager", None, Forward(base)), Arm("torch.compile", None, Forward(base, run=compiled(base)))]
-        arms.append(_optimized(base, None))
+        arms.append(_optimized(base))
         truth = Forward(copy.deepcopy(base).double())
     return _finished(run, dtype, device, arms, truth, (sizes["image_size"],) * 2, None)
 
 
-def _optimized(model: nn.Module, why: str | None) -> Arm:
+def _optimized(model: nn.Module) -> Arm:
     """What this package makes of a model that is not its own."""
-    optimize = getattr(fastvit_triton, "optimize", None)
 
     def build() -> Forward:
+        from fastvit_triton import optimize
+
+        converted = copy.deepcopy(model)
+        optimize(converted)
+        return Forward(converted)
+
+    return _built("optimized by us", None, build)
+
+
+def build() -> Forward:
         converted = copy.deepcopy(model)
         optimize(converted)
         return Forward(converted)
@@ -212,13 +228,14 @@ def flops(model: nn.Module) -> float:
 
 
 def _arms(
-    run: Run, base: nn.Module, first: nn.Module | None, dtype: torch.dtype, device: torch.device, modes: tuple[str, ...]
+    run: Run, base: nn.Module, first: nn.Module | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Arm]:
     plain, auto = partial(switched, "torch"), partial(switched, "auto")
     yield Arm("eager", None, Forward(base, plain))
     yield Arm("torch.compile", None, Forward(base, plain, run=compiled(base)))
-    for mode in modes:
+    for mode in run.modes:
         yield Arm(f"torch.compile {mode}", None, Forward(base, plain, run=compiled(base, mode)))
+        yield Arm(f"ours compiled {mode}", None, Forward(base, auto, run=compiled(base, mode)))
     yield Arm("ours eager", None, Forward(base, auto))
     yield Arm("ours compiled", None, Forward(base, auto, run=compiled(base)))
     yield from _timm(run, base, dtype, device)
@@ -260,15 +277,12 @@ def _timm(run: Run, base: nn.Module, dtype: torch.dtype, device: torch.device) -
         amp = partial(torch.autocast, device.type, dtype)
         yield _built("timm AMP", why, lambda: Forward(theirs(torch.float32), amp))
     if why is None:
-        yield _optimized(theirs(dtype), None)
-    registered = "fastvit_triton" in torch.compiler.list_backends()
-    lacking = None if registered else "the torch.compile backend fastvit_triton is not registered"
-
+        yield _optimized(theirs(dtype))
     def backend() -> Forward:
         model = theirs(dtype)
         return Forward(model, run=compiled(model, backend="fastvit_triton"))
 
-    yield _built("compiled, our backend", why or lacking, backend)
+    yield _built("compiled, our backend", why, backend)
 
 
 def _transformers(base: nn.Module, dtype: torch.dtype) -> Forward:

@@ -28,6 +28,10 @@ class Late(BaseException):
     """The deadline came in the middle of something; no library that swallows errors swallows this one."""
 
 
+class Dead(BaseException):
+    """The device does not answer this process any more."""
+
+
 class Deadline:
     """A moment. As a context it also interrupts, in the main thread, what has not ended by then."""
 
@@ -73,6 +77,16 @@ def told(error: BaseException) -> str:
     """An error as one short line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"[:300]
+
+
+def alive() -> bool:
+    """Whether the device still answers; an illegal access in a kernel ends that for the whole process."""
+    if not torch.cuda.is_available():
+        return True
+    try:
+        return torch.ones(1, device="cuda").item() == 1
+    except RuntimeError:
+        return False
 
 
 def gpu_name() -> str:
@@ -135,7 +149,15 @@ def missing(module: str, package: str | None = None) -> str | None:
 class Part:
     """One result file: rows are added one by one, each at once on disk; a kill loses at most the row under way."""
 
-    def __init__(self, name: str, folder: Path, deadline: Deadline, dry: bool = False, show: Callable = print) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        deadline: Deadline,
+        dry: bool = False,
+        show: Callable = print,
+        resume: bool = False,
+    ) -> None:
         self.name, self.deadline, self.dry, self._show = name, deadline, dry, show
         kind = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", gpu_name().lower()).strip("-")
         self.path = folder / f"{kind}-{datetime.date.today()}-{name}.json"
@@ -143,6 +165,12 @@ class Part:
         self.not_reached: list[str] = []
         self._facts = provenance() | dict(part=name, dry_run=dry)
         self._start = time.monotonic()
+        self._done: set[str] = set()
+        if resume and self.path.exists():
+            before = json.loads(self.path.read_text())
+            self.rows, self._start = before["rows"], self._start - before["seconds"]
+            self.deadline = deadline.sooner(deadline.left - before["seconds"])
+            self._done = {row["case"] for row in self.rows}
 
     def add(self, *rows: dict) -> None:
         """Keeps rows and writes the file anew."""
@@ -163,11 +191,19 @@ class Part:
 
     @contextlib.contextmanager
     def row(self, name: str, **facts: object) -> Iterator[bool]:
-        """One row's work: yields whether there is time for it; an error or the deadline becomes a row that says so."""
+        """One row's work: yields whether it is to be done and there is time; an error becomes a row that says so.
+
+        Raises:
+            Dead: the device stopped answering; the row says so already.
+        """
+        if name in self._done:
+            yield False
+            return
         if self.deadline.over:
             self.not_reached.append(name)
             yield False
             return
+        before = len(self.rows)
         try:
             with self.deadline:
                 yield True
@@ -176,6 +212,8 @@ class Part:
             self.write()
         except Exception as error:
             self.add(dict(case=name, **facts, error=told(error)))
+        if any("error" in row for row in self.rows[before:]) and not alive():
+            raise Dead(f"the device was lost at {name}")
 
 
 def _line(row: dict) -> str:
