@@ -10,8 +10,8 @@ import torch
 from fastvit_triton.kernels import op
 
 from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
-from .record import Part, told
-from .timing import Step, Timing, alternate, peak_bytes, rate, saved_bytes
+from .record import Deadline, Part, told
+from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
 
 
 @dataclass(frozen=True)
@@ -137,26 +137,46 @@ def judge(case: Case, arguments: dict, phase: str) -> tuple[dict[str, Verdict], 
     return verdicts, errors
 
 
+@dataclass
+class Measured:
+    """One phase of a case: a row by arm, and the samples behind those with a time, microseconds."""
+
+    rows: dict[str, dict]
+    samples: dict[str, list[float]]
+
+
+def measure(
+    case: Case,
+    phase: str,
+    device: torch.device,
+    deadline: Deadline,
+    seconds: float,
+    copies: int = 3,
+    latency: bool = False,
+) -> Measured:
+    """Judges every arm, then times those that are right; see `samples_of` for the arguments."""
+    sets = [case.inputs(seed) for seed in range(copies)]
+    rows, calls = {arm.name: _row(case, phase, arm) for arm in case.arms}, {a.name: a.call for a in case.arms}
+    torch.compiler.reset()  # compiled arms of all cases share Dynamo's few entries for one piece of code
+    verdicts, errors = judge(case, sets[0], phase)
+    for name, found in verdicts.items():
+        rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
+    right = {name: step_of(case, calls[name], sets, phase) for name, found in verdicts.items() if found.match}
+    samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
+    for name, text in (errors | failed).items():
+        rows[name]["error"] = text
+    timings = {name: Timing.of(taken) for name, taken in samples.items()}
+    for name, timing in timings.items():
+        rows[name] |= _timing_columns(case, timing, timings.get(case.arms[0].name), phase)
+    return Measured(rows, samples)
+
+
 def compete(
     case: Case, part: Part, device: torch.device, seconds: float, copies: int = 3, latency: bool = False
 ) -> None:
     """Measures a case and adds one row per phase and arm to the part's file."""
-    sets = [case.inputs(seed) for seed in range(copies)]
     for phase in case.phases:
-        rows, calls = {arm.name: _row(case, phase, arm) for arm in case.arms}, {a.name: a.call for a in case.arms}
-        torch.compiler.reset()  # compiled arms of all cases share Dynamo's few entries for one piece of code
-        verdicts, errors = judge(case, sets[0], phase)
-        steps = {name: step_of(case, calls[name], sets, phase) for name in verdicts}
-        for name, found in verdicts.items():
-            rows[name] |= found.columns()
-            rows[name] |= _memory(case, calls[name], sets[0], device, phase)
-        right = {name: step for name, step in steps.items() if verdicts[name].match}
-        timings, failed = alternate(right, device, part.deadline, seconds, copies=copies, latency=latency)
-        for name, text in (errors | failed).items():
-            rows[name]["error"] = text
-        for name, timing in timings.items():
-            rows[name] |= _timing_columns(case, timing, timings.get(case.arms[0].name), phase)
-        part.add(*rows.values())
+        part.add(*measure(case, phase, device, part.deadline, seconds, copies, latency).rows.values())
 
 
 def _row(case: Case, phase: str, arm: Arm) -> dict:

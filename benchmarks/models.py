@@ -69,7 +69,9 @@ LATENCY = tuple(
 )
 SHORT = dict(img_size=64, depth=2)
 SMALL = tuple(
-    Run(model, 2, training, SHORT) for model in ("vit_tiny_patch16_224", "vit_small_patch16_224") for training in (0, 1)
+    Run(model, 2, training, SHORT)
+    for model in ("vit_tiny_patch16_224", "vit_small_patch16_224")
+    for training in (False, True)
 )
 TINY = tuple(Run("vit_tiny_patch16_224", 2, training, dict(img_size=32, depth=1)) for training in (False, True))
 
@@ -82,6 +84,16 @@ def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             p.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, spread)
             p.copy_(p.to(dtype))
     return model
+
+
+def arms_of(run: Run) -> tuple[str, ...]:
+    """The arms of a run, whether they are here or not."""
+    if run.model in VIT_PYTORCH:
+        return "eager", "torch.compile", "optimized by us"
+    modes = [arm for mode in run.modes for arm in (f"torch.compile {mode}", f"ours compiled {mode}")]
+    theirs = ["timm", "timm AMP", "optimized by us", "compiled, our backend", "transformers"]
+    theirs += ["torchvision"] * (run.model in TORCHVISION) + ["nn.TransformerEncoder"] * (not run.training)
+    return ("eager", "torch.compile", *modes, "ours eager", "ours compiled", *theirs)
 
 
 def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
@@ -141,11 +153,11 @@ def _vit_pytorch(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def _learning(call: Forward, arguments: dict) -> Named:
-    """Parameters by our names; of a model that spells them otherwise the stem's weights, which all layers reach."""
-    named = dict(call.module.named_parameters())
-    stems = [p for p in named.values() if p.dim() == 4]
-    ours = "patch_embed.proj.weight"
-    return named if ours in named else {ours: stems[0]} if stems else named
+    """Every parameter; where they are spelled otherwise, the stem's weights, which all layers reach, by our name."""
+    named, ours = dict(call.module.named_parameters()), "patch_embed.proj.weight"
+    if ours in named:
+        return named
+    return {ours if p.dim() == 4 else f"theirs: {name}": p for name, p in named.items()}
 
 
 def flops(model: nn.Module) -> float:

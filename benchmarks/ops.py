@@ -25,6 +25,12 @@ BACKENDS = {
 }
 
 
+def arms_of(name: str) -> tuple[str, ...]:
+    """The arms of an op, whether they are here or not."""
+    more = {"attention": (*BACKENDS, "flash-attn", "xformers"), "layer_norm": ("Liger",)}
+    return ("eager", "torch.compile", "ours eager", "ours compiled", *more.get(name, ()))
+
+
 @dataclass(frozen=True)
 class Shape:
     """A model's sizes: B images of `side` pixels, N tokens of D channels, H heads, patches of P pixels."""

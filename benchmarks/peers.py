@@ -91,7 +91,7 @@ def timm_arms(name: str, options: dict, base: nn.Module, dtype: torch.dtype, dev
         model.load_state_dict(base.state_dict())
         return model.to(kind)
 
-    yield built(f"timm {dtype}".replace("torch.", ""), why, lambda: Forward(theirs(dtype)))
+    yield built("timm", why, lambda: Forward(theirs(dtype)))
     if dtype != torch.float32:
         amp = partial(torch.autocast, device.type, dtype)
         yield built("timm AMP", why, lambda: Forward(theirs(torch.float32), amp))

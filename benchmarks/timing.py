@@ -81,7 +81,7 @@ def order(arms: list[str], turn: int) -> list[str]:
     return arms if turn % 2 == 0 else arms[::-1]
 
 
-def alternate(
+def samples_of(
     steps: dict[str, Step],
     device: torch.device,
     deadline: Deadline,
@@ -89,7 +89,7 @@ def alternate(
     rounds: tuple[int, int] = (5, 100),
     copies: int = 1,
     latency: bool = False,
-) -> tuple[dict[str, Timing], dict[str, str]]:
+) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Times all arms in one process, in turn.
 
     Args:
@@ -102,7 +102,7 @@ def alternate(
         latency: see `Clock`.
 
     Returns:
-        Timings by arm, and for arms that failed the error.
+        Microseconds by arm, and for arms that failed the error.
     """
     errors, clock = {}, Clock(device, latency)
     for arm, step in steps.items():
@@ -129,6 +129,12 @@ def alternate(
             if time.perf_counter() - start > seconds:
                 break
     _gather(samples, clock)
+    return samples, errors
+
+
+def alternate(steps: dict[str, Step], *how: object, **named: object) -> tuple[dict[str, Timing], dict[str, str]]:
+    """`samples_of`, summarised."""
+    samples, errors = samples_of(steps, *how, **named)
     return {arm: Timing.of(taken) for arm, taken in samples.items()}, errors
 
 
