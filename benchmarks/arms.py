@@ -13,6 +13,8 @@ from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, 
 from .record import Deadline, Part, told
 from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
 
+_compiler = "inductor"
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -77,9 +79,20 @@ def on(backend: str, function: Callable) -> Callable:
     return call
 
 
-def compiled(function: Callable, mode: str | None = None, backend: str = "inductor") -> Callable:
-    """torch.compile, one static graph, with room for one entry per case."""
-    return torch.compile(function, backend=backend, mode=mode, dynamic=False, fullgraph=True)
+def compiled(function: Callable, mode: str | None = None, backend: str | None = None) -> Callable:
+    """torch.compile, one static graph; the backend is `compiling`'s unless given."""
+    return torch.compile(function, backend=backend or _compiler, mode=mode, dynamic=False, fullgraph=True)
+
+
+@contextlib.contextmanager
+def compiling(backend: str) -> Iterator[None]:
+    """Inside, arms are compiled by this backend: dry runs take "aot_eager", the same graphs without a C++ compiler."""
+    global _compiler
+    before, _compiler = _compiler, backend
+    try:
+        yield
+    finally:
+        _compiler = before
 
 
 def absent(module: str, package: str | None = None) -> str | None:

@@ -197,7 +197,14 @@ def tiles(part: Part, device: torch.device) -> None:
     target = tune.targets(part.dry)[0]
     with part.row("tiles of fc1") as go:
         if go:
-            row = tune.measure(target, torch.bfloat16, device, part.deadline.sooner(60), partial(kernels_on, device))
+            row = tune.measure(
+                target,
+                torch.bfloat16,
+                device,
+                part.deadline.sooner(60),
+                partial(kernels_on, device),
+                2 if part.dry else None,
+            )
             part.add(dict(case="tiles of fc1", **row))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from . import correctness, first, models, ops, tune
-from .arms import compete
+from .arms import compete, compiling
 from .record import Dead, Deadline, Part, provenance
 
 SECONDS = 530.0
@@ -119,7 +119,8 @@ def main(words: list[str] | None = None) -> list[Path]:
         files.append(part.path)
         start = time.monotonic()
         try:
-            work(part, device)
+            with compiling("aot_eager" if arguments.dry_run else "inductor"):
+                work(part, device)
         except Dead as error:
             part.write()
             again(wanted[i:], arguments, end.left, str(error))

@@ -141,8 +141,15 @@ def arguments_of(target: Target, dtype: torch.dtype, device: torch.device) -> tu
     return tuned, tuned.inputs(target.shape, dtype, device)
 
 
-def measure(target: Target, dtype: torch.dtype, device: torch.device, deadline: Deadline, around: Callable) -> dict:
-    """Times every candidate that computes what the reference computes. Returns one row for a result file."""
+def measure(
+    target: Target,
+    dtype: torch.dtype,
+    device: torch.device,
+    deadline: Deadline,
+    around: Callable,
+    most: int | None = None,
+) -> dict:
+    """Times every candidate, or the first `most`, that computes what the reference computes; a row for a file."""
     tuned, arguments = arguments_of(target, dtype, device)
     wide = converted(arguments, torch.float64)
     truth = outcome(tuned.reference, wide, named_leaves(wide) if target.backward else None)
@@ -151,7 +158,7 @@ def measure(target: Target, dtype: torch.dtype, device: torch.device, deadline: 
     with around():
         name, configs = candidates(target, lambda: outcome(tuned.run, arguments, asked))
         tried, steps = {}, {}
-        for config in configs:
+        for config in configs[:most]:
             key = json.dumps(config)
             try:
                 with deadline, trying({name: config}):
@@ -263,7 +270,7 @@ def run(part: Part, device: torch.device, around: Callable, folder: Path) -> Non
         name = f"{target.row} {' '.join(f'{k}={v}' for k, v in target.shape.items())}"
         with part.row(name) as go:
             if go:
-                row = measure(target, torch.bfloat16, device, part.deadline, around)
+                row = measure(target, torch.bfloat16, device, part.deadline, around, 2 if part.dry else None)
                 part.add(dict(case=name, arch=arch, **row))
                 found.setdefault(row["row"], row["best"])
     best = {name: config for name, config in found.items() if config}

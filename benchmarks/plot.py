@@ -1,0 +1,220 @@
+"""From result files to the README: pictures, and tables between markers. Nothing is shown that no file holds.
+
+    python -m benchmarks.plot [--results benchmarks/results] [--readme README.md]
+
+Where nothing was measured a table says so and gives the predicted bound of the committed compile report, called that.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastvit_triton.files import replacing
+
+from .record import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+NOT_YET = "*not yet measured*"
+# arms of a table, and how its head calls them
+ARMS = {
+    "eager": "eager",
+    "torch.compile": "torch.compile",
+    "ours eager": "ours",
+    "ours compiled": "ours, compiled",
+    "timm AMP": "timm AMP",
+    "transformers": "transformers",
+}
+OURS = ("ours eager", "ours compiled")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The newest measured file of each part, and the compile report; None where there is none."""
+
+    ops: dict | None
+    models: dict | None
+    ceilings: dict | None
+    static: dict | None
+
+
+def load(folder: Path = RESULTS) -> Results:
+    """Reads the folder; dry runs are no measurements and are left out, whatever they are called."""
+    newest: dict[str, dict] = {}
+    for path in sorted(folder.glob("*.json")):
+        held = json.loads(path.read_text())
+        if "part" in held and held.get("dry_run") is False and held.get("gpu"):
+            newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
+    static = folder / "static.json"
+    report = json.loads(static.read_text()) if static.exists() else None
+    return Results(*(newest.get(part) for part in ("ops", "models", "ceilings")), report)
+
+
+def times(result: dict | None) -> dict[tuple[str, str], dict[str, float]]:
+    """(case, phase) → microseconds by arm, of arms whose results matched."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in result["rows"] if result else ():
+        if row.get("us") is not None and row.get("match"):
+            found.setdefault((row["case"], row["phase"]), {})[row["arm"]] = row["us"]
+    return {key: by_arm for key, by_arm in found.items() if "eager" in by_arm}
+
+
+def origin(result: dict) -> str:
+    """A table's provenance in one line."""
+    versions = ", ".join(f"{name} {v}" for name, v in result["packages"].items() if name in ("torch", "triton", "timm"))
+    driver = f", driver {result['driver_version']}" if "driver_version" in result else ""
+    return f"{result['gpu']}{driver}, {versions}, commit {result['commit']}, {result['date']}: `{result['command']}`."
+
+
+def models_table(results: Results) -> str:
+    """Milliseconds per batch and arm; the fastest is bold."""
+    measured = times(results.models)
+    if not measured:
+        return _predicted("models", results.static)
+    arms = [arm for arm in ARMS if any(arm in by_arm for by_arm in measured.values())]
+    lines = [f"| ms | {' | '.join(ARMS[arm] for arm in arms)} |", "|---" * (len(arms) + 1) + "|"]
+    for (case, _), by_arm in measured.items():
+        best = min(by_arm[arm] for arm in arms if arm in by_arm)
+        cells = [_cell(by_arm.get(arm), best) for arm in arms]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", origin(results.models)])
+
+
+def _cell(us: float | None, best: float) -> str:
+    if us is None:
+        return ""
+    text = f"{us / 1e3:.3g}" if us < 1e5 else f"{us / 1e3:.0f}"
+    return f"**{text}**" if us == best else text
+
+
+def ops_table(results: Results) -> str:
+    """Times faster than eager and than the fastest other arm, losses included."""
+    measured = times(results.ops)
+    if not measured:
+        return _predicted("ops", results.static)
+    lines = ["| op | phase | ours µs | × eager | × best other |", "|---|---|--:|--:|--:|"]
+    for (case, phase), by_arm in measured.items():
+        ours = [by_arm[arm] for arm in OURS if arm in by_arm]
+        others = [us for arm, us in by_arm.items() if arm not in OURS]
+        if ours:
+            us = min(ours)
+            lines.append(f"| {case} | {phase} | {us:.1f} | {by_arm['eager'] / us:.2f} | {min(others) / us:.2f} |")
+    return "\n".join([*lines, "", origin(results.ops)])
+
+
+def _predicted(what: str, static: dict | None) -> str:
+    """That nothing was measured, and for ops what the compile report expects of an H200."""
+    if static is None:
+        return f"{NOT_YET}; `python -m benchmarks.gpu --out benchmarks/results` measures it on a GPU."
+    rows = [r for r in static["operations"] if r["arch"] == "sm_90" and r["dtype"] == "bfloat16"]
+    if what == "models" or not rows:
+        return f"{NOT_YET}; bounds of single ops are predicted below."
+    lines = [f"{NOT_YET}. Predicted bounds, sm_90, bfloat16:", ""]
+    lines += ["| case | op | phase | predicted bound, µs | floor, µs |", "|---|---|---|--:|--:|"]
+    lines += [
+        f"| {r['case']} | {r['op']} | {r['phase']} | {r['predicted_us']:.1f} | {r['floor_us']:.1f} |"
+        for r in rows
+        if r["case"].startswith("ViT-")
+    ]
+    source = f"Predicted from instruction counts by `{static['command']}` on {static['date']}; not one was measured."
+    return "\n".join([*lines, "", source])
+
+
+TABLES = {"models": models_table, "ops": ops_table}
+
+
+def fill(readme: str, results: Results) -> str:
+    """The text with each table anew between `<!-- measured: NAME -->` and `<!-- end -->`.
+
+    Raises:
+        ValueError: a marker is not closed, or names no table.
+    """
+    parts = readme.split("<!-- measured: ")
+    for i, part in enumerate(parts[1:], 1):
+        name, found, rest = part.partition(" -->")
+        if not found or name not in TABLES or "<!-- end -->" not in rest:
+            raise ValueError(
+                f"the marker <!-- measured: {name[:40]} needs a table ({', '.join(TABLES)}) and <!-- end -->"
+            )
+        parts[i] = f"{name} -->\n{TABLES[name](results)}\n<!-- end -->" + rest.split("<!-- end -->", 1)[1]
+    return "<!-- measured: ".join(parts)
+
+
+def bars(results: Results, path: Path) -> bool:
+    """Speed-ups over eager and over torch.compile by model, losses in red; False where none are measured."""
+    rows = []
+    for (case, _), by_arm in times(results.models).items():
+        ours = [by_arm[arm] for arm in OURS if arm in by_arm]
+        if ours:
+            rows.append((case, by_arm["eager"] / min(ours), by_arm.get("torch.compile", math.nan) / min(ours)))
+    if not rows:
+        return False
+    figure, axis = _figure(7, 0.6 + 0.5 * len(rows))
+    for offset, column, label in ((-0.2, 1, "against eager"), (0.2, 2, "against torch.compile")):
+        values = [row[column] for row in rows]
+        colors = ["#c44e52" if v < 1 else "#4c72b0" if column == 1 else "#8da9cf" for v in values]
+        at = [i + offset for i in range(len(rows))]
+        for y, v in zip(at, values, strict=True):
+            if math.isfinite(v):
+                axis.text(v, y, f" {v:.2f}", va="center", fontsize=8)
+        axis.barh(at, values, 0.38, color=colors, label=label)
+    axis.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
+    axis.invert_yaxis()
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlabel("times faster; upper bar: against eager, lower bar: against torch.compile; red: slower")
+    axis.set_title(results.models["gpu"], fontsize=9)
+    return _saved(figure, path)
+
+
+def roofline(results: Results, path: Path) -> bool:
+    """Rate against arithmetic intensity of our forward ops, under the measured ceilings; False without either."""
+    ceilings = {row["case"]: row for row in results.ceilings["rows"]} if results.ceilings else {}
+    rows = [r for r in (results.ops or {"rows": ()})["rows"] if r.get("flops") and r.get("us") and r["arm"] in OURS]
+    if not rows or "tbs" not in ceilings.get("copy", {}) or "tflops" not in ceilings.get("bf16 matmul", {}):
+        return False
+    bandwidth, peak = ceilings["copy"]["tbs"], ceilings["bf16 matmul"]["tflops"]
+    figure, axis = _figure(7, 4.5)
+    axis.loglog([1, peak / bandwidth, 1e4], [bandwidth, peak, peak], color="black")
+    for op in dict.fromkeys(r["op"] for r in rows):
+        points = [(r["flops"] / r["bytes"], r["tflops"]) for r in rows if r["op"] == op and r.get("match")]
+        axis.scatter(*zip(*points, strict=True), s=14, label=op) if points else None
+    axis.set_xlabel("flops per byte")
+    axis.set_ylabel("TFLOP/s")
+    axis.set_title(f"{results.ceilings['gpu']}: {bandwidth:.2f} TB/s copied, {peak:.0f} TFLOP/s multiplied", fontsize=9)
+    axis.legend(fontsize=8)
+    return _saved(figure, path)
+
+
+def _figure(width: float, height: float) -> tuple:
+    """A figure that needs no display."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _saved(figure: object, path: Path) -> bool:
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160, format="png")
+    return True
+
+
+def main(words: Iterable[str] | None = None) -> None:
+    """Draws what is measured and fills the README."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    arguments = parser.parse_args(words)
+    results = load(arguments.results)
+    for name, draw in (("speedup", bars), ("roofline", roofline)):
+        path = arguments.results / f"{name}.png"
+        print(f"{path}: {'drawn' if draw(results, path) else 'nothing measured yet'}")
+    text = fill(arguments.readme.read_text(encoding="utf-8"), results)
+    with replacing(arguments.readme) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
