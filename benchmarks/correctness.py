@@ -1,10 +1,16 @@
-"""What only a GPU can say about the kernels: every op, dtype and shape against float64, the same bits each run."""
+"""What only a GPU can say of the kernels: every op, dtype and shape against float64, the same bits each run."""
 
 import contextlib
 import importlib
+import json
 import math
+import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -14,8 +20,9 @@ from fastvit_triton.kernels.op import Op
 from .arms import switched
 from .match import Named, converted, leaves, named_leaves, outcome, verdict
 from .ops import BY_NAME
-from .record import ROOT, Part
+from .record import ROOT, Part, alive, told
 
+MARK = "row: "  # before each line of a worker that is one
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # op → shapes of ViTs as they are, ragged where the families are
@@ -105,22 +112,39 @@ def fill(device: torch.device) -> None:
         del blocks
 
 
-def planned(dry: bool) -> Iterator[tuple[str, Op, dict, torch.dtype]]:
-    """(name, op, shape, dtype): real shapes in bfloat16 first, then every case in every dtype."""
+def planned(dry: bool) -> dict[str, Callable[[torch.device], dict]]:
+    """Name → check, the most telling first: real shapes in bfloat16, beyond 2³¹ values, then every case and dtype."""
     if dry:
+        firsts = {f"{op.name} {name}": (op, op.cases[name]) for op in OPS for name in [next(iter(op.cases))]}
+        found = {name: partial(_near, *what, torch.float32, 2) for name, what in firsts.items()}
+        return found | {f"{what[0]} beyond 2^31 values": partial(_beyond, *what) for what in far(dry)}
+    found = {}
+
+    def every(dtype: torch.dtype, shapes: Callable[[Op], dict]) -> None:
         for op in OPS:
-            name, case = next(iter(op.cases.items()))
-            yield f"{op.name} {name}", op, case, torch.float32
-        return
+            for name, case in shapes(op).items():
+                found[f"{op.name} {name} {dtype}".replace("torch.", "")] = partial(_near, op, case, dtype, 3)
+
+    every(torch.bfloat16, lambda op: REAL.get(op.name, {}))
+    found |= {f"{what[0]} beyond 2^31 values": partial(_beyond, *what) for what in far(dry)}
+    for width in WIDTHS:
+        for N in TOKENS:
+            case = dict(B=2, H=2, Nq=N, Nk=N, D=width, Dv=width)
+            found[f"attention D={width} N={N}"] = partial(_near, BY_NAME["attention"], case, torch.bfloat16, 3)
     for dtype in DTYPES:
-        for op in OPS:
-            for name, case in (REAL.get(op.name, {}) | op.ragged | op.cases).items():
-                yield f"{op.name} {name}", op, case, dtype
-        if dtype == torch.bfloat16:
-            for width in WIDTHS:
-                for N in TOKENS:
-                    case = dict(B=2, H=2, Nq=N, Nk=N, D=width, Dv=width)
-                    yield f"attention backward D={width} N={N}", BY_NAME["attention"], case, dtype
+        every(dtype, lambda op: op.ragged | op.cases)
+    for dtype in (torch.float16, torch.float32):
+        every(dtype, lambda op: REAL.get(op.name, {}))
+    return found
+
+
+def _near(op: Op, case: dict, dtype: torch.dtype, repeats: int, device: torch.device) -> dict:
+    columns = check(op, op.inputs(case, dtype, device), dtype, device, repeats)
+    return dict(op=op.name, dtype=str(dtype).removeprefix("torch."), shape=case, **columns)
+
+
+def _beyond(name: str, images: str, build: Callable, count: int, device: torch.device) -> dict:
+    return dict(op=name, **check_far(BY_NAME[name], images, build(count + 9, device), device))
 
 
 def far(dry: bool) -> Iterator[tuple[str, str, Callable[[int, torch.device], dict], int]]:
@@ -160,15 +184,63 @@ def check_far(op: Op, images: str, arguments: dict, device: torch.device) -> dic
 
 
 def run(part: Part, device: torch.device) -> None:
-    """All checks, each one row."""
-    for name, op, case, dtype in planned(part.dry):
-        kind = str(dtype).removeprefix("torch.")
-        with part.row(f"{name} {kind}") as go:
-            if go:
-                columns = check(op, op.inputs(case, dtype, device), dtype, device, repeats=2 if part.dry else 3)
-                part.add(dict(case=f"{name} {kind}", op=op.name, dtype=kind, shape=case, **columns))
-    for name, images, build, count in far(part.dry):
-        with part.row(f"{name} beyond 2^31 values") as go:
-            if go:
-                columns = check_far(BY_NAME[name], images, build(count + 9, device), device)
-                part.add(dict(case=f"{name} beyond 2^31 values", op=name, **columns))
+    """All checks, each one row.
+
+    They run in processes of their own, as many as there are cores: compiling is what takes long, a fault in a kernel
+    ends one process and not this one, and later parts find Triton's cache filled.
+    """
+    names = [name for name in planned(part.dry) if name not in part.done]
+    workers = 1 if part.dry else min(os.cpu_count() or 1, 12)
+    adding, finished = threading.Lock(), set()
+
+    def tell(row: dict) -> None:
+        with adding:
+            finished.add(row["case"])
+            part.add(row)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda i: _supervise(names[i::workers], part, tell), range(workers)))
+    part.not_reached += [name for name in names if name not in finished]
+
+
+def _supervise(names: list[str], part: Part, tell: Callable[[dict], None]) -> None:
+    """Has a process do these checks in turn; one that dies is replaced, and what it died of is a row."""
+    while names and not part.deadline.over:
+        words = [sys.executable, "-m", "benchmarks.correctness", *(["--dry-run"] if part.dry else [])]
+        environment = os.environ | dict(PYTHONPATH=str(ROOT))
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        ) as worker:
+            alarm = threading.Timer(part.deadline.left, worker.kill)
+            alarm.start()
+            worker.stdin.write("\n".join(names))
+            worker.stdin.close()
+            for line in worker.stdout:
+                if line.startswith(MARK):
+                    row = json.loads(line.removeprefix(MARK))
+                    names = [name for name in names if name != row["case"]]
+                    tell(row)
+            alarm.cancel()
+        if names and not part.deadline.over:
+            tell(dict(case=names[0], error=f"the process ended with code {worker.returncode}"))
+            names = names[1:]
+
+
+def main() -> None:
+    """A worker: does the checks named on standard input, one row per line, and ends when the device is lost."""
+    dry = "--dry-run" in sys.argv
+    device = torch.device("cpu") if dry else torch.device("cuda", 0)
+    torch.backends.cudnn.allow_tf32 = False  # PyTorch's convolution sets part of the budget in float32
+    todo = planned(dry)
+    for name in sys.stdin.read().splitlines():
+        try:
+            row = todo[name](device)
+        except Exception as error:
+            row = dict(error=told(error))
+        print(MARK + json.dumps(dict(case=name) | row), flush=True)
+        if "error" in row and not alive():
+            break
+
+
+if __name__ == "__main__":
+    main()

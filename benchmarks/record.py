@@ -165,12 +165,12 @@ class Part:
         self.not_reached: list[str] = []
         self._facts = provenance() | dict(part=name, dry_run=dry)
         self._start = time.monotonic()
-        self._done: set[str] = set()
+        self.done: set[str] = set()
         if resume and self.path.exists():
             before = json.loads(self.path.read_text())
             self.rows, self._start = before["rows"], self._start - before["seconds"]
             self.deadline = deadline.sooner(deadline.left - before["seconds"])
-            self._done = {row["case"] for row in self.rows}
+            self.done = {row["case"] for row in self.rows}
 
     def add(self, *rows: dict) -> None:
         """Keeps rows and writes the file anew."""
@@ -196,7 +196,7 @@ class Part:
         Raises:
             Dead: the device stopped answering; the row says so already.
         """
-        if name in self._done:
+        if name in self.done:
             yield False
             return
         if self.deadline.over:
