@@ -10,7 +10,7 @@ import torch
 from fastvit_triton.kernels import op
 
 from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
-from .record import Deadline, Part, told
+from .record import Deadline, Late, Part, told
 from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
 
 _compiler = "inductor"
@@ -133,8 +133,11 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Step:
     return {"forward": forward, "backward": backward, "training": training}[phase]
 
 
-def judge(case: Case, arguments: dict, phase: str) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """A verdict by arm, and for arms that failed the error. Raises what the truth or the baseline raises."""
+def judge(case: Case, arguments: dict, phase: str, deadline: Deadline) -> tuple[dict[str, Verdict], dict[str, str]]:
+    """A verdict by arm, and for arms that failed or were not ready by then the error.
+
+    Raises what the truth or the baseline raises.
+    """
 
     def found(call: Callable, given: dict) -> Named:
         return outcome(call, given, None if phase == "forward" else case.learning(call, given))
@@ -144,8 +147,9 @@ def judge(case: Case, arguments: dict, phase: str) -> tuple[dict[str, Verdict], 
     verdicts, errors = {case.arms[0].name: verdict(baseline, truth, baseline, case.dtype)}, {}
     for arm in (a for a in case.arms[1:] if a.reason is None):
         try:
-            verdicts[arm.name] = verdict(found(arm.call, arguments), truth, baseline, case.dtype)
-        except Exception as error:
+            with deadline:
+                verdicts[arm.name] = verdict(found(arm.call, arguments), truth, baseline, case.dtype)
+        except (Exception, Late) as error:
             errors[arm.name] = told(error)
     return verdicts, errors
 
@@ -171,7 +175,8 @@ def measure(
     sets = [case.inputs(seed) for seed in range(copies)]
     rows, calls = {arm.name: _row(case, phase, arm) for arm in case.arms}, {a.name: a.call for a in case.arms}
     torch.compiler.reset()  # compiled arms of all cases share Dynamo's few entries for one piece of code
-    verdicts, errors = judge(case, sets[0], phase)
+    # time is left for those that are ready, where compiling the others takes too long
+    verdicts, errors = judge(case, sets[0], phase, deadline.sooner(0.8 * deadline.left))
     for name, found in verdicts.items():
         rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
     right = {name: step_of(case, calls[name], sets, phase) for name, found in verdicts.items() if found.match}

@@ -93,7 +93,7 @@ def arms_of(run: Run) -> tuple[str, ...]:
     modes = [arm for mode in run.modes for arm in (f"torch.compile {mode}", f"ours compiled {mode}")]
     theirs = ["timm", "timm AMP", "optimized by us", "compiled, our backend", "transformers"]
     theirs += ["torchvision"] * (run.model in TORCHVISION) + ["nn.TransformerEncoder"] * (not run.training)
-    return ("eager", "torch.compile", *modes, "ours eager", "ours compiled", *theirs)
+    return ("eager", "ours eager", "torch.compile", "ours compiled", *modes, *theirs)
 
 
 def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
@@ -180,12 +180,12 @@ def _arms(
 ) -> Iterator[Arm]:
     plain, auto = partial(switched, "torch"), partial(switched, "auto")
     yield Arm("eager", None, Forward(base, plain))
+    yield Arm("ours eager", None, Forward(base, auto))
     yield Arm("torch.compile", None, Forward(base, plain, run=compiled(base)))
+    yield Arm("ours compiled", None, Forward(base, auto, run=compiled(base)))
     for mode in run.modes:
         yield Arm(f"torch.compile {mode}", None, Forward(base, plain, run=compiled(base, mode)))
         yield Arm(f"ours compiled {mode}", None, Forward(base, auto, run=compiled(base, mode)))
-    yield Arm("ours eager", None, Forward(base, auto))
-    yield Arm("ours compiled", None, Forward(base, auto, run=compiled(base)))
     yield from timm_arms(run.model, run.options, base, dtype, device)
     yield built("transformers", absent("transformers"), lambda: transformers_model(base, dtype))
     if run.model in TORCHVISION:

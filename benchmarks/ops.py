@@ -28,7 +28,7 @@ BACKENDS = {
 def arms_of(name: str) -> tuple[str, ...]:
     """The arms of an op, whether they are here or not."""
     more = {"attention": (*BACKENDS, "flash-attn", "xformers"), "layer_norm": ("Liger",)}
-    return ("eager", "torch.compile", "ours eager", "ours compiled", *more.get(name, ()))
+    return ("eager", "ours eager", "torch.compile", "ours compiled", *more.get(name, ()))
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
     arms = [
         Arm("eager", None, reference),
-        Arm("torch.compile", None, compiled(reference)),
         Arm("ours eager", None, on("auto", run)),
+        Arm("torch.compile", None, compiled(reference)),
         Arm("ours compiled", None, compiled(run)),
         *_peers(name, s, op, device, reference),
     ]

@@ -37,6 +37,7 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
+        self._outer: list[tuple | None] = []  # what was set before each entry: a deadline may hold itself
 
     @property
     def left(self) -> float:
@@ -53,18 +54,20 @@ class Deadline:
         return Deadline(min(self.left, seconds))
 
     def __enter__(self) -> "Deadline":
-        self._armed = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-        if self._armed:
-            self._outer = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
-            self._handler = signal.signal(signal.SIGALRM, _late)
-            signal.setitimer(signal.ITIMER_REAL, max(self.left, 1e-3))
+        before = None
+        if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
+            left = signal.getitimer(signal.ITIMER_REAL)[0]
+            before = signal.signal(signal.SIGALRM, _late), left, time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, max(min(self.left, left or self.left), 1e-3))
+        self._outer.append(before)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._armed:
+        before = self._outer.pop()
+        if before is not None:
+            handler, left, since = before
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, self._handler)
-            left, since = self._outer
+            signal.signal(signal.SIGALRM, handler)
             if left:  # somebody outside waits too
                 signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - since), 1e-3))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import time
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from benchmarks import arms, gpu, models, ops, plot, timing, tune
 from benchmarks.arms import Arm, Case, measure
 from benchmarks.match import verdict
-from benchmarks.record import Deadline, Part
+from benchmarks.record import Deadline, Late, Part
 
 CPU = torch.device("cpu")
 
@@ -131,6 +132,25 @@ def test_deadlines(part):
     made.write()
     held = json.loads(made.path.read_text())
     assert held["not_reached"] == ["slow (begun)", "later"] and held["rows"] == [{"case": "quick"}]
+
+
+def test_deadlines_nest_and_leave_no_alarm():
+    """Oracle: the process's own timer and handler; the sooner of two deadlines interrupts, and the outer goes on."""
+    handler, outer = signal.getsignal(signal.SIGALRM), Deadline(20)
+    with outer, outer:
+        with pytest.raises(Late), outer.sooner(0.05):
+            time.sleep(30)
+        assert 15 < signal.getitimer(signal.ITIMER_REAL)[0] <= 20
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_an_arm_that_is_not_ready_in_time_leaves_time_to_the_others():
+    """Oracle: an arm that sleeps past the deadline."""
+    case = layer()
+    case.arms.insert(2, Arm("slow", None, lambda x, weight: time.sleep(30)))
+    found = measure(case, "forward", CPU, Deadline(1.0), 0.0)
+    assert "us" in found.rows["eager"] and "us" in found.rows["in float32"]
+    assert found.rows["slow"]["error"].startswith("Late")
 
 
 def test_one_failing_row_stops_nothing_and_files_are_whole_after_each(part):
