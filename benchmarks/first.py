@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from .arms import Arm, Case, compete, switched
 from .cases import MODELS
 from .correctness import kernels_on
 from .record import ROOT, Part
-from .timing import Clock, alternate, rate
+from .timing import alternate, rate, wait
 
 
 def ceilings(part: Part, device: torch.device) -> None:
@@ -94,7 +94,9 @@ def sdpa(part: Part, device: torch.device) -> None:
                 with part.row(f"attention {shape.name} batch {shape.B}") as go:
                     if go:
                         dtype = torch.float32 if part.dry else torch.bfloat16
-                        compete(ops.case("attention", shape, dtype, device), part, device, 0.02 if part.dry else 0.3)
+                        case = ops.case("attention", shape, dtype, device)
+                        case = replace(case, arms=[arm for arm in case.arms if "compile" not in arm.name])
+                        compete(case, part, device, 0.02 if part.dry else 0.3)
 
 
 def wide(part: Part, device: torch.device) -> None:
@@ -223,7 +225,7 @@ def launches(part: Part, device: torch.device) -> None:
             samples = []
             with torch.no_grad():
                 for _ in range(3 if part.dry else 200):
-                    Clock(device).samples()
+                    wait(device)
                     start = time.perf_counter()
                     for _ in range(10):
                         call()

@@ -20,7 +20,7 @@ import torch
 
 from . import correctness, first, models, ops, tune
 from .arms import compete, compiling
-from .record import Dead, Deadline, Part, provenance
+from .record import Dead, Deadline, Part, provenance, told
 
 SECONDS = 530.0
 
@@ -64,9 +64,8 @@ def run_latency(part: Part, device: torch.device) -> None:
 
 
 def run_tuning(part: Part, device: torch.device) -> None:
-    """The sweep; its table lies beside the results, for a person to move to kernels/tuned."""
-    around = partial(correctness.kernels_on, device)
-    tune.run(part, device, around, part.path.parent)
+    """The sweep; `python -m benchmarks.tune --adopt FILE` takes its result into kernels/tuned."""
+    tune.run(part, device, partial(correctness.kernels_on, device))
 
 
 # part → what it does, and its seconds; those without seconds run only when asked for
@@ -122,9 +121,11 @@ def main(words: list[str] | None = None) -> list[Path]:
             with compiling("aot_eager" if arguments.dry_run else "inductor"):
                 work(part, device)
         except Dead as error:
-            part.write()
+            part.close()
             again(wanted[i:], arguments, end.left, str(error))
-        part.write()
+        except Exception as error:  # outside every row: the other parts still have their turn
+            part.add(dict(case=name, error=told(error)))
+        part.close()
         show(f"{name}: {len(part.rows)} rows in {time.monotonic() - start:.0f} s, {len(part.not_reached)} not reached")
         torch.cuda.empty_cache()
     return files

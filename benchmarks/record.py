@@ -188,9 +188,12 @@ class Part:
         head = json.dumps(facts, indent=1)
         body = ",\n".join("  " + json.dumps(row) for row in self.rows)
         with replacing(self.path) as temporary:
-            temporary.write_text(
-                f'{head[:-2]},\n "rows": [\n{body}\n ]\n}}\n' if body else f'{head[:-2]},\n "rows": []\n}}\n'
-            )
+            temporary.write_text(f'{head[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
+
+    def close(self) -> None:
+        """The last write, with the clocks as the work left them."""
+        self._facts["driver_after"] = _driver()
+        self.write()
 
     @contextlib.contextmanager
     def row(self, name: str, **facts: object) -> Iterator[bool]:

@@ -110,7 +110,7 @@ def samples_of(
             with deadline:
                 for copy in range(3):
                     step(copy % copies)()
-                _wait(device)
+                wait(device)
         except Exception as error:
             errors[arm] = told(error)
     arms = [arm for arm in steps if arm not in errors]
@@ -143,7 +143,8 @@ def _gather(samples: dict[str, list[float]], clock: Clock) -> None:
         samples[arm] += taken
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device has nothing left to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,6 +1,6 @@
 """Launch parameters for one architecture: candidates as data, the fastest right one goes to kernels/tuned/<arch>.json.
 
-    python -m benchmarks.tune [--arch sm_90] [--seconds 120] [--check]
+    python -m benchmarks.tune [--arch sm_90] [--seconds 300] [--check] [--adopt FILE]
 
 On a GPU the candidates run and are measured; elsewhere they are compiled and the compile report's bound is read. A row
 keeps how it was found, "measured" or "predicted", and a measured row is never replaced by a predicted one.
@@ -9,10 +9,8 @@ keeps how it was found, "measured" or "predicted", and a measured row is never r
 import argparse
 import contextlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,76 +20,11 @@ from fastvit_triton.files import replacing
 from fastvit_triton.kernels import op
 from fastvit_triton.kernels.op import Op
 
+from .candidates import CANDIDATES, Config, Target, targets
 from .match import converted, leaves, named_leaves, outcome, verdict
 from .ops import BY_NAME
 from .record import Deadline, Part, told
 from .timing import alternate
-
-Config = dict[str, int]
-
-
-def _attention(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
-    return tuple(dict(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s) for m, n, w, s in blocks)
-
-
-def _product(columns: str, *blocks: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", columns, "BLOCK_K", "PARTS", "num_warps", "num_stages")
-    extra = dict(GROUP=8) if columns == "BLOCK_F" else {}
-    return tuple(dict(zip(names, block, strict=True)) | extra for block in blocks)
-
-
-# row of a table, without the width that ends attention's → candidates beside the row in use and the kernel's default
-CANDIDATES: dict[str, tuple[Config, ...]] = {
-    "attention.fwd": _attention(
-        (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2),
-        (64, 128, 4, 2), (256, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 2),
-    ),
-    "attention.bwd_dq": _attention((64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
-    "attention.bwd_dkdv": _attention((32, 64, 4, 1), (64, 64, 4, 1), (32, 128, 8, 1), (64, 128, 8, 1), (32, 64, 4, 2)),
-    "linear.fwd.half": _product(
-        "BLOCK_F", (128, 128, 64, 4, 8, 3), (128, 128, 64, 4, 4, 3), (128, 128, 64, 2, 8, 3), (128, 128, 32, 4, 4, 4),
-        (128, 256, 64, 4, 8, 3), (256, 128, 64, 4, 8, 3), (64, 128, 64, 4, 4, 3), (128, 64, 64, 2, 4, 4),
-        (64, 64, 64, 2, 4, 4), (128, 128, 64, 4, 8, 4),
-    ),
-    "linear.fwd.gated": _product(
-        "BLOCK_F", (128, 128, 64, 4, 8, 3), (128, 64, 64, 4, 4, 3), (128, 64, 64, 4, 8, 3), (64, 128, 64, 4, 8, 3)
-    ),
-    "patch_embed.fwd.half": _product(
-        "BLOCK_D", (128, 128, 64, 4, 4, 3), (128, 128, 64, 4, 8, 3), (128, 64, 64, 2, 4, 3), (64, 128, 64, 4, 4, 3)
-    ),
-    "patch_embed.bwd.half": tuple(
-        dict(BLOCK_M=m, BLOCK_D=d, BLOCK_K=k, num_warps=w, num_stages=s)
-        for m, d, k, w, s in ((64, 128, 128, 8, 2), (64, 128, 128, 8, 3), (32, 128, 128, 8, 3), (64, 64, 128, 4, 3))
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Target:
-    """A call whose launches read the rows to be tuned; `backward` rows are timed in its backward pass."""
-
-    op: str
-    shape: dict[str, int]
-    row: str
-    backward: bool = False
-
-
-def targets(dry: bool = False) -> list[Target]:
-    """What most ViT time goes to, first."""
-    B = 64 if not dry else 1
-    shrink = (lambda n: n) if not dry else (lambda n: max(n // 48, 8))
-    D, N, F = shrink(768), shrink(197), shrink(3072)
-    found = [Target("linear", dict(B=B, N=N, K=D, F=F, norm=1), "linear.fwd.half")]
-    for width in (64, 80) if not dry else (16,):
-        case = dict(B=B, H=12 if not dry else 1, Nq=N, Nk=N, D=width, Dv=width)
-        for kernel in ("fwd", "bwd_dq", "bwd_dkdv"):
-            found.append(Target("attention", case, f"attention.{kernel}", kernel != "fwd"))
-    patches = dict(
-        B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=D, T=1, pos_prefix=1
-    )
-    found.append(Target("mlp", dict(B=B, N=N, D=D, F=shrink(2048), swiglu=1), "linear.fwd.gated"))
-    found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
-    return [*found, Target("patch_embed", patches, "patch_embed.bwd.half", True)]
 
 
 class _Asked(dict):
@@ -245,50 +178,70 @@ def _reads(launch: object, row: str) -> bool:
     return launch.name == f"{file}.{endings[kernel]}"
 
 
+def merged(table: dict, found: dict[str, Config], provenance: str, **facts: object) -> tuple[dict, list[str]]:
+    """The table with these rows, and the names of those taken; a prediction replaces no measurement."""
+    kept = {n for n, row in table.items() if provenance == "predicted" and row.get("provenance") == "measured"}
+    taken = {n: dict(config=c, provenance=provenance, **facts) for n, c in found.items() if n not in kept}
+    return table | taken, list(taken)
+
+
 def write(arch: str, found: dict[str, Config], provenance: str, folder: Path = op.TUNED, **facts: object) -> list[str]:
-    """Puts rows into the architecture's table and returns their names; a prediction replaces no measurement."""
+    """Puts rows into the architecture's table and returns the names of those taken; see `merged`."""
     path = folder / f"{arch}.json"
-    table = json.loads(path.read_text()) if path.exists() else {}
-    changed = []
-    for name, config in found.items():
-        row = table.get(name, {})
-        if provenance == "predicted" and row.get("provenance") == "measured":
-            continue
-        table[name] = dict(config=config, provenance=provenance, **facts)
-        changed.append(name)
+    table, taken = merged(json.loads(path.read_text()) if path.exists() else {}, found, provenance, **facts)
     lines = ",\n".join(f' "{name}": {json.dumps(row)}' for name, row in sorted(table.items()))
     with replacing(path) as temporary:
         temporary.write_text("{\n" + lines + "\n}\n")
     op._table.cache_clear()
-    return changed
+    return taken
 
 
-def run(part: Part, device: torch.device, around: Callable, folder: Path) -> None:
-    """The sweep as a part of the GPU script: results to its file, the table to `folder` for a person to look at."""
-    arch, found = op._architecture(device.type, device.index), {}
+def chosen(rows: list[dict]) -> dict[str, Config]:
+    """Row → its best configuration; where several shapes read one row the first, which ViTs spend most time in."""
+    found: dict[str, Config] = {}
+    for row in rows:
+        if row.get("best"):
+            found.setdefault(row["row"], row["best"])
+    return found
+
+
+def adopt(path: Path, folder: Path = op.TUNED) -> list[str]:
+    """Takes what a result file of `benchmarks.gpu` measured into the table of its architecture.
+
+    Raises:
+        ValueError: the file holds no measurement of a GPU.
+    """
+    held = json.loads(path.read_text())
+    if held.get("part") != "tuning" or held.get("dry_run") or not held.get("gpu"):
+        raise ValueError(f"{path} is no tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one")
+    rows = [row for row in held["rows"] if "arch" in row]
+    return write(rows[0]["arch"], chosen(rows), "measured", folder, source=path.name) if rows else []
+
+
+def run(part: Part, device: torch.device, around: Callable) -> None:
+    """The sweep as a part of the GPU script; `--adopt` takes its file into a table."""
+    arch = op._architecture(device.type, device.index)
     for target in targets(part.dry):
         name = f"{target.row} {' '.join(f'{k}={v}' for k, v in target.shape.items())}"
         with part.row(name) as go:
             if go:
                 row = measure(target, torch.bfloat16, device, part.deadline, around, 2 if part.dry else None)
                 part.add(dict(case=name, arch=arch, **row))
-                found.setdefault(row["row"], row["best"])
-    best = {name: config for name, config in found.items() if config}
-    if best and device.type == "cuda":
-        write(arch, best, "measured", folder)
 
 
 def main() -> None:
     """Tunes and rewrites the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = op._architecture("cuda", 0) if torch.cuda.is_available() else "sm_90"
-    parser.add_argument(
-        "--arch", default=here, help="architecture whose table is rewritten; predicted unless it is here"
-    )
+    parser.add_argument("--arch", default=here, help="whose table is rewritten; predicted unless it is here")
     parser.add_argument("--seconds", type=float, default=300.0, help="no new row after so long")
     parser.add_argument("--check", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument("--adopt", type=Path, metavar="FILE", help="take a tuning result of benchmarks.gpu instead")
     arguments = parser.parse_args()
-    deadline, found = Deadline(arguments.seconds), {}
+    if arguments.adopt:
+        print("taken:", *adopt(arguments.adopt))
+        return
+    deadline, rows = Deadline(arguments.seconds), []
     measured = torch.cuda.is_available() and arguments.arch == here
     for target in targets():
         if deadline.over:
@@ -298,11 +251,12 @@ def main() -> None:
         else:
             row = predict(target, arguments.arch)
         print(row["row"], row["best"], *row["tried"], sep="\n  ")
-        if row["best"]:
-            found.setdefault(row["row"], row["best"])
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) if arguments.check else op.TUNED
-        print("changed:", *write(arguments.arch, found, "measured" if measured else "predicted", folder))
+        rows.append(row)
+    found = chosen(rows)
+    if arguments.check:
+        print("found:", *found)
+    else:
+        print("taken:", *write(arguments.arch, found, "measured" if measured else "predicted"))
 
 
 if __name__ == "__main__":

@@ -178,6 +178,18 @@ def test_measured_rows_outlive_predictions(tmp_path):
     assert json.loads((tmp_path / "sm_90.json").read_text())["a"]["config"] == {"X": 4}
 
 
+def test_adopting_a_sweep(tmp_path):
+    """Oracle: the table; the first shape decides, a dry run is refused, and the row says where it comes from."""
+    rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
+    (tmp_path / "t.json").write_text(fake("tuning", [*rows, dict(case="3", arch="sm_90", row="b", best=None)]))
+    assert tune.adopt(tmp_path / "t.json", tmp_path) == ["a"]
+    want = {"a": dict(config={"X": 1}, provenance="measured", source="t.json")}
+    assert json.loads((tmp_path / "sm_90.json").read_text()) == want
+    (tmp_path / "dry.json").write_text(fake("tuning", rows, dry=True))
+    with pytest.raises(ValueError, match="no tuning result of a GPU"):
+        tune.adopt(tmp_path / "dry.json", tmp_path)
+
+
 def test_trying_changes_the_launch_and_nothing_after():
     """Oracle: what `config` answers inside and outside."""
     device, row = torch.device("cpu"), "linear.fwd.half"
