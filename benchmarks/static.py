@@ -36,6 +36,7 @@ from .sass import PARTS, TOOL, Binary, Part, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
 COMMAND = "python -m benchmarks.static --out benchmarks/results"
+RESULTS = Path(__file__).parent / "results"
 
 
 def sources_hash() -> str:
