@@ -767,3 +767,12 @@ def test_no_other_package_is_imported():
     """A fresh interpreter optimises torch's own modules, and no package whose types are known is loaded."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_bad_input_is_named():
+    """One sentence: the argument, what was given, what would do."""
+    for call in (optimize, revert):
+        with pytest.raises(TypeError, match=r"model is str; give an nn.Module"):
+            call("vit_base_patch16_224")
+    with pytest.raises(TypeError, match="filter_fn is 3; give a function"):
+        optimize(nn.Linear(2, 2), filter_fn=3)
