@@ -54,7 +54,7 @@ class Target:
 def targets(dry: bool = False) -> list[Target]:
     """What most ViT time goes to, first."""
     B = 64 if not dry else 1
-    shrink = (lambda n: n) if not dry else (lambda n: max(n // 48, 8))
+    shrink = (lambda n: n) if not dry else (lambda n: max(n // 48 // 16, 1) * 16)
     D, N, F = shrink(768), shrink(197), shrink(3072)
     found = [Target("linear", dict(B=B, N=N, K=D, F=F, norm=1), "linear.fwd.half")]
     for width in (64, 80) if not dry else (16,):

@@ -188,6 +188,15 @@ def work(launch: Launch) -> Work:
     return Work()
 
 
+def sequence(launch: Launch) -> tuple[int, int]:
+    """Queries and keys of an image in an attention launch; the mean over images that are packed."""
+    a = launch.values
+    if not a.get("HAS_CU"):
+        return a["Nq"], a["Nk"]
+    mean = round(a["Nq"] * a["H"] * a["tiles"] / launch.programs)
+    return mean, mean
+
+
 def _attention_work(launch: Launch) -> Work:
     a, kernel = launch.values, launch.name.removeprefix("attention.")
     q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]
@@ -200,9 +209,10 @@ def _attention_work(launch: Launch) -> Work:
         padded = padded_pair * a["BLOCK_M"] * a["BLOCK_N"] * images
         return Work(pair * a["B"] * a["H"] * a["Nq"] * a["Nk"], padded, images)
     heads = launch.programs / a["tiles"]
-    flops = pair * heads * a["Nq"] * a["Nk"]
+    Nq, Nk = sequence(launch)
+    flops = pair * heads * Nq * Nk
     if kernel == "_bwd_dkdv_kernel":
-        tiles = math.ceil(a["Nq"] / a["BLOCK_M"])
-        return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], a["Nq"] // a["BLOCK_M"])
-    passes = a["Nk"] // a["BLOCK_N"]
+        tiles = math.ceil(Nq / a["BLOCK_M"])
+        return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], Nq // a["BLOCK_M"])
+    passes = Nk // a["BLOCK_N"]
     return Work(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)

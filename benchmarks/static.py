@@ -31,11 +31,12 @@ from fastvit_triton import kernels
 from fastvit_triton.files import replacing
 
 from .cases import Case, cases
-from .launches import Launch, compiled, record, work
+from .launches import Launch, compiled, record, sequence, work
 from .sass import PARTS, TOOL, Binary, Part, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
 COMMAND = "python -m benchmarks.static --out benchmarks/results"
+RESULTS = Path(__file__).parent / "results"
 
 
 def sources_hash() -> str:
@@ -125,8 +126,9 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
     a, name = launch.values, launch.name
     if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel"):
         heads, backward = launch.programs / a["tiles"], name.endswith("dq_kernel")
-        pairs = heads * math.ceil(a["Nq"] / 64) * 64 * math.ceil(a["Nk"] / 16) * 16
-        values = heads * (a["Nq"] + a["Nk"]) * (a["D"] + a["Dv"]) * (2 if backward else 1)
+        Nq, Nk = sequence(launch)
+        pairs = heads * math.ceil(Nq / 64) * 64 * math.ceil(Nk / 16) * 16
+        values = heads * (Nq + Nk) * (a["D"] + a["Dv"]) * (2 if backward else 1)
         flops = pairs * (2 * a["D"] + 2 * a["Dv"]) * (2.5 if backward else 1)
         itemsize = a["q_ptr"].dtype.itemsize
         exp = pairs / (16 * part.units * part.ghz * 1e3)

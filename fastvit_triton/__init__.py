@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from .kernels.linear import linear
     from .kernels.mlp import mlp
     from .kernels.patch_embed import patch_embed
+    from .kernels.rope import attention_qkv
     from .models import create_model, list_models
     from .models.config import ViTConfig
     from .weights import load_model, load_weights, save_weights

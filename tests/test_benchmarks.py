@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from benchmarks import arms, gpu, models, ops, plot, timing, tune
 from benchmarks.arms import Arm, Case, measure
 from benchmarks.match import verdict
-from benchmarks.record import Deadline, Late, Part
+from benchmarks.record import ROOT, Deadline, Late, Part
 
 CPU = torch.device("cpu")
 
@@ -216,7 +216,7 @@ def fake(part, rows, dry=False):
 
 def row(arm, us, match=True, phase="forward"):
     """One measured arm."""
-    work = dict(op="attention", flops=4e9, bytes=1e7, tflops=4e3 / us, tbs=0.1)
+    work = dict(op="attention", model="ViT-B/16", flops=4e9, bytes=1e7, tflops=4e3 / us, tbs=0.1)
     return dict(case="m", phase=phase, arm=arm, us=us, match=match, **work)
 
 
@@ -241,6 +241,13 @@ def test_tables_come_from_files_alone(tmp_path):
     full = plot.fill(readme, plot.load(tmp_path))
     assert "| m | 3 | **2** | 4 |" in full and "| m | forward | 4000.0 | 0.75 | 0.50 |" in full
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
+
+
+def test_the_readme_is_up_to_date():
+    """Oracle: the committed result files; `python -m benchmarks.plot` writes it anew."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "<!-- measured: models -->" in readme and "<!-- measured: ops -->" in readme
+    assert plot.fill(readme, plot.load()) == readme
 
 
 def test_pictures(tmp_path):

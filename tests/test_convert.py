@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import VisionTransformer
 
+from benchmarks.launches import recording
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert import parts
 from fastvit_triton.kernels import op
@@ -288,26 +289,29 @@ NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "tim
 BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
 
 
+# launches beside the six: rotated or normed queries and keys, inner norms, a bias that is put together on each call,
+# or norms after the branches
+MORE = dict(timm_vit_qk_norm=3, timm_eva02=3, timm_eva=1, timm_beit=1, timm_beit_shared=1, torch_encoder_layer=1)
+MORE |= dict.fromkeys(("timm_dinov3", "timm_rope_vit", "hf_dinov3", "hf_dinov3_gated"), 1)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_is_five_products_and_what_folds_their_weights(name, meta_is_a_gpu):
-    """Per block in half precision: LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual, two folds."""
-    model, seen = build(name, torch.bfloat16).eval().to("meta"), []
+def test_a_block_is_six_launches(name):
+    """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual."""
+    model, seen = build(name, torch.bfloat16).eval(), []
     optimize(model)
     kinds = ("Block", "EvaBlock", "EncoderBlock", "Transformer", "TransformerEncoderLayer")
     blocks = [m for m in model.modules() if type(m).__name__ in kinds or type(m).__name__.endswith("Layer")]
     given = inputs(name, torch.bfloat16)
-    given = {k: v.to("meta") for k, v in given.items()} if isinstance(given, dict) else given.to("meta")
-    with torch.no_grad(), Recorder() as run:
+    with torch.no_grad(), recording("sm_90") as found:
+        outputs(model, given)  # folds weights, which are kept
         for block in blocks:
-            block.register_forward_pre_hook(lambda *_: seen.append(len(run.ours)))
-            block.register_forward_hook(lambda *_: seen.append(run.ours[seen.pop() :]))
+            block.register_forward_pre_hook(lambda *_: seen.append(len(found)))
+            block.register_forward_hook(lambda *_: seen.append(len(found) - seen.pop()))
         outputs(model, given)
-    depth = 2 if type(blocks[0]).__name__ == "Transformer" else 1
-    assert len(seen) == len(blocks)
-    for ours in seen:
-        launches = [name for name in ours if name not in ("fold", "layer_norm_fwd")]
-        assert launches == ["linear_fwd", "attention_fwd", "linear_fwd", "linear_fwd", "linear_fwd"] * depth
-        assert ours.count("fold") <= 4 * depth and ours.count("layer_norm_fwd") <= 2
+    two_blocks_and_a_norm = type(blocks[0]).__name__ == "Transformer"  # the second block gets statistics from the first
+    expected = 6 + 5 + 1 if two_blocks_and_a_norm else 6 + MORE.get(name, 0)
+    assert seen == [expected] * len(blocks)
 
 
 @pytest.mark.parametrize("rate", ["drop_path_rate", "proj_drop_rate", "attn_drop_rate", "patch_drop_rate"])
@@ -763,3 +767,12 @@ def test_no_other_package_is_imported():
     """A fresh interpreter optimises torch's own modules, and no package whose types are known is loaded."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_bad_input_is_named():
+    """One sentence: the argument, what was given, what would do."""
+    for call in (optimize, revert):
+        with pytest.raises(TypeError, match=r"model is str; give an nn.Module"):
+            call("vit_base_patch16_224")
+    with pytest.raises(TypeError, match="filter_fn is 3; give a function"):
+        optimize(nn.Linear(2, 2), filter_fn=3)

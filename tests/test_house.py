@@ -22,7 +22,7 @@ ARROWS = {
     "layers": {"kernels", "layers"},
     "models": {"kernels", "layers", "models"},
     "train": {"train", "files"},
-    "convert": {"kernels", "convert"},
+    "convert": {"kernels", "layers", "convert"},
     "files": set(),
     "weights": {"layers", "models", "files", "weights"},
     "cli": {"kernels", "models", "train", "weights", "files"},
@@ -149,6 +149,7 @@ def test_kernel_files_have_seven_parts_in_order(module):
     assert order == sorted(order, key=list(parts).index)
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     launched = {ast.unparse(n.func.value) for n in calls if isinstance(n.func, ast.Subscript)}
+    launched |= {ast.unparse(n.args[0]) for n in calls if getattr(n.func, "id", "") == "_launch"}
     assert launched & device == {n for n in device if n.endswith("_kernel")}
     registered = {(n.args[2].id, n.args[3].id) for n in calls if getattr(n.func, "id", "") == "register"}
     assert registered == {(n, f"{n}_fake") for n in launchers}

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from triton.runtime.jit import JITFunction
 from benchmarks import static
 from benchmarks.cases import cases
 from benchmarks.launches import Launch, compiled, record, work
-from benchmarks.sass import read
+from benchmarks.sass import PARTS, read
 from fastvit_triton import layer_norm
+from fastvit_triton.kernels import OPS
 
 ARCHS = ("sm_80", "sm_90", "gfx942")
 PRODUCTS = {
@@ -92,6 +94,16 @@ def test_recording_leaves_nothing_behind():
     assert (JITFunction.run, torch.Tensor.__matmul__, torch.Tensor.float) == before
     with interpreting():
         torch.testing.assert_close(layer_norm(x, weight, None, 1e-6), torch.layer_norm(x, (8,), weight, None, 1e-6))
+
+
+def test_committed_report_is_of_these_sources_and_clean():
+    """Oracle: the hash of the kernels and their tables as they are now; every part, nothing spilled, all fits."""
+    committed = json.loads((static.RESULTS / "static.json").read_text())
+    assert committed["sources"] == static.sources_hash(), f"the report is stale; run `{static.COMMAND}`"
+    assert set(committed["parts"]) == set(PARTS)
+    assert not [row for row in committed["rows"] if row["violations"]]
+    covered = {row["op"] for row in committed["rows"]}
+    assert covered >= {op.name for op in OPS} - {"fold"}  # which `linear` launches
 
 
 def test_hash_reads_meaning_only():

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
 from .from_torch import patch_conv
-from .fused import add, body, finish, four_axes, fuses, head_norms, original, project, scores_mask, whole
+from .fused import Branch, add, body, finish, four_axes, fuses, head_norms, original, project, scores_mask, whole
 from .parts import DROPOUT, IDENTITY, LINEARS, Attention, Mlp, Packed, activation, idle, kind, own, readable, watched
 
 
@@ -113,8 +113,9 @@ def block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal
     """Pre-norm block; [B, N, D] → [B, N, D]."""
     if not fuses(x):
         return original(self, x, attn_mask, is_causal)
-    x = add(x, self.attn, self.norm1, self.ls1, self.drop_path1, attn_mask=attn_mask, is_causal=is_causal)
-    return add(x, self.mlp, self.norm2, self.ls2, self.drop_path2)
+    call = dict(attn_mask=attn_mask, is_causal=is_causal)
+    attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1, call=call)
+    return add(x, attn, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2))
 
 
 @whole("pre-norm block", "timm.models.eva.EvaBlock")
@@ -129,8 +130,8 @@ def eva_block(
     if not fuses(x):
         return original(self, x, rope, attn_mask, is_causal)
     call = dict(rope=rope, attn_mask=attn_mask, is_causal=is_causal)
-    x = add(x, self.attn, self.norm1, None, self.drop_path1, self.gamma_1, **call)
-    return add(x, self.mlp, self.norm2, None, self.drop_path2, self.gamma_2)
+    attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
+    return add(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2))
 
 
 @whole("pre-norm block", "timm.models.beit.Block")
@@ -139,8 +140,8 @@ def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = 
     if not fuses(x):
         return original(self, x, shared_rel_pos_bias)
     call = dict(shared_rel_pos_bias=shared_rel_pos_bias)
-    x = add(x, self.attn, self.norm1, None, self.drop_path1, self.gamma_1, **call)
-    return add(x, self.mlp, self.norm2, None, self.drop_path2, self.gamma_2)
+    attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
+    return add(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2))
 
 
 @whole("block around its talking heads", "timm.models.cait.LayerScaleBlock")
@@ -148,8 +149,8 @@ def cait_block(self: nn.Module, x: Tensor) -> Tensor:
     """CaiT's block around its talking heads; [B, N, D] → [B, N, D]."""
     if not fuses(x):
         return original(self, x)
-    x = add(x, self.attn, self.norm1, None, self.drop_path, self.gamma_1)
-    return add(x, self.mlp, self.norm2, None, self.drop_path, self.gamma_2)
+    attn = Branch(self.attn, self.norm1, None, self.drop_path, self.gamma_1)
+    return add(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
 
 
 @whole("class-token block", "timm.models.cait.LayerScaleBlockClassAttn")
@@ -159,7 +160,7 @@ def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
         return original(self, x, x_cls)
     attended = self.attn(self.norm1(torch.cat((x_cls, x), 1)))
     x_cls = x_cls + self.drop_path(self.gamma_1 * attended)
-    return add(x_cls, self.mlp, self.norm2, None, self.drop_path, self.gamma_2)
+    return add(x_cls, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
 
 
 @whole("block around its own windows", "timm.models.swin_transformer.SwinTransformerBlock")
@@ -168,7 +169,7 @@ def swin_block(self: nn.Module, x: Tensor) -> Tensor:
     if not fuses(x):
         return original(self, x)
     x = x + self.drop_path1(self._attn(self.norm1(x)))
-    return add(x, self.mlp, self.norm2, None, self.drop_path2)
+    return add(x, Branch(self.mlp, self.norm2, None, self.drop_path2))
 
 
 @whole("class attention", "timm.models.cait.ClassAttn", reason=_dropped)
@@ -194,7 +195,7 @@ def attention_pool(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None) 
     q, k = self.q_norm(q), self.k_norm(k)
     o = attention(q, k, v, scores_mask(attn_mask), self.scale).transpose(1, 2).flatten(2)
     x = finish(o, self.proj, drop=self.proj_drop)
-    x = x if self.mlp is None else add(x, self.mlp, self.norm)
+    x = x if self.mlp is None else add(x, Branch(self.mlp, self.norm))
     return x[:, 0] if self.pool == "token" else x.mean(1) if self.pool == "avg" else x
 
 

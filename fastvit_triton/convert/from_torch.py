@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
-from .fused import add, attend, body, feed, finish, fuses, original, project, scores_mask, whole
+from .fused import Branch, add, attend, body, feed, finish, fuses, original, project, scores_mask, whole
 from .parts import DROPOUT, LAYER_NORMS, Attention, Mlp, Packed, activation, kind, own, readable, watched
 
 CONV = "torch.nn.modules.conv.Conv2d"
@@ -136,8 +136,7 @@ def encoder_layer(
     hidden = Mlp((self.linear1,), act, self.linear2, (self.dropout, self.dropout2))
     x = src if self.self_attn.batch_first else src.transpose(0, 1)
     if self.norm_first:
-        x = attend(x, parts, self.norm1, residual=x)
-        x = feed(x, hidden, self.norm2, residual=x)
+        x = add(x, Branch(parts, self.norm1), Branch(hidden, self.norm2))
     else:
         x = self.norm1(attend(x, parts, residual=x))
         x = self.norm2(feed(x, hidden, residual=x))
@@ -155,8 +154,7 @@ def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
     parts = "watched" if not fuses(input) or watched(attn) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, input)
-    x = attend(input, parts._replace(drops=(self.dropout,)), self.ln_1, residual=input)
-    return add(x, self.mlp, self.ln_2)
+    return add(input, Branch(parts._replace(drops=(self.dropout,)), self.ln_1), Branch(self.mlp, self.ln_2))
 
 
 def patch_conv(conv: nn.Module) -> bool:

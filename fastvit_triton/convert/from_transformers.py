@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .fused import add, body, fuses, original, scores_mask, whole
+from .fused import Branch, add, body, fuses, original, scores_mask, whole
 from .parts import Attention, Mlp, activation, watched
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
@@ -115,8 +115,9 @@ def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: 
 
 
 def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    x = add(x, self.attention, self.layernorm_before, drop=self.dropout, attention_mask=attention_mask, **more)
-    return add(x, self.mlp, self.layernorm_after, drop=self.dropout)
+    call = dict(more, attention_mask=attention_mask)
+    attn = Branch(self.attention, self.layernorm_before, drop=self.dropout, call=call)
+    return add(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout))
 
 
 @whole(
@@ -132,8 +133,8 @@ def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named:
 
 def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     call = dict(more, attention_mask=attention_mask)
-    x = add(x, self.attention, self.norm1, self.layer_scale1, self.drop_path, **call)
-    return add(x, self.mlp, self.norm2, self.layer_scale2, self.drop_path)
+    attn = Branch(self.attention, self.norm1, self.layer_scale1, self.drop_path, call=call)
+    return add(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path))
 
 
 @whole("pre-norm block", *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer"))
@@ -145,8 +146,8 @@ def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named:
 
 
 def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    x = add(x, self.self_attn, self.layer_norm1, attention_mask=attention_mask, **more)
-    return add(x, self.mlp, self.layer_norm2)
+    call = dict(more, attention_mask=attention_mask)
+    return add(x, Branch(self.self_attn, self.layer_norm1, call=call), Branch(self.mlp, self.layer_norm2))
 
 
 @whole("attention pooling", *_named("siglip.SiglipMultiheadAttentionPoolingHead"))
@@ -155,7 +156,7 @@ def pooling_head(self: nn.Module, hidden_state: Tensor) -> Tensor:
     if not fuses(hidden_state) or watched(self.attention) or multihead_reason(self.attention) is not None:
         return original(self, hidden_state)
     x = cross_attend(self.attention, self.probe.expand(hidden_state.shape[0], -1, -1), hidden_state, hidden_state)
-    return add(x, self.mlp, self.layernorm)[:, 0]
+    return add(x, Branch(self.mlp, self.layernorm))[:, 0]
 
 
 STEMS.update(

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from .from_torch import sequential_parts
-from .fused import add, body, fuses, original, whole
+from .fused import Branch, add, body, fuses, original, whole
 from .parts import DROPOUT, IDENTITY, Attention, Mlp, idle, kind, watched
 
 
@@ -38,6 +38,5 @@ def transformer(self: nn.Module, x: Tensor) -> Tensor:
     """All blocks and the last norm; [B, N, D] → [B, N, D]."""
     if not fuses(x):
         return original(self, x)
-    for attn, mlp in self.layers:
-        x = add(add(x, attn), mlp)
+    x = add(x, *(Branch(body) for pair in self.layers for body in pair))
     return self.norm(x)

@@ -7,14 +7,19 @@ does its work.
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention import attention, attention_qkv, rotate
+from ..kernels.attention import attention
+from ..kernels.fold import Folded, packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 from ..kernels.mlp import mlp
+from ..kernels.op import usable
+from ..kernels.rope import attention_qkv, rotate
+from ..layers.seam import folded
 from .parts import (
     IDENTITY,
     LAYER_NORMS,
@@ -22,6 +27,7 @@ from .parts import (
     Attention,
     Layer,
     Mlp,
+    Norm,
     draws,
     fuses,
     gain,
@@ -118,31 +124,31 @@ def normalized(x: Tensor, weights: tuple[Tensor | None, Tensor | None, float]) -
     return layer_norm(x.float() if wide else x, *weights)
 
 
-def run(x: Tensor, parts: Attention | Mlp, norm: nn.Module | None = None, **end: Tensor | None) -> Tensor:
-    """norm first, then the body; `end` (gamma, sample_scale, residual) comes last. [B, ..., D] → [B, ..., D]."""
+def run(x: Tensor, parts: Attention | Mlp, norm: nn.Module | None = None, **end: object) -> Tensor:
+    """norm first, cheaper with row statistics of x, then the body; `end`, the arguments of `finish`, comes last."""
     return (attend if isinstance(parts, Attention) else feed)(x, parts, norm, **end)
 
 
-def attend(x: Tensor, parts: Attention, norm: nn.Module | None = None, **end: Tensor | None) -> Tensor:
+def attend(
+    x: Tensor, parts: Attention, norm: nn.Module | None = None, stats: Tensor | None = None, **end: object
+) -> Tensor:
     """Self-attention of x [B, N, D]."""
-    qkv = project(x, parts.projections, norm if parts.first is None else parts.first)
+    qkv = project(x, parts.projections, norm if parts.first is None else parts.first, stats)
     plain = parts.norms is None
     q_norm, k_norm = (None, None) if plain else (norm_weights(n) for n in parts.norms)
     prefix = 0 if parts.rope is None else qkv.shape[1] - parts.rope[0].shape[-2]
-    known = plain or (q_norm is not None and k_norm is not None)
-    if known and (parts.rope is None or parts.rope[0].dim() < 4):
+    if plain or (q_norm is not None and k_norm is not None):
         o = attention_qkv(qkv, parts.num_heads, parts.scale, q_norm, k_norm, parts.rope, prefix, parts.bias)
     else:
         q, k, v = qkv.unflatten(-1, (3, parts.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
-        if not plain:
-            q, k = (n(t) for n, t in zip(parts.norms, (q, k), strict=True))
+        q, k = (n(t) for n, t in zip(parts.norms, (q, k), strict=True))
         if parts.rope is not None:
             q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
         o = attention(q, k, v, parts.bias, parts.scale).transpose(1, 2).flatten(2)
     return finish(o, parts.proj, parts.last, *parts.drops, **end)
 
 
-def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, **end: Tensor | None) -> Tensor:
+def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, stats: Tensor | None = None, **end: object) -> Tensor:
     """MLP of x [..., D]."""
     norm = norm if parts.first is None else parts.first
     known = isinstance(parts.act, str) and all(readable(fc, LINEARS) for fc in parts.fc1)
@@ -151,14 +157,14 @@ def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, **end: Tensor | N
         h = [fc(x) for fc in parts.fc1]
         h = nn.functional.silu(h[0]) * h[1] if len(h) == 2 else activated(h[0], parts.act)
     else:
-        x, weights = _fold(x, norm)
-        fc1 = tuple(fc.weight for fc in parts.fc1), tuple(fc.bias for fc in parts.fc1)
-        fc1 = tuple(t[0] if len(t) == 1 else None if t[0] is None else t for t in fc1)
+        x, weights = _read(x, norm)
+        fc1, weights = _folded(x, weights, parts.fc1)
+        stats = None if weights is None else stats
         bare = parts.last is None or readable(parts.last, IDENTITY)
         if bare and readable(parts.fc2, LINEARS) and all(idle(d) for d in parts.drops):
             fc2 = parts.fc2.weight, parts.fc2.bias
-            return mlp(x, fc1, fc2, norm=weights, activation=parts.act, **end)
-        h = linear(x, *fc1, norm=weights, activation=parts.act)
+            return mlp(x, fc1, fc2, norm=weights, stats=stats, activation=parts.act, **end)
+        h = linear(x, *fc1, norm=weights, stats=stats, activation=parts.act)
     inner, outer = parts.drops
     return finish(h if inner is None else inner(h), parts.fc2, parts.last, outer, **end)
 
@@ -171,19 +177,17 @@ def activated(h: Tensor, act: str | nn.Module) -> Tensor:
     return ACTIVATIONS[act](h) if isinstance(act, str) else act(h)
 
 
-def project(x: Tensor, layers: tuple[Layer, ...], norm: nn.Module | None = None) -> Tensor:
+def project(x: Tensor, layers: tuple[Layer, ...], norm: nn.Module | None = None, stats: Tensor | None = None) -> Tensor:
     """The layers' outputs side by side, [..., K] → [..., F], as one product where all of them can be read."""
     if not all(readable(layer, LINEARS) for layer in layers):
         x = _normed(x, norm)
         outputs = [layer(x) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    x, weights = _fold(x, norm)
-    if len(layers) == 1:
-        return linear(x, layers[0].weight, layers[0].bias, norm=weights)
-    weight, bias = torch.cat([layer.weight for layer in layers]), None
-    if any(layer.bias is not None for layer in layers):
-        bias = torch.cat([fc.weight.new_zeros(len(fc.weight)) if fc.bias is None else fc.bias for fc in layers])
-    return linear(x, weight, bias, norm=weights)
+    x, weights = _read(x, norm)
+    (weight, bias), weights = _folded(x, weights, layers)
+    if isinstance(weight, tuple) and not isinstance(weight, Folded):
+        weight, bias = packed(weight, (None,) * len(weight) if bias is None else bias)
+    return linear(x, weight, bias, norm=weights, stats=None if weights is None else stats)
 
 
 def finish(
@@ -194,33 +198,26 @@ def finish(
     gamma: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
-) -> Tensor:
-    """sample_scale · gamma · drop(layer(norm(x))) + residual."""
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """sample_scale · gamma · drop(layer(norm(x))) + residual; with `return_stats` also its row statistics, or None."""
     if layer is not None and readable(layer, LINEARS) and idle(drop):
-        x, weights = _fold(x, norm)
-        end = dict(gamma=gamma, sample_scale=sample_scale, residual=residual)
-        return linear(x, layer.weight, layer.bias, norm=weights, **end)
+        x, weights = _read(x, norm)
+        fc, weights = _folded(x, weights, (layer,))
+        end = dict(gamma=gamma, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
+        return linear(x, *fc, norm=weights, **end)
     x = _normed(x, norm)
     x = x if layer is None else layer(x)
     y = scaled(x if drop is None else drop(x), gamma, sample_scale)
-    return y if residual is None else y + residual
+    y = y if residual is None else y + residual
+    return (y, None) if return_stats else y
 
 
-def add(
-    x: Tensor,
-    body: nn.Module,
-    norm: nn.Module | None = None,
-    scale: nn.Module | None = None,
-    drop_path: nn.Module | None = None,
-    gamma: Tensor | None = None,
-    drop: nn.Module | None = None,
-    **call: object,
-) -> Tensor:
-    """x + drop_path(gamma · scale(drop(body(norm(x), **call)))), ended inside the body where nobody watches the parts.
+class Branch(NamedTuple):
+    """What a block adds to its stream: drop_path(gamma · scale(drop(body(norm(x), **call)))).
 
-    Args:
-        x: [B, ..., D].
-        body: attention or MLP.
+    Attributes:
+        body: attention or MLP, or its parts.
         norm: module applied to x first.
         scale: LayerScale, as a module.
         drop_path: stochastic depth.
@@ -228,19 +225,43 @@ def add(
         drop: dropout of the branch that the block, not the body, holds.
         call: the rest of the body's arguments.
     """
-    parts = "watched" if watched(body) or kind(body) not in READERS else READERS[kind(body)](body, **call)
+
+    body: nn.Module | Attention | Mlp
+    norm: nn.Module | None = None
+    scale: nn.Module | None = None
+    drop_path: nn.Module | None = None
+    gamma: Tensor | None = None
+    drop: nn.Module | None = None
+    call: dict[str, object] | None = None
+
+
+def add(x: Tensor, *branches: Branch) -> Tensor:
+    """x [B, ..., D] plus each branch in turn, ended inside its body where nobody watches the parts."""
+    stats = None
+    for i, branch in enumerate(branches):
+        x, stats = _add(x, branch, stats, i + 1 < len(branches) and usable(x))
+    return x
+
+
+def _add(x: Tensor, branch: Branch, stats: Tensor | None, return_stats: bool) -> tuple[Tensor, Tensor | None]:
+    """The sum, and its row statistics where they are asked for and cheap."""
+    body, norm, scale, drop_path, gamma, drop, call = branch._replace(call=branch.call or {})
+    parts = body
+    if isinstance(body, nn.Module):
+        parts = "watched" if watched(body) or kind(body) not in READERS else READERS[kind(body)](body, **call)
     if isinstance(parts, str):
-        y = body(x if norm is None else norm(x), **call)
+        y = body(_normed(x, norm), **call)
         y = y[0] if isinstance(y, tuple) else y
     else:
         known, learned = gain(scale)
         if known and own(gamma) and draws(drop_path) and all(idle(d) for d in (*parts.drops, drop)):
-            gamma = gamma if learned is None else learned
-            return run(x, parts, norm, gamma=gamma, sample_scale=sample_scale(drop_path, x), residual=x)
-        y = run(x, parts, norm)
+            end = dict(gamma=gamma if learned is None else learned, sample_scale=sample_scale(drop_path, x))
+            y = run(x, parts, norm, stats=stats, residual=x, return_stats=return_stats, **end)
+            return y if return_stats else (y, None)
+        y = run(x, parts, norm, stats=stats)
     y = y if drop is None else drop(y)
     y = scaled(y if scale is None else scale(y), gamma, None)
-    return x + (y if drop_path is None else drop_path(y))
+    return x + (y if drop_path is None else drop_path(y)), None
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:
@@ -263,10 +284,21 @@ def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Modu
     return None if readable(q_norm, IDENTITY) and readable(k_norm, IDENTITY) else (q_norm, k_norm)
 
 
-def _fold(x: Tensor, norm: nn.Module | None):
+def _read(x: Tensor, norm: nn.Module | None):
     """(x, norm weights to fold), or (norm(x), None) where the norm must be called."""
     weights = None if norm is None else norm_weights(norm)
     return (x, weights) if norm is None or weights is not None else (norm(x), None)
+
+
+def _folded(x: Tensor, norm: Norm | None, layers: tuple[Layer, ...]):
+    """((weight, bias), norm) of layers side by side: folded with the norm where that is kept, else one or a tuple."""
+    weights, biases = tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)
+    made = None if norm is None else folded(x, norm, weights, biases)
+    if made is not None:
+        return (made, None), (None, None, norm[2])
+    if len(layers) == 1:
+        return (weights[0], biases[0]), norm
+    return (weights, None if all(b is None for b in biases) else biases), norm
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:

@@ -33,7 +33,13 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
 
     Returns:
         Report: what each candidate became, or why it was left; print it for a table.
+
+    Raises:
+        TypeError: model is no nn.Module, or filter_fn cannot be called.
     """
+    _check(model)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     from_transformers.register()
     rows, seen, inside = [], {}, []
     stems = {id(getattr(m, STEMS[kind(m)])) for m in model.modules() if kind(m) in STEMS}
@@ -120,8 +126,18 @@ def _notes(module: nn.Module, parts: Attention | Mlp | None) -> Iterator[str]:
             yield f"own forward while training: {why}"
 
 
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; give an nn.Module, whose parts are converted in place")
+
+
 def revert(model: nn.Module) -> None:
-    """Takes every fused forward away again; instances are as they were before `optimize`."""
+    """Takes every fused forward away again; instances are as they were before `optimize`.
+
+    Raises:
+        TypeError: model is no nn.Module.
+    """
+    _check(model)
     for module in model.modules():
         if ours(module.__dict__.get("forward")):
             del module.__dict__["forward"]

@@ -380,8 +380,8 @@ def _fwd_kernel(
         )  # fmt: skip
     some = total
     if SAFE:
-        some = tl.where(total > 0, total, 1.0)  # a row without keys: o0 is 0 already
-        top = tl.where(total > 0, top, float("-inf"))
+        some = tl.where(total == 0, 1.0, total)  # a row without keys: o0 is 0 already
+        top = tl.where(total == 0, float("-inf"), top)
         scale = 1.0
     o_ptr, o_row = _start(o_ptr, o_strides, b, h, start, UNIT)
     inverse = 1.0 / some[:, None]

@@ -45,7 +45,8 @@ SPACE = {
     "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
     "branch": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
     "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
-    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=8, num_stages=2),
+    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, num_warps=8, num_stages=2),
+    "odd": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
 }
 
 
@@ -476,10 +477,13 @@ def _bwd_weight_kernel(
         tl.store(dgamma_ptr + f, dgamma, mask=f < gammas)
 
 
-def _blocks(x, activation, gamma, return_stats):
-    """Launch parameters of the product; a branch's end with gamma and statistics needs the most registers."""
-    branch = gamma is not None and return_stats
-    kind = "gated" if activation == "swiglu" else "branch" if branch else "half"
+def _blocks(x, F, activation, gamma, return_stats):
+    """Launch parameters of the product.
+
+    A branch's end with gamma and statistics needs registers; so do outputs whose rows are not 32-byte aligned.
+    """
+    kind = "branch" if gamma is not None and return_stats else "half"
+    kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
     kind = "fp32" if x.dtype == torch.float32 else kind
     return config(f"linear.fwd.{kind}", SPACE[kind], x.device)
 
@@ -487,7 +491,7 @@ def _blocks(x, activation, gamma, return_stats):
 def _mm32(a, b):
     """a b, summed and returned in fp32."""
     if a.dtype != torch.float32 and a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a, b, out_dtype=torch.float32) if torch.version.hip is None else (a @ b).float()
     return a.float() @ b.float()
 
 
@@ -506,7 +510,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M, blocks, tiles = len(rows), _blocks(x, activation, gamma, return_stats), 0
+    M, blocks, tiles = len(rows), _blocks(x, F_, activation, gamma, return_stats), 0
     if not M:
         return outputs
     if colsum is not None and stats is None:
@@ -531,7 +535,7 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
     M = math.prod(x.shape[:-1])
     kept = colsum is not None and (save or stats is None)
     mean, rstd = (x.new_empty(M if kept else 0, dtype=torch.float32) for _ in range(2))
-    shape = (M, cdiv(F_, _blocks(x, activation, gamma, return_stats)["BLOCK_F"]), 2) if return_stats else (0,)
+    shape = (M, cdiv(F_, _blocks(x, F_, activation, gamma, return_stats)["BLOCK_F"]), 2) if return_stats else (0,)
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
         x.new_empty(*x.shape[:-1], F_, dtype=_widest(x, gamma, residual)),

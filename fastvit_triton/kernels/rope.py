@@ -26,7 +26,7 @@ from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
 from .tile import jit, tl
 
 Norm = tuple[Tensor, Tensor | None, float]  # weight [D], bias [D], eps
-Rope = tuple[Tensor, Tensor, bool]  # cos and sin [N - prefix, D] or [H, N - prefix, D]; True when pairs interleave
+Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True when pairs interleave
 NONE: Norm = (None, None, 0.0)
 
 
@@ -50,8 +50,8 @@ def attention_qkv(
         scale: softmax scale; None means D^-0.5.
         q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels.
         k_norm: the same for keys.
-        rope: (cos, sin, interleaved), tables [N − prefix_tokens, D] or with a leading H; rotates queries and keys in
-            channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
+        rope: (cos, sin, interleaved), tables [N − prefix_tokens, D], or with leading axes H or B, H, where 1 stands
+            for all; rotates queries and keys in channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
         prefix_tokens: leading tokens that `rope` leaves alone.
         bias: as in `attention`.
         kv_lens: [B] valid tokens per image.
@@ -68,7 +68,7 @@ def attention_qkv(
         raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {qkv.shape[2]}")
     D = qkv.shape[2] // (3 * num_heads)
     if rope is not None:
-        _check_rope(rope, qkv.shape[1] - prefix_tokens, num_heads, D)
+        _check_rope(rope, qkv.shape[0], num_heads, qkv.shape[1] - prefix_tokens, D)
     if usable(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
         packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
         dense._check_mask(*packed.permute(2, 0, 3, 1, 4).unbind(0)[:2], bias, kv_lens)
@@ -106,9 +106,7 @@ def reference(
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
     o = dense.attention(q, k, v, bias, scale, kv_lens, return_lse)
-    if return_lse:
-        return o[0].transpose(1, 2).flatten(2), o[1]
-    return o.transpose(1, 2).flatten(2)
+    return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
@@ -123,11 +121,13 @@ def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
     return torch.cat((prefix, (x * cos + turned * sin).to(prefix.dtype)), 2)
 
 
-def _check_rope(rope: Rope, T: int, H: int, D: int) -> None:
-    """Raises ValueError when a table does not fit T tokens, H heads or D channels."""
-    heads = {} if rope[0].dim() == 2 else {"H": None if rope[0].shape[0] == 1 else H}
-    expect("cos", rope[0], **heads, **{"N - prefix_tokens": T, "D": D})
-    expect("sin", rope[1], **dict(zip((*heads, "N - prefix_tokens", "D"), rope[0].shape, strict=True)))
+def _check_rope(rope: Rope, B: int, H: int, T: int, D: int) -> None:
+    """Raises ValueError when a table does not fit B images, H heads, T tokens or D channels."""
+    cos, sin, _ = rope
+    axes = dict([("B", B), ("H", H), ("N - prefix_tokens", T), ("D", D)][4 - min(max(cos.dim(), 2), 4) :])
+    shared = {a: None for a, size in zip(axes, cos.shape, strict=False) if size == 1 and a in ("B", "H")}
+    expect("cos", cos, **axes | shared)
+    expect("sin", sin, **dict(zip(axes, cos.shape, strict=True)))
 
 
 @jit
@@ -213,7 +213,7 @@ def _angles(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, M
 @jit
 def _fwd_kernel(
     x_ptr, y_ptr, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr, x_strides,
-    M, N, H, prefix, table_head, q_eps, k_eps,
+    M, N, H, prefix, table_strides, q_eps, k_eps,
     Q_NORM: tl.constexpr, Q_BIAS: tl.constexpr, K_NORM: tl.constexpr, K_BIAS: tl.constexpr, ROPE: tl.constexpr,
     MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +230,8 @@ def _fwd_kernel(
         if head >= H:
             a, b = _norm(a, b, k_weight_ptr, k_bias_ptr, k_eps, K_BIAS, D, HALF, MIXED)
     if ROPE:
-        at, turns = head % H * table_head + (n - prefix) * D, inside & (n >= prefix)
+        turns = inside & (n >= prefix)
+        at = m // N * table_strides[0] + (head % H).to(tl.int64) * table_strides[1] + (n - prefix) * D
         cos_a, cos_b, sin_a, sin_b = _angles(cos_ptr, sin_ptr, at, turns, D, HALF, MIXED)
         a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
     _put_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, MIXED)
@@ -239,7 +240,7 @@ def _fwd_kernel(
 @jit
 def _bwd_kernel(
     dy_ptr, x_ptr, dx_ptr, partial_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, x_strides,
-    M, N, H, prefix, table_head, q_eps, k_eps,
+    M, N, H, prefix, table_strides, q_eps, k_eps,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
     MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -252,13 +253,13 @@ def _bwd_kernel(
     zero = tl.zeros([HALF], tl.float32)
     sums = (zero, zero, zero, zero)
     for h in range(0, H):
-        head = part * H + h
+        head = part.to(tl.int64) * H + h
         at = (m * 3 * H + head) * D
         x_at = m // N * x_strides[0] + n * x_strides[1] + head * D
         a, b = _pairs(dy_ptr, at, inside, 0.0, D, HALF, MIXED)
         if ROPE:
             if part < 2:
-                row = h * table_head + (n - prefix) * D
+                row = m // N * table_strides[0] + tl.cast(h, tl.int64) * table_strides[1] + (n - prefix) * D
                 cos_a, cos_b, sin_a, sin_b = _angles(cos_ptr, sin_ptr, row, turns, D, HALF, MIXED)
                 a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
         if Q_NORM:
@@ -284,13 +285,13 @@ def _blocks(D: int) -> dict[str, int]:
 
 def _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
     """What both kernels take, by name."""
-    (B, N, _, H, D), tables = qkv.shape, [t if t is None else t.contiguous() for t in (cos, sin)]
+    (B, N, _, H, D), (cos, sin) = qkv.shape, [t if t is None else t.contiguous() for t in (cos, sin)]
     if qkv.stride()[2:] != (H * D, D, 1):
         qkv = qkv.contiguous()
     return dict(
         x_ptr=qkv, x_strides=qkv.stride()[:2], q_weight_ptr=q_weight, k_weight_ptr=k_weight,
-        cos_ptr=tables[0], sin_ptr=tables[1], M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps, k_eps=k_eps,
-        table_head=0 if cos is None or cos.dim() == 2 or cos.shape[0] == 1 else cos.shape[1] * D,
+        cos_ptr=cos, sin_ptr=sin, M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps, k_eps=k_eps,
+        table_strides=(0, 0) if cos is None else cos.expand(B, H, N - prefix, D).stride()[:2],
         Q_NORM=q_weight is not None, K_NORM=k_weight is not None, ROPE=cos is not None, MIXED=interleaved,
     )  # fmt: skip
 
@@ -371,7 +372,8 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     randn, (B, H, N, D) = make(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
     arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
     if "prefix" in case:
-        angle = make(device, torch.float64, seed=1)(*[H] * case.get("halves", 0), N - case["prefix"], D // 2).detach()
+        lead = (B, 1) if "images" in case else (H,) * case.get("halves", 0)
+        angle = make(device, torch.float64, seed=1)(*lead, N - case["prefix"], D // 2).detach()
         angle = torch.cat((angle, angle), -1) if "halves" in case else angle.repeat_interleave(2, -1)
         rope = angle.cos().to(dtype), angle.sin().to(dtype), "halves" not in case
         arguments |= {"rope": rope, "prefix_tokens": case["prefix"]}
@@ -392,5 +394,6 @@ OP = Op(
         "rope": dict(B=1, H=2, N=50, D=32, prefix=1, norms=1),
         "halves": dict(B=2, H=3, N=21, D=72, prefix=5, halves=1),
         "normed": dict(B=2, H=1, N=9, D=33, norms=1),
+        "images": dict(B=3, H=2, N=9, D=16, prefix=1, images=1),
     },
 )

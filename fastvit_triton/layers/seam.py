@@ -5,17 +5,17 @@ changes nothing: its type is exact (a LoRA, quantised or parametrised layer has 
 Otherwise it is called, as in any PyTorch model.
 """
 
-import weakref
-
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels.fold import Folded, fold
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 from ..kernels.op import usable
 
-_folds: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Folded]] = weakref.WeakKeyDictionary()
+Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
+_folds = WeakTensorKeyDictionary()  # first weight → what its fold was made from, and the fold
 
 
 def hooked(module: nn.Module) -> bool:
@@ -45,26 +45,26 @@ def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     return layer_norm(x, *norm_weights(norm)) if plain(norm, nn.LayerNorm) else norm(x)
 
 
-def folded(x: Tensor, norm: nn.LayerNorm, *linears: nn.Linear) -> Folded | None:
-    """`fold` of a norm and the linear layers behind it, kept from call to call; None where nothing may be kept.
+def folded(x: Tensor, norm: Norm, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Folded | None:
+    """`fold` of a norm and the projections behind it, kept from call to call; None where nothing may be kept.
 
-    Kept in eager inference alone, beside the modules: no state, no copy, no pickle holds it. It is made anew when a
+    Kept in eager inference alone, beside the weights: no state, no copy, no pickle holds it. It is made anew when a
     parameter is another tensor, lies elsewhere, or was written to. Writes through `.data` leave no trace in PyTorch.
     """
     if torch.compiler.is_compiling():
         return None
-    first = linears[0]
     if torch.is_grad_enabled() or not usable(x):
-        _folds.pop(first, None)
+        _folds.pop(weights[0], None)
         return None
-    weights, biases = tuple(fc.weight for fc in linears), tuple(fc.bias for fc in linears)
-    sources = [t for t in (*weights, *biases, norm.weight, norm.bias) if t is not None]
+    sources = [t for t in (*weights, *biases, *norm[:2]) if t is not None]
     if torch.is_autocast_enabled(x.device.type) or any(t.is_inference() for t in sources):
         return None
     key = (x.dtype, *((id(t), t.data_ptr(), t._version, t.dtype, t.device) for t in sources))
-    if first not in _folds or _folds[first][0] != key:
-        _folds[first] = key, fold(weights, biases, norm.weight, norm.bias, x.dtype)
-    return _folds[first][1]
+    found, made = _folds.get(weights[0], (None, None))
+    if found != key:
+        made = fold(weights, biases, *norm[:2], x.dtype)
+        _folds[weights[0]] = key, made
+    return made
 
 
 def project(
@@ -125,5 +125,5 @@ def before(x: Tensor, norm: nn.LayerNorm | None, fc: nn.Linear) -> tuple[Tensor 
     """(weight, bias, norm) of a linear layer behind a norm, as the kernels take them."""
     if norm is None:
         return fc.weight, fc.bias, None
-    made = folded(x, norm, fc)
+    made = folded(x, norm_weights(norm), (fc.weight,), (fc.bias,))
     return (fc.weight, fc.bias, norm_weights(norm)) if made is None else (made, None, (None, None, norm.eps))
