@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import arms, gpu, models, ops, plot, timing, tune
+from benchmarks import arms, compare, gpu, models, ops, plot, timing, tune
 from benchmarks.arms import Arm, Case, measure
 from benchmarks.match import verdict
 from benchmarks.record import ROOT, Deadline, Late, Part
@@ -241,6 +241,19 @@ def test_tables_come_from_files_alone(tmp_path):
     full = plot.fill(readme, plot.load(tmp_path))
     assert "| m | 3 | **2** | 4 |" in full and "| m | forward | 4000.0 | 0.75 | 0.50 |" in full
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
+
+
+def test_comparing_two_trees(tmp_path):
+    """Oracle: ratios of hand-made times, medians over the rounds; rows without a match or a phase are no times."""
+    sides = {"before": ([4.0, 4.0], [2.0, 6.0]), "after": ([4.0, 2.0], [1.0, 3.0])}
+    found = {}
+    for side, (eager, ours) in sides.items():
+        (tmp_path / side).mkdir()
+        for turn in range(2):
+            rows = [row("eager", eager[turn]), row("ours eager", ours[turn]), row("wrong", 1.0, False), dict(case="x")]
+            (tmp_path / side / f"{turn}.json").write_text(fake("ops", rows))
+        compare.collect(tmp_path / side, found.setdefault(side, {}))
+    assert compare.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
 
 
 def test_the_readme_is_up_to_date():
