@@ -183,9 +183,8 @@ def measure(
     samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
     for name, text in (errors | failed).items():
         rows[name]["error"] = text
-    timings = {name: Timing.of(taken) for name, taken in samples.items()}
-    for name, timing in timings.items():
-        rows[name] |= _timing_columns(case, timing, timings.get(case.arms[0].name), phase)
+    for name, taken in samples.items():
+        rows[name] |= _timing_columns(case, taken, samples.get(case.arms[0].name), phase)
     return Measured(rows, samples)
 
 
@@ -213,11 +212,13 @@ def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, p
     return columns
 
 
-def _timing_columns(case: Case, timing: Timing, baseline: Timing | None, phase: str) -> dict:
-    """Microseconds, how many times faster than the baseline, and rates where the work was counted."""
+def _timing_columns(case: Case, taken: list[float], baseline: list[float] | None, phase: str) -> dict:
+    """Microseconds, how many times faster than the baseline, turn by turn, and rates where the work was counted."""
+    timing = Timing.of(taken)
     columns = asdict(timing)
     if baseline is not None:
-        columns["speedup"] = round(baseline.us / timing.us, 3)
+        pairs = Timing.of([theirs / ours for theirs, ours in zip(baseline, taken, strict=True)])
+        columns |= dict(speedup=round(pairs.us, 3), speedup_quartiles=[round(pairs.q1, 3), round(pairs.q3, 3)])
     if case.work and phase == "forward":
         flops, nbytes = case.work
         columns |= dict(flops=flops, bytes=nbytes)

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import statistics
 import time
 from functools import partial
 
@@ -98,6 +99,9 @@ def test_wrong_arms_have_no_time():
         assert found.rows["absent"]["reason"] == "not installed"
     assert forward.rows["NaN"]["worst"] == "output 0" and forward.rows["eager"]["within"] <= 0.5
     assert backward.rows["no gradient"]["worst"] == "gradient of weight[0]"
+    eager, other = forward.samples["eager"], forward.samples["in float32"]
+    ratios = [a / b for a, b in zip(eager, other, strict=True)]
+    assert forward.rows["in float32"]["speedup"] == round(statistics.median(ratios), 3)
     assert forward.rows["eager"]["speedup"] == 1.0 and forward.rows["eager"]["flops"] == 2 * 64 * 16 * 32
 
 
