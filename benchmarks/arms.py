@@ -43,7 +43,7 @@ class Case:
         truth: what the arms should compute, for arguments in float64.
         phases: "forward" (no gradients kept), "backward" (it alone), "training" (both).
         facts: columns that every row carries: op or model, batch, and so on.
-        work: flops and bytes of the forward pass that nobody can avoid, where somebody counted them.
+        work: flops and bytes of the forward pass that nobody can avoid, None where they were not counted.
         learning: (call, arguments) → the tensors that gradients are asked of, by name.
     """
 
@@ -54,7 +54,7 @@ class Case:
     truth: Callable
     phases: tuple[str, ...] = ("forward", "backward")
     facts: dict = field(default_factory=dict)
-    work: tuple[float, float] | None = None
+    work: tuple[float, float | None] | None = None
     learning: Callable[[Callable, dict], Named] = lambda call, arguments: named_leaves(arguments)
 
 
@@ -221,6 +221,6 @@ def _timing_columns(case: Case, taken: list[float], baseline: list[float] | None
         columns |= dict(speedup=round(pairs.us, 3), speedup_quartiles=[round(pairs.q1, 3), round(pairs.q3, 3)])
     if case.work and phase == "forward":
         flops, nbytes = case.work
-        columns |= dict(flops=flops, bytes=nbytes)
-        columns |= dict(tflops=round(rate(flops, timing.us), 2), tbs=round(rate(nbytes, timing.us), 3))
+        columns |= dict(flops=flops, tflops=round(rate(flops, timing.us), 2))
+        columns |= {} if nbytes is None else dict(bytes=nbytes, tbs=round(rate(nbytes, timing.us), 3))
     return columns

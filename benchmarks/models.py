@@ -109,7 +109,7 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
         base = base.to(dtype).train(run.training).requires_grad_(run.training)
         truth = copy.deepcopy(base).double()
         arms = [arm for arm in _arms(run, base, first, dtype, device)]
-    work = flops(base) * run.batch, 0.0
+    work = flops(base) * run.batch, None
     truth = Forward(truth, partial(switched, "torch"))
     return _finished(run, dtype, device, arms, truth, base.patch_embed.img_size, work)
 
@@ -121,7 +121,7 @@ def _finished(
     arms: list[Arm],
     truth: Forward,
     size: tuple[int, int],
-    work: tuple[float, float] | None,
+    work: tuple[float, float | None] | None,
 ) -> Case:
     """The case, with all modules in the mode that it asks for."""
     for call in (truth, *(arm.call for arm in arms if arm.reason is None)):
