@@ -6,8 +6,24 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
 from .from_torch import patch_conv
-from .fused import Branch, add, body, finish, four_axes, fuses, head_norms, original, project, scores_mask, whole
-from .parts import DROPOUT, IDENTITY, LINEARS, Attention, Mlp, Packed, activation, idle, kind, own, readable, watched
+from .fused import Branch, add, body, finish, fuses, original, project, whole
+from .parts import (
+    DROPOUT,
+    IDENTITY,
+    LINEARS,
+    Attention,
+    Mlp,
+    Packed,
+    activation,
+    four_axes,
+    head_norms,
+    idle,
+    kind,
+    own,
+    readable,
+    scores_mask,
+    watched,
+)
 
 
 def _dropped(module: nn.Module) -> str | None:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .fused import Branch, add, body, fuses, original, scores_mask, whole
-from .parts import Attention, Mlp, activation, watched
+from .fused import Branch, add, body, fuses, original, whole
+from .parts import Attention, Mlp, activation, scores_mask, watched
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
 

@@ -41,7 +41,6 @@ from .parts import (
     watched,
 )
 
-MASKED = -1e30  # below it a score is a mask: it would swallow the logarithm of the sum of a row's exponentials
 Reader = Callable[..., Attention | Mlp | str]
 
 READERS: dict[str, Reader] = {}  # type of a body → its reader, called with the body and the rest of its arguments
@@ -159,7 +158,6 @@ def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, stats: Tensor | N
     else:
         x, weights = _read(x, norm)
         fc1, weights = _folded(x, weights, parts.fc1)
-        stats = None if weights is None else stats
         bare = parts.last is None or readable(parts.last, IDENTITY)
         if bare and readable(parts.fc2, LINEARS) and all(idle(d) for d in parts.drops):
             fc2 = parts.fc2.weight, parts.fc2.bias
@@ -187,7 +185,7 @@ def project(x: Tensor, layers: tuple[Layer, ...], norm: nn.Module | None = None,
     (weight, bias), weights = _folded(x, weights, layers)
     if isinstance(weight, tuple) and not isinstance(weight, Folded):
         weight, bias = packed(weight, (None,) * len(weight) if bias is None else bias)
-    return linear(x, weight, bias, norm=weights, stats=None if weights is None else stats)
+    return linear(x, weight, bias, norm=weights, stats=stats)
 
 
 def finish(
@@ -262,26 +260,6 @@ def _add(x: Tensor, branch: Branch, stats: Tensor | None, return_stats: bool) ->
     y = y if drop is None else drop(y)
     y = scaled(y if scale is None else scale(y), gamma, None)
     return x + (y if drop_path is None else drop_path(y)), None
-
-
-def four_axes(bias: Tensor | None) -> Tensor | None:
-    """A bias that broadcasts to [B, H, Nq, Nk], with all four axes."""
-    return bias if bias is None else bias[(None,) * (4 - bias.dim())]
-
-
-def scores_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask with all four axes, and with finfo.min and the like as −inf.
-
-    A query that may attend to nothing then gets 0 and no gradient.
-    """
-    if mask is None or mask.dtype == torch.bool:
-        return four_axes(mask)
-    return four_axes(mask.masked_fill(mask < MASKED, float("-inf")))
-
-
-def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The norms of queries and keys; None where both do nothing."""
-    return None if readable(q_norm, IDENTITY) and readable(k_norm, IDENTITY) else (q_norm, k_norm)
 
 
 def _read(x: Tensor, norm: nn.Module | None):

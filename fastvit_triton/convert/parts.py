@@ -74,6 +74,7 @@ class Mlp(NamedTuple):
     last: nn.Module | None = None
 
 
+MASKED = -1e30  # below it a score is a mask: it would swallow the logarithm of the sum of a row's exponentials
 LAYER_NORMS = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
 LINEARS = ("torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear")
 IDENTITY = ("torch.nn.modules.linear.Identity",)
@@ -200,3 +201,23 @@ def sample_scale(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
         kept = x.new_empty(x.shape[0]).bernoulli_(keep)
         return kept.div_(keep) if keep > 0 and drop_path.scale_by_keep else kept
     return torch.rand(x.shape[0], dtype=x.dtype, device=x.device).add(keep).floor().div(keep)
+
+
+def four_axes(bias: Tensor | None) -> Tensor | None:
+    """A bias that broadcasts to [B, H, Nq, Nk], with all four axes."""
+    return bias if bias is None else bias[(None,) * (4 - bias.dim())]
+
+
+def scores_mask(mask: Tensor | None) -> Tensor | None:
+    """A mask with all four axes, and with finfo.min and the like as −inf.
+
+    A query that may attend to nothing then gets 0 and no gradient.
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return four_axes(mask)
+    return four_axes(mask.masked_fill(mask < MASKED, float("-inf")))
+
+
+def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """The norms of queries and keys; None where both do nothing."""
+    return None if readable(q_norm, IDENTITY) and readable(k_norm, IDENTITY) else (q_norm, k_norm)
