@@ -5,7 +5,9 @@ rest goes to Inductor with the caller's mode and options. A graph in which no ke
 Every decision is in the log "fastvit_triton.convert.backend" at level INFO, and in `report`.
 """
 
+import copy
 import logging
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -128,9 +130,9 @@ def rewrite(graph: fx.GraphModule) -> Decisions:
 
 
 def _path(node: fx.Node) -> str:
-    """The innermost module that a node comes from, without Dynamo's own words."""
+    """The innermost module that a node comes from, by its name in the model."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return stack[-1][0].removeprefix("L['self'].").removeprefix("L['fn'].") if stack else ""
+    return re.sub(r"^L\['\w+'\]\.?|^.*__closure__\S*\.?", "", stack[-1][0]) if stack else ""
 
 
 def report(model: nn.Module, *inputs: object, **options: object) -> Decisions:
@@ -141,17 +143,15 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Decisions:
     found: list[Decision] = []
 
     def look(graph, _):
-        original = graph.__copy__()
-        original.graph = fx.Graph()
-        original.graph.output(original.graph.graph_copy(graph.graph, {}))
-        found.extend(rewrite(graph).rows)
-        return original.forward
+        twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        found.extend(rewrite(twin).rows)
+        return graph.forward
 
     def call(*inputs, **options):
         return model(*inputs, **options)
 
     fresh = call.__code__.replace()  # Dynamo keeps what it compiled by code object
-    torch.compile(types.FunctionType(fresh, {}, "call", None, call.__closure__), backend=look)(*inputs, **options)
+    torch.compile(types.FunctionType(fresh, call.__globals__, "call", None, call.__closure__), backend=look)(*inputs, **options)
     return Decisions(tuple(found))
 
 

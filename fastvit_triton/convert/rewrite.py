@@ -15,8 +15,9 @@ from torch import fx
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from ..kernels.op import why_not
+from .attention_patterns import attend, attend_packed
 from .graph import Regions, equal, kind, operands, order, outside, read, shape, tensors, value
-from .patterns import Call, Match, attend, attend_packed, branch, embed, normalize
+from .patterns import Call, Match, branch, embed, normalize
 
 
 class Rewriter:
@@ -39,9 +40,14 @@ class Rewriter:
             self._expand(node)
         for node in self._all("layer_norm"):
             self._pack(node)
-        for patterns in ((attend_packed, attend), (branch, embed), (normalize,)):
+        for patterns in ((attend_packed, attend), (branch, embed)):
             for node in reversed(list(self.graph.nodes)):
                 self._first(node, patterns)
+        for node in self._all("layer_norm"):
+            if self.became:
+                self._first(node, (normalize,))
+            else:
+                self.why[node.name] = "nothing around it runs on a kernel, so Inductor fuses it with its neighbours"
         self._hand_on_statistics()
         self.graph.lint()
 
