@@ -22,6 +22,7 @@ ARROWS = {
     "layers": {"kernels", "layers"},
     "models": {"kernels", "layers", "models"},
     "train": {"train", "files"},
+    "convert": {"kernels", "convert"},
     "files": set(),
     "weights": {"layers", "models", "files", "weights"},
     "cli": {"kernels", "models", "train", "weights", "files"},

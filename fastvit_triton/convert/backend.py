@@ -151,7 +151,10 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Decisions:
         return model(*inputs, **options)
 
     fresh = call.__code__.replace()  # Dynamo keeps what it compiled by code object
-    torch.compile(types.FunctionType(fresh, call.__globals__, "call", None, call.__closure__), backend=look)(*inputs, **options)
+    run = types.FunctionType(fresh, call.__globals__, "call", None, call.__closure__)
+    torch.compile(run, backend=look)(*inputs, **options)
+        *inputs, **options
+    )
     return Decisions(tuple(found))
 
 

@@ -146,8 +146,15 @@ def _activated(node: fx.Node) -> tuple[str | None, fx.Node, list[fx.Node]]:
         return name, read(node)["input"], [node]
     if kind(node) in ("silu", "relu"):
         return kind(node), read(node)["input"], [node]
-    if kind(node) == "mul":  # x · sigmoid(1.702 x)
-        for x, gate in (node.args, node.args[::-1]):
+    if kind(node) == "mul":
+        for gate, x in (node.args, node.args[::-1]):  # silu(first half) · second half
+            if kind(gate) == "silu" and kind(half := read(gate)["input"]) == kind(x) == "getitem":
+                whole = half.args[0]
+                given = read(whole) if kind(whole) == "chunk" else {}
+                halves = given.get("chunks") == 2 and given.get("dim", 0) in (-1, len(shape(given["input"])) - 1)
+                if halves and (half.args[1], x.args[1], x.args[0]) == (0, 1, whole):
+                    return "swiglu", given["input"], [node, gate, half, x, whole]
+        for x, gate in (node.args, node.args[::-1]):  # x · sigmoid(1.702 x)
             if kind(gate) == "sigmoid" and kind(times := read(gate)["input"]) == "mul":
                 if times.args in ((x, 1.702), (1.702, x)):
                     return "quick_gelu", x, [node, gate, times]

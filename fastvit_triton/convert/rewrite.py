@@ -171,19 +171,20 @@ class Rewriter:
         if len(users) < 2 or len(layers) < len(users) or why_not(x.device, x.dtype) is not None:
             return
         weights, biases = tuple(n["weight"] for n in layers), tuple(n.get("bias") for n in layers)
-        fits = all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights) and len(set(weights)) == len(users)
-        if not fits or (any(b is None for b in biases) and any(b is not None for b in biases)):
-            self.why[norm.name] = "the layers behind it have unequal sizes, or biases only in part"
+        first, fits = users[0], all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights)
+        if not fits or not self.regions.together(users):
+            self.why[norm.name] = "the layers behind it have unequal sizes, or a mode of PyTorch changes between them"
             return
-        sources = [n for n in (*weights, *biases) if n is not None]
-        first = self.regions.place(users[0])
-        if not self.regions.together(users) or any(self.regions.place(n) > first for n in sources):
+        if any(self.regions.place(n) > self.regions.place(first) for n in operands(weights, biases)):
             return
-        bias = None if biases[0] is None else Call(torch.cat, (biases,))
-        whole = self._insert(users[0], F.linear, norm, Call(torch.cat, (weights,)), bias)
-        parts = self._insert(users[0], torch.chunk, whole, len(users), -1)
-        for i, node in enumerate(users):
-            part = self._insert(users[0], operator.getitem, parts, i)
+        bias = None
+        if any(b is not None for b in biases):
+            filled = (Call(_zeros, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
+            bias = Call(torch.cat, (tuple(filled),))
+        whole = self._insert(first, F.linear, norm, Call(torch.cat, (weights,)), bias)
+        chunks = self._insert(first, torch.chunk, whole, len(users), -1)
+        parts = [self._insert(first, operator.getitem, chunks, i) for i in range(len(users))]
+        for node, part in zip(users, parts, strict=True):
             self._replace(node, part)
             self.became[node.name] = "linear"
             self.graph.erase_node(node)
@@ -217,6 +218,11 @@ class Rewriter:
         for user in users:
             user.replace_input_with(maker, y)
         return y, stats
+
+
+def _zeros(weight: torch.Tensor) -> torch.Tensor:
+    """The bias [F] of a layer that has none, beside layers that have one."""
+    return weight.new_zeros(weight.shape[0])
 
 
 def _values(argument: object) -> object:
