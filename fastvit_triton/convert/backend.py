@@ -153,8 +153,6 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Decisions:
     fresh = call.__code__.replace()  # Dynamo keeps what it compiled by code object
     run = types.FunctionType(fresh, call.__globals__, "call", None, call.__closure__)
     torch.compile(run, backend=look)(*inputs, **options)
-        *inputs, **options
-    )
     return Decisions(tuple(found))
 
 
