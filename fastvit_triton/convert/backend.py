@@ -21,7 +21,7 @@ from .graph import kind, value
 from .rewrite import Rewriter
 
 NAME = "fastvit_triton"
-CANDIDATES = ("conv2d", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu")
+CANDIDATES = ("conv2d", "encoder_layer", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu")
 CANDIDATES += ("scaled_dot_product_attention", "softmax")
 
 log = logging.getLogger(__name__)

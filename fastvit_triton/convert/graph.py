@@ -20,6 +20,11 @@ ARGUMENTS = {
     "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     "div": ("input", "other", "rounding_mode"),
     "dropout": ("input", "p", "training", "inplace"),
+    "encoder_layer": (
+        *("src", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "out_proj_weight"),
+        *("out_proj_bias", "use_gelu", "norm_first", "eps", "gain1", "shift1", "gain2", "shift2"),
+        *("weight1", "bias1", "weight2", "bias2", "mask", "mask_type"),
+    ),
     "expand": ("input",),
     "gelu": ("input", "approximate"),
     "getitem": ("input", "index"),
@@ -48,6 +53,7 @@ FUNCTIONS = {
     "conv2d": (F.conv2d,),
     "div": (operator.truediv, torch.div),
     "dropout": (F.dropout,),
+    "encoder_layer": (torch._transformer_encoder_layer_fwd,),  # nn.TransformerEncoderLayer in inference
     "gelu": (F.gelu,),
     "getitem": (operator.getitem,),
     "layer_norm": (F.layer_norm,),
@@ -212,9 +218,8 @@ class Regions:
 
     def together(self, nodes: list[fx.Node]) -> bool:
         """No node between these writes what one of them reads, and all run in the same modes."""
-        first = min(self._place[node] for node in nodes)
-        read = {root(source) for node in nodes for source in node.all_input_nodes}
-        return len({self._region[n] for n in nodes}) == 1 and all(self._written.get(r, -1) < first for r in read)
+        written = any(self._written.get(root(r), -1) > self._place[n] for n in nodes for r in n.all_input_nodes)
+        return not written and len({self._region[n] for n in nodes}) == 1
 
     def place(self, node: fx.Node) -> int:
         """Where a node stands in the graph as it was captured."""

@@ -7,6 +7,7 @@ were traced.
 
 import operator
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,12 @@ class Rewriter:
 
     def run(self) -> None:
         """All rewrites, in an order in which none hides another."""
+        for node in self.graph.find_nodes(op="call_method", target="new_empty"):
+            self._unbind(node)
         for node in self._all("multi_head_attention"):
             self._expand(node)
+        for node in self._all("encoder_layer"):
+            self._expand_layer(node)
         for node in self._all("layer_norm"):
             self._pack(node)
         for patterns in ((attend_packed, attend), (branch, embed)):
@@ -135,21 +140,34 @@ class Rewriter:
             if node is new or kind(node) in ("transpose", "permute", "reshape"):
                 readers += node.users
 
+    def _unbind(self, node: fx.Node) -> None:
+        """Memory made like the end of a branch, for drop-path's draw, is made like an input: it reads no values."""
+        like = value(node)
+        inputs = (n for n in self.graph.find_nodes(op="placeholder") if value(n) is not None)
+        source = next((n for n in inputs if like is not None and value(n).device == like.device), None)
+        if source is not None:
+            node.args = (source, *node.args[1:])
+            node.kwargs = {"dtype": like.dtype, **node.kwargs}
+
+    def _self_attention(self, before: fx.Node, x: fx.Node, given: dict) -> fx.Node:
+        """Self-attention on x [B, N, D] as `F.multi_head_attention_forward` computes it, before a node."""
+        call, heads = partial(self._insert, before), given["num_heads"]
+        qkv = call(F.linear, x, given["in_proj_weight"], given["in_proj_bias"])  # [B, N, 3·H·D]
+        split = call(torch.unflatten, qkv, -1, (3, heads, given["embed_dim_to_check"] // heads))
+        parts = call(torch.unbind, call(torch.permute, split, (2, 0, 3, 1, 4)), 0)
+        o = call(F.scaled_dot_product_attention, *(call(operator.getitem, parts, i) for i in range(3)))
+        merged = call(torch.flatten, call(torch.transpose, o, 1, 2), 2)
+        return call(F.linear, merged, given["out_proj_weight"], given["out_proj_bias"])
+
     def _expand(self, node: fx.Node) -> None:
         """`F.multi_head_attention_forward` of one tensor becomes the calls that it makes inside."""
         given = read(node)
-        query, heads = given["query"], given["num_heads"]
         if (reason := _unusual(node, given)) is not None:
             self.why[node.name] = reason
             return
+        query = given["query"]
         x = query.args[0] if order(query) == (1, 0, 2) else self._insert(node, torch.transpose, query, 0, 1)
-        qkv = self._insert(node, F.linear, x, given["in_proj_weight"], given["in_proj_bias"])  # [B, N, 3·H·D]
-        split = self._insert(node, torch.unflatten, qkv, -1, (3, heads, given["embed_dim_to_check"] // heads))
-        parts = self._insert(node, torch.unbind, self._insert(node, torch.permute, split, (2, 0, 3, 1, 4)), 0)
-        q, k, v = (self._insert(node, operator.getitem, parts, i) for i in range(3))
-        o = self._insert(node, F.scaled_dot_product_attention, q, k, v)
-        merged = self._insert(node, torch.flatten, self._insert(node, torch.transpose, o, 1, 2), 2)
-        y = self._insert(node, F.linear, merged, given["out_proj_weight"], given["out_proj_bias"])
+        y = self._self_attention(node, x, given)
         for item in list(node.users):
             for reader in list(item.users):
                 if order(reader) == (1, 0, 2):  # back to [B, N, D], where y is already
@@ -162,6 +180,36 @@ class Rewriter:
         self.graph.erase_node(node)
         if not query.users:
             self.graph.erase_node(query)
+
+    def _expand_layer(self, node: fx.Node) -> None:
+        """The one call that `nn.TransformerEncoderLayer` makes in inference becomes what it does in training."""
+        given, call = read(node), partial(self._insert, node)
+        x, width, size = given["src"], given["embed_dim_to_check"], value(given["src"])
+        if given.get("mask") is not None or len(shape(x)) != 3:
+            self.why[node.name] = "it has a mask, or no axes [B, N, D]"
+            return
+        if (reason := why_not(size.device, size.dtype, width // given["num_heads"])) is not None:
+            self.why[node.name] = reason
+            return
+
+        def norm(x, which):
+            gain, shift = given[f"gain{which}"], given[f"shift{which}"]
+            return call(F.layer_norm, x, (width,), gain, shift, given["eps"])
+
+        def hidden(x):
+            h = call(F.linear, x, given["weight1"], given["bias1"])
+            h = call(F.gelu if given["use_gelu"] else F.relu, h)
+            return call(F.linear, h, given["weight2"], given["bias2"])
+
+        if given["norm_first"]:
+            x = call(operator.add, x, self._self_attention(node, norm(x, 1), given))
+            x = call(operator.add, x, hidden(norm(x, 2)))
+        else:
+            x = norm(call(operator.add, x, self._self_attention(node, x, given)), 1)
+            x = norm(call(operator.add, x, hidden(x)), 2)
+        self._replace(node, x)
+        self.became[node.name] = "attention_qkv, mlp"
+        self.graph.erase_node(node)
 
     def _pack(self, norm: fx.Node) -> None:
         """Linear layers that alone read one LayerNorm, as queries, keys and values do, become one."""
