@@ -20,6 +20,7 @@ from interpreter import interpreting
 from timm.models import convnext, densenet, metaformer, mlp_mixer, regnet, resnet
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.two_tensor import TwoTensor
 
 from benchmarks.launches import recording
 from fastvit_triton import create_model
@@ -183,9 +184,60 @@ def test_drop_path_is_drawn_as_before(gpu):
     assert len(scaled) == 4  # both branches of the two blocks that drop
 
 
+def test_checkpointed_blocks_are_rewritten(gpu):
+    """Oracle: the model itself; each block is a graph of its own."""
+    model = build("timm_vit").train()
+    model.set_grad_checkpointing(True)
+    eager = check(model, inputs("timm_vit"))
+    assert [row.became for row in eager.rows].count("mlp") == 2 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["timm_deit3", "hf_vit_eager"])
+def test_autocast(name, dtype, gpu):
+    """Oracle: the model under the same autocast, in dtype and value; truth in float64."""
+
+    def run(model, given):
+        with torch.autocast("cpu", dtype, enabled=given.dtype != torch.float64):
+            return outputs(model, given)
+
+    plain = build(name, torch.float32).train()
+    images, eager = inputs(name, torch.float32), Eager()
+
+    def inside(model, given):  # autocast is on when the graph is captured, and no part of it
+        with torch.autocast("cpu", dtype):
+            return torch.compile(outputs, backend=eager, fullgraph=True)(model, given)
+
+    baseline, truth = results(run, plain, images), results(run, copy.deepcopy(plain).double(), images.double())
+    for compiled in (inside, torch.compile(run, backend=eager, fullgraph=True)):
+        assert compiled(plain, images).dtype == run(plain, images).dtype
+        assert_within_budget(results(compiled, plain, images), baseline, truth, dtype)
+    assert {"patch_embed", "linear", "mlp"} <= eager.became
+
+
+def test_subclasses_of_tensor_are_left(gpu):
+    """Oracle: eager; a quantised or sharded weight is such a tensor, and its own rules compute with it."""
+    weight, x, eager = TwoTensor(W24, W24.clone()), torch.randn(X), Eager()
+    got = torch.compile(lambda x, w: F.gelu(F.linear(norm(x), w)), backend=eager, fullgraph=True)(x, weight)
+    assert not eager.became and torch.equal(got.a, F.gelu(layer(x, W24)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_transforms_inside_a_graph(gpu):
+    """Oracle: torch.func in eager."""
+
+    def loss(x):
+        return F.gelu(layer(x, W)).square().sum()
+
+    x, eager = torch.randn(X), Eager()
+    for transform in (torch.func.grad(loss), torch.func.vmap(loss)):
+        got, want = torch.compile(transform, backend=eager, fullgraph=True)(x), transform(x)
+        assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
+
+
 FOREIGN = {
     "resnet": lambda: resnet.ResNet(resnet.BasicBlock, (1, 1, 1, 1), num_classes=4),
-    "regnet": lambda: regnet.RegNet(regnet.RegNetCfg(depth=4, w0=8, wa=8.0, wm=2.0, group_size=8), num_classes=4),
+    "regnet": lambda: regnet.RegNet(regnet.RegNetCfg(depth=4, w0=8, wa=8.0, wm=1.3, group_size=8), num_classes=4),
     "densenet": lambda: densenet.DenseNet(8, (1, 1), num_classes=4),
     "mobilenetv3": lambda: timm.create_model("mobilenetv3_small_050", num_classes=4),
     "efficientnet": lambda: timm.create_model("efficientnet_lite0", num_classes=4),
@@ -238,7 +290,7 @@ def test_kernels_run_forward_and_backward(name):
         assert f"fastvit_triton.{op}.default" in eager.nodes
 
 
-@pytest.mark.parametrize("name", ["timm_vit", "hf_vit", "torchvision_vit"])
+@pytest.mark.parametrize("name", ["timm_vit", "hf_vit"])
 def test_a_dynamic_batch_compiles_once(name, gpu):
     """Oracle: graphs after the first batch and after another; mark_dynamic raises where a size is specialised."""
     model, eager, graphs = build(name, torch.float32).eval(), Eager(), 0
@@ -481,9 +533,11 @@ def test_inductor_compiles_what_is_left():
 def test_decisions_are_logged_and_reported(caplog):
     """Oracle: the sentences; twelve reports of a model compile nothing that a later one could run into."""
     model, images = build("timm_vit", torch.float32), inputs("timm_vit", torch.float32)
+    small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    for _ in range(12):
+        assert len(backend.report(small, torch.randn(2, 3, 8)).left) == 2
     with interpreting():
-        for _ in range(12):
-            found = backend.report(model, images)
+        found = backend.report(model, images)
     assert [row.path for row in found.rows[:3]] == ["patch_embed.proj", "blocks.0.norm1", "blocks.0.attn.qkv"]
     assert [row.became for row in found.rows[:4]] == ["patch_embed", "linear", "linear", "attention_qkv"]
     assert str(found).endswith("18 of 19 candidates run on a kernel.") and "head" in str(found)

@@ -208,3 +208,22 @@ def _unpacked(found: Attention, inner: list[fx.Node]) -> fx.Node | None:
         return None
     inner.append(split)
     return split.args[0]
+
+
+def unlike_self_attention(node: fx.Node) -> str | None:
+    """Why a call of `F.multi_head_attention_forward` stays; None where it is self-attention and nothing else."""
+    given = read(node)
+    query, E, weight = given["query"], given["embed_dim_to_check"], given["in_proj_weight"]
+    if given["key"] is not query or given["value"] is not query or len(shape(query)) != 3 or weight is None:
+        return "its queries, keys and values are not one tensor [N, B, D]"
+    if any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask", "bias_k", "static_k", "static_v")):
+        return "it has a mask, or keys and values of its own"
+    if given.get("add_zero_attn") or given.get("use_separate_proj_weight") or given.get("is_causal"):
+        return "it is causal, or its projections are apart"
+    if given["dropout_p"] != 0 and given.get("training", True):
+        return "it drops attention probabilities"
+    if any(kind(user) != "getitem" or user.args[1] != 0 for user in node.users):
+        return "its attention weights are read"
+    if not isinstance(E, int) or not equal(shape(weight), (3 * E, E)):
+        return "its projection is not one of [3, H, D]"
+    return None

@@ -109,24 +109,29 @@ backend.reset = _reset
 
 
 def rewrite(graph: fx.GraphModule) -> Decisions:
-    """Rewrites a captured graph in place, or leaves it untouched where nothing in it can run on a kernel."""
+    """Rewrites a captured graph in place, and the checkpointed parts in it; leaves alone what no kernel could run."""
+    rows = [row for part in _bodies(graph) for row in rewrite(part).rows]
     candidates = [(node.name, _path(node), kind(node)) for node in graph.graph.nodes if kind(node) in CANDIDATES]
     found = [t for node in graph.graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
     reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in found)]
     if not candidates or all(reasons):
-        return Decisions(tuple(Decision(path, call, None, next(iter(reasons), None)) for _, path, call in candidates))
+        why = next(iter(reasons), "it computes nothing in floating point")
+        return Decisions((*rows, *(Decision(path, call, None, why) for _, path, call in candidates)))
     rewriter = Rewriter(graph.graph)
     rewriter.run()
     if rewriter.became:
         graph.recompile()
-    return Decisions(
-        tuple(
-            Decision(path, call, rewriter.became[name])
-            if name in rewriter.became
-            else Decision(path, call, None, rewriter.why.get(name, "nothing it could be fused with"))
-            for name, path, call in candidates
-        )
-    )
+    for name, path, call in candidates:
+        became = rewriter.became.get(name)
+        why = rewriter.why.get(name, "nothing it could be fused with")
+        rows.append(Decision(path, call, became, None if became else why))
+    return Decisions(tuple(rows))
+
+
+def _bodies(graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The parts that `torch.utils.checkpoint` runs, each a graph of its own."""
+    calls = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+    return [graph.get_submodule(node.args[0].target) for node in calls]
 
 
 def _path(node: fx.Node) -> str:

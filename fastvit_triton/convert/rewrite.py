@@ -16,7 +16,7 @@ from torch import fx
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from ..kernels.op import why_not
-from .attention_patterns import attend, attend_packed
+from .attention_patterns import attend, attend_packed, unlike_self_attention
 from .graph import Regions, equal, kind, operands, order, outside, read, shape, tensors, value
 from .patterns import Call, Match, branch, embed, normalize
 
@@ -104,8 +104,11 @@ class Rewriter:
             return "between its parts memory is written or a mode of PyTorch changes"
         if len({t.device for t in tensors(match.args, match.kwargs)}) > 1:
             return "its tensors lie on several devices"
-        with self.fake, self.regions.modes(anchor):
-            got = match.function(*_values(match.args), **_values(match.kwargs))
+        try:
+            with self.fake, self.regions.modes(anchor):
+                got = match.function(*_values(match.args), **_values(match.kwargs))
+        except ValueError as error:  # the function says what does not fit
+            return str(error)
         if got.dtype != want.dtype or not equal(tuple(got.shape), tuple(want.shape)):
             return f"it would give {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
         return None
@@ -149,6 +152,9 @@ class Rewriter:
             node.args = (source, *node.args[1:])
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
 
+    def _unusable(self, x: fx.Node, given: dict) -> str | None:
+        return why_not(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
+
     def _self_attention(self, before: fx.Node, x: fx.Node, given: dict) -> fx.Node:
         """Self-attention on x [B, N, D] as `F.multi_head_attention_forward` computes it, before a node."""
         call, heads = partial(self._insert, before), given["num_heads"]
@@ -161,11 +167,11 @@ class Rewriter:
 
     def _expand(self, node: fx.Node) -> None:
         """`F.multi_head_attention_forward` of one tensor becomes the calls that it makes inside."""
-        given = read(node)
-        if (reason := _unusual(node, given)) is not None:
+        given, query = read(node), read(node)["query"]
+        reason = unlike_self_attention(node) or self._unusable(query, given)
+        if reason is not None:
             self.why[node.name] = reason
             return
-        query = given["query"]
         x = query.args[0] if order(query) == (1, 0, 2) else self._insert(node, torch.transpose, query, 0, 1)
         y = self._self_attention(node, x, given)
         for item in list(node.users):
@@ -184,17 +190,15 @@ class Rewriter:
     def _expand_layer(self, node: fx.Node) -> None:
         """The one call that `nn.TransformerEncoderLayer` makes in inference becomes what it does in training."""
         given, call = read(node), partial(self._insert, node)
-        x, width, size = given["src"], given["embed_dim_to_check"], value(given["src"])
-        if given.get("mask") is not None or len(shape(x)) != 3:
-            self.why[node.name] = "it has a mask, or no axes [B, N, D]"
-            return
-        if (reason := why_not(size.device, size.dtype, width // given["num_heads"])) is not None:
+        x, width = given["src"], given["embed_dim_to_check"]
+        masked = given.get("mask") is not None or len(shape(x)) != 3
+        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(x, given)
+        if reason is not None:
             self.why[node.name] = reason
             return
 
-        def norm(x, which):
-            gain, shift = given[f"gain{which}"], given[f"shift{which}"]
-            return call(F.layer_norm, x, (width,), gain, shift, given["eps"])
+        def norm(x, i):
+            return call(F.layer_norm, x, (width,), given[f"gain{i}"], given[f"shift{i}"], given["eps"])
 
         def hidden(x):
             h = call(F.linear, x, given["weight1"], given["bias1"])
@@ -282,21 +286,3 @@ def _values(argument: object) -> object:
     if isinstance(argument, dict):
         return {name: _values(a) for name, a in argument.items()}
     return type(argument)(_values(a) for a in argument) if isinstance(argument, (tuple, list)) else argument
-
-
-def _unusual(node: fx.Node, given: dict) -> str | None:
-    """Why a call of `F.multi_head_attention_forward` stays; None where it is self-attention and nothing else."""
-    query, E, weight = given["query"], given["embed_dim_to_check"], given["in_proj_weight"]
-    if given["key"] is not query or given["value"] is not query or len(shape(query)) != 3 or weight is None:
-        return "its queries, keys and values are not one tensor [N, B, D]"
-    if any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask", "bias_k", "static_k", "static_v")):
-        return "it has a mask, or keys and values of its own"
-    if given.get("add_zero_attn") or given.get("use_separate_proj_weight") or given.get("is_causal"):
-        return "it is causal, or its projections are apart"
-    if given["dropout_p"] != 0 and given.get("training", True):
-        return "it drops attention probabilities"
-    if any(kind(user) != "getitem" or user.args[1] != 0 for user in node.users):
-        return "its attention weights are read"
-    if not isinstance(E, int) or not equal(shape(weight), (3 * E, E)):
-        return "its projection is not one of [3, H, D]"
-    return why_not(value(query).device, value(query).dtype, E // given["num_heads"])
