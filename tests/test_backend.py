@@ -363,6 +363,20 @@ def writes_source(x):
     return h + x
 
 
+def writes_scale(x):
+    """The draw is written to after it was read and before the branch ends."""
+    draw = x.new_empty(2, 1, 1).fill_(0.5)
+    h = F.linear(x.detach(), W24) * draw
+    draw.mul_(3.0)
+    return h + x
+
+
+def wide_values(x):
+    """Scores in bfloat16, values in float32: no one kernel has both."""
+    q = heads(x).bfloat16()
+    return (q @ q.transpose(2, 3)).softmax(-1, torch.float32) @ heads(x)
+
+
 def other_mode(x):
     """The LayerNorm learns nothing; the layer does."""
     with torch.no_grad():
@@ -388,6 +402,17 @@ def heads(x):
     return x.unflatten(-1, (3, 8)).transpose(1, 2)
 
 
+def mixed(x, which):
+    """q, k and v from the thirds of one projection, in this order."""
+    parts = x.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+    return [parts[i] for i in which]
+
+
+def merged(q, k, v):
+    """Attention with its heads merged."""
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 def by_hand(x, bias=None, dim=-1, turned=True):
     """softmax(0.3 · q kᵀ + bias) v."""
     q = k = v = heads(x)
@@ -408,6 +433,8 @@ CASES = {
     "norm over two axes": (lambda x: F.gelu(F.linear(F.layer_norm(x, (5, 24)), W)), {"linear"}),
     "written norm": (written, {"linear", "layer_norm"}),
     "written source": (writes_source, LEFT),
+    "written scale": (writes_scale, {"linear"}),
+    "wide values": (wide_values, LEFT),
     "another mode": (other_mode, {"linear", "layer_norm"}),
     "another autocast": (other_autocast, LEFT),
     "inside autocast": (in_autocast, {"mlp"}),
@@ -418,17 +445,20 @@ CASES = {
     "quick gelu": (lambda x: (h := layer(x, W)) * torch.sigmoid(1.702 * h), {"linear"}),
     "slow gelu": (lambda x: (h := F.linear(x, W)) * torch.sigmoid(1.7 * h), LEFT),
     "swiglu": (lambda x: F.silu((h := layer(x, W).chunk(2, -1))[0]) * h[1], {"linear"}),
+    "swiglu of one half": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[0]) * h[0], LEFT),
     "swiglu, gate last": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[1]) * h[0], LEFT),
     "residual broadcast": (lambda x: F.linear(x, W24) + x[:1], LEFT),
     "residual scaled": (lambda x: torch.add(x, F.linear(x, W24), alpha=2), LEFT),
     "gamma": (lambda x: x + W24[0] * F.linear(x, W24), {"linear"}),
-    "a scale for each token": (lambda x: x + x[..., :1] * F.linear(x, W24), {"linear"} & LEFT),
+    "a scale for each token": (lambda x: x + x[..., :1] * F.linear(x, W24), LEFT),
     "a scale that learns": (lambda x: x + x[:, :1, :1] * F.linear(x, W24), LEFT),
     "bare": (lambda x: F.linear(x, W24), LEFT),
     "causal": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, is_causal=True), LEFT),
     "dropped attention": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, None, 0.5), LEFT),
     "mask": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK), {"attention"}),
     "mask of keys": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK[:1] > 0), {"attention"}),
+    "mixed heads": (lambda x: merged(*mixed(x, (1, 0, 2))), {"attention"}),
+    "sorted heads": (lambda x: merged(*mixed(x, (0, 1, 2))), {"attention_qkv"}),
     "no heads": (lambda x: F.scaled_dot_product_attention(x, x, x), LEFT),
     "by hand": (by_hand, {"attention"}),
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
@@ -452,7 +482,7 @@ def test_only_what_is_the_same_is_rewritten(case, gpu):
         found.append([*y, *torch.autograd.grad(sum(t.float().square().sum() for t in y), leaf)])
     assert eager.became == expected, eager.rows
     assert all(row.became or row.why for row in eager.rows)
-    half = any(t.dtype == torch.bfloat16 for t in found[1]) or "autocast" in case
+    half = "autocast" in case or case == "wide values"
     eps = torch.finfo(torch.bfloat16 if half else torch.float32).eps
     for got, want in zip(*found, strict=True):
         # sums of at most a few dozen terms each, taken in another order
