@@ -402,6 +402,12 @@ def heads(x):
     return x.unflatten(-1, (3, 8)).transpose(1, 2)
 
 
+def other_axes(x):
+    """Queries times keys with heads and tokens exchanged."""
+    q = k = v = x[:, :4, :16].reshape(2, 4, 4, 4)
+    return (q @ k.permute(0, 2, 1, 3)).softmax(-1) @ v
+
+
 def mixed(x, which):
     """q, k and v from the thirds of one projection, in this order."""
     parts = x.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -433,7 +439,7 @@ CASES = {
     "norm over two axes": (lambda x: F.gelu(F.linear(F.layer_norm(x, (5, 24)), W)), {"linear"}),
     "written norm": (written, {"linear", "layer_norm"}),
     "written source": (writes_source, LEFT),
-    "written scale": (writes_scale, {"linear"}),
+    "written scale": (writes_scale, LEFT),
     "wide values": (wide_values, LEFT),
     "another mode": (other_mode, {"linear", "layer_norm"}),
     "another autocast": (other_autocast, LEFT),
@@ -443,7 +449,7 @@ CASES = {
         {"mlp", "layer_norm"},
     ),
     "quick gelu": (lambda x: (h := layer(x, W)) * torch.sigmoid(1.702 * h), {"linear"}),
-    "slow gelu": (lambda x: (h := F.linear(x, W)) * torch.sigmoid(1.7 * h), LEFT),
+    "slow gelu": (lambda x: (h := F.linear(x, W)) * torch.sigmoid(h * 1.7), LEFT),
     "swiglu": (lambda x: F.silu((h := layer(x, W).chunk(2, -1))[0]) * h[1], {"linear"}),
     "swiglu of one half": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[0]) * h[0], LEFT),
     "swiglu, gate last": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[1]) * h[0], LEFT),
@@ -464,6 +470,7 @@ CASES = {
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
     "by hand over queries": (lambda x: by_hand(x, dim=2), LEFT),
     "by hand, not of keys": (lambda x: by_hand(x, turned=False), LEFT),
+    "by hand, other axes": (other_axes, LEFT),
     "weights returned": (lambda x: ((p := (heads(x) @ heads(x).mT).softmax(-1)), p @ heads(x)), LEFT),
 }
 
@@ -489,6 +496,14 @@ def test_only_what_is_the_same_is_rewritten(case, gpu):
         assert got.dtype == want.dtype and (got - want).norm() <= 64 * eps * want.norm()
 
 
+def test_dtypes_are_held():
+    """Oracle: the dtype in eager; the kernel would give that of the queries."""
+    x, eager = torch.randn(X), Eager()
+    with interpreting():
+        got = torch.compile(wide_values, backend=eager, fullgraph=True)(x)
+    assert not eager.became and got.dtype == torch.float32 and torch.equal(got, wide_values(x))
+
+
 def patches(**options):
     """Tokens of a convolution."""
     weight = torch.randn(6, 3 // options.get("groups", 1), 4, 4)
@@ -503,7 +518,7 @@ PREFIX, POSITIONS = torch.randn(1, 2, 6), torch.randn(1, 6, 6)
     [
         (patches(), {"patch_embed"}),
         (patches(stride=2), set()),
-        (patches(padding=2), set()),
+        (patches(padding=1), set()),
         (patches(dilation=2), set()),
         (patches(groups=3), set()),
         (lambda x: patches()(x[..., :6]), set()),
