@@ -470,6 +470,7 @@ CASES = {
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
     "by hand over queries": (lambda x: by_hand(x, dim=2), LEFT),
     "by hand, not of keys": (lambda x: by_hand(x, turned=False), LEFT),
+    "by hand, viewed": (lambda x: by_hand(x).view(6, 5, 8), {"attention"}),
     "by hand, other axes": (other_axes, LEFT),
     "weights returned": (lambda x: ((p := (heads(x) @ heads(x).mT).softmax(-1)), p @ heads(x)), LEFT),
 }

@@ -134,7 +134,7 @@ def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
 def _layer_norm(node: fx.Node) -> tuple | None:
     """(x, weight, bias, eps); None where more axes than the last are normalised."""
     given = read(node)
-    if len(given["normalized_shape"]) != 1 or not equal(tuple(given["normalized_shape"]), shape(node)[-1:]):
+    if not equal(tuple(given["normalized_shape"]), shape(node)[-1:]):
         return None
     return given["input"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
 
