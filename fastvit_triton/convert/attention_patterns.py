@@ -90,7 +90,10 @@ def _attention(node: fx.Node) -> Attention | str | None:
 
 
 def _written_out(node: fx.Node) -> tuple | None:
-    """dropout(softmax(scale · q kᵀ + bias)) v, where the dropout drops nothing."""
+    """dropout(softmax(scale · q kᵀ + bias)) v, where the dropout drops nothing.
+
+    A row whose keys are all masked by −inf is NaN when written out, and 0 in the kernel.
+    """
     inner: list[fx.Node] = []
     weights, v = read(node)["input"], read(node)["other"]
     weights = up(weights, inner)
