@@ -39,5 +39,8 @@ setup(
         "rich>=13",  # progress bars and tables
     ],
     extras_require={"demo": DEMO, "test": TEST, "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8"]},
-    entry_points={"console_scripts": ["fastvit-triton = fastvit_triton.cli:main"]},
+    entry_points={
+        "console_scripts": ["fastvit-triton = fastvit_triton.cli:main"],
+        "torch_dynamo_backends": ["fastvit_triton = fastvit_triton.convert.backend:backend"],
+    },
 )

@@ -1,0 +1,232 @@
+"""The patterns of attention: PyTorch's own, or written out; alone, or with its heads split and merged."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from ..kernels.attention import attention, attention_qkv
+from .graph import equal, kind, known, order, read, shape, up, value
+from .patterns import Call, Match
+
+
+class Attention(NamedTuple):
+    """softmax(scale · q kᵀ + bias) v as a graph spells it."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    bias: fx.Node | Call | None
+    scale: float | None
+    inner: list[fx.Node]
+
+
+def attend(anchor: fx.Node) -> Iterator[Match | str]:
+    """Attention: PyTorch's own, or two products with a softmax between."""
+    found = _attention(anchor)
+    if isinstance(found, Attention):
+        options = dict(bias=found.bias, scale=found.scale)
+        yield Match(anchor, attention, found[:3], options, found.inner, _head_dim(found))
+    elif found is not None:
+        yield found
+
+
+def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
+    """Attention with its heads split from one projection and merged again: [B, N, 3·H·D] → [B, N, H·D]."""
+    inner: list[fx.Node] = []
+    if kind(anchor) != "reshape" or len(shape(anchor)) != 3:
+        return
+    merged = up(anchor.args[0], inner)
+    if order(merged) != (0, 2, 1, 3):
+        return
+    core = up(merged.args[0], inner)
+    found = _attention(core) if isinstance(core, fx.Node) else None
+    if not isinstance(found, Attention):
+        return
+    B, H, N, D = shape(found.q)
+    split = _unpacked(found, inner)
+    if split is not None and equal(shape(split), (B, N, 3 * H * D)) and equal(shape(anchor), (B, N, H * D)):
+        options = dict(bias=found.bias, scale=found.scale)
+        inner += [merged, core, *found.inner]
+        yield Match(anchor, attention_qkv, (split, H), options, inner, _head_dim(found))
+
+
+def _head_dim(found: Attention) -> int:
+    widths = [shape(t)[-1] for t in (found.q, found.v)]
+    return max(w if isinstance(w, int) else 257 for w in widths)  # a width that varies has no tile
+
+
+def _attention(node: fx.Node) -> Attention | str | None:
+    """Attention whose output is this node; a sentence where it is of another kind; None where there is none."""
+    if kind(node) == "scaled_dot_product_attention":
+        given, inner = read(node), []
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        bias, scale = given.get("attn_mask"), given.get("scale")
+        if given.get("dropout_p", 0.0) != 0.0:
+            return "it drops attention probabilities"
+        if given.get("is_causal", False) is not False or given.get("enable_gqa", False) is not False:
+            return "it is causal or groups its queries"
+    elif kind(node) == "matmul":
+        found = _written_out(node)
+        if found is None:
+            return None
+        q, k, v, bias, scale, inner = found
+    else:
+        return None
+    if not (scale is None or isinstance(scale, (int, float))):
+        return "its scale is computed"
+    sizes = [shape(t) for t in (q, k, v)]
+    if any(len(s) != 4 for s in sizes):
+        return "its tensors have no axes [B, H, N, D]"
+    (B, H, Nq, D), (_, _, Nk, _), (*_, Dv) = sizes
+    if not (equal(sizes[1], (B, H, Nk, D)) and equal(sizes[2], (B, H, Nk, Dv))):
+        return "its keys or values are broadcast"
+    if bias is not None:
+        bias = _bias(bias, (B, H, Nq, Nk))
+        if bias is None:
+            return "its mask does not broadcast to [B, H, Nq, Nk]"
+    return Attention(q, k, v, bias, scale, inner)
+
+
+def _written_out(node: fx.Node) -> tuple | None:
+    """dropout(softmax(scale · q kᵀ + bias)) v, where the dropout drops nothing.
+
+    A row whose keys are all masked by −inf is NaN when written out, and 0 in the kernel.
+    """
+    inner: list[fx.Node] = []
+    weights, v = read(node)["input"], read(node)["other"]
+    weights = up(weights, inner)
+    while kind(weights) == "to":  # a softmax in float32 is cast back
+        inner.append(weights)
+        weights = up(weights.args[0], inner)
+    if kind(weights) != "softmax" or read(weights).get("dim") not in (-1, len(shape(weights)) - 1):
+        return None
+    inner.append(weights)
+    scores, scale, bias = up(read(weights)["input"], inner), 1.0, None
+    if kind(scores) == "add" and read(scores).get("alpha", 1) == 1:
+        inner.append(scores)
+        a, b = read(scores)["input"], read(scores)["other"]
+        above: list[fx.Node] = []
+        if _product(a, above) is not None and equal(shape(a), shape(scores)):
+            scores, bias = a, b
+        else:
+            scores, bias = b, a
+        if value(bias) is None:
+            return None
+    found = _product(scores, inner)
+    if found is None or not equal(shape(scores), shape(weights)):
+        return None
+    product, scale = found
+    inner.append(product)
+    q, kt = read(product)["input"], read(product)["other"]
+    q, kt = _scaled_by(q, inner), _scaled_by(kt, inner)
+    scale *= q[1] * kt[1]
+    axes = order(kt[0])
+    if axes != (0, 1, 3, 2):
+        return None
+    inner.append(kt[0])
+    k = _scaled_by(kt[0].args[0], inner)
+    return q[0], k[0], v, bias, scale * k[1], inner
+
+
+def _scaled_by(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float]:
+    """A node without the numbers it is multiplied with, and their product."""
+    factor = 1.0
+    while kind(node) in ("mul", "div"):
+        a, b = read(node)["input"], read(node)["other"]
+        if isinstance(a, (int, float)) and kind(node) == "mul":
+            a, b = b, a
+        if not isinstance(b, (int, float)) or b == 0 or read(node).get("rounding_mode") is not None:
+            break
+        inner.append(node)
+        node, factor = a, factor * b if kind(node) == "mul" else factor / b
+    return node, factor
+
+
+def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | None:
+    """A matrix product and the number it is scaled by; None where this node is none."""
+    passed: list[fx.Node] = []
+    node, factor = _scaled_by(up(node, passed), passed)
+    node = up(node, passed)
+    if kind(node) != "matmul":
+        return None
+    inner += passed
+    return node, factor
+
+
+def _bias(mask: fx.Node, sizes: tuple) -> fx.Node | Call | None:
+    """A mask with the axes [G, H, Nq, Nk] that `attention` takes; None where it has others."""
+    got = shape(mask)
+    if not 2 <= len(got) <= 4 or not all(known(a == 1) or known(a == b) for a, b in zip(got[::-1], sizes[::-1])):  # noqa: B905
+        return None
+    for _ in range(4 - len(got)):
+        mask = Call(torch.unsqueeze, (mask, 0))
+    return mask
+
+
+def _unpacked(found: Attention, inner: list[fx.Node]) -> fx.Node | None:
+    """The projection [B, N, 3·H·D], ordered as [3, H, D], that q, k and v were split from."""
+    parts, sources = [up(t, inner) for t in found[:3]], []
+    for i, part in enumerate(parts):
+        path = [part]
+        if order(part) == (0, 2, 1, 3):  # each [B, N, H·D] third to [B, N, H, D] to [B, H, N, D]
+            heads = part.args[0]
+            path += [heads]
+            third = heads.args[0] if kind(heads) == "reshape" else None
+            if len(shape(third)) != 3 or not equal(shape(third)[:2], shape(heads)[:2]):
+                return None
+            part, axis = third, -1
+            path.append(part)
+        else:
+            axis = 0
+        if kind(part) != "getitem" or part.args[1] != i:
+            return None
+        whole = part.args[0]
+        if kind(whole) in ("unbind", "chunk"):
+            given = read(whole)
+            of = given["input"]
+            path.append(whole)
+            dim = given.get("dim", 0) % len(shape(of))
+            if kind(whole) == "unbind" and (axis, dim) != (0, 0):
+                return None
+            if kind(whole) == "chunk" and (given["chunks"], axis, dim) != (3, -1, 2):
+                return None
+            whole = of
+        elif axis == -1:
+            return None
+        sources.append((whole, axis))
+        inner += path
+    (whole, axis) = sources[0]
+    if any(source != sources[0] for source in sources):
+        return None
+    if axis == -1:
+        return whole
+    inner.append(whole)
+    if order(whole) != (2, 0, 3, 1, 4):  # [B, N, 3, H, D] to [3, B, H, N, D]
+        return None
+    split = whole.args[0]
+    B, H, N, D = shape(found.q)
+    if kind(split) != "reshape" or not equal(shape(split), (B, N, 3, H, D)):
+        return None
+    inner.append(split)
+    return split.args[0]
+
+
+def unlike_self_attention(node: fx.Node) -> str | None:
+    """Why a call of `F.multi_head_attention_forward` stays; None where it is self-attention and nothing else."""
+    given = read(node)
+    query, E, weight = given["query"], given["embed_dim_to_check"], given["in_proj_weight"]
+    if given["key"] is not query or given["value"] is not query or len(shape(query)) != 3 or weight is None:
+        return "its queries, keys and values are not one tensor [N, B, D]"
+    if any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask", "bias_k", "static_k", "static_v")):
+        return "it has a mask, or keys and values of its own"
+    if given.get("add_zero_attn") or given.get("use_separate_proj_weight") or given.get("is_causal"):
+        return "it is causal, or its projections are apart"
+    if given["dropout_p"] != 0 and given.get("training", True):
+        return "it drops attention probabilities"
+    if any(kind(user) != "getitem" or user.args[1] != 0 for user in node.users):
+        return "its attention weights are read"
+    if not isinstance(E, int) or not equal(shape(weight), (3 * E, E)):
+        return "its projection is not one of [3, H, D]"
+    return None

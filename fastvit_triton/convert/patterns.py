@@ -1,0 +1,252 @@
+"""The patterns: calls of PyTorch that one call of a kernel's public function can stand for, but for attention's.
+
+A pattern is read upwards from the node whose value it gives, and offers its matches longest first. Whether one may be
+rewritten is for `rewrite.py` to decide.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from ..kernels.layer_norm import layer_norm
+from ..kernels.linear import linear
+from ..kernels.mlp import mlp
+from ..kernels.patch_embed import patch_embed
+from .graph import equal, kind, known, order, read, shape, up, value
+
+
+class Call(NamedTuple):
+    """An argument that has yet to be computed: function(*args)."""
+
+    function: Callable
+    args: tuple
+
+
+@dataclass
+class Match:
+    """A call function(*args, **kwargs) that could stand for `anchor` and the nodes `inner` above it."""
+
+    anchor: fx.Node
+    function: Callable
+    args: tuple
+    kwargs: dict = field(default_factory=dict)
+    inner: list[fx.Node] = field(default_factory=list)
+    head_dim: int = 0
+
+
+def branch(anchor: fx.Node) -> Iterator[Match | str]:
+    """A linear layer or an MLP with the LayerNorm before it and LayerScale, drop-path and the residual behind it."""
+    if kind(anchor) not in ("add", "mul", "gelu", "silu", "relu", "linear"):
+        return
+    for node, ends, passed in _ends(anchor):
+        inner = [*passed, node]
+        yield from _layers(anchor, node, ends, inner)
+    if kind(anchor) == "linear":
+        yield "a linear layer with nothing to fuse around it is left to Inductor"
+
+
+def _ends(anchor: fx.Node) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
+    """(node, gamma and sample_scale and residual, nodes passed) for what the end of a branch may stand behind."""
+    if kind(anchor) != "add":
+        yield from _scales(anchor, {}, [])
+        return
+    given = read(anchor)
+    if given.get("alpha", 1) != 1:
+        return
+    for body, residual in ((given["other"], given["input"]), (given["input"], given["other"])):
+        if value(body) is not None and value(residual) is not None and equal(shape(body), shape(residual)):
+            yield from _scales(body, {"residual": residual}, [])
+
+
+def _scales(node: fx.Node, ends: dict, passed: list[fx.Node]) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
+    passed = list(passed)
+    node = up(node, passed)
+    if kind(node) == "mul":
+        given = read(node)
+        for rest, factor in ((given["input"], given["other"]), (given["other"], given["input"])):
+            size, sizes = shape(factor), shape(node)
+            if value(factor) is None or value(rest) is None or not equal(shape(rest), sizes):
+                continue
+            if "gamma" not in ends and equal(size, sizes[-1:]):
+                yield from _scales(rest, ends | {"gamma": factor}, [*passed, node])
+            drawn = len(sizes) > 1 and equal(size, (sizes[0], *[1] * (len(sizes) - 1)))
+            if "sample_scale" not in ends and drawn and not value(factor).requires_grad:
+                scale = Call(torch.flatten, (factor,))
+                yield from _scales(rest, ends | {"sample_scale": scale}, [*passed, node])
+    yield node, ends, passed
+
+
+def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) -> Iterator[Match]:
+    """Matches for the layers whose output is `node`."""
+    activation, below, parts = _activated(node)
+    fc = up(below, parts)
+    if kind(fc) != "linear" or not _plain(fc):
+        return
+    inner = [*inner, *parts, fc]
+    x, weight, bias = _linear(fc)
+    if activation is None:
+        passed: list[fx.Node] = []
+        name, below, parts = _activated(up(x, passed))
+        first = up(below, parts)
+        if name is not None and kind(first) == "linear" and _plain(first):
+            hidden = _linear(first)
+            for start, norm, before in _norms(hidden[0]):
+                options = {"norm": norm, "activation": name, **ends}
+                yield Match(
+                    anchor,
+                    mlp,
+                    (start, hidden[1:], (weight, bias)),
+                    options,
+                    [*inner, *passed, *parts, first, *before],
+                )
+    for start, norm, before in _norms(x):
+        if norm is not None or activation is not None or ends:
+            options = {"norm": norm, "activation": activation, **ends}
+            yield Match(anchor, linear, (start, weight, bias), options, [*inner, *before])
+
+
+def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    given = read(node)
+    return given["input"], given["weight"], given.get("bias")
+
+
+def _plain(node: fx.Node) -> bool:
+    """A linear layer of rows: x of two axes or more, a matrix, a vector or no bias."""
+    x, weight, bias = _linear(node)
+    return len(shape(x)) > 1 and len(shape(weight)) == 2 and (bias is None or len(shape(bias)) == 1)
+
+
+def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
+    """(what is read, LayerNorm, nodes passed) for x with the LayerNorm that made it, if one did, and for x alone.
+
+    Rows without a token axis are too few to fold a LayerNorm into the weights for.
+    """
+    passed: list[fx.Node] = []
+    node = up(x, passed)
+    if kind(node) == "layer_norm" and len(shape(node)) > 2 and (found := _layer_norm(node)) is not None:
+        yield found[0], found[1:], [*passed, node]
+    yield x, None, []
+
+
+def _layer_norm(node: fx.Node) -> tuple | None:
+    """(x, weight, bias, eps); None where more axes than the last are normalised."""
+    given = read(node)
+    if not equal(tuple(given["normalized_shape"]), shape(node)[-1:]):
+        return None
+    return given["input"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+
+
+def _activated(node: fx.Node) -> tuple[str | None, fx.Node, list[fx.Node]]:
+    """(activation, what it is applied to, nodes between); None where this node is no activation."""
+    if kind(node) == "gelu":
+        name = {"none": "gelu", "tanh": "gelu_tanh"}[read(node).get("approximate", "none")]
+        return name, read(node)["input"], [node]
+    if kind(node) in ("silu", "relu"):
+        return kind(node), read(node)["input"], [node]
+    if kind(node) == "mul":
+        for gate, x in (node.args, node.args[::-1]):  # silu(first half) · second half
+            if kind(gate) == "silu" and kind(half := read(gate)["input"]) == kind(x) == "getitem":
+                whole = half.args[0]
+                given = read(whole) if kind(whole) == "chunk" else {}
+                halves = given.get("chunks") == 2 and given.get("dim", 0) in (-1, len(shape(given["input"])) - 1)
+                if halves and (half.args[1], x.args[1], x.args[0]) == (0, 1, whole):
+                    return "swiglu", given["input"], [node, gate, half, x, whole]
+        for x, gate in (node.args, node.args[::-1]):  # x · sigmoid(1.702 x)
+            if kind(gate) == "sigmoid" and kind(times := read(gate)["input"]) == "mul":
+                if times.args in ((x, 1.702), (1.702, x)):
+                    return "quick_gelu", x, [node, gate, times]
+    return None, node, []
+
+
+def normalize(anchor: fx.Node) -> Iterator[Match | str]:
+    """A LayerNorm by itself."""
+    if kind(anchor) != "layer_norm":
+        return
+    found = _layer_norm(anchor)
+    if found is None:
+        yield "more axes than the last are normalised"
+    elif not value(found[0]).is_contiguous():
+        yield "its rows do not lie one after another, which Inductor's own LayerNorm reads in one pass"
+    else:
+        yield Match(anchor, layer_norm, found)
+
+
+def embed(anchor: fx.Node) -> Iterator[Match | str]:
+    """A convolution over patches, flattened to tokens, with positions and prefix tokens."""
+    if kind(anchor) == "conv2d":
+        yield _conv(anchor) if isinstance(_conv(anchor), str) else "its output is not flattened to tokens"
+        return
+    for tokens, pos, inner in _with_positions(anchor):
+        for node, first, before, parts in _with_prefix(tokens):
+            found = _tokens(node, parts)
+            if found is not None and (pos is None or before is None):
+                options = dict(pos=pos if before is None else before, prefix=first)
+                yield Match(anchor, patch_embed, found, options, [*inner, *parts])
+
+
+def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None, list[fx.Node]]]:
+    if kind(anchor) == "add" and read(anchor).get("alpha", 1) == 1:
+        given = read(anchor)
+        for tokens, pos in ((given["input"], given["other"]), (given["other"], given["input"])):
+            size, sizes, inner = shape(pos), shape(anchor), []
+            if len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, (1, *sizes[1:])):
+                yield up(tokens, inner), pos, inner
+            elif len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, sizes[1:]):
+                yield up(tokens, inner), Call(torch.unsqueeze, (pos, 0)), inner
+    else:
+        yield anchor, None, []
+
+
+def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None, fx.Node | Call | None, list]]:
+    """(patch tokens, prefix tokens, positions added before these, nodes passed)."""
+    yield node, None, None, [node]
+    if kind(node) != "cat" or len(shape(node)) != 3 or read(node).get("dim", 0) not in (1, -2):
+        return
+    *first, last = read(node)["tensors"]
+    inner, tokens, D = [node], [], shape(node)[2]
+    for part in first:
+        part = up(part, inner)
+        size = shape(part.args[0]) if kind(part) == "expand" else ()
+        if len(size) != 3 or not equal(size, (1, shape(part)[1], D)):
+            return
+        inner.append(part)
+        tokens.append(part.args[0])
+    prefix = tokens[0] if len(tokens) == 1 else Call(torch.cat, (tuple(tokens), 1))
+    for body, pos, passed in _with_positions(up(last, inner)):
+        yield body, prefix, pos, [*inner, up(last, []), *passed, body]
+
+
+def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
+    """(image, weight, bias) of patch tokens [B, N, D]; what lies between goes into `inner`."""
+    if order(node) != (0, 2, 1):
+        return None
+    flat = up(node.args[0], inner)
+    conv = up(flat.args[0], inner) if kind(flat) == "reshape" else None
+    if kind(conv) != "conv2d" or len(shape(conv)) != 4 or not equal(shape(flat)[:2], shape(conv)[:2]):
+        return None
+    inner += [flat, conv]
+    found = _conv(conv)
+    return None if isinstance(found, str) else found
+
+
+def _conv(node: fx.Node) -> tuple | str:
+    """(image, weight, bias) of a convolution over patches; a sentence for another one."""
+    given = read(node)
+    image, weight = given["input"], given["weight"]
+    if len(shape(image)) != 4 or len(shape(weight)) != 4:
+        return "it has no axes [B, C, H, W]"
+    patch = shape(weight)[2:]
+    if _pair(given.get("stride", 1)) != patch or given.get("groups", 1) != 1:
+        return "its stride is not its size, or it has groups"
+    if given.get("padding", 0) not in (0, (0, 0), [0, 0], "valid") or _pair(given.get("dilation", 1)) != (1, 1):
+        return "it has padding or dilation"
+    if not all(known(side % p == 0) for side, p in zip(shape(image)[2:], patch, strict=True)):
+        return "the image's sides are not multiples of the patch's"
+    return image, weight, given.get("bias")
+
+
+def _pair(given: object) -> tuple:
+    return tuple(given) if isinstance(given, (tuple, list)) else (given, given)

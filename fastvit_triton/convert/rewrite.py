@@ -1,0 +1,288 @@
+"""Rewriting a graph that torch.compile captured: calls of PyTorch become calls of the kernels' public functions.
+
+A pattern is rewritten only where the values inside it are read by nobody else, nothing between writes what it reads,
+the kernels run for its device and dtype, and the new call gives the same sizes and dtype as the old ones gave when they
+were traced.
+"""
+
+import operator
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ..kernels.linear import linear
+from ..kernels.mlp import mlp
+from ..kernels.op import why_not
+from .attention_patterns import attend, attend_packed, unlike_self_attention
+from .graph import Regions, equal, kind, operands, order, outside, read, shape, tensors, value
+from .patterns import Call, Match, branch, embed, normalize
+
+
+class Rewriter:
+    """Rewrites a graph in place.
+
+    Attributes:
+        became: what each node that is gone became part of, by the node's name.
+        why: why a node was left, by its name.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.regions = graph, Regions(graph)
+        self.became: dict[str, str] = {}
+        self.why: dict[str, str] = {}
+        self.fake = next(tensors(*graph.nodes)).fake_mode  # in which sizes and dtypes are found without computing
+
+    def run(self) -> None:
+        """All rewrites, in an order in which none hides another."""
+        for node in self.graph.find_nodes(op="call_method", target="new_empty"):
+            self._unbind(node)
+        for node in self._all("multi_head_attention"):
+            self._expand(node)
+        for node in self._all("encoder_layer"):
+            self._expand_layer(node)
+        for node in self._all("layer_norm"):
+            self._pack(node)
+        for patterns in ((attend_packed, attend), (branch, embed)):
+            for node in reversed(list(self.graph.nodes)):
+                self._first(node, patterns)
+        for node in self._all("layer_norm"):
+            if self.became:
+                self._first(node, (normalize,))
+            else:
+                self.why[node.name] = "nothing around it runs on a kernel, so Inductor fuses it with its neighbours"
+        self._hand_on_statistics()
+        self.graph.lint()
+
+    def _all(self, name: str) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if kind(node) == name]
+
+    def _first(self, node: fx.Node, patterns: tuple[Callable, ...]) -> None:
+        """Makes the first rewrite at a node that can be made."""
+        if node.name in self.became or value(node) is None:
+            return
+        for pattern in patterns:
+            for match in pattern(node):
+                if isinstance(match, str):
+                    self.why.setdefault(node.name, match)
+                elif self._make(match):
+                    return
+
+    def _make(self, match: Match) -> bool:
+        """Makes the call that a match stands for, or notes why not."""
+        anchor, inner = match.anchor, [n for n in dict.fromkeys(match.inner) if n is not match.anchor]
+        name, reason = match.function.__name__, self._hindrance(match, inner)
+        if reason is not None:
+            for node in (anchor, *inner):
+                self.why.setdefault(node.name, f"not {name}: {reason}")
+            return False
+        new = self._insert(anchor, match.function, *match.args, **match.kwargs)
+        new.meta = {**anchor.meta, **new.meta}
+        self._replace(anchor, new)
+        doomed = {anchor, *inner}
+        for node in reversed(list(self.graph.nodes)):
+            if node in doomed:
+                self.became[node.name] = name
+                self.graph.erase_node(node)
+        return True
+
+    def _hindrance(self, match: Match, inner: list[fx.Node]) -> str | None:
+        """Why this rewrite would not be the same, or would not run on a kernel; None where it may be made."""
+        anchor, want = match.anchor, value(match.anchor)
+        x = value(match.args[0])
+        read_nodes = {n for node in (anchor, *inner) for n in node.all_input_nodes} - {anchor, *inner}
+        if any(isinstance(n.meta.get("example_value"), torch.Tensor) and value(n) is None for n in read_nodes):
+            return "it reads a subclass of Tensor"
+        if (reason := why_not(x.device, x.dtype, match.head_dim)) is not None:
+            return reason
+        other = next((n for n in operands(match.args, match.kwargs) if n in inner), None) or outside(inner, anchor)
+        if other is not None:
+            return f"{other.name} is read by others too"
+        if not self.regions.together([anchor, *inner]):
+            return "between its parts memory is written or a mode of PyTorch changes"
+        if len({t.device for t in tensors(match.args, match.kwargs)}) > 1:
+            return "its tensors lie on several devices"
+        try:
+            with self.fake, self.regions.modes(anchor):
+                got = match.function(*_values(match.args), **_values(match.kwargs))
+        except (ValueError, RuntimeError) as error:  # the function, or PyTorch in it, says what does not fit
+            return str(error).partition("\n")[0]
+        if got.dtype != want.dtype or not equal(tuple(got.shape), tuple(want.shape)):
+            return f"it would give {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
+        return None
+
+    def _insert(self, anchor: fx.Node, function: Callable, *args: object, **kwargs: object) -> fx.Node:
+        """A new call before the anchor, with the value that it would give."""
+
+        def made(argument):
+            if isinstance(argument, Call):
+                return self._insert(anchor, argument.function, *argument.args)
+            return type(argument)(made(a) for a in argument) if isinstance(argument, (tuple, list)) else argument
+
+        args, kwargs = made(args), {k: made(v) for k, v in kwargs.items()}
+        with self.graph.inserting_before(anchor):
+            new = self.graph.call_function(function, args, kwargs)
+        with self.fake, self.regions.modes(anchor):
+            new.meta["example_value"] = function(*_values(args), **_values(kwargs))
+        self.regions.moved(new, anchor)
+        return new
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        """The new node's readers are the old one's; where memory lies otherwise, a view of it becomes a reshape."""
+        before, after = value(old), value(new)
+        old.replace_all_uses_with(new)
+        if after.is_contiguous() or after.stride() == before.stride():
+            return
+        readers = [new]
+        while readers:
+            node = readers.pop()
+            if node.op == "call_method" and node.target == "view":
+                node.target = "reshape"
+            if node is new or kind(node) in ("transpose", "permute", "reshape"):
+                readers += node.users
+
+    def _unbind(self, node: fx.Node) -> None:
+        """Memory made like the end of a branch, for drop-path's draw, is made like an input: it reads no values."""
+        like = value(node)
+        inputs = (n for n in self.graph.find_nodes(op="placeholder") if value(n) is not None)
+        source = next((n for n in inputs if like is not None and value(n).device == like.device), None)
+        if source is not None:
+            node.args = (source, *node.args[1:])
+            node.kwargs = {"dtype": like.dtype, **node.kwargs}
+
+    def _unusable(self, x: fx.Node, given: dict) -> str | None:
+        return why_not(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
+
+    def _self_attention(self, before: fx.Node, x: fx.Node, given: dict) -> fx.Node:
+        """Self-attention on x [B, N, D] as `F.multi_head_attention_forward` computes it, before a node."""
+        call, heads = partial(self._insert, before), given["num_heads"]
+        qkv = call(F.linear, x, given["in_proj_weight"], given["in_proj_bias"])  # [B, N, 3·H·D]
+        split = call(torch.unflatten, qkv, -1, (3, heads, given["embed_dim_to_check"] // heads))
+        parts = call(torch.unbind, call(torch.permute, split, (2, 0, 3, 1, 4)), 0)
+        o = call(F.scaled_dot_product_attention, *(call(operator.getitem, parts, i) for i in range(3)))
+        merged = call(torch.flatten, call(torch.transpose, o, 1, 2), 2)
+        return call(F.linear, merged, given["out_proj_weight"], given["out_proj_bias"])
+
+    def _expand(self, node: fx.Node) -> None:
+        """`F.multi_head_attention_forward` of one tensor becomes the calls that it makes inside."""
+        given, query = read(node), read(node)["query"]
+        reason = unlike_self_attention(node) or self._unusable(query, given)
+        if reason is not None:
+            self.why[node.name] = reason
+            return
+        x = query.args[0] if order(query) == (1, 0, 2) else self._insert(node, torch.transpose, query, 0, 1)
+        y = self._self_attention(node, x, given)
+        for item in list(node.users):
+            for reader in list(item.users):
+                if order(reader) == (1, 0, 2):  # back to [B, N, D], where y is already
+                    self._replace(reader, y)
+                    self.graph.erase_node(reader)
+            if item.users:
+                self._replace(item, self._insert(node, torch.transpose, y, 0, 1))
+            self.graph.erase_node(item)
+        self.became[node.name] = "attention_qkv"
+        self.graph.erase_node(node)
+        if not query.users:
+            self.graph.erase_node(query)
+
+    def _expand_layer(self, node: fx.Node) -> None:
+        """The one call that `nn.TransformerEncoderLayer` makes in inference becomes what it does in training."""
+        given, call = read(node), partial(self._insert, node)
+        x, width = given["src"], given["embed_dim_to_check"]
+        masked = given.get("mask") is not None or len(shape(x)) != 3
+        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(x, given)
+        if reason is not None:
+            self.why[node.name] = reason
+            return
+
+        def norm(x, i):
+            return call(F.layer_norm, x, (width,), given[f"gain{i}"], given[f"shift{i}"], given["eps"])
+
+        def hidden(x):
+            h = call(F.linear, x, given["weight1"], given["bias1"])
+            h = call(F.gelu if given["use_gelu"] else F.relu, h)
+            return call(F.linear, h, given["weight2"], given["bias2"])
+
+        if given["norm_first"]:
+            x = call(operator.add, x, self._self_attention(node, norm(x, 1), given))
+            x = call(operator.add, x, hidden(norm(x, 2)))
+        else:
+            x = norm(call(operator.add, x, self._self_attention(node, x, given)), 1)
+            x = norm(call(operator.add, x, hidden(x)), 2)
+        self._replace(node, x)
+        self.became[node.name] = "attention_qkv, mlp"
+        self.graph.erase_node(node)
+
+    def _pack(self, norm: fx.Node) -> None:
+        """Linear layers that alone read one LayerNorm, as queries, keys and values do, become one."""
+        users = sorted(norm.users, key=self.regions.place)
+        layers = [read(n) for n in users if kind(n) == "linear" and n.args[0] is norm]
+        x = value(norm.args[0])
+        if len(users) < 2 or len(layers) < len(users) or why_not(x.device, x.dtype) is not None:
+            return
+        weights, biases = tuple(n["weight"] for n in layers), tuple(n.get("bias") for n in layers)
+        first, fits = users[0], all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights)
+        if not fits or not self.regions.together(users):
+            self.why[norm.name] = "the layers behind it have unequal sizes, or a mode of PyTorch changes between them"
+            return
+        if any(self.regions.place(n) > self.regions.place(first) for n in operands(weights, biases)):
+            return
+        bias = None
+        if any(b is not None for b in biases):
+            filled = (Call(_zeros, (w,)) if b is None else b for w, b in zip(weights, biases, strict=True))
+            bias = Call(torch.cat, (tuple(filled),))
+        whole = self._insert(first, F.linear, norm, Call(torch.cat, (weights,)), bias)
+        chunks = self._insert(first, torch.chunk, whole, len(users), -1)
+        parts = [self._insert(first, operator.getitem, chunks, i) for i in range(len(users))]
+        for node, part in zip(users, parts, strict=True):
+            self._replace(node, part)
+            self.became[node.name] = "linear"
+            self.graph.erase_node(node)
+
+    def _hand_on_statistics(self) -> None:
+        """A linear layer or MLP that makes what the next one normalises leaves its row statistics there."""
+        left: dict[fx.Node, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            if node.target in (linear, mlp) and node.kwargs["norm"] is not None and not self.regions.casts(node):
+                maker = node.args[0]
+                if maker.target in (linear, mlp) and self.regions.together([maker, node]):
+                    y, stats = self._with_statistics(maker)
+                    left[y] = stats
+                if node.args[0] in left:
+                    node.kwargs = {**node.kwargs, "stats": left[node.args[0]]}
+
+    def _with_statistics(self, maker: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The output of a call and its row statistics, for all who read the output."""
+        users = list(maker.users)
+        maker.kwargs = {**maker.kwargs, "return_stats": True}
+        with self.fake, self.regions.modes(maker):
+            maker.meta["example_value"] = maker.target(*_values(maker.args), **_values(maker.kwargs))
+        pair = []
+        for i in (1, 0):  # the last one inserted stands first
+            with self.graph.inserting_after(maker):
+                node = self.graph.call_function(operator.getitem, (maker, i))
+            node.meta["example_value"] = maker.meta["example_value"][i]
+            self.regions.moved(node, maker)
+            pair.append(node)
+        stats, y = pair
+        for user in users:
+            user.replace_input_with(maker, y)
+        return y, stats
+
+
+def _zeros(weight: torch.Tensor) -> torch.Tensor:
+    """The bias [F] of a layer that has none, beside layers that have one."""
+    return weight.new_zeros(weight.shape[0])
+
+
+def _values(argument: object) -> object:
+    """An argument of a node with the traced values in place of nodes."""
+    if isinstance(argument, fx.Node):
+        return argument.meta["example_value"]
+    if isinstance(argument, Call):
+        return argument.function(*_values(argument.args))
+    if isinstance(argument, dict):
+        return {name: _values(a) for name, a in argument.items()}
+    return type(argument)(_values(a) for a in argument) if isinstance(argument, (tuple, list)) else argument

@@ -1,0 +1,622 @@
+"""`torch.compile(backend="fastvit_triton")`: what it rewrites, what it leaves, and that the numbers stay."""
+
+import copy
+import logging
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from foreign import MODELS, build, inputs, outputs
+from functorch.compile import make_boxed_func
+from interpreter import interpreting
+from timm.models import convnext, densenet, metaformer, mlp_mixer, regnet, resnet
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.two_tensor import TwoTensor
+
+from benchmarks.launches import recording
+from fastvit_triton import create_model
+from fastvit_triton.convert import backend, rewrite
+
+pytestmark = [  # Dynamo's and Inductor's own
+    pytest.mark.filterwarnings(f"ignore:.*{words}")
+    for words in ("should not be instantiated", "The .grad attribute of a Tensor", "`torch.jit", "torch.jit")
+]
+ROOT = Path(__file__).parent.parent
+ATTENTION = ("scaled_dot_product_attention", "softmax", "multi_head_attention")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No test sees what another one compiled."""
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The CPU stands in for a GPU when graphs are rewritten; the calls then run the references."""
+
+    def why_not(device, dtype, head_dim=0):
+        return "float64 runs on PyTorch" if dtype == torch.float64 else None
+
+    for module in (backend, rewrite):
+        monkeypatch.setattr(module, "why_not", why_not)
+
+
+class Eager:
+    """A backend that rewrites as ours and runs what AOTAutograd makes of the graph node by node."""
+
+    def __init__(self):
+        self.graphs, self.nodes, self.rows = [], [], []
+
+    def __call__(self, graph, given):
+        self.graphs.append(graph)
+        self.rows += backend.rewrite(graph).rows
+        return aot_autograd(fw_compiler=self._keep)(graph, given)
+
+    def _keep(self, graph, _):
+        self.nodes += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        return make_boxed_func(graph.forward)
+
+    @property
+    def became(self):
+        """What candidates have become."""
+        return {row.became for row in self.rows if row.became is not None}
+
+
+def results(run, model, given):
+    """Outputs and every gradient in float64, for the same cotangent each time."""
+    y = run(model, given)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
+    learning = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+    grads = torch.autograd.grad((y * weights).sum(), list(learning.values()), allow_unused=True)
+    found = {n: g.double() for n, g in zip(learning, grads, strict=True) if g is not None}
+    return {"output": y.detach().double()} | found
+
+
+def assert_within_budget(got, baseline, truth, dtype=torch.float32):
+    """Error ≤ 2 · (PyTorch's own error in this dtype + one rounding), output and every gradient.
+
+    Some gradients cancel (key biases have none in exact arithmetic), so a gradient's rounding is that of the model's
+    largest one.
+    """
+    largest = max((float(g.norm()) for n, g in truth.items() if n != "output"), default=0.0)
+    assert got.keys() == truth.keys()
+    for name, want in truth.items():
+        size = float(want.norm()) if name == "output" else largest
+        allowed = 2 * (float((baseline[name] - want).norm()) + torch.finfo(dtype).eps * size)
+        error = float((got[name] - want).norm())
+        assert got[name].isfinite().all() and error <= allowed, (name, error, allowed)
+
+
+def cast(given, dtype):
+    """Images, or a dictionary of tensors, with floating values in this dtype."""
+    if isinstance(given, dict):
+        return {k: cast(v, dtype) for k, v in given.items()}
+    return given.to(dtype) if given.is_floating_point() else given
+
+
+def check(model, given, run=lambda model, given: model(given), dynamic=None, fullgraph=True):
+    """Compiles a float32 twin of a float64 model, holds it to its budget, and returns the stand-in compiler."""
+    plain = copy.deepcopy(model).float()
+    model.load_state_dict(cast(plain.state_dict(), torch.float64))
+    single = cast(given, torch.float32)
+    eager = Eager()
+    compiled = torch.compile(run, backend=eager, dynamic=dynamic, fullgraph=fullgraph)
+    got = results(compiled, copy.deepcopy(plain), single)
+    assert_within_budget(got, results(run, plain, single), results(run, model, cast(single, torch.float64)))
+    return eager
+
+
+# Candidates that are no attention of ours, by model: talking heads, a latent query, a mask of shifted windows.
+NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "torch_multihead": 1, "timm_swin": 1}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_give_the_originals_numbers(name, gpu):
+    """Oracle: the untouched model, every gradient; truth in float64. All of its attention must have been rewritten."""
+    whole = name not in ("timm_naflex", "hf_mae")  # they break graphs themselves
+    eager = check(build(name).train(), inputs(name), outputs, fullgraph=whole)
+    assert {"mlp", "linear"} & eager.became or name == "torch_multihead"
+    left = [row for row in eager.rows if row.call in ATTENTION and row.became is None]
+    assert len(left) == NOT_ATTENTION.get(name, 0), left
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["timm_deit3", "timm_beit", "hf_dinov3", "vit_pytorch_vit", "torch_encoder_layer", "torch_encoder_layer_first"],
+)
+def test_inference_gives_the_originals_numbers(name, gpu):
+    """Oracle: the untouched model in eval mode without gradients."""
+    model, given = build(name).eval(), inputs(name)
+    plain, eager = copy.deepcopy(model).float(), Eager()
+    with torch.no_grad():
+        compiled = torch.compile(outputs, backend=eager, fullgraph=True)
+        found = [{"output": run(m, cast(given, next(m.parameters()).dtype)).double()} for run, m in (
+            (compiled, plain), (outputs, plain), (outputs, copy.deepcopy(plain).double()))]  # fmt: skip
+    assert_within_budget(*found)
+    assert any("attention" in word for word in eager.became)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_timm_without_fused_attention(fused, gpu):
+    """Oracle: the same model; timm then writes softmax out by hand."""
+    timm.layers.set_fused_attn(fused)
+    try:
+        eager = check(build("timm_vit").train(), inputs("timm_vit"))
+    finally:
+        timm.layers.set_fused_attn(True)
+    assert eager.became == {"patch_embed", "linear", "attention_qkv", "mlp", "layer_norm"}
+    assert [r.call for r in eager.rows if r.became is None] == ["linear"]  # the head
+
+
+def test_our_own_models(gpu):
+    """Oracle: the model itself; its references are PyTorch's calls and are rewritten like any other's."""
+    model = create_model("vit_digits_patch2_8", depth=2, embed_dim=24, init_values=0.1).double()
+    eager = check(model.train(), torch.randn(2, 1, 8, 8, dtype=torch.float64))
+    assert {"patch_embed", "attention_qkv", "mlp"} <= eager.became
+
+
+def test_drop_path_is_drawn_as_before(gpu):
+    """Oracle: the original in training with the same seed."""
+    options = dict(img_size=32, patch_size=16, embed_dim=24, depth=3, num_heads=2, drop_path_rate=0.5, init_values=0.1)
+    model = timm.models.VisionTransformer(**options).train()
+    images, eager = torch.randn(8, 3, 32, 32), Eager()
+
+    def seeded(run, model, images):
+        torch.manual_seed(7)
+        return run(images)
+
+    want = results(partial(seeded, model), model, images)
+    got = results(partial(seeded, torch.compile(model, backend=eager, fullgraph=True)), model, images)
+    assert_within_budget(got, want, want)
+    scaled = [n for g in eager.graphs for n in g.graph.nodes if n.kwargs.get("sample_scale") is not None]
+    assert len(scaled) == 4  # both branches of the two blocks that drop
+
+
+def test_checkpointed_blocks_are_rewritten(gpu):
+    """Oracle: the model itself; each block is a graph of its own."""
+    model = build("timm_vit").train()
+    model.set_grad_checkpointing(True)
+    eager = check(model, inputs("timm_vit"))
+    assert [row.became for row in eager.rows].count("mlp") == 2 * 4
+
+
+@pytest.mark.parametrize("name, dtype", [("timm_deit3", torch.bfloat16), ("hf_vit_eager", torch.float16)])
+def test_autocast(name, dtype, gpu):
+    """Oracle: the model under the same autocast, in dtype and value; truth in float64."""
+
+    def run(model, given):
+        with torch.autocast("cpu", dtype, enabled=given.dtype != torch.float64):
+            return outputs(model, given)
+
+    plain = build(name, torch.float32).train()
+    images, eager = inputs(name, torch.float32), Eager()
+
+    def inside(model, given):  # autocast is on when the graph is captured, and no part of it
+        with torch.autocast("cpu", dtype):
+            return torch.compile(outputs, backend=eager, fullgraph=True)(model, given)
+
+    baseline, truth = results(run, plain, images), results(run, copy.deepcopy(plain).double(), images.double())
+    for compiled in (inside, torch.compile(run, backend=eager, fullgraph=True)):
+        assert compiled(plain, images).dtype == run(plain, images).dtype
+        assert_within_budget(results(compiled, plain, images), baseline, truth, dtype)
+    assert {"patch_embed", "linear", "mlp"} <= eager.became
+
+
+def test_subclasses_of_tensor_are_left(gpu):
+    """Oracle: eager; a quantised or sharded weight is such a tensor, and its own rules compute with it."""
+    weight, x, eager = TwoTensor(W24, W24.clone()), torch.randn(X), Eager()
+    got = torch.compile(lambda x, w: F.gelu(F.linear(norm(x), w)), backend=eager, fullgraph=True)(x, weight)
+    assert not eager.became and torch.equal(got.a, F.gelu(layer(x, W24)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_transforms_inside_a_graph(gpu):
+    """Oracle: torch.func in eager."""
+
+    def loss(x):
+        return F.gelu(layer(x, W)).square().sum()
+
+    x, eager = torch.randn(X), Eager()
+    for transform in (torch.func.grad(loss), torch.func.vmap(loss)):
+        got, want = torch.compile(transform, backend=eager, fullgraph=True)(x), transform(x)
+        assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
+
+
+FOREIGN = {
+    "resnet": lambda: resnet.ResNet(resnet.BasicBlock, (1, 1, 1, 1), num_classes=4),
+    "regnet": lambda: regnet.RegNet(regnet.RegNetCfg(depth=4, w0=8, wa=8.0, wm=1.3, group_size=8), num_classes=4),
+    "densenet": lambda: densenet.DenseNet(8, (1, 1), num_classes=4),
+    "poolformer": lambda: metaformer.MetaFormer(
+        depths=(1, 1), dims=(8, 16), token_mixers=metaformer.Pooling, num_classes=4
+    ),
+    "convnext_conv": lambda: convnext.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), conv_mlp=True, num_classes=4),
+    "convnext": lambda: convnext.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=4),
+    "mixer": lambda: mlp_mixer.MlpMixer(img_size=32, patch_size=16, embed_dim=16, num_blocks=1, num_classes=4),
+    "gmlp": lambda: mlp_mixer.MlpMixer(
+        img_size=32, patch_size=16, embed_dim=16, num_blocks=1, num_classes=4,
+        mlp_ratio=2, mlp_layer=timm.layers.GatedMlp, block_layer=mlp_mixer.SpatialGatingBlock,
+    ),
+}  # fmt: skip
+EXPECTED = {
+    "poolformer": {"layer_norm", "linear"},  # of its head
+    "convnext": {"layer_norm", "mlp"},
+    "mixer": {"patch_embed", "mlp", "layer_norm"},
+    "gmlp": {"patch_embed", "linear", "layer_norm"},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_models_that_are_no_transformers(name, gpu):
+    """Oracle: the model itself. Those of convolutions stay as they were, node for node; the others only gain."""
+    model, images = FOREIGN[name]().eval(), torch.randn(2, 3, 32, 32)
+    eager, before = Eager(), []
+    with torch.no_grad():
+        want = model(images)
+
+        def compiler(graph, given):
+            before.extend(str(n) for n in graph.graph.nodes)
+            return eager(graph, given)
+
+        got = torch.compile(model, backend=compiler, fullgraph=True)(images)
+        truth = copy.deepcopy(model).double()(images.double())
+    assert eager.became == EXPECTED.get(name, set())
+    if not eager.became:
+        assert [str(n) for n in eager.graphs[0].graph.nodes] == before and torch.equal(got, want)
+    assert_within_budget(*({"output": t.double()} for t in (got, want, truth)))
+
+
+@pytest.mark.parametrize("name", ["timm_deit3", "hf_vit_eager"])
+def test_kernels_run_forward_and_backward(name):
+    """Oracle: the untouched model, every gradient; the kernels themselves, in the interpreter."""
+    with interpreting():
+        eager = check(build(name).train(), inputs(name), outputs)
+    names = ("patch_embed_fwd", "fold", "linear_fwd", "attention_fwd", "layer_norm_fwd", "layer_norm_bwd")
+    for op in (*names, "mlp_bwd", "attention_bwd", "linear_bwd", "patch_embed_bwd"):
+        assert f"fastvit_triton.{op}.default" in eager.nodes
+
+
+def test_a_dynamic_batch_compiles_once(gpu):
+    """Oracle: graphs after the first batch and after another; mark_dynamic raises where a size is specialised."""
+    model, eager, graphs = build("timm_vit", torch.float32).eval(), Eager(), 0
+    compiled = torch.compile(model, backend=eager, fullgraph=True, dynamic=True)
+    for batch in (3, 5):
+        images = torch.randn(batch, 3, 32, 32)
+        torch._dynamo.mark_dynamic(images, 0)
+        with torch.no_grad():
+            got, want = (outputs(run, images) for run in (compiled, model))
+        assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()  # as in test_kernel_graphs
+        graphs = graphs or len(eager.graphs)
+    assert len(eager.graphs) == graphs and {"patch_embed", "attention_qkv", "mlp"} <= eager.became
+
+
+def test_a_block_is_five_launches():
+    """Oracle: launches of three blocks less those of two, in bf16 inference; nothing but views lies between."""
+
+    def launches(depth):
+        options = dict(img_size=32, patch_size=16, embed_dim=64, num_heads=2, depth=depth)
+        model = timm.models.VisionTransformer(**options).to(torch.bfloat16).eval()
+        kept = []
+
+        def keep(graph, _):
+            kept.append(graph)
+            return lambda *given: kept.append(given) or graph(*given)
+
+        with torch.no_grad(), interpreting():
+            rewriting = partial(backend.backend, inner=keep)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.fx.GraphModule, "__call__", lambda self, *a: (torch.zeros(2, 1000),))
+                torch.compile(model, backend=rewriting)(torch.randn(2, 3, 32, 32, dtype=torch.bfloat16))
+        graph, given = kept
+        calls = [n.target.__name__ for n in graph.graph.nodes if n.op == "call_function"]
+        with torch.no_grad(), recording("sm_90") as found:
+            graph.forward(*given)
+        return [launch.name for launch in found], calls
+
+    (three, calls), (two, fewer) = launches(3), launches(2)
+    read_images = [name for name in three if "fold" not in name]
+    assert len(read_images) - sum("fold" not in name for name in two) == 5
+    assert len(three) - len(two) == 5 + 2  # and two that fold weights
+    assert {c for c in calls if calls.count(c) != fewer.count(c)} == {"linear", "attention_qkv", "mlp", "getitem"}
+
+
+X = (2, 5, 24)
+
+
+def norm(x):
+    """A LayerNorm without weights."""
+    return F.layer_norm(x, (24,))
+
+
+def layer(x, w):
+    """A linear layer after a LayerNorm."""
+    return F.linear(norm(x), w)
+
+
+def written(x):
+    """LN(x), written to before the layer reads it."""
+    h = norm(x)
+    h.add_(1.0)
+    return F.gelu(F.linear(h, W))
+
+
+def writes_source(x):
+    """What the layer reads is written to before it is added."""
+    x = x + 0
+    h = F.linear(x, W24)
+    x.mul_(2.0)
+    return h + x
+
+
+def writes_scale(x):
+    """The draw is written to after it was read and before the branch ends."""
+    draw = x.new_empty(2, 1, 1).fill_(0.5)
+    h = F.linear(x.detach(), W24) * draw
+    draw.mul_(3.0)
+    return h + x
+
+
+def wide_values(x):
+    """Scores in bfloat16, values in float32: no one kernel has both."""
+    q = heads(x).bfloat16()
+    return (q @ q.transpose(2, 3)).softmax(-1, torch.float32) @ heads(x)
+
+
+def other_mode(x):
+    """The LayerNorm learns nothing; the layer does."""
+    with torch.no_grad():
+        h = norm(x)
+    return F.linear(h, W24) + x
+
+
+def other_autocast(x):
+    """The LayerNorm is float32, the layer is not."""
+    h = norm(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(h, W24) + 0.0
+
+
+def in_autocast(x):
+    """Both in the region: the kernel casts as PyTorch does."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(F.gelu(F.linear(x, W)), W48) + x
+
+
+def heads(x):
+    """[B, N, D] to [B, H, N, D]."""
+    return x.unflatten(-1, (3, 8)).transpose(1, 2)
+
+
+def other_axes(x):
+    """Queries times keys with heads and tokens exchanged."""
+    q = k = v = x[:, :4, :16].reshape(2, 4, 4, 4)
+    return (q @ k.permute(0, 2, 1, 3)).softmax(-1) @ v
+
+
+def mixed(x, which):
+    """q, k and v from the thirds of one projection, in this order."""
+    parts = x.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+    return [parts[i] for i in which]
+
+
+def merged(q, k, v):
+    """Attention with its heads merged."""
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def by_hand(x, bias=None, dim=-1, turned=True):
+    """softmax(0.3 · q kᵀ + bias) v."""
+    q = k = v = heads(x)
+    scores = (0.3 * q) @ (k.transpose(2, 3) if turned else torch.ones(8, 5))
+    return (scores if bias is None else scores + bias).softmax(dim) @ v
+
+
+W, W24, W48 = (
+    torch.randn(f, k, generator=torch.Generator().manual_seed(f)) / 5 for f, k in ((48, 24), (24, 24), (24, 48))
+)
+MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+LEFT: set[str] = set()
+CASES = {
+    "hidden is returned": (lambda x: ((h := F.linear(x, W)), F.linear(F.gelu(h), W48) + x), {"linear"}),
+    "norm is returned": (lambda x: ((h := norm(x)), F.gelu(F.linear(h, W))), {"linear", "layer_norm"}),
+    "dropout inside": (lambda x: F.linear(F.dropout(F.gelu(layer(x, W)), 0.5), W48), {"linear"}),
+    "dropout at rest": (lambda x: F.linear(F.dropout(F.gelu(layer(x, W)), 0.5, False), W48), {"mlp"}),
+    "norm over two axes": (lambda x: F.gelu(F.linear(F.layer_norm(x, (5, 24)), W)), {"linear"}),
+    "written norm": (written, {"linear", "layer_norm"}),
+    "written source": (writes_source, LEFT),
+    "written scale": (writes_scale, LEFT),
+    "wide values": (wide_values, LEFT),
+    "another mode": (other_mode, {"linear", "layer_norm"}),
+    "another autocast": (other_autocast, LEFT),
+    "inside autocast": (in_autocast, {"mlp"}),
+    "post norm": (
+        lambda x: (h := norm(x)) + F.linear(F.relu(F.linear(h, W)), W48),
+        {"mlp", "layer_norm"},
+    ),
+    "quick gelu": (lambda x: (h := layer(x, W)) * torch.sigmoid(1.702 * h), {"linear"}),
+    "slow gelu": (lambda x: (h := F.linear(x, W)) * torch.sigmoid(h * 1.7), LEFT),
+    "swiglu": (lambda x: F.silu((h := layer(x, W).chunk(2, -1))[0]) * h[1], {"linear"}),
+    "swiglu of one half": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[0]) * h[0], LEFT),
+    "swiglu, gate last": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[1]) * h[0], LEFT),
+    "residual broadcast": (lambda x: F.linear(x, W24) + x[:1], LEFT),
+    "residual scaled": (lambda x: torch.add(x, F.linear(x, W24), alpha=2), LEFT),
+    "gamma": (lambda x: x + W24[0] * F.linear(x, W24), {"linear"}),
+    "a scale for each token": (lambda x: x + x[..., :1] * F.linear(x, W24), LEFT),
+    "a scale that learns": (lambda x: x + x[:, :1, :1] * F.linear(x, W24), LEFT),
+    "bare": (lambda x: F.linear(x, W24), LEFT),
+    "causal": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, is_causal=True), LEFT),
+    "dropped attention": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, None, 0.5), LEFT),
+    "mask": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK), {"attention"}),
+    "mask of keys": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK[:1] > 0), {"attention"}),
+    "mixed heads": (lambda x: merged(*mixed(x, (1, 0, 2))), {"attention"}),
+    "sorted heads": (lambda x: merged(*mixed(x, (0, 1, 2))), {"attention_qkv"}),
+    "no heads": (lambda x: F.scaled_dot_product_attention(x, x, x), LEFT),
+    "by hand": (by_hand, {"attention"}),
+    "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
+    "by hand over queries": (lambda x: by_hand(x, dim=2), LEFT),
+    "by hand, not of keys": (lambda x: by_hand(x, turned=False), LEFT),
+    "by hand, viewed": (lambda x: by_hand(x).view(6, 5, 8), {"attention"}),
+    "by hand, other axes": (other_axes, LEFT),
+    "weights returned": (lambda x: ((p := (heads(x) @ heads(x).mT).softmax(-1)), p @ heads(x)), LEFT),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_is_the_same_is_rewritten(case, gpu):
+    """Oracle: the function itself, value, dtype and gradient; and the set of calls that it may become."""
+    function, expected = CASES[case]
+    x, eager, found = torch.randn(X), Eager(), []
+    compiled = torch.compile(function, backend=eager, fullgraph=True)
+    for run in (compiled, function):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(5)
+        y = run(leaf)
+        y = y if isinstance(y, tuple) else (y,)
+        found.append([*y, *torch.autograd.grad(sum(t.float().square().sum() for t in y), leaf)])
+    assert eager.became == expected, eager.rows
+    assert all(row.became or row.why for row in eager.rows)
+    half = "autocast" in case or case == "wide values"
+    eps = torch.finfo(torch.bfloat16 if half else torch.float32).eps
+    for got, want in zip(*found, strict=True):
+        # sums of at most a few dozen terms each, taken in another order
+        assert got.dtype == want.dtype and (got - want).norm() <= 64 * eps * want.norm()
+
+
+def test_dtypes_are_held():
+    """Oracle: the dtype in eager; the kernel would give that of the queries."""
+    x, eager = torch.randn(X), Eager()
+    with interpreting():
+        got = torch.compile(wide_values, backend=eager, fullgraph=True)(x)
+    assert not eager.became and got.dtype == torch.float32 and torch.equal(got, wide_values(x))
+
+
+def patches(**options):
+    """Tokens of a convolution."""
+    weight = torch.randn(6, 3 // options.get("groups", 1), 4, 4)
+    return lambda x: F.conv2d(x, weight, None, **{"stride": 4, **options}).flatten(2).transpose(1, 2)
+
+
+PREFIX, POSITIONS = torch.randn(1, 2, 6), torch.randn(1, 6, 6)
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (patches(), {"patch_embed"}),
+        (patches(stride=2), set()),
+        (patches(padding=1), set()),
+        (patches(dilation=2), set()),
+        (patches(groups=3), set()),
+        (lambda x: patches()(x[..., :6]), set()),
+        (lambda x: torch.cat((PREFIX.expand(len(x), -1, -1), patches()(x)), 1) + POSITIONS, {"patch_embed"}),
+        (lambda x: torch.cat((PREFIX.expand(len(x), -1, -1), patches()(x) + POSITIONS[:, 2:]), 1), {"patch_embed"}),
+        (lambda x: torch.cat((patches()(x), PREFIX.expand(len(x), -1, -1)), 1), {"patch_embed"}),
+    ],
+    ids="plain overlapping padded dilated grouped ragged prefix positions suffix".split(),
+)
+def test_patches(function, expected, gpu):
+    """Oracle: the function itself, and what it may become."""
+    x, eager = torch.randn(2, 3, 8, 8), Eager()
+    torch.manual_seed(1)
+    want = function(x)
+    torch.manual_seed(1)
+    got = torch.compile(function, backend=eager, fullgraph=True)(x)
+    assert eager.became == expected and (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
+
+
+def test_a_cpu_is_left_to_inductor(monkeypatch):
+    """Oracle: the graph that goes on, node for node, and the mode and options that go with it."""
+    seen = []
+
+    class Wrapper:
+        def __init__(self, mode, options, dynamic):
+            seen.append((mode, options))
+
+        def __call__(self, graph, given):
+            seen.append(graph.code)
+            return graph.forward
+
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", Wrapper)
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()), torch.randn(2, 3, 8)
+    codes = []
+    torch.compile(model, backend=lambda graph, _: codes.append(graph.code) or graph.forward)(x)
+    torch._dynamo.reset()
+    torch.compile(model, backend="fastvit_triton", mode="reduce-overhead")(x)
+    torch._dynamo.reset()
+    torch.compile(model, backend="fastvit_triton", options={"max_autotune": True})(x)
+    assert seen == [("reduce-overhead", None), *codes, (None, {"max_autotune": True}), *codes]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor_compiles_what_is_left():
+    """Oracle: eager, through the same kernels; Inductor itself compiles the rest of the graph, with gradients."""
+    fc, x = nn.Linear(8, 8), torch.randn(2, 3, 8)
+
+    def function(x):
+        return layer(x.repeat(1, 1, 3), fc.weight.repeat(1, 3)).sigmoid().cos() + 1.0
+
+    with interpreting():
+        compiled = torch.compile(function, backend="fastvit_triton", fullgraph=True)
+        got, want = (torch.autograd.grad(run(x).sum(), fc.weight)[0] for run in (compiled, function))
+    assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
+
+
+def test_decisions_are_logged_and_reported(caplog):
+    """Oracle: the sentences; twelve reports of a model compile nothing that a later one could run into."""
+    model, images = build("timm_vit", torch.float32), inputs("timm_vit", torch.float32)
+    small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    for _ in range(12):
+        assert len(backend.report(small, torch.randn(2, 3, 8)).left) == 2
+    with interpreting():
+        found = backend.report(model, images)
+    assert [row.path for row in found.rows[:3]] == ["patch_embed.proj", "blocks.0.norm1", "blocks.0.attn.qkv"]
+    assert [row.became for row in found.rows[:4]] == ["patch_embed", "linear", "linear", "attention_qkv"]
+    assert str(found).endswith("18 of 19 candidates run on a kernel.") and "head" in str(found)
+    assert (found.left[0].path, found.left[0].call) == ("head", "linear")
+    assert not backend.report(model, images).fused  # on this CPU
+    with caplog.at_level(logging.INFO, "fastvit_triton.convert.backend"):
+        torch.compile(model, backend=partial(backend.backend, inner=lambda graph, _: graph.forward))(images)
+    assert "Triton kernels need a CUDA or ROCm GPU, this is cpu" in caplog.text
+
+
+PROBE = """
+import torch
+assert "torch._dynamo" not in __import__("sys").modules
+if INSTALLED:
+    assert "fastvit_triton.convert.backend" not in __import__("sys").modules
+else:
+    import fastvit_triton.convert.backend
+fn = torch._dynamo.lookup_backend("fastvit_triton")
+import fastvit_triton.convert.backend as module
+assert fn is module.backend and "fastvit_triton" in torch._dynamo.list_backends()
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_backend_is_found_by_name(tmp_path, installed):
+    """Oracle: Dynamo's own look-up, for an installed package with setup.py's entry point and for a source tree."""
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **options: made.update(options))
+        patch.chdir(ROOT)
+        runpy.run_path("setup.py")
+    (line,) = made["entry_points"]["torch_dynamo_backends"]
+    if installed:
+        folder = tmp_path / "probe-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{line}\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    code = PROBE.replace("INSTALLED", str(installed))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
