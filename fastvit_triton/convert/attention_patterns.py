@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..kernels.attention import attention, attention_qkv
+from ..kernels.attention import attention
+from ..kernels.rope import attention_qkv
 from .graph import equal, kind, known, order, read, shape, up, value
 from .patterns import Call, Match
 
