@@ -47,6 +47,7 @@ def test_autoencoder_is_transformers(norm: bool):
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.3)
     embeddings = theirs.vit.embeddings
+    nn.init.normal_(embeddings.position_embeddings)
     with torch.no_grad():
         encoder.cls_token.copy_(embeddings.cls_token)
         encoder.pos_embed.copy_(embeddings.position_embeddings)
@@ -101,6 +102,8 @@ def test_corruption():
     hidden, same = (result == 0)[..., 0], (result == patches)[..., 0]
     for count, share in ((hidden, 0.8), (chosen & same, 0.1), (chosen & ~same & ~hidden, 0.1)):
         assert abs(count.sum().item() - share * B * 25) < 4 * (B * 25 * share * (1 - share)) ** 0.5
+    moved, _ = masked.corrupt(patches[:, :2], torch.zeros(1, 1, 1), ratio=1.0, masked=0.0, swapped=1.0)
+    assert torch.equal(moved, patches[:, :2].flip(1)), "of two patches, another is the other"
     assert chosen.sum(0).min() > 150, "every place is chosen"
 
 

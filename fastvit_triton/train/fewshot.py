@@ -85,35 +85,28 @@ def ridge(features: Tensor, targets: Tensor, penalty: float, dual: bool | None =
     return (vectors / (values + penalty)) @ (vectors.mT @ (features.mT @ targets))
 
 
-def few_shot_accuracy(
-    features: Tensor,
-    targets: Tensor,
-    test_features: Tensor,
-    test_targets: Tensor,
-    classes: int,
-    penalty: float = 2.0**10,
-) -> float:
+def few_shot(
+    features: Tensor, targets: Tensor, test_features: Tensor, classes: int, penalty: float = 2.0**10
+) -> Tensor:
     """Few-shot linear evaluation (ViT, arXiv:2010.11929, section 4.1 "Metrics"; big_vision, `fewshot_lsr`).
 
     Features are whitened by the training images' mean and deviation + 1e-5, a constant 100 is appended, and ridge
-    regression maps them to {−1, 1}^K: 1 for the class. The largest output is the answer. All in float64.
+    regression maps them to {−1, 1}^K: 1 for the class. All in float64.
 
     Args:
         features: [N, D], of the few training images.
         targets: [N].
         test_features: [M, D].
-        test_targets: [M].
         classes: K.
         penalty: λ, 2¹⁰ as in big_vision.
 
     Returns:
-        Accuracy in [0, 1].
+        Outputs [M, K] in float64; argmax(1) is the answer.
     """
     features, test_features = features.double(), test_features.double()
     mean, std = features.mean(0), features.std(0, correction=0) + 1e-5
     train, test = (F.pad((x - mean) / std, (0, 1), value=BIAS) for x in (features, test_features))
-    weights = ridge(train, 2 * F.one_hot(targets, classes).double() - 1, penalty)
-    return ((test @ weights).argmax(1) == test_targets).double().mean().item()
+    return test @ ridge(train, 2 * F.one_hot(targets, classes).double() - 1, penalty)
 
 
 def nearest_neighbours(
