@@ -1,35 +1,89 @@
 """Training utilities in plain PyTorch, for any `nn.Module`: use one of them, or all through `fastvit-triton train`."""
 
-from .augment import random_affine
+from .accumulate import accumulate
+from .augment import random_affine, random_erasing
+from .average import moving_average
 from .checkpoint import load_state, restore, save_state
 from .data import Data, TensorBatches, load
 from .distill import hard_distillation, soft_distillation
+from .drop_path import set_drop_path
+from .fewshot import extract, few, few_shot, nearest_neighbours, ridge
 from .image import Transform
 from .loop import Progress, Score, evaluate, fit
-from .mix import mixup
-from .optim import adamw, parameter_groups, warmup_cosine
+from .loss import (
+    binary_cross_entropy,
+    patch_contrastive_loss,
+    patch_mixing_loss,
+    similarity_loss,
+    smooth,
+    soft_cross_entropy,
+    token_label_loss,
+)
+from .masked import MaskedAutoencoder, MaskedPatchPrediction, colour_loss, mean_colours, pixel_loss
+from .mix import cut_box, cutmix, mix_by_area, mix_tokens, mixup, mixup_or_cutmix
+from .optim import adamw, parameter_groups, set_lr, warmup_cosine
+from .policy import rand_augment, three_augment
+from .published import PUBLISHED, Published
 from .recipes import DIGITS, FOLDER, Recipe
+from .sampler import RepeatedAugmentation
+from .schedule import constant, deit_schedule, mae_schedule, vit_schedule
 
 __all__ = [
     "DIGITS",
     "FOLDER",
+    "PUBLISHED",
     "Data",
+    "MaskedAutoencoder",
+    "MaskedPatchPrediction",
     "Progress",
+    "Published",
     "Recipe",
+    "RepeatedAugmentation",
     "Score",
     "TensorBatches",
     "Transform",
+    "accumulate",
     "adamw",
+    "binary_cross_entropy",
+    "colour_loss",
+    "constant",
+    "cut_box",
+    "cutmix",
+    "deit_schedule",
     "evaluate",
+    "extract",
+    "few",
+    "few_shot",
     "fit",
     "hard_distillation",
     "load",
     "load_state",
+    "mae_schedule",
+    "mean_colours",
+    "mix_by_area",
+    "mix_tokens",
     "mixup",
+    "mixup_or_cutmix",
+    "moving_average",
+    "nearest_neighbours",
     "parameter_groups",
+    "patch_contrastive_loss",
+    "patch_mixing_loss",
+    "pixel_loss",
+    "rand_augment",
     "random_affine",
+    "random_erasing",
     "restore",
+    "ridge",
     "save_state",
+    "set_drop_path",
+    "set_lr",
+    "similarity_loss",
+    "smooth",
+    "soft_cross_entropy",
     "soft_distillation",
+    "three_augment",
+    "token_label_loss",
+    "vit_schedule",
     "warmup_cosine",
 ]

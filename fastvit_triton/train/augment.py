@@ -1,5 +1,7 @@
 """Random changes of a whole batch that leave its meaning alone. Randomness comes from PyTorch's global generator."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,3 +39,40 @@ def random_affine(
     ).view(batch, 2, 3)
     grid = F.affine_grid(theta.to(images), images.shape, align_corners=False)  # [B, H, W, 2]
     return F.grid_sample(images, grid, align_corners=False)
+
+
+def random_erasing(
+    images: Tensor,
+    probability: float = 0.25,
+    min_area: float = 0.02,
+    max_area: float = 1 / 3,
+    min_aspect: float = 0.3,
+) -> Tensor:
+    """Fills a random box of some images with noise (Zhong et al., arXiv:1708.04896, algorithm 1).
+
+    The defaults are DeiT's: timm's RandomErasing, mode "pixel": N(0, 1) in every pixel, so call it after
+    normalisation. The area is uniform, the aspect uniform in its logarithm; ten boxes are tried until one fits.
+
+    Args:
+        images: [B, C, H, W], normalised; not changed.
+        probability: of each image.
+        min_area: smallest part of the image.
+        max_area: largest part of the image.
+        min_aspect: smallest height / width; the largest is its inverse.
+
+    Returns:
+        [B, C, H, W].
+    """
+    channels, height, width = images.shape[1:]
+    images, chosen = images.clone(), torch.rand(images.shape[0]) < probability
+    for i in chosen.nonzero().flatten().tolist():
+        for part, stretch, y, x in torch.rand(10, 4).tolist():
+            area = (min_area + (max_area - min_area) * part) * height * width
+            aspect = min_aspect ** (1 - 2 * stretch)
+            h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if h < height and w < width:
+                top, left = int(y * (height - h + 1)), int(x * (width - w + 1))
+                noise = torch.randn(channels, h, w, dtype=images.dtype, device=images.device)
+                images[i, :, top : top + h, left : left + w] = noise
+                break
+    return images

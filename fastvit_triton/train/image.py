@@ -9,6 +9,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from .policy import Policy
+
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 # What Pillow raises on a file that is not, or is no longer, a picture.
@@ -40,7 +42,12 @@ class Transform:
             raise ValueError(f"mean has {len(self.mean)} channels and std {len(self.std)}; pictures have 1 or 3")
 
     def __call__(
-        self, picture: Image.Image, seed: int | None = None, min_area: float = 0.35, flip: bool = True
+        self,
+        picture: Image.Image,
+        seed: int | None = None,
+        min_area: float = 0.35,
+        flip: bool = True,
+        policy: Policy | None = None,
     ) -> Tensor:
         """A picture of any size, as one normalised image.
 
@@ -49,6 +56,7 @@ class Transform:
             seed: None takes the centre; a number draws a random crop from it, for training.
             min_area: smallest part of the picture's area in a random crop (Szegedy et al., arXiv:1409.4842, section 6).
             flip: mirror half of the random crops.
+            policy: changes a random crop further, such as `rand_augment`; None does not.
 
         Returns:
             [C, H, W], mean 0 and deviation 1 over the training images.
@@ -64,6 +72,8 @@ class Transform:
         picture = picture.resize((width, height), Image.Resampling.BILINEAR, box=box)  # antialiased
         if mirrored:
             picture = ImageOps.mirror(picture)
+        if seed is not None and policy is not None:
+            picture = policy(picture, generator)
         pixels = torch.from_numpy(np.array(picture, dtype=np.float32) / 255).view(height, width, -1)
         return self.normalise(pixels.movedim(-1, 0))
 

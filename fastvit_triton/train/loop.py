@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .optim import set_lr
+
 
 @dataclass(frozen=True)
 class Score:
@@ -85,8 +87,7 @@ def fit(
             if mix is not None:
                 images, targets = mix(images, targets)
             lr = lr_at(epoch * len(batches) + step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_lr(optimizer, lr)
 
             with torch.autocast(device.type, amp, enabled=amp is not None):
                 logits = model(images)

@@ -1,33 +1,78 @@
 """AdamW's parameter groups and the learning rate of each step. Pure functions for any module."""
 
 import math
+import re
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+# Positions and class, register, distillation and mask tokens, as timm, transformers, torchvision and vit-pytorch say.
+_FREE = re.compile(
+    r"(^|[._])((cls|class|reg|register|dist|distillation|mask)_tokens?|pos(ition)?_embed(ding)?s?|\w*bias_table)(\.|$)"
+)
+_STEM = re.compile(r"(^|\.)(patch_embed|to_patch_embedding|embeddings|conv_proj|norm_pre|stem)(\.|$)")
+_PATCH = re.compile(r"(^|\.)(patch_embed\w*|to_patch_embedding|conv_proj)(\.|$)")
+_BLOCK = re.compile(r"(^|\.)(blocks|layers?|encoder_layer)[._](\d+)\.")
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Splits trainable parameters into a group that decays and one that does not.
 
-    Weight decay pulls weights towards zero; that regularises matrices but only distorts biases, norms, tokens and
-    positions. So a parameter is exempt when it has fewer than two axes or when `model.no_weight_decay()`, as in timm,
-    names it. A shared parameter appears once. Refuses nothing; an empty group is left out.
+def parameter_groups(
+    model: nn.Module, weight_decay: float, layer_decay: float = 1.0, patch_embed_scale: float = 1.0
+) -> list[dict]:
+    """Splits trainable parameters by weight decay, and by learning rate where it differs from layer to layer.
+
+    Weight decay pulls weights towards zero; that regularises matrices but only distorts biases, norms, LayerScale,
+    tokens and positions. So a parameter is exempt when it has fewer than two axes, when it is called a token or a
+    position, or when `model.no_weight_decay()`, as in timm, names it. A shared parameter appears once.
+
+    Layer-wise decay keeps early layers, which are already good, nearly still in fine-tuning (facebookresearch/mae,
+    util/lr_decay.py): with L blocks, block i has rate d^(L − i), the stem (patches, tokens, positions) d^(L + 1), the
+    rest 1. `lr_scale` of a group is that factor; whoever sets the rate multiplies by it, as `set_lr` does.
 
     Args:
-        model: any module; `no_weight_decay` is optional.
-        weight_decay: decay of the first group, per unit of learning rate.
+        model: any module; `no_weight_decay` is optional. Blocks are numbered in names: blocks.3, layers.3, layer.3.
+        weight_decay: decay of matrices, per unit of learning rate.
+        layer_decay: d in (0, 1]; 1 gives all layers the same rate.
+        patch_embed_scale: another factor for the patch projection (DINOv2: 0.2).
 
     Returns:
-        Groups for any `torch.optim` optimiser, in the order of `model.named_parameters()`.
+        Groups for any `torch.optim` optimiser, in the order of `model.named_parameters()`, those that decay first; at
+        most two without the last two arguments. Empty groups are left out.
+
+    Raises:
+        ValueError: the layer decay is outside (0, 1], or the model has no numbered blocks for it.
     """
+    if not 0 < layer_decay <= 1:
+        raise ValueError(f"layer_decay is {layer_decay}; it must be in (0, 1], such as 0.75")
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    decayed, free = [], []
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    depth = 1 + max((int(found[3]) for name in names if (found := _BLOCK.search(name))), default=-1)
+    if layer_decay < 1 and not depth:
+        raise ValueError("layer_decay needs numbered blocks, such as blocks.0; this model has none, leave it at 1")
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (free if parameter.ndim < 2 or name in exempt else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            free = parameter.ndim < 2 or name in exempt or _FREE.search(name)
+            scale = layer_decay ** (depth + 1 - layer_of(name, depth))
+            scale *= patch_embed_scale if _PATCH.search(name) else 1
+            groups.setdefault((0.0 if free else weight_decay, scale), []).append(parameter)
+    groups = dict(sorted(groups.items(), key=lambda item: item[0][0] == 0.0))
+    if {scale for _, scale in groups} <= {1.0}:
+        return [{"params": found, "weight_decay": decay} for (decay, _), found in groups.items()]
+    return [{"params": found, "weight_decay": decay, "lr_scale": scale} for (decay, scale), found in groups.items()]
+
+
+def layer_of(name: str, depth: int) -> int:
+    """Which layer a parameter belongs to: 0 for the stem, i + 1 for block i of `depth`, depth + 1 for the rest."""
+    if found := _BLOCK.search(name):
+        return int(found[3]) + 1
+    return 0 if _FREE.search(name) or _STEM.search(name) else depth + 1
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Gives every group this learning rate, times its own `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)) -> Optimizer:

@@ -1,0 +1,137 @@
+"""What happens to pictures before the model sees them, and in which order they come."""
+
+import random
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from timm.data.auto_augment import _RAND_INCREASING_TRANSFORMS, AugmentOp
+from timm.data.distributed_sampler import RepeatAugSampler
+
+from fastvit_triton.models import create_model
+from fastvit_triton.train import policy
+from fastvit_triton.train.augment import random_erasing
+from fastvit_triton.train.drop_path import set_drop_path
+from fastvit_triton.train.image import Transform
+from fastvit_triton.train.sampler import RepeatedAugmentation
+
+FILL = (124, 116, 104)
+
+
+def photo(mode: str = "RGB") -> Image.Image:
+    levels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    return Image.fromarray(levels).resize((24, 18), Image.Resampling.BICUBIC).convert(mode)
+
+
+@pytest.mark.parametrize("level", [0.0, 0.31, 0.9, 1.0])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_each_operation_is_timms(sign: int, level: float, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: timm's AugmentOp of the same place in `_RAND_INCREASING_TRANSFORMS`, pixel for pixel; 1 bit at least."""
+    monkeypatch.setattr(random, "random", lambda: 0.9 if sign < 0 else 0.1)
+    for name, theirs in zip(policy.OPERATIONS, _RAND_INCREASING_TRANSFORMS, strict=True):
+        assert theirs.lower().startswith(name.replace("_", "")), "the same operation"
+        moved = dict(fillcolor=FILL, resample=Image.Resampling.BICUBIC)
+        if name == "posterize" and level == 1:  # timm would keep 0 bits, which Pillow refuses
+            assert policy.OPERATIONS[name](photo(), level, sign, moved) == ImageOps.posterize(photo(), 1)
+            continue
+        hparams = dict(img_mean=FILL, interpolation=Image.Resampling.BICUBIC)
+        expected = AugmentOp(theirs, prob=1.0, magnitude=10 * level, hparams=hparams)(photo())
+        assert policy.OPERATIONS[name](photo(), level, sign, moved).tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_policies_are_their_seed(mode: str):
+    """Oracle: the same seed, the same picture; size and mode are kept; probability 0 changes nothing."""
+    for change in (policy.rand_augment, policy.three_augment):
+        results = set()
+        for seed in range(30):
+            first, again = (change(photo(mode), torch.Generator().manual_seed(seed)) for _ in range(2))
+            assert first.tobytes() == again.tobytes() and first.size == (24, 18) and first.mode == mode
+            results.add(first.tobytes())
+        assert len(results) > 10
+    same = policy.rand_augment(photo(mode), torch.Generator(), probability=0.0)
+    assert same.tobytes() == photo(mode).tobytes()
+
+
+def test_three_augment_is_one_of_three(monkeypatch: pytest.MonkeyPatch):
+    """Oracle: Pillow's grey and solarised pictures, or a blur of 0.1 to 2 pixels; all come up; jitter by ±30 %."""
+    radii, blur = [], ImageFilter.GaussianBlur
+    monkeypatch.setattr(ImageFilter, "GaussianBlur", lambda radius: (radii.append(radius), blur(radius))[1])
+    grey, solarised = ImageOps.grayscale(photo()).convert("RGB").tobytes(), ImageOps.solarize(photo()).tobytes()
+    kinds = []
+    for seed in range(30):
+        kinds.append(policy.three_augment(photo(), torch.Generator().manual_seed(seed), jitter=0).tobytes())
+    assert grey in kinds and solarised in kinds
+    others = [kind for kind in kinds if kind not in (grey, solarised)]
+    assert others == [photo().filter(blur(radius)).tobytes() for radius in radii]
+    assert 0.1 <= min(radii) < 0.6 and 1.5 < max(radii) <= 2
+    flat = Image.new("RGB", (8, 8), (50, 50, 50))  # grey, unsolarised and blurred it stays as it is
+    levels = {policy.three_augment(flat, torch.Generator().manual_seed(seed)).getpixel((4, 4))[0] for seed in range(60)}
+    bounds = [ImageEnhance.Brightness(flat).enhance(factor).getpixel((0, 0))[0] for factor in (0.7, 1.3)]
+    assert bounds[0] <= min(levels) < 42 and 58 < max(levels) <= bounds[1]
+
+
+def test_a_transform_applies_its_policy():
+    """Oracle: a policy that paints the picture black; never where no crop is drawn."""
+    transform = Transform((8, 8), (0.0,) * 3, (1.0,) * 3)
+    black = lambda picture, generator: Image.new("RGB", picture.size)  # noqa: E731
+    assert transform(photo(), seed=3, policy=black).abs().sum() == 0
+    assert torch.equal(transform(photo(), policy=black), transform(photo()))
+
+
+def test_random_erasing():
+    """Oracle: what changed is one box per image, of an area and aspect within the limits; the input is left alone."""
+    images = torch.full((200, 3, 32, 24), 9.0)
+    erased = random_erasing(images, probability=0.5)
+    assert (images == 9).all()
+    changed = (erased != 9).all(1)
+    touched = changed.any((1, 2))
+    assert 70 < touched.sum() < 130  # four deviations of a fair coin are 28
+    for mask in changed[touched]:
+        rows, columns = mask.any(1), mask.any(0)
+        h, w = int(rows.sum()), int(columns.sum())
+        assert torch.equal(mask, rows[:, None] & columns) and rows.diff().sum() <= 2 and columns.diff().sum() <= 2
+        low, high = (h - 0.5) * (w - 0.5), (h + 0.5) * (w + 0.5)  # sides are rounded
+        assert high >= 0.02 * 768 and low <= 768 / 3
+        assert (h + 0.5) / (w - 0.5) >= 0.3 and (h - 0.5) / (w + 0.5) <= 1 / 0.3
+    noise = erased[changed[:, None].expand_as(erased)]
+    assert abs(noise.mean()) < 4 / len(noise) ** 0.5 and abs(noise.std() - 1) < 4 / (2 * len(noise)) ** 0.5
+    assert torch.equal(random_erasing(images, 0.0), images)
+
+
+@pytest.mark.parametrize(("count", "world"), [(1000, 1), (1000, 4), (256, 3), (10, 1), (10, 4)])
+def test_repeated_augmentation(count: int, world: int):
+    """Oracle: timm's RepeatAugSampler, index by index, for every process and two epochs."""
+    for rank in range(world):
+        ours = RepeatedAugmentation(count, 3, rank, world)
+        theirs = RepeatAugSampler(range(count), num_replicas=world, rank=rank)
+        for epoch in (0, 5):
+            ours.epoch = epoch
+            theirs.set_epoch(epoch)
+            assert list(ours) == list(theirs) and len(ours) == len(theirs) == len(list(ours))
+    with pytest.raises(ValueError, match="rank is 4 of 4 processes"):
+        RepeatedAugmentation(10, 3, 4, 4)
+    with pytest.raises(ValueError, match="count is 0"):
+        RepeatedAugmentation(0)
+
+
+def test_drop_path_is_set_block_by_block():
+    """Oracle: the model built with that rate: ours, timm's and torchvision's own modules."""
+    import torchvision
+
+    model, built = (create_model("vit_digits_patch2_8", drop_path_rate=rate) for rate in (0.0, 0.3))
+    rates = set_drop_path(model, 0.3)
+    assert rates == [0.3 * i / 3 for i in range(4)]
+    assert [block.drop_path1.p for block in model.blocks] == [block.drop_path2.p for block in built.blocks] == rates
+    foreign = timm.create_model("vit_tiny_patch16_224", depth=3, drop_path_rate=0.1)
+    assert set_drop_path(foreign, 0.2) == [0.0, 0.1, 0.2]
+    assert [getattr(block.drop_path1, "drop_prob", 0.0) for block in foreign.blocks] == [0.0, 0.1, 0.2]
+    with pytest.raises(ValueError, match="block 0 has no DropPath"):
+        set_drop_path(foreign, 0.2, constant=True)
+    assert set_drop_path(model, 0.2, constant=True) == [0.2] * 4
+    with pytest.raises(ValueError, match="no numbered blocks"):
+        set_drop_path(torchvision.ops.StochasticDepth(0.1, "row"), 0.2)
+    with pytest.raises(ValueError, match=r"last is 1; a rate lies in \[0, 1\)"):
+        set_drop_path(model, 1)
