@@ -79,7 +79,7 @@ def image_cost(
 
 
 def cost_table(patch: int, sides: tuple[int, ...] = SIDES, **model: int) -> list[Cost]:
-    """Rows by image size, and last the sequence of single pixels: 224 × 224 gives 50,176 tokens (and the prefix).
+    """Rows by image size, and last the sequence of single pixels: 224 × 224 gives 50,176 tokens.
 
     Args:
         patch: patch side, pixels.
@@ -88,4 +88,4 @@ def cost_table(patch: int, sides: tuple[int, ...] = SIDES, **model: int) -> list
     """
     sides = sorted({side // patch * patch for side in sides if side >= patch})
     rows = [image_cost(side, patch, label=f"{side} px, patch {patch}", **model) for side in sides]
-    return [*rows, image_cost(224, 1, label="224 px, every pixel a token", **model)]
+    return [*rows, image_cost(224, 1, label="224 px, every pixel a token", **model | {"prefix": 0})]

@@ -22,6 +22,8 @@ GREEN = "#2f9e6e"
 
 def mosaic(tiles: Tensor) -> np.ndarray:
     """Tiles [R, C, h, w] or [R, C, h, w, 3] side by side with a gap of NaN between them."""
+    repeat = -(-24 // max(tiles.shape[2:4]))  # gaps stay narrow beside tiles of a few pixels
+    tiles = tiles.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
     gap = max(1, round(max(tiles.shape[2:4]) / 12))
     tail = (0, 0) * (tiles.dim() - 4)
     tiles = F.pad(tiles.float(), (*tail, 0, gap, 0, gap), value=torch.nan)
@@ -90,7 +92,7 @@ def draw_layers(panels: dict[str, tuple[Tensor, str]]) -> "Figure":
         axes.plot(at, values.mean(1).tolist(), color=GRID, lw=2, zorder=1)
         axes.scatter(at.repeat(values.shape[1]), values.flatten().tolist(), s=22, color=BLUE, alpha=0.75, zorder=2)
         dress(axes, title, unit, "layer")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(float(values.max()), 1e-6))
     return page
 
 
@@ -102,8 +104,9 @@ def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[fl
     first.set_title("picture", color=INK, fontsize=11)
     shown = second.imshow(norms.cpu().numpy(), cmap=HEAT, interpolation="nearest", vmin=0)
     page.colorbar(shown, ax=second, shrink=0.8, location="bottom").outline.set_visible(False)
-    extra = f"\nnot in the image: {', '.join(f'{n:.0f}' for n in prefix[:6])}" if prefix else ""
-    second.set_title(f"length of each token{extra}", color=INK, fontsize=11)
+    second.set_title("length of each token", color=INK, fontsize=11)
+    if prefix:
+        shown.colorbar.set_label(f"not in the image: {', '.join(f'{n:.2g}' for n in prefix[:5])}", fontsize=9)
     third.imshow(colours.cpu().numpy(), interpolation="nearest")
     third.set_title("first three components", color=INK, fontsize=11)
     second.axis("off")
@@ -187,10 +190,11 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
     K = len(classes)
     page = figure(6.4, 5.8)
     axes = page.subplots()
-    axes.imshow(np.log1p(counts.numpy()), cmap="Blues", interpolation="nearest")
+    shade = counts.double().log1p()
+    axes.imshow(shade.numpy(), cmap="Blues", interpolation="nearest")
     if K <= 20:
         for i, j in counts.nonzero().tolist():
-            colour = "white" if np.log1p(counts[i, j]) > np.log1p(counts.max()) / 2 else INK
+            colour = "white" if shade[i, j] > shade.max() / 2 else INK
             axes.text(j, i, f"{counts[i, j]}", ha="center", va="center", color=colour, fontsize=9)
         axes.set_xticks(range(K), classes, rotation=0 if max(map(len, classes)) < 4 else 60, color=INK)
         axes.set_yticks(range(K), classes, color=INK)
@@ -206,10 +210,12 @@ def draw_published() -> "Figure":
     page = figure(WIDTH, 4.0)
     left, right = page.subplots(1, 2)
     for (name, values), colour in zip(TABLE_5.items(), (MUTED, ORANGE, BLUE), strict=True):
-        known = [(model, value) for model, value in zip(MODELS, values, strict=True) if value is not None]
-        left.plot([m for m, _ in known], [v for _, v in known], "o", color=colour, label=name)
+        known = [(at, value) for at, value in enumerate(values) if value is not None]
+        left.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
     dress(left, "Table 5 (published)", "ImageNet top-1, %", "ViT, by pre-training data")
-    left.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left", bbox_to_anchor=(0, 0.82))
+    left.set_xticks(range(len(MODELS)), MODELS)
+    left.set_ylim(60, 92)
+    left.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
     at, names = 0, []
     for (family, models), colour in zip(TABLE_6.items(), (BLUE, GREEN, ORANGE), strict=True):
         right.barh(range(at, at + len(models)), models.values(), color=colour, label=family)

@@ -71,7 +71,7 @@ p {{ margin: 0.25rem 0 0.75rem; color: #52606d; }}
 img {{ display: block; max-width: 100%; height: auto; margin: 0 auto; }}
 div {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-size: 0.85rem; margin-top: 0.75rem; }}
-th, td {{ text-align: right; padding: 0.2rem 0.6rem; border-bottom: 1px solid #e4e7eb; }}
+th, td {{ white-space: nowrap; text-align: right; padding: 0.2rem 0.6rem; border-bottom: 1px solid #e4e7eb; }}
 th:first-child, td:first-child {{ text-align: left; }}
 </style>
 </head>

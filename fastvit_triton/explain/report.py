@@ -50,9 +50,10 @@ def explain(
         logits = None
     relevance = None if logits is None else class_relevance(model, images)
     query = 0 if query is None and where.prefix else query
-    heats = {f"rollout, {heads} of heads": rollout((x.map() for x in seen.layers), heads) for heads in ("mean", "max")}
+    heats = {
+        f"rollout, {heads} of heads": rollout((x.map() for x in seen.layers), heads) for heads in ("mean", "max", "min")
+    }
     heats["rollout, mean, smallest\nhalf discarded"] = rollout((x.map() for x in seen.layers), "mean", 0.5)
-    heats["last layer"] = seen.layers[-1].map().mean(1)
     if relevance is not None:
         heats["gradient-weighted,\nfor the answer"] = relevance
     rows = torch.stack([_query(layer, query) for layer in seen.layers], 1)[..., where.prefix :]  # [B, L, H, h·w]
@@ -222,7 +223,13 @@ def published_tables() -> Panel:
 
 def _row(row: Cost) -> tuple[str, ...]:
     flops = (row.linear_flops + row.attention_flops) / 1e9
-    return row.label, f"{row.tokens:,}", f"{flops:,.3g}", _bytes(row.matrix_bytes), _bytes(row.fused_bytes)
+    return (
+        row.label,
+        f"{row.tokens:,}",
+        f"{flops:,.0f}" if flops >= 100 else f"{flops:.3g}",
+        _bytes(row.matrix_bytes),
+        _bytes(row.fused_bytes),
+    )
 
 
 def _bytes(count: int) -> str:
