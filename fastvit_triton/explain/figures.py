@@ -225,7 +225,7 @@ def draw_published() -> "Figure":
     right.invert_yaxis()
     right.set_xscale("log")
     right.set_title("Table 6 (published)", loc="left", color=INK, fontsize=12, fontweight="bold")
-    right.set_xlabel("exaFLOP of pre-training on JFT-300M", color=MUTED)
+    right.set_xlabel("exaFLOP of pre-training", color=MUTED)
     right.tick_params(length=0, colors=MUTED)
     right.spines[:].set_visible(False)
     right.legend(frameon=False, labelcolor=INK, fontsize=9)

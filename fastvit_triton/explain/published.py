@@ -10,7 +10,7 @@ TABLE_5 = {
     "JFT-300M": (84.15, 80.73, 87.12, 84.37, 88.04),
 }
 
-# Table 6: pre-training on JFT-300M in exaFLOPs; where a model was trained for two lengths, epochs stand behind it.
+# Table 6: pre-training in exaFLOPs; where a model was trained for two lengths, epochs stand behind it.
 TABLE_6 = {
     "ViT": {"B/32": 55, "L/32": 196, "B/16": 224, "L/16, 7": 783, "L/16, 14": 1567, "H/14": 4262},
     "hybrid": {

@@ -214,8 +214,8 @@ def published_tables() -> Panel:
     return Panel(
         "published",
         "What the paper reports",
-        f"More data helps large models most, and a ViT needs less compute than a ResNet of its accuracy ({SOURCE}, "
-        "tables 5 and 6; nothing of this was measured here).",
+        "A dot is a ViT's accuracy after pre-training on that data, a bar the arithmetic of one pre-training, with its "
+        f"epochs where there were two ({SOURCE}, tables 5 and 6; nothing of this was measured here).",
         "Published ImageNet accuracy by pre-training data, and pre-training compute of ViTs, hybrids and ResNets",
         figures.draw_published(),
     )
