@@ -22,6 +22,7 @@ from test_data import truncate
 
 from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
+from fastvit_triton.convert.parts import Attention
 from fastvit_triton.explain import recording
 from fastvit_triton.train import job
 
@@ -244,6 +245,17 @@ def test_masked_queries_read_nothing():
         model(inputs("torch_encoder_layer", torch.float32), src_mask=mask)
     sums = seen.layers[0].map().sum(-1)
     torch.testing.assert_close(sums, (torch.arange(5) != 2).float().expand_as(sums))
+
+
+def test_boolean_masks_say_who_attends():
+    """Oracle: softmax over the keys that are True, written out; float64 stays float64."""
+    fc, mask = torch.nn.Linear(6, 18).double(), torch.tensor([[True, False, True], [False, True, True], [True] * 3])
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    layer = explain.AttentionLayer("a", x, Attention((fc,), None, 2, 0.7, mask[None, None]))
+    q, k, _ = fc(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+    want = (0.7 * q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    got = layer.map()
+    assert got.dtype == torch.float64 and same(got, want, torch.float32)  # the log-sum-exp is fp32
 
 
 def test_capture_of_nothing_is_one_sentence():
