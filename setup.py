@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 DEMO = [
     "scikit-learn>=1.4",  # the handwritten digits, which ship inside it, and the stratified split
-    "matplotlib>=3.8",  # curves.png, predictions.png
+    "matplotlib>=3.8",  # curves.png, predictions.png, the figures of explain
 ]
 TEST = [
     *DEMO,

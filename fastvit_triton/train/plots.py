@@ -25,9 +25,19 @@ def draw_curves(history: list[dict], path: Path) -> None:
         history: rows of the log.
         path: where to.
     """
-    figure = _figure(12.5, 3.6)
+    curves(history).savefig(path, format="png", dpi=150)
+
+
+def curves(history: list[dict], stacked: bool = False) -> "Figure":
+    """The same as a page, side by side or one above the other. Refuses nothing.
+
+    Args:
+        history: rows of the log.
+        stacked: for narrow screens.
+    """
+    page = figure(6.4, 7.5) if stacked else figure(12.5, 3.6)
     epochs = [row["epoch"] for row in history]
-    loss, accuracy, rate = figure.subplots(1, 3)
+    loss, accuracy, rate = page.subplots(3, 1) if stacked else page.subplots(1, 3)
     style = {"lw": 2, "markersize": 5}
     tested = [row for row in history if row["test_loss"] is not None]
     for key, rows, colour, label in (("train", history, BLUE, "training, augmented"), ("test", tested, ORANGE, "test")):
@@ -41,9 +51,9 @@ def draw_curves(history: list[dict], path: Path) -> None:
     if tested:
         accuracy.set_title(f"{100 * tested[-1]['test_accuracy']:.1f} %", loc="right", color=ORANGE, fontsize=12)
     for axes, title, unit in ((loss, "Loss", "nats"), (accuracy, "Accuracy", "%"), (rate, "Learning rate", "")):
-        _dress(axes, title, unit)
+        dress(axes, title, unit)
     loss.legend(frameon=False, labelcolor=INK)
-    figure.savefig(path, format="png", dpi=150)
+    return page
 
 
 def draw_predictions(data: "Data", score: Score, path: Path, most: int = 60) -> None:
@@ -61,20 +71,20 @@ def draw_predictions(data: "Data", score: Score, path: Path, most: int = 60) -> 
     chosen = torch.cat([wrong, spread])[:most].tolist()
     columns = min(12, len(chosen))
     rows = -(-len(chosen) // columns)
-    figure = _figure(columns + 0.4, 1.24 * rows + 0.7)
+    page = figure(columns + 0.4, 1.24 * rows + 0.7)
     names, shown = data.classes, min(len(wrong), most)
-    figure.suptitle(
+    page.suptitle(
         f"{100 * score.accuracy:.1f} % of {len(score.targets):,} test images right;  {len(wrong):,} wrong"
         + (f", {'shown first' if shown == len(wrong) else f'{shown} of them shown'}, in red" if shown else ""),
         color=INK,
         fontsize=12,
     )
-    for i, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+    for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
         axes.axis("off")
         if i < len(chosen):
             predicted, expected = int(score.predictions[chosen[i]]), int(score.targets[chosen[i]])
             _picture(axes, data.test.picture(chosen[i]), names[predicted], names[expected])
-    figure.savefig(path, format="png", dpi=150)
+    page.savefig(path, format="png", dpi=150)
 
 
 def _picture(axes: "Axes", image: Tensor, predicted: str, expected: str) -> None:
@@ -94,17 +104,19 @@ def _short(name: str, most: int = 12) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _figure(width: float, height: float) -> "Figure":
+def figure(width: float, height: float) -> "Figure":
+    """An empty page of the house's look, in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
-    return figure
+    page = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    page.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    return page
 
 
-def _dress(axes: "Axes", title: str, unit: str) -> None:
+def dress(axes: "Axes", title: str, unit: str, below: str = "epoch") -> None:
+    """The look of a plot by epoch, or by whatever whole number stands below."""
     axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
-    axes.set_xlabel("epoch", color=MUTED)
+    axes.set_xlabel(below, color=MUTED)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(unit, color=MUTED)
     axes.tick_params(colors=MUTED, length=0)

@@ -1,0 +1,5 @@
+"""`python -m fastvit_triton.cli`."""
+
+from . import main
+
+raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""See what the model sees: attention, tokens, positions, filters and costs, with the fused path on."""
+
+from .costs import Cost, cost_table, image_cost
+from .maps import attention_distance, class_relevance, entropy, gradient_rollout, rollout
+from .page import Panel, write_report
+from .recording import AttentionLayer, Recording, capture
+from .report import explain, explain_run, published_tables
+from .tokens import (
+    Geometry,
+    feature_colours,
+    filter_components,
+    geometry,
+    patch_filters,
+    position_similarity,
+    position_table,
+    principal_components,
+    rotary_bands,
+    token_similarity,
+)
+
+__all__ = [
+    "AttentionLayer",
+    "Cost",
+    "Geometry",
+    "Panel",
+    "Recording",
+    "attention_distance",
+    "capture",
+    "class_relevance",
+    "cost_table",
+    "entropy",
+    "explain",
+    "explain_run",
+    "feature_colours",
+    "filter_components",
+    "geometry",
+    "gradient_rollout",
+    "image_cost",
+    "patch_filters",
+    "position_similarity",
+    "position_table",
+    "principal_components",
+    "published_tables",
+    "rollout",
+    "rotary_bands",
+    "token_similarity",
+    "write_report",
+]

@@ -1,0 +1,91 @@
+"""What an image size costs: tokens, arithmetic, and the N × N matrix that attention need not write.
+
+Computed from shapes; nothing is timed.
+"""
+
+from dataclasses import dataclass
+
+SIDES = (224, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One image through all blocks of a plain ViT.
+
+    Attributes:
+        label: what the row is.
+        side: image side, pixels.
+        tokens: N.
+        linear_flops: patch projection and all layers whose work grows with N; a multiply-add counts 2.
+        attention_flops: q kᵀ and its product with v, which grow with N².
+        matrix_bytes: one layer's attention probabilities, where they are written out.
+        fused_bytes: the same layer's q, k, v, output and log-sum-exp, all that fused attention reads and writes.
+    """
+
+    label: str
+    side: int
+    tokens: int
+    linear_flops: int
+    attention_flops: int
+    matrix_bytes: int
+    fused_bytes: int
+
+
+def image_cost(
+    side: int,
+    patch: int,
+    *,
+    dim: int,
+    depth: int,
+    num_heads: int,
+    head_dim: int,
+    hidden: int,
+    channels: int = 3,
+    prefix: int = 1,
+    itemsize: int = 2,
+    label: str = "",
+) -> Cost:
+    """The cost of one image of side × side pixels.
+
+    Args:
+        side: a multiple of `patch`.
+        patch: patch side, pixels.
+        dim: D, channels of a token.
+        depth: blocks.
+        num_heads: H.
+        head_dim: channels of a head.
+        hidden: F, hidden channels of an MLP of two layers.
+        channels: C of the image.
+        prefix: tokens that are no patches.
+        itemsize: bytes of a number; 2 is half precision.
+        label: of the row.
+
+    Raises:
+        ValueError: the patch does not divide the side.
+    """
+    if side % patch:
+        raise ValueError(f"side is {side}, not a multiple of the patch {patch}; use {side // patch * patch or patch}")
+    patches, inner = (side // patch) ** 2, num_heads * head_dim
+    N = patches + prefix
+    return Cost(
+        label,
+        side,
+        N,
+        linear_flops=2 * patches * channels * patch**2 * dim + 2 * depth * N * dim * (4 * inner + 2 * hidden),
+        attention_flops=4 * depth * N * N * inner,
+        matrix_bytes=num_heads * N * N * itemsize,
+        fused_bytes=4 * N * inner * itemsize + 4 * num_heads * N,
+    )
+
+
+def cost_table(patch: int, sides: tuple[int, ...] = SIDES, **model: int) -> list[Cost]:
+    """Rows by image size, and last the sequence of single pixels: 224 × 224 gives 50,176 tokens.
+
+    Args:
+        patch: patch side, pixels.
+        sides: image sides; each is rounded down to a multiple of the patch.
+        model: the rest of `image_cost`'s arguments.
+    """
+    sides = sorted({side // patch * patch for side in sides if side >= patch})
+    rows = [image_cost(side, patch, label=f"{side} px, patch {patch}", **model) for side in sides]
+    return [*rows, image_cost(224, 1, label="224 px, every pixel a token", **model | {"prefix": 0})]

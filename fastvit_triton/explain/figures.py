@@ -1,0 +1,247 @@
+"""The drawings. Each takes numbers and gives one matplotlib page; the numbers come from the other files here."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..train.plots import BLUE, GRID, INK, MUTED, ORANGE, dress, figure
+from .costs import Cost
+from .published import MODELS, TABLE_5, TABLE_6
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEAT = "magma"
+WIDTH = 6.4  # inches
+GREEN = "#2f9e6e"
+
+
+def mosaic(tiles: Tensor) -> np.ndarray:
+    """Tiles [R, C, h, w] or [R, C, h, w, 3] side by side with a gap of NaN between them."""
+    repeat = -(-24 // max(tiles.shape[2:4]))  # gaps stay narrow beside tiles of a few pixels
+    tiles = tiles.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
+    gap = max(1, round(max(tiles.shape[2:4]) / 12))
+    tail = (0, 0) * (tiles.dim() - 4)
+    tiles = F.pad(tiles.float(), (*tail, 0, gap, 0, gap), value=torch.nan)
+    R, C, h, w = tiles.shape[:4]
+    return tiles.transpose(1, 2).reshape(R * h, C * w, *tiles.shape[4:])[: R * h - gap, : C * w - gap].cpu().numpy()
+
+
+def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...], most: int = 5) -> "Figure":
+    """The picture [C, H, W] and the most likely classes of chances [K], in %."""
+    page = figure(WIDTH, 2.7)
+    left, right = page.subplots(1, 2, width_ratios=(1, 2))
+    _picture(left, picture)
+    best = chances.topk(min(most, len(chances)))
+    names = [classes[i] for i in best.indices.tolist()][::-1]
+    values = [100 * chance for chance in best.values.tolist()][::-1]
+    right.barh(range(len(names)), values, color=[GRID] * (len(names) - 1) + [BLUE])
+    for y, value in enumerate(values):
+        right.text(value + 1, y, f"{value:.1f} %", va="center", color=INK)
+    right.set(xlim=(0, 115), xticks=[])
+    right.set_yticks(range(len(names)), names, color=INK)
+    right.tick_params(length=0)
+    right.spines[:].set_visible(False)
+    return page
+
+
+def draw_attention(maps: Tensor, labels: list[str]) -> "Figure":
+    """Maps [layers, H, h, w] as a mosaic, a row for each layer, a column for each head; each from 0 to its largest."""
+    H = maps.shape[1]
+    tiles = mosaic(maps / maps.amax((-1, -2), keepdim=True).clamp_min(1e-30))
+    width = min(WIDTH, 1 + 1.1 * H)
+    page = figure(width, 0.6 + (width - 1) * tiles.shape[0] / tiles.shape[1])
+    axes = page.subplots()
+    axes.imshow(tiles, cmap=HEAT, vmin=0, vmax=1, interpolation="nearest")
+    _label(axes, tiles.shape, [f"{i + 1}" for i in range(H)], labels)
+    axes.set_xlabel("head", color=MUTED)
+    axes.set_ylabel("layer", color=MUTED)
+    return page
+
+
+def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
+    """The picture [C, H, W] under each heat [h, w], which is stretched over it; by title."""
+    columns = min(3, len(heats) + 1)
+    rows = -(-(len(heats) + 1) // columns)
+    page = figure(WIDTH, rows * (WIDTH / columns * picture.shape[1] / picture.shape[2] + 0.2))
+    grid = page.subplots(rows, columns, squeeze=False).flat
+    for axes in grid:
+        axes.axis("off")
+    _picture(grid[0], picture)
+    grid[0].set_title("picture", color=INK, fontsize=11)
+    for axes, (title, heat) in zip(grid[1:], heats.items(), strict=False):
+        heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(1e-30)
+        _picture(axes, picture.mean(0, keepdim=True))
+        extent = (-0.5, picture.shape[2] - 0.5, picture.shape[1] - 0.5, -0.5)
+        axes.imshow(heat.cpu().numpy(), cmap=HEAT, alpha=0.65, extent=extent, interpolation="bilinear", vmin=0, vmax=1)
+        axes.set_title(title, color=INK, fontsize=11)
+    return page
+
+
+def draw_layers(panels: dict[str, tuple[Tensor, str]]) -> "Figure":
+    """Values [layers, heads] of each title, one dot a head, with their unit; a line through the means."""
+    page = figure(WIDTH, 3.2)
+    for axes, (title, (values, unit)) in zip(
+        page.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True
+    ):
+        at = np.arange(1, len(values) + 1)
+        axes.plot(at, values.mean(1).tolist(), color=GRID, lw=2, zorder=1)
+        axes.scatter(at.repeat(values.shape[1]), values.flatten().tolist(), s=22, color=BLUE, alpha=0.75, zorder=2)
+        dress(axes, title, unit, "layer")
+        axes.set_ylim(0, 1.08 * max(float(values.max()), 1e-6))
+    return page
+
+
+def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[float]) -> "Figure":
+    """The picture, the length of each patch token [h, w], and its colour by principal components [h, w, 3]."""
+    page = figure(WIDTH, WIDTH / 3 * picture.shape[1] / picture.shape[2] + 0.9)
+    first, second, third = page.subplots(1, 3)
+    _picture(first, picture)
+    first.set_title("picture", color=INK, fontsize=11)
+    shown = second.imshow(norms.cpu().numpy(), cmap=HEAT, interpolation="nearest", vmin=0)
+    page.colorbar(shown, ax=second, shrink=0.8, location="bottom").outline.set_visible(False)
+    second.set_title("length of each token", color=INK, fontsize=11)
+    if prefix:
+        shown.colorbar.set_label(f"not in the image: {', '.join(f'{n:.2g}' for n in prefix[:5])}", fontsize=9)
+    third.imshow(colours.cpu().numpy(), interpolation="nearest")
+    third.set_title("first three components", color=INK, fontsize=11)
+    second.axis("off")
+    third.axis("off")
+    return page
+
+
+def draw_positions(similarity: Tensor) -> "Figure":
+    """Cosines [h, w, h, w] as a grid of grids: ViT's figure 7, centre."""
+    h, w = similarity.shape[:2]
+    tiles = mosaic(similarity)
+    page = figure(6.4, 0.4 + 5.6 * tiles.shape[0] / tiles.shape[1])
+    axes = page.subplots()
+    shown = axes.imshow(tiles, cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
+    _label(axes, tiles.shape, [f"{i + 1}" for i in range(w)], [f"{i + 1}" for i in range(h)])
+    axes.set_xlabel("column of the patch", color=MUTED)
+    axes.set_ylabel("row of the patch", color=MUTED)
+    page.colorbar(shown, ax=axes, shrink=0.8, label="cosine").outline.set_visible(False)
+    return page
+
+
+def draw_bands(bands: Tensor) -> "Figure":
+    """Radians per patch [pairs, 2] of each rotary channel pair, downwards and to the right."""
+    page = figure(WIDTH, 3.2)
+    axes = page.subplots()
+    at = range(1, len(bands) + 1)
+    for axis, (colour, label) in enumerate(((BLUE, "downwards"), (ORANGE, "to the right"))):
+        axes.plot(at, bands[:, axis].abs().tolist(), "o", ms=5, color=colour, label=label)
+    dress(axes, "Rotation from one patch to the next", "radians", "channel pair")
+    axes.legend(frameon=False, labelcolor=INK)
+    return page
+
+
+def draw_filters(components: Tensor) -> "Figure":
+    """Patch filters [K, C, P, P] in [0, 1], seven in a row."""
+    K, C = components.shape[:2]
+    colour = components.expand(-1, 3, -1, -1) if C == 1 else components[:, :3]
+    columns = min(7, K)
+    colour = F.pad(colour, (0, 0, 0, 0, 0, 0, 0, -K % columns), value=torch.nan)
+    tiles = mosaic(colour.movedim(1, -1).unflatten(0, (-1, columns)))
+    page = figure(
+        min(WIDTH, 0.9 + 1.1 * columns), 0.3 + min(WIDTH - 0.9, 1.1 * columns) * tiles.shape[0] / tiles.shape[1]
+    )
+    axes = page.subplots()
+    axes.imshow(np.nan_to_num(tiles, nan=1.0), interpolation="nearest")
+    axes.axis("off")
+    return page
+
+
+def draw_similarity(values: list[float]) -> "Figure":
+    """Mean cosine between tokens before the first block and after each."""
+    page = figure(WIDTH, 2.8)
+    axes = page.subplots()
+    axes.plot(range(len(values)), values, "o-", color=BLUE, lw=2, ms=5)
+    dress(axes, "Likeness of an image's tokens", "mean cosine", "after block")
+    axes.set_ylim(min(0, *values) - 0.02, 1.02)
+    return page
+
+
+def draw_cost(rows: list[Cost]) -> "Figure":
+    """Arithmetic by image size, split into what grows with N and with N²; on a logarithmic scale."""
+    page = figure(WIDTH, 0.9 + 0.42 * len(rows))
+    axes = page.subplots()
+    y = np.arange(len(rows))[::-1]
+    for values, colour, label, shift in (
+        ([row.linear_flops for row in rows], BLUE, "projections and MLPs, grow with N", 0.18),
+        ([row.attention_flops for row in rows], ORANGE, "attention, grows with N²", -0.18),
+    ):
+        axes.barh(y + shift, [value / 1e9 for value in values], height=0.34, color=colour, label=label)
+    axes.set_xscale("log")
+    axes.set_yticks(y, [f"{row.label}\n{row.tokens:,} tokens" for row in rows], color=INK, fontsize=9)
+    axes.set_xlabel("GFLOP per image", color=MUTED)
+    axes.tick_params(length=0, colors=MUTED)
+    axes.spines[:].set_visible(False)
+    page.legend(loc="outside upper left", frameon=False, labelcolor=INK, ncols=2, fontsize=9)
+    return page
+
+
+def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
+    """Test images by class [K, K]: right class downwards, answer to the right."""
+    K = len(classes)
+    page = figure(6.4, 5.8)
+    axes = page.subplots()
+    shade = counts.double().log1p()
+    axes.imshow(shade.numpy(), cmap="Blues", interpolation="nearest")
+    if K <= 20:
+        for i, j in counts.nonzero().tolist():
+            colour = "white" if shade[i, j] > shade.max() / 2 else INK
+            axes.text(j, i, f"{counts[i, j]}", ha="center", va="center", color=colour, fontsize=9)
+        axes.set_xticks(range(K), classes, rotation=0 if max(map(len, classes)) < 4 else 60, color=INK)
+        axes.set_yticks(range(K), classes, color=INK)
+    axes.set_xlabel("the model says", color=MUTED)
+    axes.set_ylabel("right class", color=MUTED)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return page
+
+
+def draw_published() -> "Figure":
+    """The ViT paper's tables 5 and 6, marked as published."""
+    page = figure(WIDTH, 4.0)
+    left, right = page.subplots(1, 2)
+    for (name, values), colour in zip(TABLE_5.items(), (MUTED, ORANGE, BLUE), strict=True):
+        known = [(at, value) for at, value in enumerate(values) if value is not None]
+        left.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
+    dress(left, "Table 5 (published)", "ImageNet top-1, %", "ViT, by pre-training data")
+    left.set_xticks(range(len(MODELS)), MODELS)
+    left.set_ylim(60, 92)
+    left.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
+    at, names = 0, []
+    for (family, models), colour in zip(TABLE_6.items(), (BLUE, GREEN, ORANGE), strict=True):
+        right.barh(range(at, at + len(models)), models.values(), color=colour, label=family)
+        names += models
+        at += len(models)
+    right.set_yticks(range(at), names, fontsize=8, color=INK)
+    right.invert_yaxis()
+    right.set_xscale("log")
+    right.set_title("Table 6 (published)", loc="left", color=INK, fontsize=12, fontweight="bold")
+    right.set_xlabel("exaFLOP of pre-training", color=MUTED)
+    right.tick_params(length=0, colors=MUTED)
+    right.spines[:].set_visible(False)
+    right.legend(frameon=False, labelcolor=INK, fontsize=9)
+    return page
+
+
+def _picture(axes: "Axes", picture: Tensor) -> None:
+    """A picture [C, H, W] in [0, 1]."""
+    axes.imshow(picture.movedim(0, -1).squeeze(-1).cpu().numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.axis("off")
+
+
+def _label(axes: "Axes", shape: tuple[int, ...], columns: list[str], rows: list[str]) -> None:
+    """Names of a mosaic's columns and rows."""
+    for names, size, put in ((columns, shape[1], axes.set_xticks), (rows, shape[0], axes.set_yticks)):
+        step = -(-len(names) // 16)
+        put([(i + 0.5) * size / len(names) - 0.5 for i in range(0, len(names), step)], names[::step], color=INK)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)

@@ -1,0 +1,165 @@
+"""What attention maps say together: rollout, gradient-weighted rollout, entropy, mean attention distance.
+
+Sources   Abnar & Zuidema, Quantifying attention flow, arXiv:2005.00928, section 3; ViT, arXiv:2010.11929, figure 6 and
+          appendix D.8 (rollout), figure 7 right and appendix D.7 (distance); Chefer et al., arXiv:2103.15679,
+          equations 5 and 6.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .recording import capture
+
+FUSE = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
+
+
+def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -> Tensor:
+    """How much of each input token reaches each output token: the product over layers of (A + I) / 2.
+
+    Args:
+        maps: [B, H, N, N] of each layer, first layer first; a generator keeps one at a time in memory.
+        heads: "mean", "max" or "min" over heads; rows are normalised again.
+        discard: this part of each image's entries, the smallest ones, is set to 0 in each layer, in [0, 1).
+
+    Returns:
+        [B, N, N]; rows sum to 1.
+
+    Raises:
+        ValueError: unknown `heads`, `discard` out of range, no maps, or maps of different sizes.
+    """
+    if heads not in FUSE:
+        raise ValueError(f"heads is {heads!r}; use one of {', '.join(FUSE)}")
+    if not 0 <= discard < 1:
+        raise ValueError(f"discard is {discard}; it must be at least 0 and below 1")
+    total = None
+    for attention in maps:
+        fused = FUSE[heads](attention, 1)  # [B, N, N]
+        if discard:
+            flat = fused.flatten(1)
+            smallest = flat.topk(int(discard * flat.shape[1]), 1, largest=False).indices
+            fused = flat.scatter(1, smallest, 0.0).view_as(fused)
+        fused = fused / fused.sum(-1, keepdim=True).clamp_min(torch.finfo(fused.dtype).tiny)
+        step = fused + torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
+        step = step / step.sum(-1, keepdim=True)  # a row whose keys are all discarded keeps its own token
+        total = _then(total, step, step)
+    if total is None:
+        raise ValueError("maps is empty; give the map of at least one layer")
+    return total
+
+
+def gradient_rollout(maps: Iterable[Tensor], grads: Iterable[Tensor]) -> Tensor:
+    """Relevance of each input token for one output: R ← R + Ā R with Ā the mean over heads of (A ∘ dA)⁺, R₀ = I.
+
+    Args:
+        maps: [B, H, N, N] of each layer, first layer first.
+        grads: of the output with respect to each map, same shapes.
+
+    Returns:
+        [B, N, N]; the class token's row is the relevance of every token for the class.
+
+    Raises:
+        ValueError: no maps, or maps of different sizes.
+    """
+    total = None
+    for attention, grad in zip(maps, grads, strict=True):
+        mixed = (attention * grad).clamp_min(0).mean(1)  # [B, N, N]
+        total = _then(total, mixed + torch.eye(mixed.shape[-1], dtype=mixed.dtype, device=mixed.device), mixed, True)
+    if total is None:
+        raise ValueError("maps is empty; give the map of at least one layer")
+    return total
+
+
+def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> Tensor:
+    """`gradient_rollout` of a model's logits. Forward and backward are the model's own; parameters get no gradient.
+
+    Args:
+        model: from images to logits [B, K], or to an object with `logits`.
+        images: [B, C, H, W], normalised.
+        classes: [B] class numbers; None takes the largest logit.
+
+    Returns:
+        [B, N, N].
+
+    Raises:
+        ValueError: the model gives no logits, or no attention could be read.
+    """
+    images = images.detach().clone().requires_grad_()
+    with torch.enable_grad(), capture(model, gradients=True) as seen:
+        logits = logits_of(model(images))
+        classes = logits.argmax(1) if classes is None else classes
+        torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), images)
+    layers = [layer for layer in seen.layers if layer.output_grad is not None]
+    return gradient_rollout((layer.map() for layer in layers), (layer.map_grad() for layer in layers))
+
+
+def logits_of(output: object) -> Tensor:
+    """Logits [B, K] of what a model returns: a tensor, or an object with `logits`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        raise ValueError("the model returns no logits [B, classes]; explain a model with a classification head")
+    return logits
+
+
+def entropy(blocks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Mean over queries of −Σ A ln A, in nats: 0 looks at one token, ln N at all alike.
+
+    Args:
+        blocks: (queries [M], rows [B, H, M, N]) that cover every query once, as `AttentionLayer.blocks` yields.
+
+    Returns:
+        [B, H].
+    """
+    sums = [(torch.special.entr(rows).sum(-1).sum(-1), rows.shape[2]) for _, rows in blocks]
+    return sum(total for total, _ in sums) / sum(count for _, count in sums)
+
+
+def attention_distance(
+    blocks: Iterable[tuple[Tensor, Tensor]], grid: tuple[int, int], patch: tuple[float, float]
+) -> Tensor:
+    """Mean distance between a query patch and what it looks at, Σⱼ Aᵢⱼ ‖pᵢ − pⱼ‖ over patches j, in pixels.
+
+    Leading tokens without a place in the image (class token, registers) are left out as queries and as keys, and the
+    rest of each row is normalised again.
+
+    Args:
+        blocks: (queries [M], rows [B, H, M, N]) that cover every query once, as `AttentionLayer.blocks` yields.
+        grid: patches per column and per row; the last h·w tokens are patches.
+        patch: (height, width) of a patch, pixels.
+
+    Returns:
+        [B, H], mean over queries.
+
+    Raises:
+        ValueError: fewer tokens than patches.
+    """
+    total, count = 0.0, grid[0] * grid[1]
+    for queries, rows in blocks:
+        prefix = rows.shape[-1] - count
+        if prefix < 0:
+            raise ValueError(f"grid {grid[0]} x {grid[1]} has {count} patches, but the map has {rows.shape[-1]} tokens")
+        steps = [
+            torch.arange(n, device=rows.device, dtype=rows.dtype) * side for n, side in zip(grid, patch, strict=True)
+        ]
+        places = torch.cartesian_prod(*steps)  # [h·w, 2]
+        inside = queries >= prefix
+        rows = rows[:, :, inside, prefix:]
+        rows = rows / rows.sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+        total = total + (rows * torch.cdist(places[queries[inside] - prefix], places)).sum((-1, -2))
+    return total / count
+
+
+def _then(total: Tensor | None, first: Tensor, step: Tensor, add: bool = False) -> Tensor:
+    """step · total, plus total where asked; `first` where there is no total yet."""
+    if total is None:
+        return first
+    if total.shape != step.shape:
+        raise ValueError(
+            f"maps have {total.shape[-1]} and then {step.shape[-1]} tokens; rollout needs layers that keep their tokens"
+        )
+    return step @ total + total if add else step @ total

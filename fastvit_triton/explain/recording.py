@@ -1,0 +1,278 @@
+"""What every attention of a model reads, watched while the fused path runs.
+
+Math      q, k, v = the layer's own projections, norms and rotations of its captured input      (1)
+          L = ln Σₙ exp(scale · q kᵀ + bias)    [B, H, N], one `attention(..., return_lse=True)`  (2)
+          A[m] = exp(scale · q[m] kᵀ + bias[m] − L[m])    any rows m, without the others         (3)
+          dA = dO vᵀ with dO = dY pulled back through the output projection                      (4)
+So a map costs one more attention, and the model's own forward and backward never form an N × N matrix.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import get_args, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from .. import layers
+from ..convert.from_torch import multihead_parts  # with its package, which fills READERS
+from ..convert.fused import READERS, finish, head_norms, project
+from ..convert.parts import Attention, kind
+from ..kernels.attention import attention
+from ..kernels.rope import rotate
+
+MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
+ROWS = 256  # queries that `blocks` yields at a time
+
+
+@dataclass(eq=False)
+class AttentionLayer:
+    """One attention's input, and every map that follows from it.
+
+    Attributes:
+        path: the module's name in the model.
+        x: what it read, [B, N, D].
+        parts: its projections and numbers.
+        norm: norm between x and the projections; None where x is normed already, or the layer has none.
+        position: module that turns queries into a bias, of our own models.
+        output_grad: gradient of what it returned, [B, N, D]; there after a backward pass with `gradients=True`.
+    """
+
+    path: str
+    x: Tensor
+    parts: Attention
+    norm: nn.Module | None = None
+    position: nn.Module | None = None
+    output_grad: Tensor | None = None
+
+    @cached_property
+    @torch.no_grad()
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(1): q and k as the scores take them and v, [B, H, N, d] each, and the bias [G, H, N, N] or None."""
+        parts = self.parts
+        packed = project(self.x, parts.projections, self.norm if parts.first is None else parts.first)
+        q, k, v = packed.unflatten(-1, (3, parts.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if parts.norms is not None:
+            q, k = (norm(t) for norm, t in zip(parts.norms, (q, k), strict=True))
+        if parts.rope is not None:
+            prefix = q.shape[2] - parts.rope[0].shape[-2]
+            q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
+        bias = parts.bias if self.position is None else parts.scale * self.position(q)
+        return q, k, v, bias
+
+    @cached_property
+    @torch.no_grad()
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """(2): the heads' outputs [B, H, N, d], and L [B, H, N], fp32."""
+        q, k, v, bias = self.qkv
+        return attention(q, k, v, bias, self.parts.scale, return_lse=True)
+
+    @torch.no_grad()
+    def rows(self, queries: Tensor | slice | int) -> Tensor:
+        """(3): attention of these queries to all tokens.
+
+        Args:
+            queries: token numbers, class token first where there is one.
+
+        Returns:
+            [B, H, M, N], fp32 (or fp64); rows sum to 1, or to 0 where every key is masked.
+        """
+        queries = slice(queries, queries + 1 or None) if isinstance(queries, int) else queries
+        q, k, _, bias = self.qkv
+        lse = self.attended[1][:, :, queries, None]
+        q, k = (t if t.dtype == torch.float64 else t.float() for t in (q[:, :, queries], k))
+        scores = self.parts.scale * (q @ k.mT)
+        if bias is not None:
+            bias = bias if bias.shape[0] in (1, len(q)) else bias[torch.arange(len(q)) % bias.shape[0]]
+            bias = bias.expand(*bias.shape[:2], self.x.shape[1], -1)[:, :, queries]
+            scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        return (scores - lse).exp().masked_fill(lse == -torch.inf, 0.0)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """All rows, a few at a time: (queries [M], rows [B, H, M, N])."""
+        for queries in torch.arange(self.x.shape[1], device=self.x.device).split(ROWS):
+            yield queries, self.rows(queries)
+
+    def map(self) -> Tensor:
+        """The whole matrix, [B, H, N, N]."""
+        return self.rows(slice(None))
+
+    def map_grad(self) -> Tensor:
+        """(4): gradient of the attention probabilities, [B, H, N, N].
+
+        Raises:
+            ValueError: no gradient has come by.
+        """
+        if self.output_grad is None:
+            raise ValueError(f"{self.path} saw no gradient; capture with gradients=True and run a backward pass inside")
+        parts, v, o = self.parts, self.qkv[2], self.attended[0]
+        with torch.enable_grad():
+            o = o.transpose(1, 2).flatten(2).requires_grad_()
+            y = finish(o, parts.proj, parts.last, *parts.drops)
+        (grad,) = torch.autograd.grad(y, o, self.output_grad.to(y.dtype))
+        return (grad.unflatten(-1, (parts.num_heads, -1)).transpose(1, 2) @ v.mT).to(
+            torch.promote_types(v.dtype, torch.float32)
+        )
+
+
+@dataclass
+class Recording:
+    """What one forward pass showed; a second pass replaces it.
+
+    Attributes:
+        layers: attention layers in the order of their calls.
+        stream: tokens [B, N, D] before the first block and after each, as far as blocks are modules of their own.
+        left: attention that could not be read, by path, and why.
+    """
+
+    found: dict[str, AttentionLayer] = field(default_factory=dict)
+    blocks: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> list[AttentionLayer]:
+        return list(self.found.values())
+
+    @property
+    def stream(self) -> list[Tensor]:
+        pairs = list(self.blocks.values())
+        return [pairs[0][0], *(after for _, after in pairs)] if pairs else []
+
+
+@contextmanager
+def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
+    """Records what each attention reads while the model runs inside the `with`.
+
+    Knows our models, and timm, transformers, torchvision, vit-pytorch and torch.nn attention, optimised or not. The
+    fused path stays on: our blocks stay fused and are watched from outside, a foreign block calls its attention, which
+    runs fused. Outputs are the model's, up to rounding where a seam is called in two parts. No hook is left behind.
+
+    Args:
+        model: in the mode it should run in; attention dropout hides the map of a layer.
+        gradients: also record the gradient of what each attention returns, for `AttentionLayer.map_grad`.
+
+    Yields:
+        Recording: filled by the forward pass.
+
+    Raises:
+        ValueError: the model ran inside, and no attention could be read.
+    """
+    recording, handles, watched = Recording(), [], set()
+    parents = dict(model.named_modules())
+    try:
+        for path, module in model.named_modules():
+            read = _reader(module)
+            if read is None:
+                continue
+            outer, block = _block(path, parents)
+            if type(module) is layers.Attention and isinstance(block, layers.Block) and not gradients:
+                norm = None if isinstance(block, layers.PostNormBlock) else block.norm1
+                enter = partial(_enter, recording, path, partial(_own, module), norm)
+                handles.append(block.register_forward_pre_hook(lambda _, a, k, f=enter: f(a, k), with_kwargs=True))
+            else:
+                enter = partial(_enter, recording, path, read, None)
+                handles.append(module.register_forward_pre_hook(lambda _, a, k, f=enter: f(a, k), with_kwargs=True))
+            if gradients:
+                handles.append(module.register_forward_hook(partial(_leave, recording, path)))
+            if block is not None and outer not in watched:
+                watched.add(outer)
+                after = partial(_after, recording, outer)
+                handles.append(block.register_forward_hook(after, with_kwargs=True))
+        yield recording
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not recording.found:
+        why = "; ".join(f"{path}: {reason}" for path, reason in list(recording.left.items())[:1])
+        raise ValueError(
+            f"no attention of {type(model).__name__} could be read ({why or 'none of a known type ran'}); "
+            "run the model itself, in eval mode and not compiled, inside capture"
+        )
+
+
+def _reader(module: nn.Module) -> Callable[..., tuple[Tensor, Attention, nn.Module | None] | str | None] | None:
+    """Of an attention: a function from its call to (x, parts, position), a reason, or None where it looks elsewhere."""
+    if type(module) is layers.Attention:
+        return partial(_own, module)
+    if kind(module) == MULTIHEAD:
+        return partial(_multihead, module)
+    read = READERS.get(kind(module))
+    if read is None or Attention not in get_args(get_type_hints(read)["return"]):  # of an MLP
+        return None
+    return partial(_foreign, module, read)
+
+
+def _own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, Attention, nn.Module | None] | str:
+    if module.training and module.attn_drop.p > 0:
+        return f"attention dropout {module.attn_drop.p}"
+    norms = head_norms(module.q_norm, module.k_norm)
+    parts = Attention(
+        (module.qkv,), module.proj, module.num_heads, module.scale, norms=norms, drops=(module.proj_drop,)
+    )
+    return x, parts, module.position
+
+
+def _foreign(module: nn.Module, read: Callable, *inputs: object, **named: object):
+    x, *rest = inputs or (named.get("hidden_states", named.get("x")),)
+    parts = read(module, *rest, **{n: v for n, v in named.items() if n not in ("hidden_states", "x")})
+    return parts if isinstance(parts, str) else (x, parts, None)
+
+
+def _multihead(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+):
+    if query.shape != key.shape or query.data_ptr() != key.data_ptr():  # one sequence looks at another
+        return None
+    if query.dim() != 3 or query.is_nested or (is_causal and attn_mask is None):
+        return "unbatched, nested, or causal without a mask"
+    parts = multihead_parts(module, attn_mask, key_padding_mask)
+    return parts if isinstance(parts, str) else (query if module.batch_first else query.transpose(0, 1), parts, None)
+
+
+@torch.no_grad()
+def _enter(recording: Recording, path: str, read: Callable, norm: nn.Module | None, inputs: tuple, named: dict) -> None:
+    """Before an attention's call: keeps its input."""
+    found = read(*inputs, **named)
+    if found is not None:
+        recording.found.pop(path, None)  # a later call takes its place, in the order of calls
+    if isinstance(found, str):
+        recording.left[path] = found
+    elif found is not None:
+        x, parts, position = found
+        recording.found[path] = AttentionLayer(path, x.detach(), parts, norm, position)
+
+
+def _leave(recording: Recording, path: str, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
+    """After an attention's call: will keep the gradient of what it returned."""
+    y, layer = output[0] if isinstance(output, tuple) else output, recording.found.get(path)
+    if layer is not None and y.requires_grad:
+        turned = isinstance(module, nn.MultiheadAttention) and not module.batch_first
+        y.register_hook(lambda grad: setattr(layer, "output_grad", grad.transpose(0, 1) if turned else grad))
+
+
+def _after(recording: Recording, path: str, module: nn.Module, inputs: tuple, named: dict, output: object) -> None:
+    """After a block's call: keeps the tokens on both sides."""
+    x = inputs[0] if inputs else next((v for v in named.values() if isinstance(v, Tensor)), None)
+    y = output[0] if isinstance(output, tuple) else output
+    recording.blocks.pop(path, None)
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() == 3 and x.shape == y.shape:
+        recording.blocks[path] = x.detach(), y.detach()
+
+
+def _block(path: str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
+    """The nearest module around an attention that is called itself."""
+    while path:
+        path = path.rpartition(".")[0]
+        if type(modules[path]) is not nn.ModuleList:
+            return path, modules[path]
+    return "", None

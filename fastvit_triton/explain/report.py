@@ -1,0 +1,253 @@
+"""Which figures a report holds, and the sentence on how to read each."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..train.loop import Score
+from ..train.plots import curves
+from . import figures, tokens
+from .costs import Cost, cost_table
+from .maps import attention_distance, class_relevance, entropy, logits_of, rollout
+from .page import Panel
+from .published import SOURCE
+from .recording import AttentionLayer, Recording, capture
+
+
+def explain(
+    model: nn.Module,
+    images: Tensor,
+    pictures: Tensor,
+    names: list[str],
+    classes: tuple[str, ...] | None = None,
+    query: int | None = None,
+) -> Iterator[Panel]:
+    """All that one forward pass, and one backward pass where there are logits, shows of these images and this model.
+
+    Args:
+        model: in eval mode, on the device of the images.
+        images: [B, C, H, W], normalised.
+        pictures: the same for the eye, [B, C, H, W] in [0, 1].
+        names: of the images.
+        classes: names of the logits; None numbers them.
+        query: whose attention to show: a token number; None takes the class token, or where there is none all patches.
+
+    Raises:
+        ValueError: no attention could be read, its layers differ in tokens, or there is no such query.
+    """
+    with torch.no_grad(), capture(model) as seen:
+        output = model(images)
+    N = seen.layers[0].x.shape[1]
+    if any(layer.x.shape[:2] != (len(images), N) for layer in seen.layers):
+        raise ValueError("the model's layers see different tokens (windows or stages); use capture and rows directly")
+    if query is not None and not 0 <= query < N:
+        raise ValueError(f"query is {query}; the model has tokens 0 to {N - 1}")
+    where = tokens.geometry(model, images, N)
+    try:
+        logits = logits_of(output)
+    except ValueError:
+        logits = None
+    relevance = None if logits is None else class_relevance(model, images)
+    query = 0 if query is None and where.prefix else query
+    heats = {
+        f"rollout, {heads} of heads": rollout((x.map() for x in seen.layers), heads) for heads in ("mean", "max", "min")
+    }
+    heats["rollout, mean, smallest\nhalf discarded"] = rollout((x.map() for x in seen.layers), "mean", 0.5)
+    if relevance is not None:
+        heats["gradient-weighted,\nfor the answer"] = relevance
+    rows = torch.stack([_query(layer, query) for layer in seen.layers], 1)[..., where.prefix :]  # [B, L, H, h·w]
+    final = seen.stream[-1] if seen.stream else seen.layers[-1].x
+    colours = tokens.feature_colours(final, where)
+    asker = "all patches together" if query is None else "the class token" if query == 0 else f"token {query}"
+    for i, name in enumerate(names):
+        tag = f"{i + 1:02d}-" if len(names) > 1 else ""
+        if logits is not None:
+            chances = logits[i].softmax(0)
+            answer = classes[int(chances.argmax())] if classes else f"{int(chances.argmax())}"
+            labels = classes or tuple(map(str, range(len(chances))))
+            yield Panel(
+                f"{tag}prediction",
+                f"{name}: {answer}",
+                "The longest bar is the model's answer; the bars are the chances it gives to its best guesses.",
+                f"{name}, for which the model answers {answer} with {100 * chances.max():.1f} %",
+                figures.draw_predictions(pictures[i], chances, labels),
+            )
+        yield Panel(
+            f"{tag}attention",
+            f"Where {asker} look{'' if query is None else 's'}, layer by layer",
+            "One tile is one head over the image: bright patches are read most, each tile scaled to its own maximum.",
+            f"A mosaic of {rows.shape[1]} layers by {rows.shape[2]} heads of attention maps over {name}",
+            figures.draw_attention(rows[i].unflatten(-1, where.grid), [f"{n + 1}" for n in range(rows.shape[1])]),
+        )
+        yield Panel(
+            f"{tag}rollout",
+            "What reaches the answer",
+            "Rollout multiplies attention through all layers: bright regions are those whose tokens reach "
+            f"{asker}; the last picture counts only what speaks for the model's answer.",
+            f"{name} under {len(heats)} heat maps of attention rollout",
+            figures.draw_overlays(pictures[i], {t: _heat(m[i], query, where) for t, m in heats.items()}),
+        )
+        lengths = final[i].float().norm(dim=-1)
+        yield Panel(
+            f"{tag}tokens",
+            "What the last tokens hold",
+            "Patches of one colour have like features; a token that is many times longer than its neighbours is an "
+            "outlier, which the model uses as scratch space (registers take that role).",
+            f"{name}, the length of each of its tokens, and their first three principal components as colours",
+            figures.draw_tokens(
+                pictures[i], lengths[where.prefix :].view(where.grid), colours[i], lengths[: where.prefix].tolist()
+            ),
+        )
+    yield from _layers(seen, where, len(images))
+    yield from _model(model, seen, where, images)
+
+
+def _layers(seen: Recording, where: tokens.Geometry, count: int) -> Iterator[Panel]:
+    """Panels by depth."""
+    far = torch.stack([attention_distance(x.blocks(), where.grid, where.patch).mean(0) for x in seen.layers])
+    spread = torch.stack([entropy(x.blocks()).mean(0) for x in seen.layers])
+    over = f"over {count} image{'s' if count > 1 else ''}"
+    yield Panel(
+        "layers",
+        "How far and how widely heads look",
+        "One dot is one head: low on the left it looks at its neighbours, high across the image; low on the right it "
+        f"reads few tokens, high it reads all alike (means {over}).",
+        f"Mean attention distance in pixels and entropy in nats of each head in {len(far)} layers",
+        figures.draw_layers({"Attention distance": (far, "pixels"), "Attention entropy": (spread, "nats")}),
+    )
+    if len(seen.stream) > 1:
+        likeness = [float(tokens.token_similarity(x).mean()) for x in seen.stream]
+        yield Panel(
+            "similarity",
+            "How alike tokens become",
+            f"Near 1 all tokens of an image point the same way (over-smoothing), near 0 they differ (mean {over}).",
+            f"Mean cosine between tokens, {likeness[0]:.2f} before the first block and {likeness[-1]:.2f} at the end",
+            figures.draw_similarity(likeness),
+        )
+
+
+def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Tensor) -> Iterator[Panel]:
+    """Panels of the weights alone."""
+    table = tokens.position_table(model, where)
+    if table is not None:
+        yield Panel(
+            "positions",
+            "What positions have learned",
+            "Tile (row, column) shows which positions resemble that patch's: a bright spot at its own place, with its "
+            "row and column, means that the model knows the grid.",
+            f"Cosine similarity of the position embeddings of {where.grid[0]} by {where.grid[1]} patches",
+            figures.draw_positions(tokens.position_similarity(table.float(), where.grid)),
+        )
+    rope = seen.layers[0].parts.rope
+    if rope is not None and min(where.grid) > 1 and rope[0].shape[-2] == where.count:
+        bands = tokens.rotary_bands(rope, where.grid)
+        yield Panel(
+            "bands",
+            "How fast rotary positions turn",
+            "A high dot is a channel pair that tells neighbours apart; a low one turns slowly, over the whole image.",
+            "Rotation per patch of each rotary channel pair, downwards and to the right",
+            figures.draw_bands(bands.flatten(0, -3)[0] if bands.dim() > 2 else bands),
+        )
+    filters = tokens.patch_filters(model, images.shape[1])
+    if filters is not None:
+        components = tokens.filter_components(filters.float())
+        yield Panel(
+            "filters",
+            "What a patch is compared with",
+            "Each tile is a principal component of the patch projection: smooth tiles are colours and edges that most "
+            "channels respond to, most important first.",
+            f"The first {len(components)} principal components of the patch projection",
+            figures.draw_filters(components),
+        )
+        yield _cost(seen, where, images, filters.shape[-1], len(filters))
+
+
+def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, dim: int) -> Panel:
+    """The panel of image sizes."""
+    heads, head_dim = seen.layers[0].qkv[0].shape[1::2]
+    shape = dict(dim=dim, depth=len(seen.layers), num_heads=heads, head_dim=head_dim, hidden=4 * dim)
+    sides = tuple(sorted({images.shape[2], *((8, 16, 32, 64, 224) if images.shape[2] < 64 else (224, 384, 512, 1024))}))
+    rows = cost_table(patch, sides, channels=images.shape[1], prefix=where.prefix, **shape)
+    return Panel(
+        "cost",
+        "What an image size costs",
+        "Doubling the side takes four times the tokens and sixteen times the attention: the orange bar overtakes the "
+        "blue one (computed for one image of this width and depth with MLPs four times as wide; nothing was timed).",
+        f"Arithmetic for {len(rows)} image sizes, up to {rows[-1].tokens:,} tokens where every pixel is one",
+        figures.draw_cost(rows),
+        (("image", "tokens", "GFLOP", "N × N matrices of a layer", "fused: q, k, v, o"), *map(_row, rows)),
+    )
+
+
+def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[str, ...]) -> Iterator[Panel]:
+    """Training curves and the confusion matrix of a run, as far as they are there. Raises nothing.
+
+    Args:
+        history: rows of the log.
+        score: of the test images.
+        classes: names of the classes.
+    """
+    if history:
+        yield Panel(
+            "curves",
+            "How it was trained",
+            "Training is measured on augmented images, so its accuracy may lie below that of the test images.",
+            f"Loss, accuracy and learning rate over {len(history)} epochs",
+            curves(history, stacked=True),
+        )
+    if score is not None:
+        K = len(classes)
+        counts = torch.bincount(score.targets * K + score.predictions, minlength=K * K).view(K, K)
+        yield Panel(
+            "confusion",
+            "What is taken for what",
+            "Numbers on the diagonal are right answers; any other number counts images of the row's class that the "
+            "model takes for the column's.",
+            f"Confusion matrix of {len(score.targets):,} test images, {100 * score.accuracy:.1f} % of them right",
+            figures.draw_confusion(counts, classes),
+        )
+
+
+def published_tables() -> Panel:
+    """The ViT paper's tables 5 and 6, drawn anew."""
+    return Panel(
+        "published",
+        "What the paper reports",
+        "A dot is a ViT's accuracy after pre-training on that data, a bar the arithmetic of one pre-training, with its "
+        f"epochs where there were two ({SOURCE}, tables 5 and 6; nothing of this was measured here).",
+        "Published ImageNet accuracy by pre-training data, and pre-training compute of ViTs, hybrids and ResNets",
+        figures.draw_published(),
+    )
+
+
+def _row(row: Cost) -> tuple[str, ...]:
+    flops = (row.linear_flops + row.attention_flops) / 1e9
+    return (
+        row.label,
+        f"{row.tokens:,}",
+        f"{flops:,.0f}" if flops >= 100 else f"{flops:.3g}",
+        _bytes(row.matrix_bytes),
+        _bytes(row.fused_bytes),
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} GB"
+
+
+def _query(layer: AttentionLayer, query: int | None) -> Tensor:
+    """Attention [B, H, N] of one query, or the mean over all."""
+    if query is not None:
+        return layer.rows(query)[:, :, 0]
+    return sum(rows.sum(2) for _, rows in layer.blocks()) / layer.x.shape[1]
+
+
+def _heat(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:
+    """What of [N, N] reaches the query, over the image [h, w]."""
+    row = flow.mean(0) if query is None else flow[query]
+    return row[where.prefix :].view(where.grid)

@@ -1,0 +1,214 @@
+"""What tokens, positions and patch filters show: principal components, norms, similarity, frequency bands.
+
+Sources   ViT, arXiv:2010.11929, figure 7 left and centre; Oquab et al., DINOv2, arXiv:2304.07193, figure 1 (colours);
+          Darcet et al., Vision transformers need registers, arXiv:2309.16588 (norms); Zhou et al., DeepViT,
+          arXiv:2103.11886, and Gong et al., arXiv:2104.12753 (similarity by depth).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How tokens lie in an image: `prefix` tokens first, then `grid` = (rows, columns) of patches.
+
+    Attributes:
+        grid: patches per column and per row.
+        prefix: class token, registers and the like.
+        patch: (height, width) of a patch, pixels.
+    """
+
+    grid: tuple[int, int]
+    prefix: int
+    patch: tuple[float, float]
+
+    @property
+    def count(self) -> int:
+        """Patches."""
+        return self.grid[0] * self.grid[1]
+
+
+def geometry(model: nn.Module, images: Tensor, tokens: int) -> Geometry:
+    """Where the tokens of a model lie, read from its patch projection, or from the largest square among them.
+
+    Args:
+        model: any ViT.
+        images: [B, C, H, W].
+        tokens: N, as its attention sees them.
+
+    Raises:
+        ValueError: the image has more patches than there are tokens.
+    """
+    H, W = images.shape[2:]
+    filters = patch_filters(model, images.shape[1])
+    stem = getattr(model, "patch_embed", None)
+    if filters is not None:
+        grid = H // filters.shape[2], W // filters.shape[3]
+    elif hasattr(stem, "grid_of"):
+        grid = stem.grid_of(images)
+    else:
+        grid = (int(tokens**0.5),) * 2
+    if grid[0] * grid[1] > tokens:
+        raise ValueError(f"the image has {grid[0]} x {grid[1]} patches, but attention sees {tokens} tokens")
+    return Geometry(grid, tokens - grid[0] * grid[1], (H / grid[0], W / grid[1]))
+
+
+def patch_filters(model: nn.Module, channels: int) -> Tensor | None:
+    """The patch projection as filters [D, C, P, P]; None where the model's first layer is no projection of patches.
+
+    Args:
+        model: any ViT.
+        channels: C of its images; a linear layer takes patches as (row, column, channel).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            fits = module.kernel_size == module.stride and module.in_channels == channels and module.groups == 1
+            return module.weight.detach() if fits else None
+        if isinstance(module, nn.Linear):
+            side = round((module.in_features / channels) ** 0.5)
+            if side * side * channels != module.in_features:
+                return None
+            return module.weight.detach().unflatten(1, (side, side, channels)).movedim(-1, 1)
+    return None
+
+
+def principal_components(samples: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The directions in which samples differ most.
+
+    Args:
+        samples: [M, D].
+        count: directions to return, at most min(M, D).
+
+    Returns:
+        Directions [count, D], each of length 1 with its largest entry positive; the centred samples along them
+        [M, count]; and the part of the variance in each [count].
+
+    Raises:
+        ValueError: `samples` is no matrix, or `count` does not fit it.
+    """
+    if samples.dim() != 2 or not 1 <= count <= min(samples.shape):
+        raise ValueError(f"count is {count}; samples of shape {list(samples.shape)} have 1 to {min(samples.shape)}")
+    centred = samples - samples.mean(0)
+    _, values, directions = torch.linalg.svd(
+        centred.to(torch.promote_types(samples.dtype, torch.float32)), full_matrices=False
+    )
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    directions = (directions * torch.where(largest < 0, -1.0, 1.0))[:count]
+    variance = values.square()
+    return directions, centred.to(directions) @ directions.T, (variance / variance.sum().clamp_min(1e-30))[:count]
+
+
+def filter_components(filters: Tensor, count: int = 28) -> Tensor:
+    """The first principal components of the patch filters as images, each stretched to [0, 1].
+
+    Args:
+        filters: [D, C, P, P].
+        count: at most; there are no more than C·P·P.
+
+    Returns:
+        [count or fewer, C, P, P].
+    """
+    rows = filters.flatten(1)
+    directions, _, _ = principal_components(rows, min(count, *rows.shape))
+    return stretch(directions).unflatten(1, filters.shape[1:])
+
+
+def feature_colours(tokens: Tensor, where: Geometry) -> Tensor:
+    """Patch tokens as colours: their first three principal components over all images together, as DINO shows them.
+
+    Args:
+        tokens: [B, N, D].
+        where: how they lie.
+
+    Returns:
+        [B, h, w, 3] in [0, 1]; missing components, of fewer than three patches or channels, are 0.
+    """
+    patches = tokens[:, where.prefix :].flatten(0, 1)
+    _, along, _ = principal_components(patches, min(3, *patches.shape))
+    colours = F.pad(stretch(along.T).T, (0, 3 - along.shape[1]))
+    return colours.view(len(tokens), *where.grid, 3)
+
+
+def stretch(values: Tensor) -> Tensor:
+    """Each row of [M, ...] from its range to [0, 1]; a constant row becomes 0."""
+    flat = values.flatten(1)
+    low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+    return ((flat - low) / (high - low).clamp_min(torch.finfo(flat.dtype).tiny)).view_as(values)
+
+
+def token_similarity(tokens: Tensor) -> Tensor:
+    """Mean cosine between two different tokens of an image, [B]; 1 means that all are alike (over-smoothing).
+
+    Args:
+        tokens: [B, N, D] with N of at least 2.
+    """
+    N, unit = tokens.shape[1], F.normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
+    own = unit.square().sum((-1, -2))  # N, less what was a zero token
+    return (unit.sum(1).square().sum(-1) - own) / (N * (N - 1))
+
+
+def position_table(model: nn.Module, where: Geometry) -> Tensor | None:
+    """The absolute position embedding of each patch, [h·w, D]; None where the model has none for this grid."""
+    if hasattr(model, "positions"):
+        found = model.positions(where.grid)
+        return None if found is None else found[0, -where.count :].detach()
+    for module in model.modules():
+        for name in ("pos_embed", "position_embeddings", "position_embedding", "pos_embedding"):
+            table = getattr(module, name, None)
+            table = table.weight if isinstance(table, nn.Embedding) else table
+            if isinstance(table, Tensor) and table.dim() in (2, 3) and table.shape[-2] >= where.count:
+                table = table.detach().flatten(0, -2)
+                return table[-where.count :] if len(table) <= where.count + where.prefix else None
+    return None
+
+
+def position_similarity(table: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Cosine of each patch's position embedding with every other one's.
+
+    Args:
+        table: [h·w, D].
+        grid: (h, w).
+
+    Returns:
+        [h, w, h, w] in [−1, 1]: entry (i, j) is a picture of what resembles patch (i, j).
+
+    Raises:
+        ValueError: the table has another number of rows than the grid has patches.
+    """
+    if table.dim() != 2 or len(table) != grid[0] * grid[1]:
+        raise ValueError(
+            f"table has shape {list(table.shape)}; grid {grid[0]} x {grid[1]} needs [{grid[0] * grid[1]}, D]"
+        )
+    unit = F.normalize(table, dim=-1)
+    return (unit @ unit.T).view(*grid, *grid)
+
+
+def rotary_bands(rope: tuple[Tensor, Tensor, bool], grid: tuple[int, int]) -> Tensor:
+    """How fast rotary positions turn each channel pair from one patch to the next.
+
+    Args:
+        rope: (cos, sin, interleaved) as the attention takes them, tables [..., h·w, D].
+        grid: (h, w), each at least 2.
+
+    Returns:
+        [..., D/2, 2] radians per patch downwards and to the right, of either sign.
+
+    Raises:
+        ValueError: a grid of one row or column, or tables of another size.
+    """
+    cos, sin, interleaved = rope
+    if min(grid) < 2 or cos.shape[-2] != grid[0] * grid[1]:
+        raise ValueError(f"tables have {cos.shape[-2]} rows; rotary bands need a grid of at least 2 x 2, got {grid}")
+    half = cos.shape[-1] // 2
+    cos, sin = (t[..., ::2] if interleaved else t[..., :half] for t in (cos, sin))
+    angle = torch.atan2(sin, cos).unflatten(-2, grid)  # [..., h, w, D/2]
+    return torch.stack([_wrapped(angle.diff(dim=axis)).flatten(-3, -2).mean(-2) for axis in (-3, -2)], -1)
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    """The same angle in (−π, π]."""
+    return torch.atan2(angle.sin(), angle.cos())

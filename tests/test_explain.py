@@ -1,0 +1,539 @@
+"""What the model sees: maps against each package's own softmax, numbers by hand, and the report in a browser."""
+
+import base64
+import copy
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from foreign import build, inputs, outputs
+from interpreter import interpreting
+from PIL import Image
+from test_convert import Recorder, references, same, twins  # noqa: F401  (a fixture)
+from test_data import truncate
+
+from fastvit_triton import create_model, explain, optimize, save_weights
+from fastvit_triton.cli import main
+from fastvit_triton.convert.parts import Attention
+from fastvit_triton.explain import recording
+from fastvit_triton.train import job
+
+TINY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=5)
+OWN = {
+    "plain": {},
+    "qk_norm": dict(qk_norm=True),
+    "post": dict(norm="post"),
+    "relative": dict(pos_embed="relative"),
+    "no class token": dict(class_token=False, global_pool="avg", reg_tokens=2),
+}
+FOREIGN = """timm_vit timm_vit_qk_norm timm_dinov2_reg timm_beit timm_beit_shared timm_eva02 timm_dinov3 timm_rope_vit
+timm_naflex timm_swin hf_vit hf_dinov3 hf_clip hf_siglip torchvision_vit vit_pytorch_vit""".split()
+GRADIENTS = ["timm_vit", "timm_beit", "timm_dinov3", "timm_vit_qk_norm"]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def within(got, baseline, truth):
+    """Error ≤ 2 · (the baseline's own error + one rounding), against float64."""
+    got, baseline, truth = (t.detach().double() for t in (got, baseline, truth))
+    allowed = 2 * ((baseline - truth).norm() + torch.finfo(torch.float32).eps * truth.norm())
+    assert got.shape == truth.shape and (got - truth).norm() <= allowed, (float((got - truth).norm()), float(allowed))
+
+
+def exact(got, want):
+    """Equal up to the rounding of a few sums in float64."""
+    torch.testing.assert_close(
+        got, want, rtol=64 * torch.finfo(torch.float64).eps, atol=64 * torch.finfo(torch.float64).eps
+    )
+
+
+def hooks(model):
+    """How many hooks each module has."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [[len(getattr(m, k)) for k in kinds] for m in model.modules()]
+
+
+def softmaxes(name, model, given):
+    """Each layer's attention probabilities by the package's own unfused code, and the tensors to ask for gradients."""
+    found, handles = [], []
+    if name.startswith("hf_"):
+        model.set_attn_implementation("eager")
+        return list(model(given, output_attentions=True).attentions)
+    for module in model.modules():
+        if hasattr(module, "fused_attn") and hasattr(module, "attn_drop"):
+            module.fused_attn = False
+            handles.append(module.attn_drop.register_forward_pre_hook(lambda _, a: found.append(a[0])))
+        elif hasattr(module, "attend"):
+            handles.append(module.attend.register_forward_hook(lambda _, a, y: found.append(y)))
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            plain = copy.deepcopy(module)
+            look = partial(plain, need_weights=True, average_attn_weights=False)
+            handles.append(module.register_forward_pre_hook(lambda _, a, look=look: found.append(look(*a)[1])))
+    outputs(model, given)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def probabilities(model, images):
+    """Each layer's softmax(scale · q kᵀ + bias) of our model, written out from its weights and its blocks' inputs."""
+    found, inside = [], []
+    handles = [b.register_forward_pre_hook(lambda _, a: inside.append(a[0])) for b in model.blocks]
+    with torch.no_grad():
+        model(images)
+        for block, x in zip(model.blocks, inside, strict=True):
+            attn, h = block.attn, x if model.config.norm == "post" else block.norm1(x)
+            qkv = h @ attn.qkv.weight.T + attn.qkv.bias
+            q, k, _ = qkv.unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k = attn.q_norm(q), attn.k_norm(k)
+            scores = q @ k.mT if attn.position is None else q @ k.mT + attn.position(q)
+            found.append((attn.scale * scores).softmax(-1))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def own(**options):
+    """Our model in float64 with every parameter drawn anew, the same in float32, and images."""
+    model = create_model("vit_tiny_patch16_224", **TINY | options).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    return copy.deepcopy(model).double(), model, torch.randn(2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("path", ["reference", "interpreter"])
+@pytest.mark.parametrize("options", OWN.values(), ids=OWN)
+def test_own_maps_are_the_softmax(options, path):
+    """Oracle: the full matrix written out in float64; outputs and hooks are as without."""
+    truth, model, images = own(**options)
+    want, before = probabilities(truth, images.double()), hooks(model)
+    with torch.no_grad(), interpreting() if path == "interpreter" else torch.no_grad():
+        output = model(images)
+        with explain.capture(model) as seen:
+            watched = model(images)
+        maps = [layer.map() for layer in seen.layers]
+    assert same(watched, output)
+    assert [layer.path for layer in seen.layers] == ["blocks.0.attn", "blocks.1.attn"] and len(seen.stream) == 3
+    for got, right in zip(maps, want, strict=True):
+        assert got.shape == right.shape and same(got.double(), right, torch.float32)
+    assert hooks(model) == before and not seen.left
+
+
+def test_watched_blocks_stay_fused():
+    """Oracle: the operators of the unwatched model; calling its parts would add LayerNorms and sums of their own."""
+    _, model, images = own()
+    runs = []
+    with torch.no_grad(), interpreting():
+        model(images)  # keeps the folds
+        with Recorder() as run:
+            model(images)
+        runs.append(Counter(run.ops))
+        with explain.capture(model), Recorder() as run:
+            model(images)
+        runs.append(Counter(run.ops))
+    fused = [{n: c for n, c in run.items() if n.startswith("fastvit_triton::") or "add" in n} for run in runs]
+    assert fused[0] == fused[1] and any("attention" in n for n in fused[0])
+
+
+@pytest.mark.parametrize("path", ["reference", "interpreter"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_maps_are_their_own(name, path, request):
+    """Oracle: the package's own probabilities, unfused, in float64."""
+    truth, plain, model, exactly, given = twins(name, False)
+    optimize(model)
+    if path == "reference":
+        request.getfixturevalue("references")
+    before = hooks(model)
+    with torch.no_grad():
+        want, baseline = softmaxes(name, truth, exactly), softmaxes(name, plain, given)
+        right = outputs(truth, exactly)
+        with interpreting() if path == "interpreter" else torch.no_grad():
+            unwatched = outputs(model, given)
+            with explain.capture(model) as seen, Recorder() as run:
+                watched = outputs(model, given)
+            maps = [layer.map() for layer in seen.layers]
+    assert path == "reference" or any("attention" in name for name in run.ours)  # fused while watched
+    within(watched, unwatched, right)
+    assert len(maps) == len(want) > 0
+    for got, one, exact_map in zip(maps, baseline, want, strict=True):
+        known = got.sum(-1, keepdim=True) > 0  # padding reads nothing here, and anything there
+        within(got, one * known, exact_map * known)
+    assert hooks(model) == before
+
+
+@pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_map_gradients_are_autograds(name, optimised, references):  # noqa: F811
+    """Oracle: autograd through the package's own probabilities in float64, by a random cotangent."""
+    truth, plain, model, exactly, given = twins(name, False)
+    if optimised:
+        optimize(model)
+    asked, cotangent = [], None
+    for oracle, images in ((truth, exactly), (plain, given)):
+        maps = []
+        for module in oracle.modules():
+            if hasattr(module, "fused_attn") and hasattr(module, "attn_drop"):
+                module.fused_attn = False
+                module.attn_drop.register_forward_pre_hook(lambda _, a, found=maps: found.append(a[0]))
+        y = outputs(oracle, images)
+        cotangent = torch.randn(y.shape) if cotangent is None else cotangent
+        asked.append(torch.autograd.grad((y * cotangent).sum(), maps))
+    with explain.capture(model, gradients=True) as seen:
+        (outputs(model, given) * cotangent).sum().backward()
+    for layer, want, one in zip(seen.layers, *asked, strict=True):
+        within(layer.map_grad(), one, want)
+
+
+def test_own_gradient_rollout_speaks_for_the_class():
+    """Oracle: the paper's recursion on gradients that autograd takes of written-out attention; nothing stays behind."""
+    truth, _, images = own()
+    images, classes = images.double(), torch.tensor([3, 1])
+    maps = []
+
+    def attend(attn, inputs, named):
+        h = torch.nn.functional.layer_norm(inputs[0], inputs[0].shape[-1:], *norm_of[attn])
+        q, k, v = attn.qkv(h).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        maps.append((attn.scale * q @ k.mT).softmax(-1))
+        return attn.proj((maps[-1] @ v).transpose(1, 2).flatten(2))
+
+    norm_of = {b.attn: (b.norm1.weight, b.norm1.bias, b.norm1.eps) for b in truth.blocks}
+    x = truth.patch_embed(images, truth.positions((4, 4)), torch.cat(truth.prefix(), 1))
+    for block in truth.blocks:
+        x = x + attend(block.attn, (x,), {})
+        x = x + block.mlp(block.norm2(x))
+    logits = truth.forward_head(truth.norm(x))
+    torch.testing.assert_close(logits, truth(images))
+    grads = torch.autograd.grad(logits[[0, 1], classes].sum(), maps)
+    want = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
+    for a, g in zip(maps, grads, strict=True):
+        want = want + (a * g).clamp_min(0).mean(1) @ want
+    got = explain.class_relevance(truth, images, classes)
+    eps = torch.finfo(torch.float32).eps  # of the log-sum-exp
+    assert (got - want).norm() <= 8 * eps * want.norm()
+    assert all(p.grad is None for p in truth.parameters()) and not any(map(any, hooks(truth)))
+
+
+def test_rows_blocks_and_map_agree(monkeypatch):
+    """Oracle: the whole map, with and without a bias."""
+    monkeypatch.setattr(recording, "ROWS", 5)
+    for options in (OWN["plain"], OWN["relative"]):
+        _, model, images = own(**options)
+        with torch.no_grad(), explain.capture(model) as seen:
+            model(images)
+        layer = seen.layers[1]
+        whole = layer.map()
+        some = torch.tensor([3, 0])
+        torch.testing.assert_close(layer.rows(some), whole[:, :, some])
+        torch.testing.assert_close(layer.rows(0), whole[:, :, :1])
+        torch.testing.assert_close(layer.rows(-1), whole[:, :, -1:])
+        torch.testing.assert_close(torch.cat([rows for _, rows in layer.blocks()], 2), whole)
+
+
+def test_masked_queries_read_nothing():
+    """Oracle: zeros, where a boolean mask lets a query see no key."""
+    model = build("torch_encoder_layer", torch.float32).eval()
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[2] = True
+    with torch.no_grad(), explain.capture(model) as seen:
+        model(inputs("torch_encoder_layer", torch.float32), src_mask=mask)
+    sums = seen.layers[0].map().sum(-1)
+    torch.testing.assert_close(sums, (torch.arange(5) != 2).float().expand_as(sums))
+
+
+def test_boolean_masks_say_who_attends():
+    """Oracle: softmax over the keys that are True, written out; float64 stays float64."""
+    fc, mask = torch.nn.Linear(6, 18).double(), torch.tensor([[True, False, True], [False, True, True], [True] * 3])
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    layer = explain.AttentionLayer("a", x, Attention((fc,), None, 2, 0.7, mask[None, None]))
+    q, k, _ = fc(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+    want = (0.7 * q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+    got = layer.map()
+    assert got.dtype == torch.float64 and same(got, want, torch.float32)  # the log-sum-exp is fp32
+
+
+def test_capture_of_nothing_is_one_sentence():
+    """Oracle: the sentences; hooks are gone after an error in the model, too."""
+    _, model, images = own()
+    before = hooks(model)
+    with (
+        pytest.raises(ValueError, match="no attention of Linear could be read"),
+        explain.capture(torch.nn.Linear(2, 2)),
+    ):
+        pass
+    with pytest.raises(ValueError, match="the model takes 16x16"), explain.capture(model):
+        model(images[:, :, :10])
+    assert hooks(model) == before
+    dropping = create_model("vit_tiny_patch16_224", **TINY, attn_drop_rate=0.5).train()
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn: attention dropout 0\.5"), explain.capture(dropping):
+        dropping(images)
+    with torch.no_grad(), explain.capture(model) as seen:
+        model(images)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn saw no gradient"):
+        seen.layers[0].map_grad()
+
+
+def test_rollout_by_hand():
+    """Oracle: (A + I) / 2 multiplied by hand; rows sum to 1 whatever is fused or discarded."""
+    first = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=torch.float64)
+    second = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+    want = torch.tensor([[0.75, 0.25], [0.1875, 0.8125]], dtype=torch.float64)  # [[1, 0], [¼, ¾]] · [[¾, ¼], [0, 1]]
+    exact(explain.rollout([first[None, None], second[None, None]])[0], want)
+    identity = torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
+    exact(explain.rollout([identity] * 3), identity[:, 0])
+    maps = [torch.rand(2, 3, 6, 6, dtype=torch.float64).softmax(-1) for _ in range(4)]
+    for heads in ("mean", "max", "min"):
+        for discard in (0.0, 0.5, 0.9):
+            flow = explain.rollout(iter(maps), heads, discard)
+            exact(flow.sum(-1), torch.ones(2, 6, dtype=torch.float64))
+    pair = torch.tensor([[[0.9, 0.1], [0.4, 0.6]], [[0.2, 0.8], [0.4, 0.6]]], dtype=torch.float64)[None]
+    exact(explain.rollout([pair], "max")[0, 0], torch.tensor([(0.9 / 1.7 + 1) / 2, 0.8 / 3.4], dtype=torch.float64))
+    exact(explain.rollout([pair], "min")[0, 0], torch.tensor([(0.2 / 0.3 + 1) / 2, 0.1 / 0.6], dtype=torch.float64))
+    exact(explain.rollout([pair], "mean", 0.25)[0, 1], torch.tensor([0.0, 1.0], dtype=torch.float64))
+    exact(explain.rollout([pair[:, :1]], "mean", 0.25)[0, 0], torch.tensor([1.0, 0.0], dtype=torch.float64))
+    for arguments, sentence in (
+        (([pair], "median"), "heads is 'median'; use one of mean, max, min"),
+        (([pair], "mean", 1.0), "discard is 1.0; it must be at least 0 and below 1"),
+        (([],), "maps is empty"),
+        (([pair, identity[:1]],), "maps have 2 and then 6 tokens"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            explain.rollout(*arguments)
+
+
+def test_distance_and_entropy_by_hand():
+    """Oracle: on a 2 × 2 grid of 10 px patches a uniform map looks (0 + 10 + 10 + 10√2) / 4 px far; the identity 0."""
+    uniform = torch.full((1, 1, 4, 4), 0.25, dtype=torch.float64)
+    identity = torch.eye(4, dtype=torch.float64)[None, None]
+    every = torch.arange(4)
+    far = (20 + 10 * math.sqrt(2)) / 4
+    exact(explain.attention_distance([(every, uniform)], (2, 2), (10, 10)), torch.tensor([[far]], dtype=torch.float64))
+    exact(explain.attention_distance([(every, identity)], (2, 2), (10, 10)), torch.zeros(1, 1, dtype=torch.float64))
+    exact(explain.entropy([(every, uniform)]), torch.tensor([[math.log(4)]], dtype=torch.float64))
+    exact(explain.entropy([(every, identity)]), torch.zeros(1, 1, dtype=torch.float64))
+    crowd = torch.full((1, 1, 6, 6), 1 / 6, dtype=torch.float64)  # two prefix tokens change nothing
+    crowd[..., :2] = 0.25
+    crowd[..., 2:] = 0.125
+    blocks = [(torch.arange(3), crowd[:, :, :3]), (torch.arange(3, 6), crowd[:, :, 3:])]
+    exact(explain.attention_distance(blocks, (2, 2), (10, 10)), torch.tensor([[far]], dtype=torch.float64))
+    step = torch.zeros(1, 1, 2, 2, dtype=torch.float64)
+    step[..., 0, 1] = step[..., 1, 0] = 1  # each of two patches, one below the other, looks at the other
+    exact(explain.attention_distance([(torch.arange(2), step)], (2, 1), (7, 9)), torch.tensor([[7.0]]).double())
+    with pytest.raises(ValueError, match="grid 3 x 3 has 9 patches, but the map has 4 tokens"):
+        explain.attention_distance([(every, uniform)], (3, 3), (1, 1))
+
+
+def test_components_are_numpys():
+    """Oracle: numpy's SVD of the centred matrix, up to sign; the sign is fixed by the largest entry."""
+    samples = torch.randn(20, 7, dtype=torch.float64)
+    directions, along, part = explain.principal_components(samples, 5)
+    centred = samples.numpy() - samples.numpy().mean(0)
+    _, values, rows = np.linalg.svd(centred, full_matrices=False)
+    signs = np.sign(np.take_along_axis(rows, abs(rows).argmax(1)[:, None], 1))
+    exact(directions, torch.from_numpy((rows * signs)[:5]))
+    exact(along, torch.from_numpy(centred @ (rows * signs)[:5].T))
+    exact(part, torch.from_numpy((values**2 / (values**2).sum())[:5]))
+    with pytest.raises(ValueError, match=r"count is 8; samples of shape \[20, 7\] have 1 to 7"):
+        explain.principal_components(samples, 8)
+
+
+def test_filters_and_colours():
+    """Oracle: two known patterns in the filters come back; patches of two kinds get two colours."""
+    patterns = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 1]])
+    weights = torch.tensor([[4.0, 0], [-4, 0], [0, 1], [0, -1]]) @ patterns
+    components = explain.filter_components(weights.view(4, 1, 2, 2))
+    torch.testing.assert_close(components[:2].flatten(1), patterns)
+    where = explain.Geometry((2, 2), 1, (1.0, 1.0))
+    tokens = torch.tensor([[9.0, 9, 9], [1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 1, 0]])[None]
+    colours = explain.feature_colours(tokens, where)
+    assert colours.shape == (1, 2, 2, 3) and colours.min() >= 0 and colours.max() <= 1
+    torch.testing.assert_close(colours[0, 0], colours[0, 1])
+    assert not torch.equal(colours[0, 0, 0], colours[0, 0, 1])
+
+
+@pytest.mark.parametrize("stem", ["conv", "linear"])
+def test_filters_of_both_stems_are_the_projection(stem):
+    """Oracle: the stem's own tokens are products of its filters with the patches."""
+    model = create_model("vit_tiny_patch16_224", **TINY, patch_embed=stem).eval()
+    images = torch.randn(1, 3, 16, 16)
+    filters = explain.patch_filters(model, 3)
+    tokens = torch.nn.functional.conv2d(images, filters, model.patch_embed.proj.bias, stride=4).flatten(2).mT
+    torch.testing.assert_close(tokens, model.patch_embed(images).detach())
+
+
+def test_similarity_by_hand():
+    """Oracle: like tokens 1, orthogonal ones 0, opposite ones −1; three tokens by hand."""
+    same, across = torch.ones(1, 3, 4), torch.eye(3)[None]
+    torch.testing.assert_close(explain.token_similarity(same), torch.ones(1))
+    torch.testing.assert_close(explain.token_similarity(across), torch.zeros(1))
+    torch.testing.assert_close(explain.token_similarity(torch.tensor([[[2.0, 0], [-1, 0]]])), -torch.ones(1))
+    some = torch.tensor([[[1.0, 0], [1, 1], [0, 3]]])
+    torch.testing.assert_close(explain.token_similarity(some), torch.tensor([math.sqrt(2) / 3]))
+    table = torch.tensor([[1.0, 0], [0, 2], [-3, 0], [1, 1]])
+    cosines = explain.position_similarity(table, (2, 2))
+    torch.testing.assert_close(cosines[0, 0], torch.tensor([[1.0, 0], [-1, math.sqrt(0.5)]]))
+    with pytest.raises(ValueError, match=r"table has shape \[4, 2\]; grid 3 x 3 needs \[9, D\]"):
+        explain.position_similarity(table, (3, 3))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotary_bands_by_hand(interleaved):
+    """Oracle: tables made from known angles per patch, which may pass π on the way."""
+    speeds = torch.tensor([[0.5, 0.0], [0.0, 1.5], [0.25, 0.125]], dtype=torch.float64)  # [pairs, 2]
+    y, x = torch.meshgrid(torch.arange(5.0).double(), torch.arange(4.0).double(), indexing="ij")
+    angle = (y[..., None] * speeds[:, 0] + x[..., None] * speeds[:, 1]).flatten(0, 1)  # [h·w, pairs]
+    wide = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    exact(explain.rotary_bands((wide.cos(), wide.sin(), interleaved), (5, 4)), speeds)
+    with pytest.raises(ValueError, match="rotary bands need a grid of at least 2 x 2"):
+        explain.rotary_bands((wide.cos(), wide.sin(), interleaved), (20, 1))
+
+
+def test_positions_and_places_of_known_models():
+    """Oracle: the models' own tables and patch sizes."""
+    where = explain.Geometry((2, 2), 1, (16.0, 16.0))
+    for name, table in (
+        ("timm_vit", lambda m: m.pos_embed[0, 1:]),
+        ("hf_vit", lambda m: m.embeddings.position_embeddings[0, 1:]),
+        ("hf_clip", lambda m: m.embeddings.position_embedding.weight[1:]),
+        ("torchvision_vit", lambda m: m.encoder.pos_embedding[0, 1:]),
+        ("vit_pytorch_vit", lambda m: m.pos_embedding[-4:]),
+    ):
+        model = build(name)
+        assert explain.geometry(model, inputs(name), 5) == where, name
+        assert torch.equal(explain.position_table(model, where), table(model).reshape(-1, 24)[-4:]), name
+    assert explain.position_table(build("timm_dinov3"), where) is None
+    with pytest.raises(ValueError, match="the image has 2 x 2 patches, but attention sees 3 tokens"):
+        explain.geometry(build("timm_vit"), inputs("timm_vit"), 3)
+
+
+def test_cost_by_hand():
+    """Oracle: numbers worked out for a model of one block, and the sequence of pixels."""
+    row = explain.image_cost(8, 4, dim=6, depth=1, num_heads=2, head_dim=3, hidden=24, channels=1, prefix=1)
+    assert row.tokens == 5
+    assert row.linear_flops == 2 * 4 * 16 * 6 + 2 * 5 * (3 * 36 + 36 + 2 * 6 * 24)
+    assert row.attention_flops == 2 * (2 * 2 * 5 * 5 * 3)  # q kᵀ and A v, two heads
+    assert (row.matrix_bytes, row.fused_bytes) == (2 * 25 * 2, 4 * 5 * 6 * 2 + 2 * 5 * 4)
+    model = dict(dim=768, depth=12, num_heads=12, head_dim=64, hidden=3072)
+    rows = explain.cost_table(16, (224, 384), **model)
+    assert [r.tokens for r in rows] == [197, 577, 50_176]
+    assert rows[-1].matrix_bytes == 12 * 50_176**2 * 2
+    with pytest.raises(ValueError, match="side is 10, not a multiple of the patch 4; use 8"):
+        explain.image_cost(10, 4, **model)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A digits model that never learned, with the log of a run."""
+    torch.manual_seed(0)
+    out = tmp_path_factory.mktemp("runs") / "digits & <co>"
+    out.mkdir()
+    model = create_model("vit_digits_patch2_8")
+    about = {
+        "data": "digits",
+        "classes": list("0123456789"),
+        "transform": {"size": (8, 8), "mean": (0.3,), "std": (0.4,)},
+        "batch_size": 64,
+        "skip_bad_images": False,
+    }
+    save_weights(model, out / "model.safetensors", metadata={"training": json.dumps(about)})
+    row = dict(epoch=1, lr=0.1, train_loss=2.0, train_accuracy=0.1, test_loss=None, test_accuracy=None)
+    job.write_log(out / "log.csv", [row, row | {"epoch": 2, "test_loss": 2.1, "test_accuracy": 0.2}])
+    pictures = out / "pictures"
+    pictures.mkdir()
+    for i in range(3):
+        Image.fromarray(np.random.default_rng(i).integers(0, 255, (24, 24), dtype=np.uint8)).save(pictures / f"{i}.png")
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(checkpoint: Path) -> Path:
+    """The report of two of its three pictures."""
+    out = checkpoint / "report"
+    words = ["--checkpoint", checkpoint, "--image", checkpoint / "pictures", "--out", out, "--most", "2"]
+    assert main(["explain", *map(str, words)]) == 0
+    return out / "report.html"
+
+
+EACH = ("prediction", "attention", "rollout", "tokens")
+ONCE = ("layers", "similarity", "positions", "filters", "cost", "curves", "confusion", "published")
+
+
+def test_report_holds_everything(page: Path):
+    """Oracle: the list of figures; each is a PNG and the same bytes in the page, and nothing is fetched."""
+    text = page.read_text()
+    names = [f"{i:02d}-{name}" for i in (1, 2) for name in EACH] + list(ONCE)
+    assert sorted(f.name for f in page.parent.iterdir()) == sorted(["report.html", *(f"{n}.png" for n in names)])
+    inside = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', text)]
+    assert inside == [(page.parent / f"{name}.png").read_bytes() for name in names]
+    assert all(data.startswith(b"\x89PNG") for data in inside)
+    assert len(re.findall(r'alt="[^"]{20,}"', text)) == len(names) == text.count("<img")
+    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|<script|<link', text)
+    assert "digits &amp; &lt;co&gt;" in text and "<co>" not in text
+    assert "50,176" in text and "published" in text
+
+
+def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, references):  # noqa: F811
+    """Oracle: the figures that such a model has; rotary positions come as bands."""
+    for name, expected in (("timm_siglip", "positions"), ("timm_dinov3", "bands"), ("hf_vit", "positions")):
+        model = build(name, torch.float32).eval()
+        optimize(model)
+        images = inputs(name, torch.float32)
+        panels = list(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
+        names = [panel.name for panel in panels]
+        assert expected in names and "rollout" in names and ("prediction" in names) == (name != "hf_vit")
+    with pytest.raises(ValueError, match="layers see different tokens"):
+        swin = build("timm_swin", torch.float32).eval()
+        next(explain.explain(swin, images, images, ["a", "b"]))
+    model = create_model("vit_tiny_patch16_224", **TINY).eval()
+    with pytest.raises(ValueError, match="query is 17; the model has tokens 0 to 16"):
+        next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
+
+
+def test_bad_pictures_are_one_sentence(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: sentences and exit codes; a good picture beside a bad one is shown."""
+    words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test", "--image"]
+    folder = tmp_path / "some"
+    folder.mkdir()
+    assert main([*words, str(folder)]) == 2 and "there is no image in" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none.png")]) == 2 and "cannot be read as an image" in capsys.readouterr().err
+    shutil.copy(checkpoint / "pictures" / "0.png", folder / "a.png")
+    shutil.copy(checkpoint / "pictures" / "1.png", folder / "b.png")
+    truncate(folder / "b.png")
+    assert main([*words, str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and "b.png cannot be read" in captured.err and "1 of 2 images" in captured.out
+    assert not (tmp_path / "r" / "confusion.png").exists() and (tmp_path / "r" / "rollout.png").exists()
+    assert main([*words, str(folder), "--most", "0"]) == 2 and "--most is 0" in capsys.readouterr().err
+    assert main([*words, str(folder / "a.png"), "--query", "99"]) == 2
+    assert "query is 99; the model has tokens 0 to 16" in capsys.readouterr().err
+
+
+PROBE = """<script>addEventListener("load", () => parent.postMessage({
+    width: innerWidth, page: document.documentElement.scrollWidth, images: document.images.length,
+    loaded: [...document.images].filter(i => i.complete && i.naturalWidth > 0).length,
+    over: [...document.querySelectorAll("h1, h2, p, img, section > div")]
+        .filter(e => e.getBoundingClientRect().right > innerWidth + 0.5).length }, "*"))</script>"""
+FRAME = """<title></title><script>addEventListener("message", e => { document.title = JSON.stringify(e.data) })</script>
+<iframe src="probe.html" style="border: 0; width: WIDTH; height: 2000px"></iframe>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
+    """Oracle: a browser's own measure: every image loaded, nothing wider than the screen."""
+    (tmp_path / "probe.html").write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
+    (tmp_path / "frame.html").write_text(
+        FRAME.replace("WIDTH", f"{width}px")
+    )  # a window of its own is 500 pixels wide or more
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [BROWSER, *options, "--window-size=1400,2100", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    facts = json.loads(re.search(r"<title>(\{.*?\})</title>", done.stdout).group(1))
+    assert facts["width"] == width and facts["page"] <= width and not facts["over"], facts
+    assert facts["loaded"] == facts["images"] == 2 * len(EACH) + len(ONCE), facts
