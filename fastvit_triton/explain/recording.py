@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers
-from ..convert.from_torch import multihead_parts  # with its package, which fills READERS
-from ..convert.fused import READERS, finish, head_norms, project
-from ..convert.parts import Attention, kind
+from ..convert.from_torch import multihead_parts
+from ..convert.fused import finish, project
+from ..convert.modules import READERS  # which every family has filled there
+from ..convert.parts import Attention, head_norms, kind
 from ..kernels.attention import attention
 from ..kernels.rope import rotate
 
