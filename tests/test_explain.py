@@ -23,7 +23,7 @@ from test_data import truncate
 from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
 from fastvit_triton.convert.parts import Attention
-from fastvit_triton.explain import recording
+from fastvit_triton.explain import figures, published, recording
 from fastvit_triton.train import job
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=5)
@@ -539,3 +539,14 @@ def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
     facts = json.loads(re.search(r"<title>(\{.*?\})</title>", done.stdout).group(1))
     assert facts["width"] == width and facts["page"] <= width and not facts["over"], facts
     assert facts["loaded"] == facts["images"] == 2 * len(EACH) + len(ONCE), facts
+
+
+def test_published_tables_say_what_the_paper_prints():
+    """Oracle: the paper's abstract (88.55, 90.72, 94.55, 77.63) and its orders: ViT-H/14 leads, more data helps it."""
+    tasks = dict(zip(published.TASKS, published.TABLE_2["ViT-H/14, JFT"], strict=True))
+    assert [tasks[t] for t in ("ImageNet", "ReaL", "CIFAR-100", "VTAB")] == [88.55, 90.72, 94.55, 77.63]
+    assert all(len(row) == len(published.TASKS) for row in published.TABLE_2.values())
+    largest = [row[published.MODELS.index("H/14")] for row in published.TABLE_5.values()]
+    assert largest[0] is None and largest[1] < largest[2]
+    axes = figures.draw_published().axes
+    assert [a.get_title("left") for a in axes] == [f"Table {n} (published)" for n in (2, 5, 6)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..train.plots import BLUE, GRID, INK, MUTED, ORANGE, dress, figure
 from .costs import Cost
-from .published import MODELS, TABLE_5, TABLE_6
+from .published import MODELS, TABLE_2, TABLE_5, TABLE_6, TASKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -206,9 +206,18 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
 
 
 def draw_published() -> "Figure":
-    """The ViT paper's tables 5 and 6, marked as published."""
-    page = figure(WIDTH, 4.0)
-    left, right = page.subplots(1, 2)
+    """The ViT paper's tables 2, 5 and 6, marked as published."""
+    page = figure(WIDTH, 7.2)
+    places = page.add_gridspec(2, 2, height_ratios=(1, 1.5), hspace=0.06)
+    top, left, right = (page.add_subplot(place) for place in (places[0, :], places[1, 0], places[1, 1]))
+    for i, (name, values) in enumerate(TABLE_2.items()):
+        known = [(at + 0.12 * (i - 2), value) for at, value in enumerate(values) if value is not None]
+        colour = (BLUE, GREEN, ORANGE, MUTED, INK)[i]
+        top.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
+    dress(top, "Table 2 (published)", "accuracy, %", "")
+    top.set_xticks(range(len(TASKS)), TASKS)
+    top.set_ylim(70, 101)
+    top.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower left", ncols=2)
     for (name, values), colour in zip(TABLE_5.items(), (MUTED, ORANGE, BLUE), strict=True):
         known = [(at, value) for at, value in enumerate(values) if value is not None]
         left.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
@@ -228,7 +237,7 @@ def draw_published() -> "Figure":
     right.set_xlabel("exaFLOP of pre-training", color=MUTED)
     right.tick_params(length=0, colors=MUTED)
     right.spines[:].set_visible(False)
-    right.legend(frameon=False, labelcolor=INK, fontsize=9)
+    right.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center right", bbox_to_anchor=(1, 0.31))
     return page
 
 

@@ -210,13 +210,14 @@ def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[
 
 
 def published_tables() -> Panel:
-    """The ViT paper's tables 5 and 6, drawn anew."""
+    """The ViT paper's tables 2, 5 and 6, drawn anew."""
     return Panel(
         "published",
         "What the paper reports",
-        "A dot is a ViT's accuracy after pre-training on that data, a bar the arithmetic of one pre-training, with its "
-        f"epochs where there were two ({SOURCE}, tables 5 and 6; nothing of this was measured here).",
-        "Published ImageNet accuracy by pre-training data, and pre-training compute of ViTs, hybrids and ResNets",
+        "A dot is a model's accuracy after fine-tuning, by task or by pre-training data, a bar the arithmetic of one "
+        f"pre-training, with its epochs where there were two ({SOURCE}, tables 2, 5 and 6; nothing of this was "
+        "measured here).",
+        "Published accuracy by task, by pre-training data, and pre-training compute of ViTs, hybrids and ResNets",
         figures.draw_published(),
     )
 
