@@ -21,6 +21,9 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
         (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2),
         (64, 128, 4, 2), (256, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 2),
     ),
+    "attention.bwd": _attention(  # BLOCK_N = 0: the two kernels below
+        (64, 128, 8, 1), (64, 128, 8, 2), (32, 128, 8, 1), (16, 128, 8, 1), (0, 0, 4, 1)
+    ),
     "attention.bwd_dq": _attention((64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
     "attention.bwd_dkdv": _attention((32, 64, 4, 1), (64, 64, 4, 1), (32, 128, 8, 1), (64, 128, 8, 1), (32, 64, 4, 2)),
     "linear.fwd.half": _product(
@@ -57,9 +60,11 @@ def targets(dry: bool = False) -> list[Target]:
     shrink = (lambda n: n) if not dry else (lambda n: max(n // 48 // 16, 1) * 16)
     D, N, F = shrink(768), shrink(197), shrink(3072)
     found = [Target("linear", dict(B=B, N=N, K=D, F=F, norm=1), "linear.fwd.half")]
-    for width in (64, 80) if not dry else (16,):
-        case = dict(B=B, H=12 if not dry else 1, Nq=N, Nk=N, D=width, Dv=width)
-        for kernel in ("fwd", "bwd_dq", "bwd_dkdv"):
+    two = ("bwd_dq", "bwd_dkdv")  # where a program cannot hold a whole head
+    attentions = ((64, N, ("fwd", "bwd")), (80, N, ("fwd", *two)), (64, 577, two))
+    for width, length, kernels in attentions if not dry else ((16, N, ("fwd", "bwd")), (16, 261, two)):
+        case = dict(B=B, H=12 if not dry else 1, Nq=length, Nk=length, D=width, Dv=width)
+        for kernel in kernels:
             found.append(Target("attention", case, f"attention.{kernel}", kernel != "fwd"))
     patches = dict(
         B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=D, T=1, pos_prefix=1

@@ -197,11 +197,14 @@ def sequence(launch: Launch) -> tuple[int, int]:
     return mean, mean
 
 
+# how often a kernel forms a product over the width of q and k, and over that of v
+_OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
+
+
 def _attention_work(launch: Launch) -> Work:
     a, kernel = launch.values, launch.name.removeprefix("attention.")
     q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]
-    # how often a kernel forms a product over the width of q and k, and over that of v
-    over_q, over_v = {"_fwd_kernel": (1, 1), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}.get(kernel, (1, 1))
+    over_q, over_v = _OVER.get(kernel, (1, 1))
     pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops of one query and one key
     padded_pair = 2 * (over_q * q_width + over_v * v_width)
     if kernel == "_bwd_dbias_kernel":
@@ -211,6 +214,10 @@ def _attention_work(launch: Launch) -> Work:
     heads = launch.programs / a["tiles"]
     Nq, Nk = sequence(launch)
     flops = pair * heads * Nq * Nk
+    if kernel == "_bwd_kernel":
+        blocks, passes = math.ceil(Nk / a["BLOCK_N"]), Nq // a["BLOCK_M"]
+        padded = padded_pair * blocks * a["BLOCK_N"] * (passes * a["BLOCK_M"] + a["TAIL"])
+        return Work(flops, padded, blocks * passes)
     if kernel == "_bwd_dkdv_kernel":
         tiles = math.ceil(Nq / a["BLOCK_M"])
         return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], Nq // a["BLOCK_M"])

@@ -124,8 +124,8 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
     eight tensors once. Row statistics and folded weights are overhead: 0.
     """
     a, name = launch.values, launch.name
-    if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel"):
-        heads, backward = launch.programs / a["tiles"], name.endswith("dq_kernel")
+    if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_kernel"):
+        heads, backward = launch.programs / a["tiles"], "_bwd_" in name
         Nq, Nk = sequence(launch)
         pairs = heads * math.ceil(Nq / 64) * 64 * math.ceil(Nk / 16) * 16
         values = heads * (Nq + Nk) * (a["D"] + a["Dv"]) * (2 if backward else 1)

@@ -169,13 +169,9 @@ def predict(target: Target, arch: str) -> dict:
 def _reads(launch: object, row: str) -> bool:
     """Whether a launch's kernel is the one that the row is for."""
     file, kernel = row.split(".")[:2]
-    endings = {
-        "fwd": "_fwd_kernel",
-        "bwd_dq": "_bwd_dq_kernel",
-        "bwd_dkdv": "_bwd_dkdv_kernel",
-        "bwd": "_bwd_weight_kernel",
-    }
-    return launch.name == f"{file}.{endings[kernel]}"
+    if row.startswith("attention.bwd."):  # it decides between one kernel and two
+        return launch.name in ("attention._bwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_dkdv_kernel")
+    return launch.name == f"{file}._{'bwd_weight' if kernel == 'bwd' else kernel}_kernel"
 
 
 def merged(table: dict, found: dict[str, Config], provenance: str, **facts: object) -> tuple[dict, list[str]]:

@@ -213,6 +213,7 @@ def test_relu_lets_nan_through():
 # kernel: what one reads in it, what a slip would have made of that, and the op and case that must notice
 SLIPS = {
     "attention._fwd_kernel": ("1.0 / some", "-1.0 / some", attention.OP, "bias"),
+    "attention._bwd_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "class_token"),
     "attention._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
     "attention._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
     "attention._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
@@ -247,10 +248,11 @@ def test_one_wrong_sign_is_seen(kernel, monkeypatch):
     """Oracle: the comparison with float64 itself, which holds for the kernel as it is and must not for its copy."""
     old, new, op_, case = SLIPS[kernel]
     file, name = kernel.split(".")
-    module, arguments = MODULES[file], op_.inputs(op_.cases[case], torch.float32, "cpu")
-    assert outside(op_, arguments, torch.float32) == []
+    dtype = torch.float16 if kernel == "attention._bwd_kernel" else torch.float32  # whole heads are in 16 bits only
+    module, arguments = MODULES[file], op_.inputs(op_.cases[case], dtype, "cpu")
+    assert outside(op_, arguments, dtype) == []
     monkeypatch.setattr(module, name, slipped(module, name, old, new))
-    assert outside(op_, arguments, torch.float32) != []
+    assert outside(op_, arguments, dtype) != []
 
 
 def test_every_kernel_has_a_slip():

@@ -19,6 +19,7 @@ from fastvit_triton.kernels import OPS
 ARCHS = ("sm_80", "sm_90", "gfx942")
 PRODUCTS = {
     "attention._fwd_kernel",
+    "attention._bwd_kernel",
     "attention._bwd_dq_kernel",
     "attention._bwd_dkdv_kernel",
     "linear._fwd_kernel",
@@ -29,7 +30,7 @@ PRODUCTS = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    """ViT-B in bfloat16 at batch 256, every launch forward and backward."""
+    """ViT-B in bfloat16 at batch 256, and a longer attention, every launch forward and backward."""
     return static.report(ARCHS, quick=True)["rows"]
 
 

@@ -9,10 +9,11 @@ Backward  P = exp(S − L)                       recomputed, never stored       
           dS = P ∘ (dO Vᵀ − Δ)                                                   (6)
           dV = Pᵀ dO    dQ = scale · dS K    dK = scale · dSᵀ Q                  (7)
           dbias[g] = Σ over images b ≡ g (mod G), in order, of dS                (8)
-Kernels   work in base 2, S·log₂e and L·log₂e, because exp2 is one instruction. dQ (with Δ) and dK, dV are two kernels
-          and dbias a third: no atomics, the same bits every run.
+Kernels   work in base 2, S·log₂e and L·log₂e, because exp2 is one instruction. Backward, a program owns a whole head
+          where two blocks of keys hold it (197 ≤ 2·128): five products. Elsewhere dQ (with Δ) and dK, dV are two
+          kernels of seven, and dbias a third: no atomics, the same bits every run.
 Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq.
-          backward 2·B·H·Nq·Nk·(4·D + 3·Dv) flops.
+          backward 2·B·H·Nq·Nk·(3·D + 2·Dv) flops by whole heads, (4·D + 3·Dv) otherwise.
 Saved     q, k, v, bias, o in storage dtype and L in fp32.
 Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16); the last axis is copied if not contiguous.
 Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; Milakov & Gimelshein, arXiv:1805.02867, for the
@@ -30,10 +31,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .head import (
+    dkdv_step,
+    dq_step,
+    fwd_step,
+    head,
+    head_step,
+    image_of,
+    no_head,
+    p_and_dp,
+    put_head,
+    row_logs,
+    start_of,
+)
 from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, usable
-from .tile import jit, put_rows, rows, tl
+from .tile import jit, tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
 
 # Launch parameters by kernel, apart with a bias and with "ieee" products: the first row whose limit holds the wider
@@ -97,6 +110,7 @@ SPACE = {
         (128, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
+    "bwd": ((128, dict(BLOCK_M=16, BLOCK_N=128, num_warps=8, num_stages=1)),),
     "bwd_dbias": (
         (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
@@ -239,111 +253,6 @@ def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> 
 
 
 @jit
-def _head(
-    ptr, n, stride, N, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Rows n of a head as its two tiles, [len(n), D0] and [len(n), D1]; the first twice where there is no second."""
-    x0 = rows(ptr, n, stride, N, 0, D, D0, MASKED)
-    x1 = rows(ptr, n, stride, N, D0, D, D1, MASKED) if D1 > 0 else x0
-    return x0, x1
-
-
-@jit
-def _put_head(ptr, x0, x1, n, stride, N, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Stores what `_head` would load."""
-    put_rows(ptr, x0, n, stride, N, 0, D, D0)
-    if D1 > 0:
-        put_rows(ptr, x1, n, stride, N, D0, D, D1)
-
-
-@jit
-def _no_head(LENGTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Two accumulators, fp32."""
-    return tl.zeros([LENGTH, D0], tl.float32), tl.zeros([LENGTH, D1 if D1 > 0 else 16], tl.float32)
-
-
-@jit
-def _scores(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """A Bᵀ over both tiles: [rows of A, rows of B]."""
-    s = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
-    return tl.dot(a1, tl.trans(b1), s, input_precision=PRECISION) if D1 > 0 else s
-
-
-@jit
-def _mix(p, x0, x1, sum0, sum1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """P X over both tiles, added to the accumulators."""
-    p = p.to(x0.dtype)
-    sum0 = tl.dot(p, x0, sum0, input_precision=PRECISION)
-    sum1 = tl.dot(p, x1, sum1, input_precision=PRECISION) if D1 > 0 else sum1
-    return sum0, sum1
-
-
-@jit
-def _image(pid, tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU: tl.constexpr, HAS_LENS: tl.constexpr):
-    """Which tile, image and head a program owns, where the image starts and how many queries and keys it has."""
-    b = (pid // tiles // H).to(tl.int64)
-    h = (pid // tiles % H).to(tl.int64)
-    start = tl.zeros([], tl.int64)
-    if HAS_CU:
-        start = tl.load(cu_ptr + b).to(tl.int64)
-        Nq = (tl.load(cu_ptr + b + 1) - start).to(tl.int32)
-        Nk = Nq
-    if HAS_LENS:
-        Nk = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
-    return pid % tiles, b, h, start, Nq, Nk
-
-
-@jit
-def _start(ptr, strides, b, h, start, UNIT: tl.constexpr):
-    """A head's first row and the step to the next; strides come in units of 16 bytes, where all fit, for wide loads."""
-    return ptr + (b * strides[0] + h * strides[1] + start * strides[2]) * UNIT, strides[2] * UNIT
-
-
-@jit
-def _biased(s, bias_ptr, m, n, inside, bias_strides, BIAS: tl.constexpr):
-    """Scores in base 2 plus the bias at queries m and keys n; the three index vectors broadcast to s."""
-    at = bias_ptr + m.to(tl.int64) * bias_strides[2] + n.to(tl.int64) * bias_strides[3]
-    if BIAS == 2:  # boolean: True attends
-        return tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
-    return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-
-
-@jit
-def _row_logs(l_ptr, m, Nq):
-    """L of queries m; +inf, so that P = 0, past the end and in rows without keys."""
-    lse = tl.load(l_ptr + m, mask=m < Nq, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse)
-
-
-@jit
-def _fwd_step(
-    q0, q1, k_ptr, v_ptr, bias_ptr, k_n, v_n, bias_strides, m, n, Nq, Nk, top, total, o0, o1, scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One block of keys: equations (1) and (2) with a running maximum `top` and sum `total`."""
-    k0, k1 = _head(k_ptr, n, k_n, Nk, D, D0, D1, MASKED)
-    s = _scores(q0, q1, k0, k1, D1, PRECISION)  # [BLOCK_M, BLOCK_N]
-    if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
-        s *= scale
-        if BIAS > 0:
-            inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
-            s = _biased(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
-        scale = 1.0
-    if MASKED:
-        s = tl.where((n < Nk)[None, :], s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
-    shift = new_top * scale
-    if SAFE:
-        shift = tl.where(new_top == float("-inf"), 0.0, shift)  # no key so far
-    p = tl.exp2(s * scale - shift[:, None])
-    decay = tl.exp2(top * scale - shift)
-    v0, v1 = _head(v_ptr, n, v_n, Nk, Dv, V0, V1, MASKED)
-    o0, o1 = _mix(p, v0, v1, o0 * decay[:, None], o1 * decay[:, None], V1, PRECISION)
-    return new_top, total * decay + tl.sum(p, 1), o0, o1
-
-
-@jit
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, l_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, G, tiles, scale,
@@ -352,28 +261,28 @@ def _fwd_kernel(
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; streams all keys. Equations (1) to (3)."""
-    tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
-    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
-    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
+    q_ptr, q_row = start_of(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = start_of(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = start_of(v_ptr, v_strides, b, h, start, UNIT)
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    q0, q1 = _head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    q0, q1 = head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    o0, o1 = _no_head(BLOCK_M, V0, V1)
+    o0, o1 = no_head(BLOCK_M, V0, V1)
     full = Nk // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
-        top, total, o0, o1 = _fwd_step(
+        top, total, o0, o1 = fwd_step(
             q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, first + tl.arange(0, BLOCK_N), Nq, Nk, top, total, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, False,
         )  # fmt: skip
     if TAIL > 0:  # 197 = 3·64 + 5: only the last keys are masked
-        top, total, o0, o1 = _fwd_step(
+        top, total, o0, o1 = fwd_step(
             q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, full + tl.arange(0, TAIL), Nq, Nk, top, total, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, True,
@@ -383,43 +292,10 @@ def _fwd_kernel(
         some = tl.where(total == 0, 1.0, total)  # a row without keys: o0 is 0 already
         top = tl.where(total == 0, float("-inf"), top)
         scale = 1.0
-    o_ptr, o_row = _start(o_ptr, o_strides, b, h, start, UNIT)
+    o_ptr, o_row = start_of(o_ptr, o_strides, b, h, start, UNIT)
     inverse = 1.0 / some[:, None]
-    _put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_row, Nq, Dv, V0, V1)
+    put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_row, Nq, Dv, V0, V1)
     tl.store(l_ptr + b * l_strides[0] + h * l_strides[1] + start + m, top * scale + tl.log2(some), mask=m < Nq)
-
-
-@jit
-def _p_and_dp(
-    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_n, bias_strides, m, n, Nq, Nk, lse, scale,
-    D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """P of equation (4) and dO Vᵀ, queries on rows and keys on columns."""
-    s = _scores(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
-    if BIAS > 0:
-        inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
-        s = _biased(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
-    p = tl.exp2(s - lse[:, None])
-    if MASKED:
-        p = tl.where((n < Nk)[None, :], p, 0.0)
-    v0, v1 = _head(v_ptr, n, v_n, Nk, Dv, V0, V1, MASKED)
-    return p, _scores(do0, do1, v0, v1, V1, PRECISION)
-
-
-@jit
-def _dq_step(
-    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_n, v_n, bias_strides, m, n, Nq, Nk, lse, delta, dq0, dq1, scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One block of keys: equation (6), and its part of dQ."""
-    k0, k1 = _head(k_ptr, n, k_n, Nk, D, D0, D1, MASKED)
-    p, dp = _p_and_dp(
-        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_n, bias_strides, m, n, Nq, Nk, lse, scale,
-        D1, Dv, V0, V1, BIAS, PRECISION, MASKED,
-    )  # fmt: skip
-    return _mix(p * (dp - delta[:, None]), k0, k1, dq0, dq1, D1, PRECISION)
 
 
 @jit
@@ -432,65 +308,42 @@ def _bwd_dq_kernel(
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries; streams keys; writes Δ of equation (5) and dQ of (7)."""
-    tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
-    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
-    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
-    o_ptr, o_row = _start(o_ptr, o_strides, b, h, start, UNIT)
-    do_ptr, do_row = _start(do_ptr, do_strides, b, h, start, UNIT)
-    dq_ptr, dq_row = _start(dq_ptr, dq_strides, b, h, start, UNIT)
+    q_ptr, q_row = start_of(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = start_of(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = start_of(v_ptr, v_strides, b, h, start, UNIT)
+    o_ptr, o_row = start_of(o_ptr, o_strides, b, h, start, UNIT)
+    do_ptr, do_row = start_of(do_ptr, do_strides, b, h, start, UNIT)
+    dq_ptr, dq_row = start_of(dq_ptr, dq_strides, b, h, start, UNIT)
     l_at = b * l_strides[0] + h * l_strides[1] + start
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    q0, q1 = _head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
-    do0, do1 = _head(do_ptr, m, do_row, Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
-    o0, o1 = _head(o_ptr, m, o_row, Nq, Dv, V0, V1, True)
+    q0, q1 = head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    do0, do1 = head(do_ptr, m, do_row, Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
+    o0, o1 = head(o_ptr, m, o_row, Nq, Dv, V0, V1, True)
     delta = tl.sum(do0.to(tl.float32) * o0.to(tl.float32), 1)  # (5)
     if V1 > 0:
         delta += tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1)
     tl.store(delta_ptr + l_at + m, delta, mask=m < Nq)
-    lse = _row_logs(l_ptr + l_at, m, Nq)
-    dq0, dq1 = _no_head(BLOCK_M, D0, D1)
+    lse = row_logs(l_ptr + l_at, m, Nq)
+    dq0, dq1 = no_head(BLOCK_M, D0, D1)
     full = Nk // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
-        dq0, dq1 = _dq_step(
+        dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, first + tl.arange(0, BLOCK_N), Nq, Nk, lse, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
         )  # fmt: skip
     if TAIL > 0:
-        dq0, dq1 = _dq_step(
+        dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
             m, full + tl.arange(0, TAIL), Nq, Nk, lse, delta, dq0, dq1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
-    _put_head(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_row, Nq, D, D0, D1)
-
-
-@jit
-def _dkdv_step(
-    k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_m, do_m, bias_strides,
-    m, n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One block of queries: Sᵀ and dPᵀ with keys on rows, so that neither P nor dS is ever transposed."""
-    q0, q1 = _head(q_ptr, m, q_m, Nq, D, D0, D1, MASKED)
-    do0, do1 = _head(do_ptr, m, do_m, Nq, Dv, V0, V1, MASKED)
-    lse = _row_logs(l_ptr, m, Nq)
-    delta = tl.load(delta_ptr + m, mask=m < Nq, other=0.0)
-    s = _scores(k0, k1, q0, q1, D1, PRECISION) * scale  # [BLOCK_N, BLOCK_M]
-    if BIAS > 0:
-        inside = (m < Nq)[None, :] & (n < Nk)[:, None] if MASKED else (n < Nk)[:, None]
-        s = _biased(s, bias_ptr, m[None, :], n[:, None], inside, bias_strides, BIAS)
-    p = tl.exp2(s - lse[None, :])  # (4); keys past the end give rows that nobody reads
-    dv0, dv1 = _mix(p, do0, do1, dv0, dv1, V1, PRECISION)
-    ds = p * (_scores(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])  # (6)
-    dk0, dk1 = _mix(ds, q0, q1, dk0, dk1, D1, PRECISION)
-    return dk0, dk1, dv0, dv1
+    put_head(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_row, Nq, D, D0, D1)
 
 
 @jit
@@ -504,35 +357,35 @@ def _bwd_dkdv_kernel(
 ):  # fmt: skip
     """One program: BLOCK_N keys of one head; streams queries; writes dK and dV of equation (7)."""
     keys = Nk  # rows to write, masked ones too
-    tile, b, h, start, Nq, Nk = _image(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if not HAS_LENS:
         keys = Nk
     if tile * BLOCK_N >= keys:
         return
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    q_ptr, q_row = _start(q_ptr, q_strides, b, h, start, UNIT)
-    k_ptr, k_row = _start(k_ptr, k_strides, b, h, start, UNIT)
-    v_ptr, v_row = _start(v_ptr, v_strides, b, h, start, UNIT)
-    do_ptr, do_row = _start(do_ptr, do_strides, b, h, start, UNIT)
-    dk_ptr, dk_row = _start(dk_ptr, dk_strides, b, h, start, UNIT)
-    dv_ptr, dv_row = _start(dv_ptr, dv_strides, b, h, start, UNIT)
+    q_ptr, q_row = start_of(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = start_of(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = start_of(v_ptr, v_strides, b, h, start, UNIT)
+    do_ptr, do_row = start_of(do_ptr, do_strides, b, h, start, UNIT)
+    dk_ptr, dk_row = start_of(dk_ptr, dk_strides, b, h, start, UNIT)
+    dv_ptr, dv_row = start_of(dv_ptr, dv_strides, b, h, start, UNIT)
     l_ptr += b * l_strides[0] + h * l_strides[1] + start
     delta_ptr += b * l_strides[0] + h * l_strides[1] + start
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    k0, k1 = _head(k_ptr, n, k_row, Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
-    v0, v1 = _head(v_ptr, n, v_row, Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
-    dk0, dk1 = _no_head(BLOCK_N, D0, D1)
-    dv0, dv1 = _no_head(BLOCK_N, V0, V1)
+    k0, k1 = head(k_ptr, n, k_row, Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
+    v0, v1 = head(v_ptr, n, v_row, Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
+    dk0, dk1 = no_head(BLOCK_N, D0, D1)
+    dv0, dv1 = no_head(BLOCK_N, V0, V1)
     full = Nq // BLOCK_M * BLOCK_M
     for first in range(0, full, BLOCK_M):
-        dk0, dk1, dv0, dv1 = _dkdv_step(
+        dk0, dk1, dv0, dv1 = dkdv_step(
             k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_row, do_row, bias_strides,
             first + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
         )  # fmt: skip
     if full < Nq:
-        dk0, dk1, dv0, dv1 = _dkdv_step(
+        dk0, dk1, dv0, dv1 = dkdv_step(
             k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_row, do_row, bias_strides,
             full + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
@@ -541,8 +394,58 @@ def _bwd_dkdv_kernel(
         seen = (n < Nk)[:, None]
         dk0, dk1 = tl.where(seen, dk0, 0.0), tl.where(seen, dk1, 0.0)
         dv0, dv1 = tl.where(seen, dv0, 0.0), tl.where(seen, dv1, 0.0)
-    _put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_row, keys, D, D0, D1)
-    _put_head(dv_ptr, dv0, dv1, n, dv_row, keys, Dv, V0, V1)
+    put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_row, keys, D, D0, D1)
+    put_head(dv_ptr, dv0, dv1, n, dv_row, keys, Dv, V0, V1)
+
+
+@jit
+def _bwd_kernel(
+    q_ptr, k_ptr, v_ptr, lens_ptr, cu_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
+    H, Nq, Nk, tiles, scale, softmax_scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """One program: one whole head, in five products for the two kernels' seven; streams queries for each block of keys.
+
+    dQ of the first keys waits in its final place, read back by the threads that wrote it.
+    """
+    keys = Nk  # rows to write, masked ones too
+    _, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    if not HAS_LENS:
+        keys = Nk
+    q_ptr, q_row = start_of(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_row = start_of(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_row = start_of(v_ptr, v_strides, b, h, start, UNIT)
+    o_ptr, o_row = start_of(o_ptr, o_strides, b, h, start, UNIT)
+    do_ptr, do_row = start_of(do_ptr, do_strides, b, h, start, UNIT)
+    dq_ptr, dq_row = start_of(dq_ptr, dq_strides, b, h, start, UNIT)
+    dk_ptr, dk_row = start_of(dk_ptr, dk_strides, b, h, start, UNIT)
+    dv_ptr, dv_row = start_of(dv_ptr, dv_strides, b, h, start, UNIT)
+    l_ptr += b * l_strides[0] + h * l_strides[1] + start
+    full = Nq // BLOCK_M * BLOCK_M
+    for block in tl.range(0, keys, BLOCK_N, disable_licm=True):  # what is hoisted out of these loops is spilled
+        n = block + tl.arange(0, BLOCK_N)
+        k0, k1 = head(k_ptr, n, k_row, Nk, D, D0, D1, True)  # [BLOCK_N, D0], [BLOCK_N, D1]
+        v0, v1 = head(v_ptr, n, v_row, Nk, Dv, V0, V1, True)  # [BLOCK_N, V0], [BLOCK_N, V1]
+        dk0, dk1 = no_head(BLOCK_N, D0, D1)
+        dv0, dv1 = no_head(BLOCK_N, V0, V1)
+        for first in tl.range(0, full, BLOCK_M, disable_licm=True):
+            dk0, dk1, dv0, dv1 = head_step(
+                k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_row, o_row, do_row, dq_row,
+                first + tl.arange(0, BLOCK_M), n, block > 0, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
+                D, D0, D1, Dv, V0, V1, HAS_LENS, PRECISION, False,
+            )  # fmt: skip
+        if TAIL > 0:
+            dk0, dk1, dv0, dv1 = head_step(
+                k0, k1, v0, v1, q_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, q_row, o_row, do_row, dq_row,
+                full + tl.arange(0, TAIL), n, block > 0, Nq, Nk, dk0, dk1, dv0, dv1, scale, softmax_scale,
+                D, D0, D1, Dv, V0, V1, HAS_LENS, PRECISION, True,
+            )  # fmt: skip
+        put_head(dk_ptr, dk0 * softmax_scale, dk1 * softmax_scale, n, dk_row, keys, D, D0, D1)
+        put_head(dv_ptr, dv0, dv1, n, dv_row, keys, Dv, V0, V1)
+        tl.debug_barrier()
 
 
 @jit
@@ -566,15 +469,15 @@ def _bwd_dbias_kernel(
         if HAS_LENS:
             keys = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
         at = b * l_strides[0] + h * l_strides[1]
-        q_at, q_row = _start(q_ptr, q_strides, b, h, 0, UNIT)
-        k_at, k_row = _start(k_ptr, k_strides, b, h, 0, UNIT)
-        v_at, v_row = _start(v_ptr, v_strides, b, h, 0, UNIT)
-        do_at, do_row = _start(do_ptr, do_strides, b, h, 0, UNIT)
-        q0, q1 = _head(q_at, m, q_row, Nq, D, D0, D1, True)
-        k0, k1 = _head(k_at, n, k_row, keys, D, D0, D1, True)
-        do0, do1 = _head(do_at, m, do_row, Nq, Dv, V0, V1, True)
-        p, dp = _p_and_dp(
-            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_row, bias_strides, m, n, Nq, keys, _row_logs(l_ptr + at, m, Nq),
+        q_at, q_row = start_of(q_ptr, q_strides, b, h, 0, UNIT)
+        k_at, k_row = start_of(k_ptr, k_strides, b, h, 0, UNIT)
+        v_at, v_row = start_of(v_ptr, v_strides, b, h, 0, UNIT)
+        do_at, do_row = start_of(do_ptr, do_strides, b, h, 0, UNIT)
+        q0, q1 = head(q_at, m, q_row, Nq, D, D0, D1, True)
+        k0, k1 = head(k_at, n, k_row, keys, D, D0, D1, True)
+        do0, do1 = head(do_at, m, do_row, Nq, Dv, V0, V1, True)
+        p, dp = p_and_dp(
+            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_row, bias_strides, m, n, Nq, keys, row_logs(l_ptr + at, m, Nq),
             scale, D1, Dv, V0, V1, BIAS, PRECISION, True,
         )  # fmt: skip
         dbias += p * (dp - tl.load(delta_ptr + at + m, mask=m < Nq, other=0.0)[:, None])
@@ -600,6 +503,18 @@ def _blocks(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) ->
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
     return block
+
+
+def _whole(q: Tensor, bias: Tensor | None, ragged: bool, Nk: int, width: int) -> dict[str, int] | None:
+    """Launch parameters where one program takes all gradients of a head; None for the two kernels.
+
+    More than two blocks of keys would round dQ too often. A row with BLOCK_N = 0 always means the two kernels.
+    """
+    (limit, default), size = SPACE["bwd"][-1], width * q.element_size()
+    if bias is not None or q.dtype == torch.float32 or size > limit or width != power_of_2(width):
+        return None
+    blocks = config(f"attention.bwd.{'ragged.' if ragged else ''}{size}", default, q.device)
+    return blocks if Nk <= 2 * blocks["BLOCK_N"] else None
 
 
 def _tail(N: int, block: int, ragged: bool) -> int:
@@ -686,9 +601,13 @@ def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, lear
     do, q, k, v = _lead(do, q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu is not None
-    delta = torch.empty_like(lse)
     arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
-    arguments["delta_ptr"] = delta
+    whole = _whole(q, bias, ragged, Nk, width)
+    if whole and q.numel() and k.numel():
+        tail = _tail(Nq, whole["BLOCK_M"], cu is not None)
+        _launch(_bwd_kernel, heads, whole, **arguments, tiles=1, TAIL=tail)
+        return outputs
+    arguments["delta_ptr"] = torch.empty_like(lse)
     if q.numel():
         blocks = _blocks("bwd_dq", q, bias, Nq, width)
         tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), _tail(Nk, blocks["BLOCK_N"], ragged)
