@@ -34,6 +34,10 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
     "linear.fwd.gated": _product(
         "BLOCK_F", (128, 128, 64, 4, 8, 3), (128, 64, 64, 4, 4, 3), (128, 64, 64, 4, 8, 3), (64, 128, 64, 4, 8, 3)
     ),
+    "mlp.fwd": tuple(  # BLOCK_F = 0: two launches of `linear`
+        dict(BLOCK_M=m, BLOCK_F=f, num_warps=w, num_stages=s)
+        for m, f, w, s in ((128, 64, 8, 2), (128, 64, 8, 1), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 8, 1), (0,) * 4)
+    ),
     "patch_embed.fwd.half": _product(
         "BLOCK_D", (128, 128, 64, 4, 4, 3), (128, 128, 64, 4, 8, 3), (128, 64, 64, 2, 4, 3), (64, 128, 64, 4, 4, 3)
     ),
@@ -70,5 +74,6 @@ def targets(dry: bool = False) -> list[Target]:
         B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=D, T=1, pos_prefix=1
     )
     found.append(Target("mlp", dict(B=B, N=N, D=D, F=shrink(2048), swiglu=1), "linear.fwd.gated"))
+    found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
     return [*found, Target("patch_embed", patches, "patch_embed.bwd.half", True)]

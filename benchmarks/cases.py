@@ -43,9 +43,10 @@ class Case:
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """All of them, or ViT-B in bfloat16 and an attention too long for whole heads."""
+    """All of them, or ViT-B in bfloat16, an attention too long for whole heads and an MLP that is one launch."""
     if quick:
-        return [*_vit("ViT-B/16", "bfloat16"), *(case for case in _attentions() if case.name == "N=577 D=64")]
+        other = (*_attentions(), *_linears())
+        return [*_vit("ViT-B/16", "bfloat16"), *(c for c in other if c.name in ("N=577 D=64", "recompute, D=128"))]
     found = [case for model in MODELS for case in _vit(model, "bfloat16")]
     found += [*_attentions(), *_linears()]
     found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
@@ -149,12 +150,15 @@ def _linears() -> Iterator[Case]:
     """What recipes and other families ask of linear, mlp and patch_embed."""
     new, M, D = _maker("bfloat16"), (BATCH, 197), 768
 
-    def layers(F: int, gated: int = 1):
+    def layers(F: int, gated: int = 1, D: int = D):
         return (new(gated * F, D), new(gated * F)), (new(D, F), new(D))
 
-    def branch():
+    def branch(D: int = D):
         keep = torch.empty(BATCH, dtype=torch.bfloat16)
         return dict(norm=(new(D), new(D), 1e-6), gamma=new(D), sample_scale=keep, residual=new(*M, D))
+
+    def narrow(D: int):
+        return mlp, (new(*M, D), *layers(4 * D, 1, D)), branch(D) | dict(recompute=True, return_stats=True)
 
     def with_stats():
         stats = torch.empty(BATCH * 197, 6, 2)
@@ -169,6 +173,8 @@ def _linears() -> Iterator[Case]:
         "gelu_tanh": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), dict(activation="gelu_tanh"))),
         "branch": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(return_stats=True))),
         "recompute": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(recompute=True))),
+        "recompute, D=128": ("mlp", lambda: narrow(128)),
+        "recompute, D=192": ("mlp", lambda: narrow(192)),
         "given statistics": ("linear", with_stats),
         "head": ("linear", lambda: (linear, (new(BATCH, D), new(1000, D), new(1000)), {})),
         "patch 14, D=768": ("patch_embed", lambda: stem(14, torch.empty(BATCH, 3, 224, 224, dtype=torch.bfloat16))),

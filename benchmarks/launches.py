@@ -173,6 +173,10 @@ def work(launch: Launch) -> Work:
         products = 2 if a["ACTIVATION"] == "swiglu" else 1
         tile = 2 * a["BLOCK_M"] * a["BLOCK_F"] * products
         return Work(2 * a["M"] * a["F"] * a["K"] * products, tile * passes * a["BLOCK_K"], passes)
+    if name == "mlp._fwd_kernel":
+        passes = math.ceil(a["F"] / a["BLOCK_F"])
+        tile = 4 * a["BLOCK_M"] * (a["D0"] + a["D1"])
+        return Work(4 * a["M"] * a["D"] * a["F"], tile * passes * a["BLOCK_F"], passes)
     if name == "patch_embed._fwd_kernel":
         passes = math.ceil(a["K"] / a["BLOCK_K"])
         flops = 2 * a["B"] * a["N"] * a["K"] * a["D"]

@@ -133,7 +133,13 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
         itemsize = a["q_ptr"].dtype.itemsize
         exp = pairs / (16 * part.units * part.ghz * 1e3)
         return max(values * itemsize / part.gbs / 1e3, flops / part.tflops / 1e6, exp)
-    if name in ("linear._fwd_kernel", "patch_embed._fwd_kernel", "layer_norm._fwd_kernel", "layer_norm._bwd_kernel"):
+    if name in (
+        "linear._fwd_kernel",
+        "mlp._fwd_kernel",
+        "patch_embed._fwd_kernel",
+        "layer_norm._fwd_kernel",
+        "layer_norm._bwd_kernel",
+    ):
         unused = a["pre_ptr"].nbytes if phase == "inference" and "pre_ptr" in a else 0
         return max((launch.nbytes - unused) / part.gbs / 1e3, work(launch).flops / part.tflops / 1e6)
     return 0.0

@@ -171,6 +171,8 @@ def _reads(launch: object, row: str) -> bool:
     file, kernel = row.split(".")[:2]
     if row.startswith("attention.bwd."):  # it decides between one kernel and two
         return launch.name in ("attention._bwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_dkdv_kernel")
+    if row.startswith("mlp.fwd."):
+        return launch.name in ("mlp._fwd_kernel", "linear._fwd_kernel", "layer_norm._stats_kernel")
     return launch.name == f"{file}._{'bwd_weight' if kernel == 'bwd' else kernel}_kernel"
 
 

@@ -304,7 +304,7 @@ def test_a_block_is_five_launches():
     """Oracle: launches of three blocks less those of two, in bf16 inference; nothing but views lies between."""
 
     def launches(depth):
-        options = dict(img_size=32, patch_size=16, embed_dim=64, num_heads=2, depth=depth)
+        options = dict(img_size=32, patch_size=16, embed_dim=256, num_heads=2, depth=depth)
         model = timm.models.VisionTransformer(**options).to(torch.bfloat16).eval()
         kept = []
 

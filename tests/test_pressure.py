@@ -222,11 +222,12 @@ SLIPS = {
     "layer_norm._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
     "fold._fold_kernel": ("const += tl.sum", "const -= tl.sum", fold.OP, "one"),
     "linear.merged": ("count - mean", "count + mean", STATS, "norm_gelu"),
-    "linear._finish": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
+    "linear.finish": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
     "linear._fwd_kernel": ("tl.arange(0, BLOCK_F // PARTS)", "1 + tl.arange(0, BLOCK_F // PARTS)", linear.OP, "branch"),
     "linear._bwd_weight_kernel": ("dw += dbias", "dw -= dbias", linear.OP, "norm_gelu"),
     "linear._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
     "linear._bwd_norm_kernel": ("- normed *", "+ normed *", linear.OP, "norm_gelu"),
+    "mlp._fwd_kernel": ("a - mean[:, None]", "a + mean[:, None]", mlp.OP, "recompute"),
     "patch_embed._fwd_kernel": ("y += tl.load(bias_ptr", "y -= tl.load(bias_ptr", patch_embed.OP, "after"),
     "patch_embed._bwd_weight_kernel": ("(at, acc", "(at, -acc", patch_embed.OP, "after"),
 }
@@ -248,7 +249,8 @@ def test_one_wrong_sign_is_seen(kernel, monkeypatch):
     """Oracle: the comparison with float64 itself, which holds for the kernel as it is and must not for its copy."""
     old, new, op_, case = SLIPS[kernel]
     file, name = kernel.split(".")
-    dtype = torch.float16 if kernel == "attention._bwd_kernel" else torch.float32  # whole heads are in 16 bits only
+    in_16_bits = ("attention._bwd_kernel", "mlp._fwd_kernel")  # whole heads and whole MLPs
+    dtype = torch.float16 if kernel in in_16_bits else torch.float32
     module, arguments = MODULES[file], op_.inputs(op_.cases[case], dtype, "cpu")
     assert outside(op_, arguments, dtype) == []
     monkeypatch.setattr(module, name, slipped(module, name, old, new))

@@ -23,6 +23,7 @@ PRODUCTS = {
     "attention._bwd_dq_kernel",
     "attention._bwd_dkdv_kernel",
     "linear._fwd_kernel",
+    "mlp._fwd_kernel",
     "patch_embed._fwd_kernel",
     "patch_embed._bwd_weight_kernel",
 }
@@ -30,7 +31,7 @@ PRODUCTS = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    """ViT-B in bfloat16 at batch 256, and a longer attention, every launch forward and backward."""
+    """ViT-B in bfloat16 at batch 256, a longer attention and a narrow MLP, every launch forward and backward."""
     return static.report(ARCHS, quick=True)["rows"]
 
 

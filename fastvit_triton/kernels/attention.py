@@ -16,6 +16,8 @@ Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B�
           backward 2·B·H·Nq·Nk·(3·D + 2·Dv) flops by whole heads, (4·D + 3·Dv) otherwise.
 Saved     q, k, v, bias, o in storage dtype and L in fp32.
 Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16); the last axis is copied if not contiguous.
+          L is fp32: where every key of a row has a finite bias below about −1e5, use −inf or kv_lens to mask, for
+          gradients of such a row are lost in its rounding.
 Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; Milakov & Gimelshein, arXiv:1805.02867, for the
           running maximum.
           Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
@@ -44,7 +46,7 @@ from .head import (
     row_logs,
     start_of,
 )
-from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, usable
+from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, split, usable
 from .tile import jit, tl
 
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
@@ -485,13 +487,6 @@ def _bwd_dbias_kernel(
     tl.store(at, dbias, mask=(m < Nq)[:, None] & (n < Nk)[None, :])
 
 
-def _split(D: int) -> tuple[int, int]:
-    """D as two tiles of powers of two where that is less than one: 80 = 64 + 16, but 64 = 64 + 0 and 100 < 128 + 0."""
-    whole = power_of_2(max(D, 16))
-    half, rest = whole // 2, power_of_2(max(D - whole // 2, 16))
-    return (half, rest) if half >= 16 and half + rest < whole and D > half else (whole, 0)
-
-
 def _blocks(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
     """Launch parameters: the row of SPACE for this width of a head (D and Dv, the larger, in whole tiles)."""
     ieee, biased = "_ieee" if _precision(q) == "ieee" else "", "" if bias is None else "_bias"
@@ -536,7 +531,7 @@ def _lead(*tensors: Tensor | None) -> list[Tensor | None]:
 def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
     """What the kernels take, by name: pointers, strides and sizes."""
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
-    (D0, D1), (V0, V1) = _split(D), _split(Dv)
+    (D0, D1), (V0, V1) = split(D), split(Dv)
     if bias is not None:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
     tensors = dict(q=q, k=k, v=v, **others)
@@ -567,7 +562,7 @@ def _strides(t, cu):
 def _sizes(q, k, v, cu, max_seqlen):
     """Images, queries and keys of the longest image, and the wider head in whole tiles."""
     images, Nq, Nk = (q.shape[0], q.shape[2], k.shape[2]) if cu is None else (len(cu) - 1, max_seqlen, max_seqlen)
-    return images, Nq, Nk, max(sum(_split(q.shape[3])), sum(_split(v.shape[3])))
+    return images, Nq, Nk, max(sum(split(q.shape[3])), sum(split(v.shape[3])))
 
 
 def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):

@@ -229,7 +229,7 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
 
 
 @jit
-def _with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr):
+def with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr):
     """Equation (6), or the plain bias; outputs past the end repeat the last one."""
     f = tl.minimum(f, F - 1)
     if HAS_NORM:
@@ -240,7 +240,7 @@ def _with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.conste
 
 
 @jit
-def _finish(
+def finish(
     y, up, const_ptr, colsum_ptr, gamma_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, scale, count, total, spread,
     m, f, M, F,
     ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_GAMMA: tl.constexpr,
@@ -250,9 +250,9 @@ def _finish(
     in_m, in_f = m < M, f < F
     inside = in_m[:, None] & in_f[None, :]
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
-    y = _with_norm(y, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM, HAS_CONST)
+    y = with_norm(y, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM, HAS_CONST)
     if ACTIVATION == "swiglu":  # the value's weights lie F rows below the gate's
-        up = _with_norm(up, colsum_ptr, const_ptr, mean, rstd, F + f, 2 * F, HAS_NORM, HAS_CONST)
+        up = with_norm(up, colsum_ptr, const_ptr, mean, rstd, F + f, 2 * F, HAS_NORM, HAS_CONST)
         if SAVE:
             tl.store(pre_ptr + m[:, None] * 2 * F + f[None, :], y.to(pre_ptr.dtype.element_ty), mask=inside)
             tl.store(pre_ptr + m[:, None] * 2 * F + F + f[None, :], up.to(pre_ptr.dtype.element_ty), mask=inside)
@@ -320,7 +320,7 @@ def _fwd_kernel(
     spread = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(PARTS):
         here = tile_f.to(tl.int64) * BLOCK_F + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
-        count, total, spread = _finish(
+        count, total, spread = finish(
             parts[part], ups[part], const_ptr, colsum_ptr, gamma_ptr, residual_ptr, y_ptr, pre_ptr,
             mean, rstd, scale, count, total, spread, m, here, M, F,
             ACTIVATION, HAS_NORM, HAS_CONST, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None, STATS,

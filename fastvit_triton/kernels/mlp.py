@@ -5,11 +5,15 @@ Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]
 Backward  that of `linear` twice, with h = act(pre₁) again              (3)
 Kernels   Those of `linear`: two products forward; with a norm one launch that folds it into W₁ unless that was done
           before, and one for row statistics unless they are given. Backward, h is written where pre₁ is read.
-Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h.
+          Rows of at most 192 values in 16 bits, where pre₁ need not be kept: one launch, a program holds whole rows of
+          x and of y, takes the statistics from them, and h never leaves the chip.
+Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h, or without h in one launch.
 Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, not h: with x, qkv and o of the attention half 10·D values a token for F = 4·D,
           where eager PyTorch keeps 16·D. With `recompute` only x: 6·D.
 Sources   Vaswani et al., arXiv:1706.03762, eq. 2; Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 3.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -18,8 +22,16 @@ from torch.utils.checkpoint import checkpoint
 
 from . import layer_norm, linear
 from .fold import Folded, fold_op
-from .linear import Norm, Pair
-from .op import Op, expect, make, register, usable
+from .head import head, no_head, scores
+from .linear import Norm, Pair, finish, with_norm
+from .op import Op, cdiv, config, expect, make, register, split, usable
+from .tile import activate, jit, tl
+
+# Launch parameters of the one launch, by the width of a row as its two tiles have it, in bytes.
+SPACE = (
+    (256, dict(BLOCK_M=64, BLOCK_F=32, num_warps=4, num_stages=1)),
+    (384, dict(BLOCK_M=64, BLOCK_F=32, num_warps=8, num_stages=1)),
+)
 
 Layer = tuple[Tensor | Pair | Folded, Tensor | Pair | None]  # weight and bias
 
@@ -115,6 +127,107 @@ def reference(
     return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
+@jit
+def _fwd_kernel(
+    x_ptr, w1_ptr, const_ptr, colsum_ptr, w2_ptr, b2_ptr, gamma_ptr, scale_ptr, residual_ptr, y_ptr, y_stats_ptr,
+    M, F, x_stride, rows_per_image, eps,
+    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_B2: tl.constexpr,
+    HAS_GAMMA: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STATS: tl.constexpr,
+    EVEN: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M whole rows; streams the hidden layer, BLOCK_F values at a time. Equations (1) and (2)."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_m = m < M
+    x0, x1 = head(x_ptr, m, x_stride, M, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    mean = m
+    rstd = m
+    if HAS_NORM:
+        a, b = x0.to(tl.float32), x1.to(tl.float32)
+        mean = tl.sum(a, 1) / D
+        if D1 > 0:
+            mean += tl.sum(b, 1) / D
+        a = tl.where((tl.arange(0, D0) < D)[None, :], a - mean[:, None], 0.0)
+        spread = tl.sum(a * a, 1)
+        if D1 > 0:
+            b = tl.where((D0 + tl.arange(0, D1) < D)[None, :], b - mean[:, None], 0.0)
+            spread += tl.sum(b * b, 1)
+        rstd = tl.rsqrt(spread / D + eps)
+    y0, y1 = no_head(BLOCK_M, D0, D1)
+    for first in range(0, F, BLOCK_F):
+        f = first + tl.arange(0, BLOCK_F)
+        a0, a1 = head(w1_ptr, f, D, F, D, D0, D1, not EVEN)  # [BLOCK_F, D0], [BLOCK_F, D1]
+        h = scores(x0, x1, a0, a1, D1, "tf32")  # [BLOCK_M, BLOCK_F]
+        h = activate(with_norm(h, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM, HAS_CONST), ACTIVATION, False)
+        h = h.to(x0.dtype)
+        y0 = tl.dot(h, _columns(w2_ptr, f, F, 0, D, D0, EVEN), y0)
+        if D1 > 0:
+            y1 = tl.dot(h, _columns(w2_ptr, f, F, D0, D, D1, EVEN), y1)
+    scale = rstd
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + m.to(tl.int32) // rows_per_image, mask=in_m, other=0.0).to(tl.float32)
+    count, total, spread = tl.zeros([], tl.float32), tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    count, total, spread = finish(
+        y0, y0, b2_ptr, None, gamma_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, total, spread,
+        m, tl.arange(0, D0), M, D, None, False, HAS_B2, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, False, STATS,
+    )  # fmt: skip
+    if D1 > 0:
+        count, total, spread = finish(
+            y1, y1, b2_ptr, None, gamma_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, total, spread,
+            m, D0 + tl.arange(0, D1), M, D, None, False, HAS_B2, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, False, STATS,
+        )  # fmt: skip
+    if STATS:
+        tl.store(y_stats_ptr + m * 2, total, mask=in_m)
+        tl.store(y_stats_ptr + m * 2 + 1, spread, mask=in_m)
+
+
+@jit
+def _columns(w_ptr, f, F, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Columns f of W₂ [D, F], transposed: [len(f), WIDTH], for the outputs first … first + WIDTH."""
+    d = first + tl.arange(0, WIDTH)
+    at = w_ptr + d.to(tl.int64)[None, :] * F + f[:, None]
+    if EVEN and first + WIDTH <= D:
+        return tl.load(at)
+    return tl.load(at, mask=(f < F)[:, None] & (d < D)[None, :], other=0.0)
+
+
+def _fwd(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activation, return_stats):
+    """(y, stats [M, 1, 2]) in one launch: LN is folded when `colsum` is given."""
+    y, y_stats = outputs = _fwd_fake(
+        x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activation, return_stats
+    )
+    D, F = x.shape[-1], len(w1)
+    flat = x.reshape(-1, D)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    blocks, (D0, D1) = _whole(x, w2, activation), split(D)
+    if len(flat):
+        _fwd_kernel[(cdiv(len(flat), blocks["BLOCK_M"]),)](
+            flat, w1.contiguous(), const, colsum, w2.contiguous(), b2, gamma, sample_scale, residual, y, y_stats,
+            len(flat), F, flat.stride(0), cdiv(len(flat), x.shape[0]), eps, ACTIVATION=activation,
+            HAS_NORM=colsum is not None, HAS_CONST=const is not None, HAS_B2=b2 is not None,
+            HAS_GAMMA=gamma is not None, HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None,
+            STATS=return_stats, EVEN=F % blocks["BLOCK_F"] == 0, D=D, D0=D0, D1=D1, **blocks,
+        )  # fmt: skip
+    return outputs
+
+
+def _fwd_fake(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activation, return_stats):
+    M = math.prod(x.shape[:-1])
+    y = x.new_empty(x.shape, dtype=linear._widest(x, gamma, residual))
+    return y, x.new_empty((M, 1, 2) if return_stats else (0,), dtype=torch.float32)
+
+
+def _whole(x, w2, activation):
+    """Launch parameters of the one launch; None, as by a row with BLOCK_F = 0, where h goes through memory."""
+    D, size = x.shape[-1], sum(split(x.shape[-1])) * x.element_size()
+    if x.dtype == torch.float32 or activation == "swiglu" or len(w2) != D or size > SPACE[-1][0]:
+        return None
+    limit, default = next(row for row in SPACE if size <= row[0])
+    blocks = config(f"mlp.fwd.{limit}", default, x.device)
+    return blocks if blocks["BLOCK_F"] else None
+
+
 def _bwd(
     dy, x, w1, b1, w2, b2, pre, h, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
     needs,
@@ -155,6 +268,13 @@ def _bwd_fake(
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
 
+_fwd_op = register(
+    "mlp_fwd",
+    "(Tensor x, Tensor w1, Tensor? const, Tensor? colsum, Tensor w2, Tensor? b2, Tensor? gamma, Tensor? sample_scale, "
+    "Tensor? residual, float eps, str activation, bool return_stats) -> (Tensor, Tensor)",
+    _fwd,
+    _fwd_fake,
+)
 _bwd_op = register(
     "mlp_bwd",
     "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor pre, Tensor? h, Tensor? gamma, "
@@ -166,17 +286,24 @@ _bwd_op = register(
 
 
 class _Fn(torch.autograd.Function):
-    """Two linear_fwd, one mlp_bwd; keeps the pre-activation, or nothing but x with `recompute`."""
+    """Two linear_fwd or one mlp_fwd, one mlp_bwd; keeps the pre-activation, or nothing but x with `recompute`."""
 
     @staticmethod
     def forward(ctx, x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
         *_, around, _, keep, return_stats = facts
         keep = keep and any(ctx.needs_input_grad)
-        h, pre, mean, rstd = _hidden(x, w1, b1, colsum, norm_weight, norm_bias, stats, facts, keep)
         added = x if around else residual
-        y, *_, y_stats = linear._fwd_op(
-            h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
-        )
+        if not keep and _whole(x, w2, facts[0]):
+            w, const, sums = _folded(x, w1, b1, colsum, norm_weight, norm_bias, facts)
+            y, y_stats = _fwd_op(
+                x, w, const, sums, w2.to(x.dtype), b2, gamma, scale, added, facts[2], facts[0], return_stats
+            )
+            pre = mean = rstd = None
+        else:
+            h, pre, mean, rstd = _hidden(x, w1, b1, colsum, norm_weight, norm_bias, stats, facts, keep)
+            y, *_, y_stats = linear._fwd_op(
+                h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
+            )
         ctx.save_for_backward(x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd)
         ctx.facts, ctx.residual_dtype = facts, None if residual is None else residual.dtype
         ctx.mark_non_differentiable(y_stats)
@@ -207,13 +334,18 @@ class _Fn(torch.autograd.Function):
 
 def _hidden(x, w1, b1, colsum, norm_weight, norm_bias, stats, facts, save):
     """Equation (1): (h, pre, mean, rstd)."""
-    activation, norm, eps, *_ = facts
-    w, const = w1.to(x.dtype), b1
-    if norm and colsum is None:
-        w, colsum, const = fold_op(w1, b1, norm_weight, norm_bias, x.dtype)
-    colsum = colsum if norm else None
+    activation, _, eps, *_ = facts
+    w, const, colsum = _folded(x, w1, b1, colsum, norm_weight, norm_bias, facts)
     h, pre, mean, rstd, _ = linear._fwd_op(x, w, const, colsum, stats, eps, activation, None, None, None, save, False)
     return h, pre, mean, rstd
+
+
+def _folded(x, w1, b1, colsum, norm_weight, norm_bias, facts):
+    """fc1 with the norm in it: (weight in x's dtype, constant, column sums)."""
+    w, const = w1.to(x.dtype), b1
+    if facts[1] and colsum is None:
+        w, colsum, const = fold_op(w1, b1, norm_weight, norm_bias, x.dtype)
+    return w, const, colsum if facts[1] else None
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
@@ -241,6 +373,7 @@ OP = Op(
     inputs=_inputs,
     ragged={
         "vit": dict(B=2, N=50, D=48, F=192),
+        "small": dict(B=3, N=23, D=192, F=96, recompute=1),
         "odd_recompute": dict(B=3, N=5, D=33, F=70, recompute=1),
         "swiglu": dict(B=2, N=10, D=32, F=24, swiglu=1),
     },

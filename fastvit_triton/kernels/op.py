@@ -192,6 +192,13 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def split(D: int) -> tuple[int, int]:
+    """D as two tiles of powers of two where that is less than one: 80 = 64 + 16, but 64 = 64 + 0 and 100 < 128 + 0."""
+    whole = power_of_2(max(D, 16))
+    half, rest = whole // 2, power_of_2(max(D - whole // 2, 16))
+    return (half, rest) if half >= 16 and half + rest < whole and D > half else (whole, 0)
+
+
 def whole_rows(K: int) -> tuple[int, int, dict[str, int]]:
     """Rows of a program that holds whole rows of K values, their width as a power of two, and launch parameters."""
     block = power_of_2(K)
