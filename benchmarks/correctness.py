@@ -16,11 +16,12 @@ import torch
 
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.op import Op
+from fastvit_triton.measure.arms import switched
+from fastvit_triton.measure.deadline import told
+from fastvit_triton.measure.match import Named, converted, leaves, named_leaves, outcome, verdict
 
-from .arms import switched
-from .match import Named, converted, leaves, named_leaves, outcome, verdict
 from .ops import BY_NAME
-from .record import ROOT, Part, alive, told
+from .record import ROOT, Part, alive
 
 MARK = "row: "  # before each line of a worker that is one
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.op import Op
+from fastvit_triton.measure.arms import Arm, Case, absent, compiled, on
 
-from .arms import Arm, Case, absent, compiled, on
 from .cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}

@@ -19,12 +19,13 @@ import torch
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import op
 from fastvit_triton.kernels.op import Op
+from fastvit_triton.measure.deadline import Deadline, told
+from fastvit_triton.measure.match import converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.timing import alternate
 
 from .candidates import CANDIDATES, Config, Target, targets
-from .match import converted, leaves, named_leaves, outcome, verdict
 from .ops import BY_NAME
-from .record import Deadline, Part, told
-from .timing import alternate
+from .record import Part
 
 
 class _Asked(dict):

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import arms, compare, gpu, models, ops, plot, timing, tune
-from benchmarks.arms import Arm, Case, measure
-from benchmarks.match import verdict
-from benchmarks.record import ROOT, Deadline, Late, Part
+from benchmarks import compare, gpu, models, ops, plot, tune
+from benchmarks.record import ROOT, Part
+from fastvit_triton.measure import arms, timing
+from fastvit_triton.measure.arms import Arm, Case, measure
+from fastvit_triton.measure.deadline import Deadline, Late
+from fastvit_triton.measure.match import verdict
 
 CPU = torch.device("cpu")
 
@@ -111,6 +113,17 @@ def test_a_missing_output_is_no_match():
     assert not verdict({"output 0": torch.ones(2)}, truth, truth, torch.float32).match
     assert not verdict(truth | {"output 1": torch.ones(1)}, truth, truth, torch.float32).match
     assert verdict(truth, truth, truth, torch.float32).match
+
+
+def test_a_deep_model_may_err_where_eager_was_lucky():
+    """Oracle: by hand. Eager errs by 1 % in two tensors and by luck not in the third, an arm by 1 % there too."""
+    truth = {f"output {i}": torch.full((2,), 10.0, dtype=torch.float64) for i in range(3)}
+    eager = truth | {f"output {i}": torch.full((2,), 10.1) for i in range(2)}
+    arm = truth | {"output 2": torch.full((2,), 10.1)}
+    assert not verdict(arm, truth, eager, torch.float32).match
+    assert verdict(arm, truth, eager, torch.float32, deep=True).match
+    wrong = truth | {"output 2": torch.full((2,), 10.3)}
+    assert not verdict(wrong, truth, eager, torch.float32, deep=True).match
 
 
 def test_saved_bytes_count_storages_once():
