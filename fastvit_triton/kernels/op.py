@@ -138,6 +138,11 @@ def _architecture(kind: str, index: int | None) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def precision(x: torch.Tensor) -> str:
+    """Of dot products: those of float32 follow torch.set_float32_matmul_precision."""
+    return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in autocast's dtype where autocast is on for their device; otherwise as they are."""
     kind = tensors[0].device.type
