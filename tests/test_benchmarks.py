@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import compare, gpu, models, ops, plot, tune
+from benchmarks import choose, compare, gpu, models, ops, plot, tune
+from benchmarks.launches import recording
 from benchmarks.record import ROOT, Part
 from fastvit_triton.measure import arms, timing
 from fastvit_triton.measure.arms import Arm, Case, measure
@@ -195,12 +196,32 @@ def test_measured_rows_outlive_predictions(tmp_path):
     assert json.loads((tmp_path / "sm_90.json").read_text())["a"]["config"] == {"X": 4}
 
 
+def test_choices_are_a_column_that_outlives_new_launch_parameters(tmp_path):
+    """Oracle: the table. A row may be a choice alone; of one shape the first counts; a prediction stands beside."""
+    said = [dict(row="a", shape_class="N", who=who) for who in ("ours", "torch")]
+    tune.write("sm_90", {"a": {"X": 1}}, "predicted", tmp_path, [*said, dict(row="b", shape_class="M", who="torch")])
+    tune.write("sm_90", {"a": {"X": 2}}, "measured", tmp_path, [dict(row="a", shape_class="N", who="torch")])
+    table = json.loads((tmp_path / "sm_90.json").read_text())
+    choice = dict(predicted={"N": "ours"}, measured={"N": "torch"})
+    assert table["a"] == dict(config={"X": 2}, provenance="measured", choice=choice)
+    assert table["b"] == dict(choice=dict(predicted={"M": "torch"}))
+
+
+def test_predicted_choices_are_the_rules():
+    """Oracle: by hand. One ViT-Ti layer asks for nine shapes in inference and training; all but attention are ours."""
+    calls = choose.calls_of("vit_tiny_patch16_224", 256, "sm_90", CPU, partial(recording, "sm_90"))
+    assert len(calls) == 9 and {row.split(".")[0] for row, _ in calls} == {"attention", "linear", "patch_embed"}
+    assert all((call.rule == "torch") == row.startswith("attention") for (row, _), call in calls.items())
+
+
 def test_adopting_a_sweep(tmp_path):
     """Oracle: the table; the first shape decides, a dry run is refused, and the row says where it comes from."""
     rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
+    rows.append(dict(case="choice", arch="sm_90", row="c", shape_class="N=1", who="ours"))
     (tmp_path / "t.json").write_text(fake("tuning", [*rows, dict(case="3", arch="sm_90", row="b", best=None)]))
     assert tune.adopt(tmp_path / "t.json", tmp_path) == ["a"]
     want = {"a": dict(config={"X": 1}, provenance="measured", source="t.json")}
+    want["c"] = dict(choice=dict(measured={"N=1": "ours"}))
     assert json.loads((tmp_path / "sm_90.json").read_text()) == want
     (tmp_path / "dry.json").write_text(fake("tuning", rows, dry=True))
     with pytest.raises(ValueError, match="no tuning result of a GPU"):

@@ -106,6 +106,8 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
     console.print(_table(rows, gpu))
     for row in rows:
         why = row.get("reason") or row.get("error")
+        if why == "needs a GPU":  # said below for all
+            continue
         if why is not None:
             late = why.startswith("Late")
             say(f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}")

@@ -124,7 +124,7 @@ def config(row: str, default: dict[str, int], device: torch.device) -> dict[str,
 def _table(architecture: str) -> dict[str, dict[str, int]]:
     path = TUNED / f"{architecture}.json"
     rows = json.loads(path.read_text()) if path.exists() else {}
-    return {name: row["config"] for name, row in rows.items()}
+    return {name: row["config"] for name, row in rows.items() if "config" in row}
 
 
 @functools.cache

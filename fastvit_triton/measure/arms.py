@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from ..convert import backend as _backend  # noqa: F401  (registers the name, also where nothing is installed)
-from ..kernels import op
+from ..kernels import dispatch, op
 from .deadline import Deadline, noting
 from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
 from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
@@ -70,6 +70,16 @@ def switched(backend: str) -> Iterator[None]:
         yield
     finally:
         op.set_backend(before)
+
+
+@contextlib.contextmanager
+def forcing(kernels: bool = True) -> Iterator[None]:
+    """Inside, ops that launch on a GPU take our kernels (or never do), whatever the dispatcher would choose."""
+    before, dispatch.forced = dispatch.forced, kernels
+    try:
+        yield
+    finally:
+        dispatch.forced = before
 
 
 def on(backend: str, function: Callable) -> Callable:

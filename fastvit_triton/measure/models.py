@@ -12,7 +12,7 @@ from torch import nn
 
 from ..models import create_model, list_models
 from ..weights import load_weights
-from .arms import Arm, Case, absent, compiled, switched
+from .arms import Arm, Case, absent, compiled, forcing, switched
 from .match import Named
 from .peers import (
     TORCHVISION,
@@ -72,11 +72,14 @@ def arms_of(run: Run) -> tuple[str, ...]:
     modes = [arm for mode in run.modes for arm in (f"torch.compile {mode}", f"ours compiled {mode}")]
     theirs = ["timm", "timm AMP", "optimized by us", "compiled, our backend", "transformers"]
     theirs += ["torchvision"] * (run.model in TORCHVISION) + ["nn.TransformerEncoder"] * (not run.training)
-    return ("eager", "ours eager", "torch.compile", "ours compiled", *modes, *theirs)
+    kernels = ("our kernels", "our kernels, compiled")
+    return ("eager", "ours eager", "torch.compile", "ours compiled", *kernels, *modes, *theirs)
 
 
 def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     """The case of a run, its models built.
+
+    "ours" takes what the dispatcher chooses, "our kernels" are ours alone.
 
     Raises:
         ValueError: the model is not ours, timm's or vit-pytorch's.
@@ -187,7 +190,10 @@ def _arms(
     yield Arm("eager", None, Forward(base, plain))
     yield Arm("ours eager", None, Forward(base, auto))
     yield Arm("torch.compile", None, Forward(base, plain, run=compiled(base)))
-    yield Arm("ours compiled", None, Forward(base, auto, run=compiled(base)))
+    ours, why = compiled(base), None if device.type == "cuda" else "needs a GPU"
+    yield Arm("ours compiled", None, Forward(base, auto, run=ours))
+    yield Arm("our kernels", why, Forward(base, auto, forcing))
+    yield Arm("our kernels, compiled", why, Forward(base, auto, forcing, run=ours))  # ops choose when they run
     for mode in run.modes:
         yield Arm(f"torch.compile {mode}", None, Forward(base, plain, run=compiled(base, mode)))
         yield Arm(f"ours compiled {mode}", None, Forward(base, auto, run=compiled(base, mode)))
