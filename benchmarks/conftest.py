@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from .arms import Case, Measured, measure
-from .record import Deadline, provenance
+from fastvit_triton.measure.arms import Case, Measured, measure
+from fastvit_triton.measure.deadline import Deadline
+from fastvit_triton.measure.machine import provenance
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from fastvit_triton import create_model, layer_norm
+from fastvit_triton.measure.arms import Arm, Case, switched
+from fastvit_triton.measure.timing import alternate, rate, wait
 
 from . import models, ops, tune
-from .arms import Arm, Case, compete, switched
 from .cases import MODELS
 from .correctness import kernels_on
-from .record import ROOT, Part
-from .timing import alternate, rate, wait
+from .record import ROOT, Part, compete
 
 
 def ceilings(part: Part, device: torch.device) -> None:

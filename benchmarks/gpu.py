@@ -18,9 +18,12 @@ from pathlib import Path
 
 import torch
 
+from fastvit_triton.measure.arms import compiling
+from fastvit_triton.measure.deadline import Deadline, told
+from fastvit_triton.measure.machine import provenance
+
 from . import correctness, first, models, ops, tune
-from .arms import compete, compiling
-from .record import Dead, Deadline, Part, provenance, told
+from .record import Dead, Part, compete
 
 SECONDS = 530.0
 

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.op import Op
+from fastvit_triton.measure.arms import Arm, Case, absent, compiled, on
 
-from .arms import Arm, Case, absent, compiled, on
 from .cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}
@@ -28,7 +28,7 @@ BACKENDS = {
 def arms_of(name: str) -> tuple[str, ...]:
     """The arms of an op, whether they are here or not."""
     more = {"attention": (*BACKENDS, "flash-attn", "xformers"), "layer_norm": ("Liger",)}
-    return ("eager", "ours eager", "torch.compile", "ours compiled", *more.get(name, ()))
+    return ("eager", "ours eager", "torch.compile", "ours compiled", "as dispatched", *more.get(name, ()))
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,14 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         return make(new)
 
     run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
+    gpu = device.type == "cuda"
+    kernels = "triton" if gpu else "auto"  # here it is kernels that compete, not what the dispatcher would take
     arms = [
         Arm("eager", None, reference),
-        Arm("ours eager", None, on("auto", run)),
+        Arm("ours eager", None, on(kernels, run)),
         Arm("torch.compile", None, compiled(reference)),
-        Arm("ours compiled", None, compiled(run)),
+        Arm("ours compiled", None, on(kernels, compiled(run))),
+        Arm("as dispatched", None if gpu else "needs a GPU", on("auto", run)),
         *_peers(name, s, op, device, reference),
     ]
     facts = dict(op=name, model=s.name, batch=s.B)

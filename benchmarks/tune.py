@@ -1,15 +1,17 @@
 """Launch parameters for one architecture: candidates as data, the fastest right one goes to kernels/tuned/<arch>.json.
 
-    python -m benchmarks.tune [--arch sm_90] [--seconds 300] [--check] [--adopt FILE]
+    python -m benchmarks.tune [--arch sm_90] [--seconds 300] [--check] [--choices] [--adopt FILE]
 
 On a GPU the candidates run and are measured; elsewhere they are compiled and the compile report's bound is read. A row
-keeps how it was found, "measured" or "predicted", and a measured row is never replaced by a predicted one.
+keeps how it was found, "measured" or "predicted", and a measured row is never replaced by a predicted one. Then the
+dispatcher's choice, `benchmarks.choose`; with --choices that alone.
 """
 
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,14 +19,19 @@ from pathlib import Path
 import torch
 
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import op
+from fastvit_triton.kernels import dispatch, op
 from fastvit_triton.kernels.op import Op
+from fastvit_triton.measure.arms import switched
+from fastvit_triton.measure.deadline import Deadline, told
+from fastvit_triton.measure.match import converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.timing import alternate
 
+from . import choose
 from .candidates import CANDIDATES, Config, Target, targets
-from .match import converted, leaves, named_leaves, outcome, verdict
 from .ops import BY_NAME
-from .record import Deadline, Part, told
-from .timing import alternate
+from .record import Part
+
+CHOICES = 60.0  # seconds of the part that are kept for the choices
 
 
 class _Asked(dict):
@@ -180,17 +187,27 @@ def merged(table: dict, found: dict[str, Config], provenance: str, **facts: obje
     """The table with these rows, and the names of those taken; a prediction replaces no measurement."""
     kept = {n for n, row in table.items() if provenance == "predicted" and row.get("provenance") == "measured"}
     taken = {n: dict(config=c, provenance=provenance, **facts) for n, c in found.items() if n not in kept}
-    return table | taken, list(taken)
+    stays = {n: dict(choice=table[n]["choice"]) for n in taken if "choice" in table.get(n, {})}
+    return table | {n: row | stays.get(n, {}) for n, row in taken.items()}, list(taken)
 
 
-def write(arch: str, found: dict[str, Config], provenance: str, folder: Path = op.TUNED, **facts: object) -> list[str]:
-    """Puts rows into the architecture's table and returns the names of those taken; see `merged`."""
+def write(
+    arch: str,
+    found: dict[str, Config],
+    provenance: str,
+    folder: Path = op.TUNED,
+    choices: Sequence[dict] = (),
+    **facts: object,
+) -> list[str]:
+    """Puts rows and choices into the architecture's table; returns the names of the rows taken; see `merged`."""
     path = folder / f"{arch}.json"
     table, taken = merged(json.loads(path.read_text()) if path.exists() else {}, found, provenance, **facts)
+    table = choose.merged(table, list(choices), provenance)
     lines = ",\n".join(f' "{name}": {json.dumps(row)}' for name, row in sorted(table.items()))
     with replacing(path) as temporary:
         temporary.write_text("{\n" + lines + "\n}\n")
     op._table.cache_clear()
+    dispatch.forget()
     return taken
 
 
@@ -198,7 +215,7 @@ def chosen(rows: list[dict]) -> dict[str, Config]:
     """Row → its best configuration; where several shapes read one row the first, which ViTs spend most time in."""
     found: dict[str, Config] = {}
     for row in rows:
-        if row.get("best"):
+        if row.get("best"):  # rows of choices have none
             found.setdefault(row["row"], row["best"])
     return found
 
@@ -213,18 +230,24 @@ def adopt(path: Path, folder: Path = op.TUNED) -> list[str]:
     if held.get("part") != "tuning" or held.get("dry_run") or not held.get("gpu"):
         raise ValueError(f"{path} is no tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one")
     rows = [row for row in held["rows"] if "arch" in row]
-    return write(rows[0]["arch"], chosen(rows), "measured", folder, source=path.name) if rows else []
+    choices = [row for row in rows if "who" in row]
+    return write(rows[0]["arch"], chosen(rows), "measured", folder, choices, source=path.name) if rows else []
 
 
 def run(part: Part, device: torch.device, around: Callable) -> None:
-    """The sweep as a part of the GPU script; `--adopt` takes its file into a table."""
+    """The sweep as a part of the GPU script, then the choices with what it found; `--adopt` takes its file."""
     arch = op._architecture(device.type, device.index)
     for target in targets(part.dry):
         name = f"{target.row} {' '.join(f'{k}={v}' for k, v in target.shape.items())}"
+        if part.deadline.left < CHOICES and not part.dry:
+            part.not_reached.append(name)
+            continue
         with part.row(name) as go:
             if go:
                 row = measure(target, torch.bfloat16, device, part.deadline, around, 2 if part.dry else None)
                 part.add(dict(case=name, arch=arch, **row))
+    with trying(chosen(part.rows)):
+        choose.run(part, arch, device, around)
 
 
 def main() -> None:
@@ -234,27 +257,36 @@ def main() -> None:
     parser.add_argument("--arch", default=here, help="whose table is rewritten; predicted unless it is here")
     parser.add_argument("--seconds", type=float, default=300.0, help="no new row after so long")
     parser.add_argument("--check", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument("--choices", action="store_true", help="the dispatcher's choice alone")
     parser.add_argument("--adopt", type=Path, metavar="FILE", help="take a tuning result of benchmarks.gpu instead")
     arguments = parser.parse_args()
     if arguments.adopt:
         print("taken:", *adopt(arguments.adopt))
         return
-    deadline, rows = Deadline(arguments.seconds), []
-    measured = torch.cuda.is_available() and arguments.arch == here
-    for target in targets():
+    deadline, rows, here = Deadline(arguments.seconds), [], torch.cuda.is_available() and arguments.arch == here
+    for target in () if arguments.choices else targets():
         if deadline.over:
             break
-        if measured:
-            row = measure(target, torch.bfloat16, torch.device("cuda", 0), deadline, contextlib.nullcontext)
+        if here:
+            kernels = partial(switched, "triton")
+            row = measure(target, torch.bfloat16, torch.device("cuda", 0), deadline, kernels)
         else:
             row = predict(target, arguments.arch)
         print(row["row"], row["best"], *row["tried"], sep="\n  ")
         rows.append(row)
-    found = chosen(rows)
+    if here:
+        with tempfile.TemporaryDirectory() as folder:
+            part = Part("choices", Path(folder), deadline)
+            choose.run(part, arguments.arch, torch.device("cuda", 0), partial(switched, "triton"))
+        choices = [row for row in part.rows if "who" in row]
+    else:
+        choices = choose.predicted(arguments.arch)
+        print(*(f"{row['who']:5} {row['row']} {row['shape_class']}" for row in choices), sep="\n")
+    found, provenance = chosen(rows), "measured" if here else "predicted"
     if arguments.check:
         print("found:", *found)
     else:
-        print("taken:", *write(arguments.arch, found, "measured" if measured else "predicted"))
+        print("taken:", *write(arguments.arch, found, provenance, choices=choices), f"and {len(choices)} choices")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,16 @@ def _call(self, *arguments, **options):
         scope.restore()
 
 
+def _indexed(original):
+    """triton 3.6's scalars are arrays of one value, which NumPy from 2.4 on takes for no index."""
+
+    def patch(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
+
+
 def _is_bf16(handle) -> bool:
     return getattr(handle.dtype, "scalar", handle.dtype) == tl.bfloat16
 
@@ -88,6 +98,7 @@ def interpreting():
             lambda self, *a, grid, warmup=False, **k: _interpreted(self).run(*a, grid=grid, warmup=warmup, **k),
         ),
         (JITFunction, "__call__", _call),
+        (interpreter, "_patch_lang_tensor", _indexed(interpreter._patch_lang_tensor)),
         (builder, "create_dot", lambda self, a, b, d, *r: dot(self, _widened(a), _widened(b), d, *r)),
         (builder, "binary_op", _refusing("arithmetic", builder.binary_op)),
         (builder, "unary_op", _refusing("arithmetic", builder.unary_op)),

@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import arms, compare, gpu, models, ops, plot, timing, tune
-from benchmarks.arms import Arm, Case, measure
-from benchmarks.match import verdict
-from benchmarks.record import ROOT, Deadline, Late, Part
+from benchmarks import choose, compare, gpu, models, ops, plot, tune
+from benchmarks.launches import recording
+from benchmarks.record import ROOT, Part
+from fastvit_triton.measure import arms, timing
+from fastvit_triton.measure.arms import Arm, Case, measure
+from fastvit_triton.measure.deadline import Deadline, Late
+from fastvit_triton.measure.match import verdict
 
 CPU = torch.device("cpu")
 
@@ -113,6 +116,17 @@ def test_a_missing_output_is_no_match():
     assert verdict(truth, truth, truth, torch.float32).match
 
 
+def test_a_deep_model_may_err_where_eager_was_lucky():
+    """Oracle: by hand. Eager errs by 1 % in two tensors and by luck not in the third, an arm by 1 % there too."""
+    truth = {f"output {i}": torch.full((2,), 10.0, dtype=torch.float64) for i in range(3)}
+    eager = truth | {f"output {i}": torch.full((2,), 10.1) for i in range(2)}
+    arm = truth | {"output 2": torch.full((2,), 10.1)}
+    assert not verdict(arm, truth, eager, torch.float32).match
+    assert verdict(arm, truth, eager, torch.float32, deep=True).match
+    wrong = truth | {"output 2": torch.full((2,), 10.3)}
+    assert not verdict(wrong, truth, eager, torch.float32, deep=True).match
+
+
 def test_saved_bytes_count_storages_once():
     """Oracle: x·y keeps x and y of 4 KiB each; views share a storage; what the caller holds is not counted."""
     x, y = torch.randn(1024, requires_grad=True), torch.randn(1024, requires_grad=True)
@@ -182,12 +196,32 @@ def test_measured_rows_outlive_predictions(tmp_path):
     assert json.loads((tmp_path / "sm_90.json").read_text())["a"]["config"] == {"X": 4}
 
 
+def test_choices_are_a_column_that_outlives_new_launch_parameters(tmp_path):
+    """Oracle: the table. A row may be a choice alone; of one shape the first counts; a prediction stands beside."""
+    said = [dict(row="a", shape_class="N", who=who) for who in ("ours", "torch")]
+    tune.write("sm_90", {"a": {"X": 1}}, "predicted", tmp_path, [*said, dict(row="b", shape_class="M", who="torch")])
+    tune.write("sm_90", {"a": {"X": 2}}, "measured", tmp_path, [dict(row="a", shape_class="N", who="torch")])
+    table = json.loads((tmp_path / "sm_90.json").read_text())
+    choice = dict(predicted={"N": "ours"}, measured={"N": "torch"})
+    assert table["a"] == dict(config={"X": 2}, provenance="measured", choice=choice)
+    assert table["b"] == dict(choice=dict(predicted={"M": "torch"}))
+
+
+def test_predicted_choices_are_the_rules():
+    """Oracle: by hand. One ViT-Ti layer asks for nine shapes in inference and training; all but attention are ours."""
+    calls = choose.calls_of("vit_tiny_patch16_224", 256, "sm_90", CPU, partial(recording, "sm_90"))
+    assert len(calls) == 9 and {row.split(".")[0] for row, _ in calls} == {"attention", "linear", "patch_embed"}
+    assert all((call.rule == "torch") == row.startswith("attention") for (row, _), call in calls.items())
+
+
 def test_adopting_a_sweep(tmp_path):
     """Oracle: the table; the first shape decides, a dry run is refused, and the row says where it comes from."""
     rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
+    rows.append(dict(case="choice", arch="sm_90", row="c", shape_class="N=1", who="ours"))
     (tmp_path / "t.json").write_text(fake("tuning", [*rows, dict(case="3", arch="sm_90", row="b", best=None)]))
     assert tune.adopt(tmp_path / "t.json", tmp_path) == ["a"]
     want = {"a": dict(config={"X": 1}, provenance="measured", source="t.json")}
+    want["c"] = dict(choice=dict(measured={"N=1": "ours"}))
     assert json.loads((tmp_path / "sm_90.json").read_text()) == want
     (tmp_path / "dry.json").write_text(fake("tuning", rows, dry=True))
     with pytest.raises(ValueError, match="no tuning result of a GPU"):

@@ -1,10 +1,12 @@
 """The command line as a user meets it: exit codes, sentences, files, and real pictures."""
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import torch
 from PIL import Image
 from test_data import truncate, write_folder
 
-from fastvit_triton.cli import main
+from fastvit_triton.cli import main, measuring
+from fastvit_triton.measure.arms import compiling
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.data import digits
 from fastvit_triton.train.job import CURVES, EXAMPLE, FILES, LOG, PREDICTIONS, STATE, WEIGHTS
@@ -220,6 +223,42 @@ def test_full_disk(tmp_path: Path):
     (sentence,) = errors.splitlines()
     assert sentence.startswith(f"fastvit-triton: error: cannot write {tmp_path / 'run' / WEIGHTS}: ")
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.filterwarnings("default")  # other libraries' own
+@pytest.mark.parametrize("words", [(), ("--train", "--dtype", "bfloat16")])
+def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[str, ...]):
+    """Oracle: the verdicts; every arm here is right, no absolute time on a processor, and the file says on what."""
+    with compiling("aot_eager"):  # the same graphs without a compiler
+        command = ["benchmark", "--device", "cpu", "--model", "vit_digits_patch2_8", "--batch", "2", *words]
+        assert main([*command, "--out", str(tmp_path / "rows.json")]) == 0
+    text, held = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
+    arms = {row["arm"]: row for row in held["rows"]}
+    assert {"eager", "ours eager", "torch.compile", "ours compiled", "timm"} <= arms.keys()
+    assert "need one" in text and "ratios only" in text and " ms" not in text
+    for name in ("eager", "ours eager", "torch.compile", "ours compiled"):
+        assert arms[name]["match"] and arms[name]["speedup"] > 0 and "us" not in arms[name], arms[name]
+        assert ("saved_bytes" in arms[name]) == bool(words)
+        assert re.search(rf"{name} +│ \d\.\d\d \(\d\.\d\d to \d\.\d\d\)", text)
+    assert "timm: timm has no such model" in text and held["command"] and held["packages"]["torch"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_benchmark_refuses(capsys: pytest.CaptureFixture):
+    """Oracle: the sentence names what was given and what would do."""
+    assert "the nearest are vit_base_patch16" in refused(capsys, "benchmark", "--model", "vit_bas_patch16")
+    assert "--batch is 0; give a number of images" in refused(capsys, "benchmark", "--batch", "0")
+    sentence = refused(capsys, "benchmark", "--device", "cpu", "--batch", "1000000000")
+    assert "GiB for vit_tiny_patch16_224" in sentence and "can fit" in sentence
+
+
+@pytest.mark.filterwarnings("default")
+def test_benchmark_ends_in_time(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the clock, with seconds for minutes: what takes longer ends with a sentence."""
+    monkeypatch.setattr(measuring, "SECONDS", -14.0)  # and 15 beyond that
+    start = time.monotonic()
+    sentence = refused(capsys, "benchmark", "--device", "cpu", "--model", "vit_huge_patch14_224")
+    assert "vit_huge_patch14_224 at batch 2 takes longer than" in sentence and time.monotonic() - start < 30
 
 
 def test_doctor_names_every_op(capsys: pytest.CaptureFixture):

@@ -1,4 +1,4 @@
-"""The command line: a thin layer over `train`, `explain`, `models` and `weights`. Only here does anything print."""
+"""The command line: a thin layer over `train`, `explain`, `measure` and `weights`. Only here does anything print."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .console import complain
+from .measuring import DTYPES, benchmark
 from .pictures import explain, predict
 from .training import evaluate, train
 from .upkeep import convert, doctor
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        return complain("the device is out of memory; lower --batch-size or take a smaller --model", 1)
+        return complain("the device is out of memory; lower the batch size or take a smaller --model", 1)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,6 +81,14 @@ def parser() -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, required=True, help="output folder of a run, or its model.safetensors")
     add("--data", help="another image folder, of which val/ is read (default: that of training)")
     shared(add)
+
+    add = command(benchmark, "measure a model on this machine")
+    add("--model", help="a name from list_models(), or of timm (default: ViT-B on a GPU, ViT-Ti elsewhere)")
+    add("--batch", type=int, help="images at once (default: 64 on a GPU, 2 elsewhere)")
+    add("--dtype", choices=DTYPES, help="of weights and images (default: bfloat16 on a GPU, float32 elsewhere)")
+    add("--train", action="store_true", help="forward and backward instead of inference")
+    add("--out", type=Path, help="file for the rows as JSON")
+    add("--device", default="auto", help="cpu, cuda, …; auto takes a GPU if there is one")
 
     command(doctor, "say what runs on this machine")
 

@@ -33,6 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import dispatch, eager
+from .eager import lead
 from .head import (
     dkdv_step,
     dq_step,
@@ -46,7 +48,7 @@ from .head import (
     row_logs,
     start_of,
 )
-from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, split, usable
+from .op import Op, cast, cdiv, config, expect, make, power_of_2, precision, register, split, usable
 from .tile import jit, tl
 
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
@@ -487,14 +489,18 @@ def _bwd_dbias_kernel(
     tl.store(at, dbias, mask=(m < Nq)[:, None] & (n < Nk)[None, :])
 
 
-def _blocks(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
-    """Launch parameters: the row of SPACE for this width of a head (D and Dv, the larger, in whole tiles)."""
-    ieee, biased = "_ieee" if _precision(q) == "ieee" else "", "" if bias is None else "_bias"
+def _row(kernel: str, q: Tensor, bias: Tensor | None, width: int) -> tuple[str, dict[str, int]]:
+    """Name in tuned/ and default of the launch parameters for a head of this width (D or Dv, in whole tiles)."""
+    ieee, biased = "_ieee" if precision(q) == "ieee" else "", "" if bias is None else "_bias"
     name = next(name for name in (kernel + biased + ieee, kernel + ieee, kernel) if name in SPACE)
-    size = width * q.element_size()
+    size, kind = width * q.element_size(), "fp32." if q.dtype == torch.float32 else ""
     default = next(row for limit, row in SPACE[name] if size <= limit)
-    kind = "fp32." if q.dtype == torch.float32 else ""
-    block = config(f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default, q.device)
+    return f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default
+
+
+def _blocks(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
+    """Launch parameters: the row of SPACE, or of tuned/."""
+    block = config(*_row(kernel, q, bias, width), q.device)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
     return block
@@ -518,16 +524,6 @@ def _tail(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 
 
-def _precision(q: Tensor) -> str:
-    """float32 dot products follow torch.set_float32_matmul_precision."""
-    return "ieee" if q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _lead(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors with a contiguous last axis, copied only if they lack it."""
-    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
-
-
 def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
     """What the kernels take, by name: pointers, strides and sizes."""
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
@@ -545,7 +541,7 @@ def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
         l_ptr=lse, l_strides=_strides(lse, cu)[:2], lens_ptr=kv_lens, cu_ptr=cu,
         H=H, Nq=Nq, Nk=Nk, scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
-        HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=_precision(q), UNIT=unit,
+        HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=precision(q), UNIT=unit,
     )  # fmt: skip
 
 
@@ -567,16 +563,17 @@ def _sizes(q, k, v, cu, max_seqlen):
 
 def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
     """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L [B, H, Nq] in base 2)."""
+    if bias is kv_lens is cu is None and not dispatch.attention(_row, "fwd", q, k, v):
+        return eager.attention(q, k, v, scale)
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
-    q, k, v = _lead(q, k, v)
+    q, k, v = lead(q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
-    ragged = kv_lens is not None or cu is not None
     blocks = _blocks("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     if o.numel():
         safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
         arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, o=o)
-        tail = _tail(Nk, blocks["BLOCK_N"], ragged)
+        tail = _tail(Nk, blocks["BLOCK_N"], kv_lens is not None or cu is not None)
         _launch(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
     return o, lse
 
@@ -589,11 +586,13 @@ def _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
 
 def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias):
     """(dq, dk, dv, dbias); `packed` gives dqkv [B, N, 3, H, D] in place of dq. What is not asked for is empty."""
+    if bias is kv_lens is cu is None and not dispatch.attention(_row, "bwd_dq", q, k, v, packed):
+        return *eager.attention_grads(do, q, k, v, o, lse, scale, packed), q.new_empty(0)
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias)
     dq, dk, dv, dbias = outputs
     if packed:
         dq, dk, dv = dq.permute(2, 0, 3, 1, 4).unbind(0)
-    do, q, k, v = _lead(do, q, k, v)
+    do, q, k, v = lead(do, q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu is not None
     arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)

@@ -23,17 +23,17 @@ Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh fo
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import fold, layer_norm
+from . import dispatch, eager, fold, layer_norm
+from .eager import ACTIVATIONS
 from .fold import Folded, fold_op
 from .layer_norm import merged
-from .op import Op, cast, cdiv, config, expect, make, power_of_2, register, usable, whole_rows
+from .op import Op, cast, cdiv, config, expect, make, power_of_2, precision, register, usable, whole_rows
 from .tile import activate, activate_grad, columns, jit, tl
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
@@ -47,19 +47,6 @@ SPACE = {
     "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
     "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, num_warps=8, num_stages=2),
     "odd": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
-}
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
 }
 
 
@@ -477,15 +464,20 @@ def _bwd_weight_kernel(
         tl.store(dgamma_ptr + f, dgamma, mask=f < gammas)
 
 
-def _blocks(x, F, activation, gamma, return_stats):
-    """Launch parameters of the product.
+def _row(x, F, activation, gamma, return_stats):
+    """Name in tuned/ of the product's launch parameters.
 
     A branch's end with gamma and statistics needs registers; so do outputs whose rows are not 32-byte aligned.
     """
     kind = "branch" if gamma is not None and return_stats else "half"
     kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
-    kind = "fp32" if x.dtype == torch.float32 else kind
-    return config(f"linear.fwd.{kind}", SPACE[kind], x.device)
+    return f"linear.fwd.{'fp32' if x.dtype == torch.float32 else kind}"
+
+
+def _blocks(x, F, activation, gamma, return_stats):
+    """Launch parameters of the product."""
+    row = _row(x, F, activation, gamma, return_stats)
+    return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)
 
 
 def _mm32(a, b):
@@ -495,16 +487,14 @@ def _mm32(a, b):
     return a.float() @ b.float()
 
 
-def _precision(x):
-    """float32 dot products follow torch.set_float32_matmul_precision."""
-    return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
 def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats):
     """(y, pre, mean, rstd, stats): LN is folded when `colsum` is given; what is not asked for is empty."""
     outputs = _fwd_fake(
         x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats
     )
+    around = activation, gamma, sample_scale, residual
+    if not dispatch.linear(_row, x, weight, colsum, stats, (*around, return_stats), save):
+        return eager.linear(x, weight, const, colsum, eps, around, save, outputs)
     y, pre, mean, rstd, y_stats = outputs
     F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
     rows = x.reshape(-1, K)
@@ -524,7 +514,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
         y, pre, y_stats, M, F_, K, rows.stride(0), cdiv(M, x.shape[0]), tiles_m, tiles_f, eps,
         ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_CONST=const is not None, HAS_GAMMA=gamma is not None,
         HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None, SAVE=save, STATS=return_stats,
-        PRECISION=_precision(x), EVEN=K % blocks["BLOCK_K"] == 0, WIDTH=power_of_2(cdiv(K, max(tiles, 1))),
+        PRECISION=precision(x), EVEN=K % blocks["BLOCK_K"] == 0, WIDTH=power_of_2(cdiv(K, max(tiles, 1))),
         TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
     )  # fmt: skip
     return outputs

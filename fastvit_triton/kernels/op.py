@@ -124,7 +124,7 @@ def config(row: str, default: dict[str, int], device: torch.device) -> dict[str,
 def _table(architecture: str) -> dict[str, dict[str, int]]:
     path = TUNED / f"{architecture}.json"
     rows = json.loads(path.read_text()) if path.exists() else {}
-    return {name: row["config"] for name, row in rows.items()}
+    return {name: row["config"] for name, row in rows.items() if "config" in row}
 
 
 @functools.cache
@@ -136,6 +136,11 @@ def _architecture(kind: str, index: int | None) -> str:
     if torch.version.hip is not None:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+def precision(x: torch.Tensor) -> str:
+    """Of dot products: those of float32 follow torch.set_float32_matmul_precision."""
+    return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:

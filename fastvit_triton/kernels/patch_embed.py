@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .op import Op, cast, cdiv, config, expect, make, register, usable
+from . import dispatch, eager
+from .op import Op, cast, cdiv, config, expect, make, precision, register, usable
 from .tile import columns, jit, tl
 
 # Launch parameters that fit every architecture; tuned/ has better ones for some.
@@ -199,10 +200,15 @@ def _bwd_weight_kernel(
     tl.store(at, acc, mask=(d < D)[:, None] & (k < K)[None, :])
 
 
+def _row(kernel, weight):
+    """Name in tuned/ of the launch parameters."""
+    return f"patch_embed.{kernel}.{'fp32' if weight.dtype == torch.float32 else 'half'}"
+
+
 def _blocks(kernel, weight):
     """Launch parameters."""
-    row = f"{kernel}.{'fp32' if weight.dtype == torch.float32 else 'half'}"
-    return config(f"patch_embed.{row}", SPACE[row], weight.device)
+    row = _row(kernel, weight)
+    return config(row, SPACE[row.removeprefix("patch_embed.")], weight.device)
 
 
 def _sizes(image, weight, prefix):
@@ -210,8 +216,7 @@ def _sizes(image, weight, prefix):
     D, C, P, Q = weight.shape
     N, T = image.shape[2] // P * (image.shape[3] // Q), 0 if prefix is None else prefix.shape[1]
     shared = dict(strides=image.stride(), N=N, T=T, P=P, Q=Q, GRID_W=image.shape[3] // Q, K=C * P * Q, D=D)
-    exact = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return shared | dict(PRECISION="ieee" if exact else "tf32")
+    return shared | dict(PRECISION=precision(weight))
 
 
 def _centred(mean, std):
@@ -223,6 +228,9 @@ def _centred(mean, std):
 def _fwd(image, weight, bias, pos, prefix, mean, std):
     """Tokens [B, T + N, D]."""
     tokens, shared = _fwd_fake(image, weight, bias, pos, prefix, mean, std), _sizes(image, weight, prefix)
+    if not dispatch.patch_embed(_row("fwd", weight), image, weight, pos, prefix):
+        projected = eager.patch_embed(image, weight, bias, mean, std)
+        return assemble(projected, pos, prefix).to(tokens.dtype).contiguous()
     M, D, blocks = len(image) * shared["N"], shared["D"], _blocks("fwd", weight)
     pos_first = 0 if pos is None else pos.shape[1] - shared["N"]
     if image.dtype == torch.uint8:  # (4')
@@ -248,6 +256,8 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 def _bwd(dtokens, image, weight, prefix, mean, std):
     """dE [D, C, P, P'] in fp32."""
     shared, blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
+    if not dispatch.patch_embed(_row("bwd", weight), image, weight, None, prefix):
+        return eager.patch_weight_grad(dtokens[:, shared["T"] :], image, weight, mean, std)
     M, D, K = len(image) * shared["N"], shared["D"], shared["K"]
     parts = cdiv(M, ROWS)
     partial = torch.empty(parts, D, K, dtype=torch.float32, device=weight.device)

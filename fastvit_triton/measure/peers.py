@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import fastvit_triton
-from fastvit_triton import save_weights
-
+from ..convert import optimize
+from ..models.config import ViTConfig
+from ..weights import save_weights
 from .arms import Arm, absent, compiled
+from .deadline import noting
 from .match import leaves
-from .record import told
 
 TORCHVISION = {"vit_base_patch16_224": "vit_b_16", "vit_large_patch16_224": "vit_l_16"}
 
@@ -72,10 +72,10 @@ def built(name: str, reason: str | None, build: Callable[[], Forward]) -> Arm:
     """An arm, or why it could not be built."""
     if reason is not None:
         return Arm(name, reason)
-    try:
+    errors: dict[str, str] = {}
+    with noting(errors, name):
         return Arm(name, None, build())
-    except Exception as error:
-        return Arm(name, told(error))
+    return Arm(name, errors[name])
 
 
 def timm_arms(name: str, options: dict, base: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Arm]:
@@ -110,7 +110,7 @@ def transformers_model(base: nn.Module, dtype: torch.dtype) -> Forward:
     import transformers
 
     c = base.config
-    plain = fastvit_triton.ViTConfig(embed_dim=c.embed_dim, num_heads=c.num_heads, depth=c.depth)
+    plain = ViTConfig(embed_dim=c.embed_dim, num_heads=c.num_heads, depth=c.depth)
     plain = plain.replace(img_size=c.img_size, patch_size=c.patch_size, num_classes=c.num_classes)
     sizes = dict(hidden_size=c.embed_dim, num_hidden_layers=c.depth, num_attention_heads=c.num_heads)
     sizes |= dict(image_size=c.img_size, patch_size=c.patch_size, layer_norm_eps=c.eps, attn_implementation="sdpa")
@@ -142,7 +142,7 @@ def no_fast_path(base: nn.Module) -> str | None:
     if base.config.num_heads % 2:
         return "the fast path refuses an odd number of heads"
     plain = base.config.replace(img_size=224, num_classes=1000, depth=12)
-    known = fastvit_triton.ViTConfig(embed_dim=plain.embed_dim, num_heads=plain.num_heads, depth=12)
+    known = ViTConfig(embed_dim=plain.embed_dim, num_heads=plain.num_heads, depth=12)
     if plain != known.replace(patch_size=plain.patch_size):
         return "only a plain ViT is one nn.TransformerEncoder"
     return None
@@ -152,8 +152,6 @@ def optimized(model: nn.Module) -> Arm:
     """What this package makes of a model that is not its own."""
 
     def build() -> Forward:
-        from fastvit_triton import optimize
-
         converted = copy.deepcopy(model)
         optimize(converted)
         return Forward(converted)

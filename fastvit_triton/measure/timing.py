@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .record import Deadline, told
+from .deadline import Deadline, noting
 
 # i → the call that is timed, after whatever must come before it untimed; i says which of the rotating inputs to take
 Step = Callable[[int], Callable[[], object]]
@@ -106,13 +106,10 @@ def samples_of(
     """
     errors, clock = {}, Clock(device, latency)
     for arm, step in steps.items():
-        try:
-            with deadline:
-                for copy in range(3):
-                    step(copy % copies)()
-                wait(device)
-        except Exception as error:
-            errors[arm] = told(error)
+        with noting(errors, arm), deadline:
+            for copy in range(3):
+                step(copy % copies)()
+            wait(device)
     arms = [arm for arm in steps if arm not in errors]
     if not arms:
         return {}, errors

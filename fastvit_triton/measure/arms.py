@@ -1,16 +1,17 @@
 """One thing measured in several ways: arms of the same case, absent ones with a reason, wrong ones without a time."""
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
 
-from fastvit_triton.kernels import op
-
+from ..convert import backend as _backend  # noqa: F401  (registers the name, also where nothing is installed)
+from ..kernels import dispatch, op
+from .deadline import Deadline, noting
 from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
-from .record import Deadline, Late, Part, told
 from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
 
 _compiler = "inductor"
@@ -44,6 +45,7 @@ class Case:
         phases: "forward" (no gradients kept), "backward" (it alone), "training" (both).
         facts: columns that every row carries: op or model, batch, and so on.
         work: flops and bytes of the forward pass that nobody can avoid, None where they were not counted.
+        deep: it is a whole model, for the budget.
         learning: (call, arguments) → the tensors that gradients are asked of, by name.
     """
 
@@ -55,6 +57,7 @@ class Case:
     phases: tuple[str, ...] = ("forward", "backward")
     facts: dict = field(default_factory=dict)
     work: tuple[float, float | None] | None = None
+    deep: bool = False
     learning: Callable[[Callable, dict], Named] = lambda call, arguments: named_leaves(arguments)
 
 
@@ -67,6 +70,16 @@ def switched(backend: str) -> Iterator[None]:
         yield
     finally:
         op.set_backend(before)
+
+
+@contextlib.contextmanager
+def forcing(kernels: bool = True) -> Iterator[None]:
+    """Inside, ops that launch on a GPU take our kernels (or never do), whatever the dispatcher would choose."""
+    before, dispatch.forced = dispatch.forced, kernels
+    try:
+        yield
+    finally:
+        dispatch.forced = before
 
 
 def on(backend: str, function: Callable) -> Callable:
@@ -95,12 +108,28 @@ def compiling(backend: str) -> Iterator[None]:
         _compiler = before
 
 
+@functools.cache  # which also keeps what was declared
+def declare() -> torch.library.Library:
+    """Gives torchvision's wheel with CUDA operators, beside a CPU-only torch, the two schemas that its import needs."""
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
 def absent(module: str, package: str | None = None) -> str | None:
     """Why an arm that needs this module cannot run, also where it is installed and does not import; None if it can."""
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        return f"{package or module} cannot be imported ({error})"[:160]
+    for wheel in ("torchvision", module):  # timm and transformers import it too, and would be left half imported
+        try:
+            importlib.import_module(wheel)
+        except ImportError as error:
+            if wheel == module:
+                return f"{package or module} cannot be imported ({error})"[:160]
+        except RuntimeError as error:
+            if "torchvision::" not in str(error):
+                raise
+            declare()
+            importlib.import_module(wheel)
     return None
 
 
@@ -133,8 +162,10 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Step:
     return {"forward": forward, "backward": backward, "training": training}[phase]
 
 
-def judge(case: Case, arguments: dict, phase: str, deadline: Deadline) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """A verdict by arm, and for arms that failed or were not ready by then the error.
+def judge(
+    case: Case, arguments: dict, phase: str, deadline: Deadline, tell: Callable[[str], None] = lambda arm: None
+) -> tuple[dict[str, Verdict], dict[str, str]]:
+    """A verdict by arm, and for arms that failed or were not ready by then the error; `tell` hears whose turn it is.
 
     Raises what the truth or the baseline raises.
     """
@@ -142,15 +173,15 @@ def judge(case: Case, arguments: dict, phase: str, deadline: Deadline) -> tuple[
     def found(call: Callable, given: dict) -> Named:
         return outcome(call, given, None if phase == "forward" else case.learning(call, given))
 
+    tell("float64")
     truth = found(case.truth, converted(arguments, torch.float64))
+    tell(case.arms[0].name)
     baseline = found(case.arms[0].call, arguments)
-    verdicts, errors = {case.arms[0].name: verdict(baseline, truth, baseline, case.dtype)}, {}
+    verdicts, errors = {case.arms[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}, {}
     for arm in (a for a in case.arms[1:] if a.reason is None):
-        try:
-            with deadline:
-                verdicts[arm.name] = verdict(found(arm.call, arguments), truth, baseline, case.dtype)
-        except (Exception, Late) as error:
-            errors[arm.name] = told(error)
+        tell(arm.name)
+        with noting(errors, arm.name), deadline:
+            verdicts[arm.name] = verdict(found(arm.call, arguments), truth, baseline, case.dtype, case.deep)
     return verdicts, errors
 
 
@@ -170,30 +201,27 @@ def measure(
     seconds: float,
     copies: int = 3,
     latency: bool = False,
+    tell: Callable[[str], None] = lambda stage: None,
 ) -> Measured:
-    """Judges every arm, then times those that are right; see `samples_of` for the arguments."""
+    """Judges every arm, then times those that are right; see `samples_of` for the arguments.
+
+    `tell` hears "float64", the arms as each is judged for the first time, and "timing".
+    """
     sets = [case.inputs(seed) for seed in range(copies)]
     rows, calls = {arm.name: _row(case, phase, arm) for arm in case.arms}, {a.name: a.call for a in case.arms}
     torch.compiler.reset()  # compiled arms of all cases share Dynamo's few entries for one piece of code
     # time is left for those that are ready, where compiling the others takes too long
-    verdicts, errors = judge(case, sets[0], phase, deadline.sooner(0.8 * deadline.left))
+    verdicts, errors = judge(case, sets[0], phase, deadline.sooner(0.8 * deadline.left), tell)
     for name, found in verdicts.items():
         rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
     right = {name: step_of(case, calls[name], sets, phase) for name, found in verdicts.items() if found.match}
+    tell("timing")
     samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
     for name, text in (errors | failed).items():
         rows[name]["error"] = text
     for name, taken in samples.items():
         rows[name] |= _timing_columns(case, taken, samples.get(case.arms[0].name), phase)
     return Measured(rows, samples)
-
-
-def compete(
-    case: Case, part: Part, device: torch.device, seconds: float, copies: int = 3, latency: bool = False
-) -> None:
-    """Measures a case and adds one row per phase and arm to the part's file."""
-    for phase in case.phases:
-        part.add(*measure(case, phase, device, part.deadline, seconds, copies, latency).rows.values())
 
 
 def _row(case: Case, phase: str, arm: Arm) -> dict:

@@ -1,0 +1,151 @@
+"""`benchmark`: how fast a model is on this machine."""
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..files import replacing
+from .console import choose, say
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from ..measure.arms import Case
+
+SECONDS = 100.0  # for everything after the imports; what is not ready by then says so
+COPIES = 2  # sets of images, taken in turn
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def benchmark(args: argparse.Namespace) -> int:
+    """Measures a model on this machine in under two minutes: eager, compiled, ours, and what else is installed."""
+    from ..measure.arms import measure
+    from ..measure.deadline import Deadline, Late
+
+    device = choose(args.device)
+    gpu = device.type == "cuda"
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device} has no float64 to compare with; use cpu or cuda")
+    name = args.model or ("vit_base_patch16_224" if gpu else "vit_tiny_patch16_224")
+    batch = (64 if gpu else 2) if args.batch is None else args.batch
+    if batch < 1:
+        raise ValueError(f"--batch is {batch}; give a number of images, 1 or more")
+    dtype = args.dtype or ("bfloat16" if gpu else "float32")
+    phase = "training" if args.train else "forward"
+    deadline, hard, console = Deadline(SECONDS), Deadline(SECONDS + 15), Console(stderr=True)
+    columns = TextColumn("{task.description:26}"), BarColumn(), TimeElapsedColumn()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, hard:
+            stage = bar.add_task("building the models", total=None)
+            case = _case(name, batch, args.train, dtype, device)
+            bar.update(stage, total=sum(arm.reason is None for arm in case.arms) + 3)
+
+            def tell(what: str) -> None:
+                bar.update(stage, advance=1, description=what)
+
+            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, tell=tell)
+    except Late as error:
+        raise ValueError(f"{name} at batch {batch} takes longer than {SECONDS:.0f} s; lower --batch") from error
+    except RuntimeError as error:  # a processor has no OutOfMemoryError
+        if "allocate memory" not in str(error):
+            raise
+        raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
+    _report(case, phase, list(found.rows.values()), gpu)
+    if args.out is not None:
+        _write(args, list(found.rows.values()), gpu)
+        say(f"{args.out} holds these rows and what they were measured on")
+    return 0
+
+
+def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.device") -> "Case":
+    """The model's case, with timm's eager model as the baseline where it is installed, and compiled arms last."""
+    import torch
+
+    from ..measure.models import Run, case, known, least_bytes
+    from ..models import create_model
+
+    if known(name):
+        create_model(name)  # names the nearest ones
+    made = case(Run(name, batch, training), getattr(torch, dtype), device)
+    needed, there = least_bytes(made, COPIES), _memory(device)
+    if needed > there:
+        fits = max(int(batch * there / needed), 1)
+        raise ValueError(
+            f"--batch {batch} needs more than {needed / 2**30:.0f} GiB for {name}, and {device} has "
+            f"{there / 2**30:.0f} GiB; at most {fits} can fit"
+        )
+    eager, timm = made.arms[0], next((arm for arm in made.arms if arm.name == "timm" and arm.reason is None), None)
+    others = [arm for arm in made.arms if arm not in (eager, timm)]
+    others.sort(key=lambda arm: "compile" in arm.name)
+    first = replace(timm, name="eager (timm)") if timm else eager
+    return replace(made, arms=[first, *others])
+
+
+def _memory(device: "torch.device") -> int:
+    """Bytes that the device has."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**63
+
+
+def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
+    """The table, what is not in it, and what it says."""
+    from ..measure.machine import gpu_name
+
+    console = Console()
+    what = "one training step without optimiser" if phase == "training" else "inference"
+    say(f"{case.name.rsplit(' ', 1)[0]}, {what}, {rows[0]['dtype']}, on {gpu_name()}")
+    console.print(_table(rows, gpu))
+    for row in rows:
+        why = row.get("reason") or row.get("error")
+        if why == "needs a GPU":  # said below for all
+            continue
+        if why is not None:
+            late = why.startswith("Late")
+            say(f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}")
+        elif not row["match"]:
+            say(f"{row['arm']}: no time, because {row['worst']} is {row['within']} times as far off as it may be")
+    say("Times faster than the first row: median of alternating pairs, quartiles in brackets. A result matches when it")
+    say("is as close to float64 as eager PyTorch, within twice its error and one rounding.")
+    if not gpu:
+        say("No GPU is in use, and the Triton kernels need one: here our ops take the PyTorch path, so about 1 is all")
+        say("there is to win. Processors are shared and change their clocks, so times are given as ratios only.")
+
+
+def _table(rows: list[dict], gpu: bool) -> "Table":
+    """Arms that have a verdict, one a row."""
+    from rich.table import Table
+
+    titles = ["", *["ms"] * gpu, "times faster", *["peak MiB"] * gpu, *["saved MiB"] * ("saved_bytes" in rows[0])]
+    table = Table(*titles, "match")
+    for row in rows:
+        if "match" not in row:
+            continue
+        ratio = row.get("speedup_quartiles")
+        cells = [f"{row['us'] / 1e3:.3f} ({row['q1'] / 1e3:.3f} to {row['q3'] / 1e3:.3f})" if ratio else "-"] * gpu
+        cells.append(f"{row['speedup']:.2f} ({ratio[0]:.2f} to {ratio[1]:.2f})" if ratio else "-")
+        cells += [_mebibytes(row.get("peak_bytes"))] * gpu
+        cells += [_mebibytes(row.get("saved_bytes"))] * ("saved_bytes" in rows[0])
+        table.add_row(row["arm"], *cells, "yes" if row["match"] else "NO")
+    return table
+
+
+def _mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.1f}"
+
+
+def _write(args: argparse.Namespace, rows: list[dict], gpu: bool) -> None:
+    """Rows with their provenance; of a processor no absolute times."""
+    from ..measure.machine import provenance
+
+    kept = [row if gpu else {n: v for n, v in row.items() if n not in ("us", "q1", "q3", "tflops")} for row in rows]
+    with replacing(args.out) as temporary:
+        temporary.write_text(json.dumps(provenance() | dict(rows=kept), indent=1) + "\n")

@@ -1,0 +1,160 @@
+"""What eager PyTorch computes inside a registered op, with the op's outputs: layouts, dtypes, statistics, L.
+
+`dispatch` says where. Equations are those of the files named.
+"""
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import layer_norm
+from .op import cdiv, power_of_2
+
+LN_2 = math.log(2)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def lead(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors with a contiguous last axis, copied only if they lack it."""
+    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(o [B, H, Nq, D] stored as [B, Nq, H, D], L [B, H, Nq] in base 2) by the kernels of SDPA that tell L.
+
+    FlashAttention for 16 bits, the memory-efficient one for float32, and that of processors there.
+    """
+    q, k, v = lead(q, k, v)
+    aten = torch.ops.aten
+    if q.device.type != "cuda":
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+    elif q.dtype == torch.float32:
+        o, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+    else:
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+    o = o.transpose(1, 2).contiguous().transpose(1, 2)  # as GPUs store it already
+    return o, (lse.narrow(-1, 0, q.shape[2]).float() / LN_2).contiguous()
+
+
+def attention_grads(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, packed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), or dqkv [B, N, 3, H, D] and two empty tensors, by the backward kernels of SDPA."""
+    do, q, k, v = lead(do, q, k, v)
+    aten, lse = torch.ops.aten, (lse * LN_2).contiguous()
+    if q.device.type != "cuda":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, False, scale=scale)
+    elif q.dtype == torch.float32:
+        rows = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # its kernel steps through 32 rows
+        none = lse.new_empty((), dtype=torch.int64)
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            do, q, k, v, None, o, rows, none, none, 0.0, [True, True, True, False], scale=scale
+        )[:3]
+    else:
+        state, unused = (lse.new_empty(shape, dtype=torch.uint64) for shape in (2, ()))  # of dropout, which is off
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, False, state, unused, scale=scale
+        )
+    if packed:
+        return torch.stack([t.transpose(1, 2) for t in grads], 2), q.new_empty(0), q.new_empty(0)
+    return tuple(t.contiguous() for t in grads)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    const: Tensor | None,
+    colsum: Tensor | None,
+    eps: float,
+    around: tuple,
+    save: bool,
+    like: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """(y, pre, mean, rstd, statistics of y): equations (1) to (4) of `linear` with W' of (5).
+
+    Args:
+        x: [..., K].
+        weight: [F, K], with the LayerNorm's weight folded in where there is one.
+        const: [F], the bias, or None.
+        colsum: given when x is to be normalised.
+        eps: of that.
+        around: (activation, gamma, sample_scale, residual).
+        save: keep the pre-activation.
+        like: tensors of the shapes and dtypes to give.
+    """
+    activation, gamma, sample_scale, residual = around
+    want_y, want_pre, want_mean, want_rstd, want_stats = like
+    mean, rstd, normed = want_mean, want_rstd, x
+    if colsum is not None:
+        normed, mu, r = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        if want_mean.numel():
+            mean, rstd = (t.reshape(-1).float() for t in (mu, r))
+    h = F.linear(normed, weight, None if const is None else const.to(x.dtype))
+    pre = h.view(want_pre.shape) if want_pre.numel() else want_pre
+    if activation == "swiglu":
+        gate, up = h.chunk(2, -1)
+        h = F.silu(gate) * up
+    elif activation is not None:
+        h = ACTIVATIONS[activation](h)
+    if gamma is not None:
+        h = h * gamma
+    if sample_scale is not None:
+        h = h * sample_scale.to(h.dtype).view(-1, *[1] * (h.dim() - 1))
+    y = (h if residual is None else h + residual).to(want_y.dtype)
+    stats = _tile_stats(y, want_stats.shape[1]) if want_stats.dim() == 3 else want_stats
+    return y, pre, mean, rstd, stats
+
+
+def _tile_stats(y: Tensor, tiles: int) -> Tensor:
+    """Equation (4) of `linear`, [M, tiles, 2] fp32, from one pass over y: as if all tiles of a row were alike."""
+    rows = y.flatten(0, -2)
+    M, F_ = rows.shape
+    mean, rstd = (y.new_empty(M, dtype=torch.float32) for _ in range(2))
+    if M:
+        layer_norm._stats(rows, mean, rstd, torch.finfo(torch.float32).tiny)
+    width = power_of_2(cdiv(F_, tiles))
+    count = (F_ - width * torch.arange(tiles, device=y.device)).clamp(0, width)
+    return torch.stack((mean, rstd**-2), 1)[:, None] * count[:, None]
+
+
+def patch_embed(image: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor | None, std: Tensor | None) -> Tensor:
+    """Equations (1), (2) and (4) of `patch_embed`: [B, N, D]."""
+    image = _pixels(image, weight, mean, std)
+    bias = None if bias is None else bias.to(weight.dtype)
+    return F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
+
+
+def patch_weight_grad(dt: Tensor, image: Tensor, weight: Tensor, mean: Tensor | None, std: Tensor | None) -> Tensor:
+    """Equation (5) of `patch_embed`: dE in fp32 from dt [B, N, D]."""
+    image, patch = _pixels(image, weight, mean, std), weight.shape[2:]
+    sides = [side // length for side, length in zip(image.shape[2:], patch, strict=True)]
+    dt = dt.to(weight.dtype).transpose(1, 2).unflatten(2, sides)
+    inside = [side * length for side, length in zip(sides, patch, strict=True)]
+    image = image[:, :, : inside[0], : inside[1]]
+    grads = torch.ops.aten.convolution_backward(
+        dt.contiguous(), image, weight, None, patch, [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
+    )
+    return grads[1].float()
+
+
+def _pixels(image: Tensor, weight: Tensor, mean: Tensor | None, std: Tensor | None) -> Tensor:
+    """Equation (4), in the weight's dtype."""
+    if image.dtype != torch.uint8:
+        return image.to(weight.dtype)
+    mean, std = (t.to(weight.dtype)[:, None, None] for t in (mean, std))
+    return (image.to(weight.dtype) / 255 - mean) / std

@@ -1,0 +1,1 @@
+"""How fast a model is here beside eager PyTorch, torch.compile and installed peers, and whether its result is right."""

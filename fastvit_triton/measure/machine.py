@@ -1,0 +1,70 @@
+"""What a measurement was taken on."""
+
+import contextlib
+import datetime
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "vit-pytorch", "flash-attn", "xformers")
+
+
+def gpu_name() -> str:
+    """The device's name, or the processor's kind where there is no GPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+
+
+def provenance() -> dict:
+    """GPU, driver, clocks, versions, commit, date, command."""
+    program = Path(sys.argv[0])
+    facts: dict = dict(
+        command=" ".join([f"python -m benchmarks.{program.stem}" if program.suffix else program.name, *sys.argv[1:]]),
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        cpu=platform.processor() or platform.machine(),
+        python=platform.python_version(),
+        commit=_commit(),
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        threads=torch.get_num_threads(),
+    )
+    facts["packages"] = {name: found for name in PACKAGES if (found := installed(name))}
+    return facts | driver()
+
+
+def _commit() -> str | None:
+    """Of the source tree, with a mark where files differ from it; None outside git."""
+    if not (ROOT / ".git").exists():  # an installed package lies in somebody else's tree
+        return None
+    found = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return found.strip() or None
+
+
+def driver() -> dict:
+    """Driver and clocks as nvidia-smi tells them, MHz."""
+    fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+    row = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").split("\n")[0]
+    return dict(zip(fields.split(","), row.split(", "), strict=True)) if row.count(",") == fields.count(",") else {}
+
+
+def _output(tool: str, *arguments: str) -> str:
+    """What a program prints; nothing where it is absent, fails or hangs."""
+    if shutil.which(tool) is None:
+        return ""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=20)
+        return done.stdout if done.returncode == 0 else ""
+    return ""
+
+
+def installed(package: str) -> str | None:
+    """A package's version; None where it is absent."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
