@@ -66,7 +66,7 @@ def targets(dry: bool = False) -> list[Target]:
     found = [Target("linear", dict(B=B, N=N, K=D, F=F, norm=1), "linear.fwd.half")]
     two = ("bwd_dq", "bwd_dkdv")  # where a program cannot hold a whole head
     attentions = ((64, N, ("fwd", "bwd")), (80, N, ("fwd", *two)), (64, 577, two))
-    for width, length, kernels in attentions if not dry else ((16, N, ("fwd", "bwd")), (16, 261, two)):
+    for width, length, kernels in attentions if not dry else ((16, N, ("fwd", "bwd")), (48, N, two)):
         case = dict(B=B, H=12 if not dry else 1, Nq=length, Nk=length, D=width, Dv=width)
         for kernel in kernels:
             found.append(Target("attention", case, f"attention.{kernel}", kernel != "fwd"))
