@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from fastvit_triton import create_model, layer_norm
-from fastvit_triton.measure.arms import Arm, Case, switched
+from fastvit_triton.measure.arms import Arm, Case, on, switched
 from fastvit_triton.measure.timing import alternate, rate, wait
 
 from . import models, ops, tune
 from .cases import MODELS
 from .correctness import kernels_on
+from .ops import here
 from .record import ROOT, Part, compete
 
 
@@ -130,7 +131,7 @@ def gelu(part: Part, device: torch.device) -> None:
         def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-        ours = partial(ops.BY_NAME["linear"].run, activation="gelu_tanh")
+        ours = on(here(device), partial(ops.BY_NAME["linear"].run, activation="gelu_tanh"))
         why = "on a CPU it computes the exact GELU" if device.type == "cpu" else None
         arms = [Arm("eager", None, eager), Arm("cuBLASLt epilogue", why, fused), Arm("ours eager", None, ours)]
         with part.row(name) as go:
@@ -148,7 +149,7 @@ def profile(part: Part, device: torch.device) -> None:
             block = create_model("vit_base_patch16_224", **options).blocks[0].to(torch.bfloat16)
         D = block.norm1.weight.shape[0]
         x = torch.randn(2 if part.dry else 256, 197, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for backend in ("torch", "auto"):
+        for backend in ("torch", here(device)):
             with switched(backend):
                 for _ in range(3):
                     block(x).sum().backward()
@@ -248,7 +249,7 @@ print(time.perf_counter() - start)
 """
     with tempfile.TemporaryDirectory() as cache, part.row("first forward pass") as go:
         for state in ("empty cache", "filled cache")[: 1 if part.dry else 2] if go else ():
-            variables = os.environ | dict(TRITON_CACHE_DIR=cache)
+            variables = os.environ | dict(TRITON_CACHE_DIR=cache, FASTVIT_TRITON_BACKEND=here(device))
             done = subprocess.run(
                 [sys.executable, "-c", program], capture_output=True, text=True, env=variables, cwd=ROOT, timeout=120
             )

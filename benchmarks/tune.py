@@ -22,7 +22,7 @@ from fastvit_triton.files import replacing
 from fastvit_triton.kernels import dispatch, op
 from fastvit_triton.kernels.op import Op
 from fastvit_triton.measure.arms import switched
-from fastvit_triton.measure.deadline import Deadline, told
+from fastvit_triton.measure.deadline import Deadline, noting, told
 from fastvit_triton.measure.match import converted, leaves, named_leaves, outcome, verdict
 from fastvit_triton.measure.timing import alternate
 
@@ -100,15 +100,14 @@ def measure(
         name, configs = candidates(target, lambda: outcome(tuned.run, arguments, asked))
         tried, steps = {}, {}
         for config in configs[:most]:
-            key = json.dumps(config)
-            try:
-                with deadline, trying({name: config}):
-                    said = verdict(outcome(tuned.run, arguments, asked), truth, baseline, dtype)
-                tried[key] = dict(config=config, **said.columns())
+            key, failed = json.dumps(config), {}
+            tried[key] = dict(config=config)
+            with noting(failed, "error"), deadline, trying({name: config}):
+                said = verdict(outcome(tuned.run, arguments, asked), truth, baseline, dtype)
+                tried[key] |= said.columns()
                 if said.match:
                     steps[key] = partial(_step, name, config, tuned.run, arguments, target.backward)
-            except Exception as error:
-                tried[key] = dict(config=config, error=told(error))
+            tried[key] |= failed
         timings, errors = alternate(steps, device, deadline, seconds=1.0, rounds=(1, 1) if most else (3, 30))
     for key, timing in timings.items():
         tried[key] |= dict(us=timing.us, q1=timing.q1, q3=timing.q3)
