@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import choose, compare, gpu, models, ops, plot, record, tune
+from benchmarks import choose, compare, cpu, gpu, models, ops, plot, record, tune
 from benchmarks.launches import recording
 from benchmarks.record import ROOT, Part
 from fastvit_triton.measure import arms, deadline, timing
@@ -425,6 +425,31 @@ def test_pictures(tmp_path):
     assert plot.roofline(plot.load(tmp_path), tmp_path / "roofline.png")
     for name in ("bars", "roofline"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("default")  # other libraries' own
+def test_processors_are_compared_cell_by_cell(tmp_path):
+    """Oracle: the file after two calls: every cell once, resumed, matching; the best peer is one of them."""
+    words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "0", "--rounds", "3", "--only"]
+    small = dict(depth=1, img_size=32)
+    assert len(cpu.main([*words, "vit_tiny,float32,batch 1 "], **small)) == 2
+    before = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    rows = cpu.main([*words, "vit_tiny,batch 1 "], **small)
+    assert rows[:2] == before and [row["cell"] for row in rows] == [c.name for c in cpu.wanted("vit_tiny,batch 1 ")]
+    assert all(row["match"] and row["turns"] == 3 for row in rows) and len(cpu.CELLS) == 24
+    for row in rows:
+        assert row["peers"].keys() == {"timm", "transformers", "vit-pytorch"}
+        assert {n: row[n] for n in ("median", "q1", "q3")} == row["peers"][row["best"]]
+    assert json.loads((tmp_path / "cpu.json").read_text())["packages"]["torch"]
+
+
+def test_turns_go_there_and_back(monkeypatch):
+    """Oracle: the calls, written down; the first turn is not timed."""
+    called = []
+    calls = {name: torch.nn.Identity() for name in "ab"}
+    names = {id(module): name for name, module in calls.items()}
+    taken = cpu.turns(lambda module, *_: called.append(names[id(module)]), calls, torch.zeros(1), 0.0, 3)
+    assert "".join(called) == "abbaabba" and {name: len(found) for name, found in taken.items()} == {"a": 3, "b": 3}
 
 
 def test_unknown_markers_and_parts_raise(tmp_path, capsys):
