@@ -186,7 +186,7 @@ def main(words: list[str] | None = None, **options: int) -> list[dict]:
         rows.append(measured(cell, share, max(arguments.rounds, FEWEST), **options))
         if arguments.out is not None:
             write(arguments.out, rows)
-    Console().print(table(rows))
+    Console(width=150).print(table(rows))
     return rows
 
 
