@@ -1,5 +1,9 @@
 """Measurements. Importing this package makes timm and torchvision importable beside a CPU-only torch."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin make noise of each other's work
+
 import torch
 
 from fastvit_triton.measure.arms import declare

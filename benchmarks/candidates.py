@@ -1,6 +1,6 @@
 """What the tuner tries, and on which calls: launch parameters as data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Config = dict[str, int]
 
@@ -38,6 +38,13 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
         dict(BLOCK_M=m, BLOCK_F=f, num_warps=w, num_stages=s)
         for m, f, w, s in ((128, 64, 8, 2), (128, 64, 8, 1), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 8, 1), (0,) * 4)
     ),
+    "linear.fwd.branch": _product(
+        "BLOCK_F", (128, 128, 64, 4, 8, 3), (128, 128, 64, 4, 4, 3), (128, 64, 64, 2, 4, 4), (64, 128, 64, 4, 4, 3),
+        (128, 256, 64, 4, 8, 3),
+    ),
+    "linear.fwd.odd": _product(
+        "BLOCK_F", (128, 128, 32, 4, 4, 3), (128, 64, 32, 4, 4, 3), (64, 64, 64, 4, 4, 3), (64, 128, 64, 4, 4, 3)
+    ),
     "patch_embed.fwd.half": _product(
         "BLOCK_D", (128, 128, 64, 4, 4, 3), (128, 128, 64, 4, 8, 3), (128, 64, 64, 2, 4, 3), (64, 128, 64, 4, 4, 3)
     ),
@@ -56,6 +63,7 @@ class Target:
     shape: dict[str, int]
     row: str
     backward: bool = False
+    options: dict[str, bool] = field(default_factory=dict)
 
 
 def targets(dry: bool = False) -> list[Target]:
@@ -76,4 +84,7 @@ def targets(dry: bool = False) -> list[Target]:
     found.append(Target("mlp", dict(B=B, N=N, D=D, F=shrink(2048), swiglu=1), "linear.fwd.gated"))
     found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
-    return [*found, Target("patch_embed", patches, "patch_embed.bwd.half", True)]
+    found.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
+    branch = dict(B=B, N=N, K=D, F=D, branch=1)  # LayerScale and statistics at the end of DINOv2's branches
+    found.append(Target("linear", branch, "linear.fwd.branch", options=dict(return_stats=True)))
+    return [*found, Target("linear", dict(B=B, N=1, K=D, F=1000 if not dry else 20), "linear.fwd.odd")]  # a head

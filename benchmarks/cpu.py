@@ -1,102 +1,193 @@
-"""The CPU path against timm's eager models: one process, the two arms alternating, the ratio of each neighbouring pair.
+"""The CPU path against the eager models of timm, transformers and vit-pytorch: one process, all taking turns.
 
-    python -m benchmarks.cpu [--out FILE] [--rounds N]
+    python -m benchmarks.cpu [--out FILE] [--resume] [--only vit_tiny,bfloat16] [--seconds 1400] [--rounds 40]
 
-A ratio above 1 means fastvit_triton is faster. Machines that share their cores are noisy, so the table gives the median
-and the quartiles of the ratios, and absolute times are not reported.
+A ratio above 1 means that fastvit_triton is faster than the best of the peers, turn by turn. Machines that share their
+cores are noisy, so the table gives the median and the quartiles of the ratios, and no absolute times. The file is
+written after each cell; --resume keeps those that it holds, and --only takes cells whose names have all these words.
 """
 
 import argparse
+import itertools
 import json
-import platform
 import statistics
 import time
-from datetime import date
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import timm
 import torch
+import transformers
+import vit_pytorch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
+from torch import nn
 
 from fastvit_triton import create_model
 from fastvit_triton.files import replacing
+from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.match import outcome, verdict
+from fastvit_triton.measure.peers import transformers_model
+from fastvit_triton.measure.timing import order
 
-MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
-BATCH = 4
+OURS = "fastvit_triton"
+MODELS = {"vit_tiny_patch16_224": (192, 3), "vit_small_patch16_224": (384, 6), "vit_base_patch16_224": (768, 12)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FEWEST = 3  # turns of a cell, whatever the time
 
 
-def forward(model: torch.nn.Module, images: torch.Tensor) -> None:
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    model: str
+    dtype: str
+    batch: int
+    step: str
+
+    @property
+    def name(self) -> str:
+        """Unique, and what --only looks into."""
+        return f"{self.model} {self.dtype} batch {self.batch} {self.step}"
+
+
+CELLS = tuple(itertools.starmap(Cell, itertools.product(MODELS, DTYPES, (1, 8), ("forward", "training_step"))))
+
+
+def forward(model: Callable, parameters: list[nn.Parameter], images: torch.Tensor) -> None:
     """Inference."""
     with torch.inference_mode():
         model(images)
 
 
-def training_step(model: torch.nn.Module, images: torch.Tensor) -> None:
+def training_step(model: Callable, parameters: list[nn.Parameter], images: torch.Tensor) -> None:
     """Forward, backward, SGD."""
     model(images).square().mean().backward()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.sub_(parameter.grad, alpha=1e-6)
-            parameter.grad = None
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=1e-6)
+                parameter.grad = None
 
 
-def seconds(step, model: torch.nn.Module, images: torch.Tensor) -> float:
-    """One timed call."""
-    start = time.perf_counter()
-    step(model, images)
-    return time.perf_counter() - start
+STEPS = {"forward": forward, "training_step": training_step}
 
 
-def ratios(step, ours: torch.nn.Module, theirs: torch.nn.Module, images: torch.Tensor, rounds: int) -> list[float]:
-    """Their seconds over ours, pair by pair; who goes first alternates."""
-    found = []
-    for i in range(-2, rounds):  # two pairs warm up
-        order = (ours, theirs) if i % 2 else (theirs, ours)
-        taken = {id(model): seconds(step, model, images) for model in order}
-        if i >= 0:
-            found.append(taken[id(theirs)] / taken[id(ours)])
-    return found
+def arms(cell: Cell, **options: int) -> dict[str, Callable]:
+    """Calls by package, ours first: the same weights for all but vit-pytorch, whose ViT has no bias in its qkv."""
+    dtype, (D, H) = DTYPES[cell.dtype], MODELS[cell.model]
+    ours, theirs = create_model(cell.model, **options), timm.create_model(cell.model, **options)
+    ours.load_state_dict(theirs.state_dict())
+    depth, side, D = len(ours.blocks), ours.config.img_size, options.get("embed_dim", D)
+    sizes = dict(image_size=side, patch_size=16, num_classes=1000, dim=D, depth=depth, heads=H, dim_head=D // H)
+    found = {OURS: ours.to(dtype), "timm": theirs.to(dtype), "transformers": transformers_model(ours, dtype)}
+    return found | {"vit-pytorch": vit_pytorch.ViT(**sizes, mlp_dim=4 * D).to(dtype)}
 
 
-def main() -> None:
-    """Prints the table and, with --out, writes it as JSON with its provenance."""
+def module_of(call: Callable) -> nn.Module:
+    """The module behind an arm's call."""
+    return call if isinstance(call, nn.Module) else call.module
+
+
+def matches(calls: dict[str, Callable], images: torch.Tensor) -> bool:
+    """Our output is as close to timm's in float64 as timm's own is, within twice its error and one rounding."""
+    theirs, given = calls["timm"], dict(images=images)
+    baseline = outcome(lambda images: theirs(images), given, None)
+    got = outcome(lambda images: calls[OURS](images), given, None)
+    wide = timm.create_model(theirs.pretrained_cfg["architecture"], **_sizes(theirs)).eval().double()
+    wide.load_state_dict(theirs.state_dict())
+    truth = outcome(lambda images: wide(images.double()), given, None)
+    return verdict(got, truth, baseline, images.dtype).match
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    return dict(depth=len(model.blocks), img_size=model.patch_embed.img_size[0])
+
+
+def turns(
+    step: Callable, calls: dict[str, Callable], images: torch.Tensor, seconds: float, most: int
+) -> dict[str, list[float]]:
+    """Seconds of each arm, one per turn, there and back again; one turn warms up."""
+    parameters = {name: list(module_of(call).parameters()) for name, call in calls.items()}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds
+    for turn in range(most + 1):
+        for name in order(list(calls), turn):
+            start = time.perf_counter()
+            step(calls[name], parameters[name], images)
+            if turn:
+                taken[name].append(time.perf_counter() - start)
+        if turn >= FEWEST and time.perf_counter() > end:
+            break
+    return taken
+
+
+def measured(cell: Cell, seconds: float, most: int, **options: int) -> dict:
+    """The row of a cell: ratios to the best peer and to each."""
+    calls = arms(cell, **options)
+    images = torch.randn(cell.batch, 3, *module_of(calls["timm"]).patch_embed.img_size).to(DTYPES[cell.dtype])
+    for call in calls.values():
+        module_of(call).eval()
+    match = matches(calls, images)
+    for call in calls.values():
+        module_of(call).train(cell.step == "training_step")
+    taken = turns(STEPS[cell.step], calls, images, seconds, most)
+    ours = taken.pop(OURS)
+    best = min(taken, key=lambda name: statistics.median(taken[name]))
+    row = dict(cell=cell.name, model=cell.model, dtype=cell.dtype, batch=cell.batch, step=cell.step, best=best)
+    row |= _ratios(taken[best], ours) | dict(match=match, turns=len(ours))
+    return row | dict(peers={name: _ratios(theirs, ours) for name, theirs in taken.items()})
+
+
+def _ratios(theirs: list[float], ours: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles([a / b for a, b in zip(theirs, ours, strict=True)], n=4)
+    return dict(median=round(median, 4), q1=round(low, 4), q3=round(high, 4))
+
+
+def wanted(only: str) -> Iterator[Cell]:
+    """Cells whose names have all these words."""
+    yield from (cell for cell in CELLS if all(word in cell.name for word in only.split(",")))
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """The file as it stands, with its provenance."""
+    libraries = dict(timm=timm.__version__, transformers=transformers.__version__)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(provenance() | dict(libraries=libraries, rows=rows), indent=1) + "\n")
+
+
+def table(rows: list[dict]) -> Table:
+    """A row per cell."""
+    made = Table("cell", "best peer", "peer / ours, median", "quartiles", "others", "match", width=140)
+    for row in rows:
+        others = ", ".join(f"{n} {r['median']:.2f}" for n, r in row["peers"].items() if n != row["best"])
+        numbers = f"{row['median']:.3f}", f"{row['q1']:.3f} to {row['q3']:.3f}"
+        made.add_row(row["cell"], row["best"], *numbers, others, "yes" if row["match"] else "NO")
+    return made
+
+
+def main(words: list[str] | None = None, **options: int) -> list[dict]:
+    """Measures the cells, small models first, prints the table and returns its rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=16)
-    arguments = parser.parse_args()
-    rows = []
-    for name in MODELS:
-        theirs = timm.create_model(name)
-        ours = create_model(name)
-        ours.load_state_dict(theirs.state_dict())
-        images = torch.randn(BATCH, 3, 224, 224)
-        match = torch.allclose(ours.eval()(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
-        for step in (forward, training_step):
-            for model in (ours, theirs):
-                model.train(step is training_step)
-            found = ratios(step, ours, theirs, images, arguments.rounds)
-            low, median, high = statistics.quantiles(found, n=4)
-            rows.append(dict(model=name, step=step.__name__, median=median, q1=low, q3=high, match=match))
-    table = Table("model", "step", "timm / ours, median", "quartiles", "match", width=100)
-    for row in rows:
-        spread = f"{row['q1']:.3f} to {row['q3']:.3f}"
-        table.add_row(row["model"], row["step"], f"{row['median']:.3f}", spread, "yes" if row["match"] else "NO")
-    Console().print(table)
-    if arguments.out:
-        result = dict(
-            command="python -m benchmarks.cpu",
-            date=str(date.today()),
-            cpu=platform.processor() or platform.machine(),
-            threads=torch.get_num_threads(),
-            torch=torch.__version__,
-            timm=timm.__version__,
-            batch=BATCH,
-            rounds=arguments.rounds,
-            rows=rows,
-        )
-        with replacing(arguments.out) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that --out holds")
+    parser.add_argument("--only", default="", help="words that a cell's name must have, separated by commas")
+    parser.add_argument("--seconds", type=float, default=1400.0, help="for all cells together, about")
+    parser.add_argument("--rounds", type=int, default=40, help="most turns of a cell")
+    arguments = parser.parse_args(words)
+    kept = arguments.resume and arguments.out is not None and arguments.out.exists()
+    rows = json.loads(arguments.out.read_text())["rows"] if kept else []
+    held, end = {row["cell"] for row in rows}, time.perf_counter() + arguments.seconds
+    cells = [cell for cell in wanted(arguments.only) if cell.name not in held]
+    for i, cell in enumerate(track(cells, "measuring", console=Console(stderr=True), transient=True)):
+        share = (end - time.perf_counter()) / (len(cells) - i)  # what a small model leaves goes to larger ones
+        rows.append(measured(cell, share, max(arguments.rounds, FEWEST), **options))
+        if arguments.out is not None:
+            write(arguments.out, rows)
+    Console(width=150).print(table(rows))
+    return rows
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from fastvit_triton import create_model, layer_norm
-from fastvit_triton.measure.arms import Arm, Case, switched
+from fastvit_triton.measure.arms import Arm, Case, on, switched
 from fastvit_triton.measure.timing import alternate, rate, wait
 
 from . import models, ops, tune
 from .cases import MODELS
 from .correctness import kernels_on
+from .ops import here
 from .record import ROOT, Part, compete
 
 
@@ -110,7 +111,13 @@ def wide(part: Part, device: torch.device) -> None:
     for run in models.TINY[:1] if part.dry else runs:
         with part.row(run.name, model=run.model) as go:
             if go:
-                compete(models.case(run, torch.bfloat16, device), part, device, 0.02 if part.dry else 1.0, copies=2)
+                case = _short(models.case(run, torch.bfloat16, device), part)
+                compete(case, part, device, 0.02 if part.dry else 1.0, copies=2)
+
+
+def _short(case: Case, part: Part) -> Case:
+    """In a dry run without the arms that other parts have run already."""
+    return replace(case, arms=case.arms[:2]) if part.dry else case
 
 
 def gelu(part: Part, device: torch.device) -> None:
@@ -130,7 +137,7 @@ def gelu(part: Part, device: torch.device) -> None:
         def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-        ours = partial(ops.BY_NAME["linear"].run, activation="gelu_tanh")
+        ours = on(here(device), partial(ops.BY_NAME["linear"].run, activation="gelu_tanh"))
         why = "on a CPU it computes the exact GELU" if device.type == "cpu" else None
         arms = [Arm("eager", None, eager), Arm("cuBLASLt epilogue", why, fused), Arm("ours eager", None, ours)]
         with part.row(name) as go:
@@ -148,7 +155,7 @@ def profile(part: Part, device: torch.device) -> None:
             block = create_model("vit_base_patch16_224", **options).blocks[0].to(torch.bfloat16)
         D = block.norm1.weight.shape[0]
         x = torch.randn(2 if part.dry else 256, 197, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for backend in ("torch", "auto"):
+        for backend in ("torch", here(device)):
             with switched(backend):
                 for _ in range(3):
                     block(x).sum().backward()
@@ -247,8 +254,8 @@ with torch.no_grad():
 print(time.perf_counter() - start)
 """
     with tempfile.TemporaryDirectory() as cache, part.row("first forward pass") as go:
-        for state in ("empty cache", "filled cache") if go else ():
-            variables = os.environ | dict(TRITON_CACHE_DIR=cache)
+        for state in ("empty cache", "filled cache")[: 1 if part.dry else 2] if go else ():
+            variables = os.environ | dict(TRITON_CACHE_DIR=cache, FASTVIT_TRITON_BACKEND=here(device))
             done = subprocess.run(
                 [sys.executable, "-c", program], capture_output=True, text=True, env=variables, cwd=ROOT, timeout=120
             )
@@ -262,7 +269,7 @@ def graphs(part: Part, device: torch.device) -> None:
     for run in runs:
         with part.row(f"{run.name} latency") as go:
             if go:
-                case = models.case(run, torch.bfloat16, device)
+                case = _short(models.case(run, torch.bfloat16, device), part)
                 compete(case, part, device, 0.02 if part.dry else 1.0, copies=1, latency=True)
 
 

@@ -9,17 +9,19 @@ Triton's interpreter. Parts behind `--only` alone: first (the measurements that 
 """
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from fastvit_triton.measure.arms import compiling
-from fastvit_triton.measure.deadline import Deadline, told
+from fastvit_triton.measure.deadline import Deadline, Late, told
 from fastvit_triton.measure.machine import provenance
 
 from . import correctness, first, models, ops, tune
@@ -38,23 +40,35 @@ def environment(part: Part, device: torch.device) -> None:
 
 
 def run_ops(part: Part, device: torch.device) -> None:
-    """Ops of the five models in bfloat16 at batch 256, ViT-B first."""
+    """Ops of the five models in bfloat16 at batch 256, ViT-B first and compiled too."""
     shapes, dtype = ((ops.TINY,), torch.float32) if part.dry else (ops.FULL, torch.bfloat16)
     names = ("attention", "layer_norm") if part.dry else ops.NAMES
     for shape in sorted(shapes, key=lambda s: s.name != "ViT-B/16"):
         for name in names:
             with part.row(f"{name} {shape.name} batch {shape.B}", op=name, model=shape.name) as go:
                 if go:
-                    compete(ops.case(name, shape, dtype, device), part, device, 0.02 if part.dry else 0.5)
+                    case = ops.case(name, shape, dtype, device)
+                    if shape.name not in ("ViT-B/16", "tiny"):
+                        case = replace(case, arms=[arm for arm in case.arms if "compile" not in arm.name])
+                    compete(case, part, device, 0.02 if part.dry else 0.3)
 
 
 def run_models(part: Part, device: torch.device) -> None:
-    """Inference and training of whole models; max-autotune for ViT-B's inference alone, and last."""
-    for run in models.TINY if part.dry else models.FULL:
-        with part.row(run.name, model=run.model, batch=run.batch) as go:
-            if go:
-                case = models.case(run, torch.bfloat16, device)
-                compete(case, part, device, 0.02 if part.dry else 2.0, copies=2)
+    """Inference and training of whole models: all of them eager first, then compiled beside eager.
+
+    Compiling takes longer than everything else, and would leave no time for the later models.
+    """
+    for whole in (False, True):
+        for run in models.TINY if part.dry else models.FULL:
+            if run.modes and not whole:
+                continue
+            name = f"{run.name}, compiled" if whole else run.name
+            with part.row(name, model=run.model, batch=run.batch) as go:
+                if go:
+                    case = models.case(run, torch.bfloat16, device)
+                    arms = [a for a in case.arms[1:] if ("compile" in a.name) == whole]
+                    case = replace(case, arms=[case.arms[0], *arms])
+                    compete(case, part, device, 0.02 if part.dry else 1.0, copies=2)
 
 
 def run_latency(part: Part, device: torch.device) -> None:
@@ -82,7 +96,7 @@ PARTS: dict[str, tuple[Callable, float | None]] = {
     "latency": (run_latency, None),
     "first": (first.run, None),
 }
-DRY = {"tuning": 20, "correctness": 40}  # the interpreter is slow
+DRY = 120  # seconds of a part in a dry run: the interpreter is slow
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -110,11 +124,13 @@ def main(words: list[str] | None = None) -> list[Path]:
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu") if arguments.dry_run else torch.device("cuda", torch.cuda.current_device())
     end, files = Deadline(arguments.seconds), []
+    if not arguments.dry_run:  # a kernel that hangs hears no alarm: then say where, and leave what is on disk
+        faulthandler.dump_traceback_later(arguments.seconds + 20, exit=True)
     wanted = [name for name in PARTS if name in arguments.only.split(",")]
     for i, name in enumerate(wanted):
         work, seconds = PARTS[name]
         if arguments.dry_run:
-            seconds = DRY.get(name, seconds)
+            seconds = DRY
         deadline = end.sooner(seconds or arguments.seconds)
         show = (lambda line: None) if arguments.quiet else partial(print, flush=True)
         part = Part(name, arguments.out, deadline, arguments.dry_run, show, resume=arguments.resume)
@@ -126,11 +142,12 @@ def main(words: list[str] | None = None) -> list[Path]:
         except Dead as error:
             part.close()
             again(wanted[i:], arguments, end.left, str(error))
-        except Exception as error:  # outside every row: the other parts still have their turn
+        except (Exception, Late) as error:  # outside every row: the other parts still have their turn
             part.add(dict(case=name, error=told(error)))
         part.close()
         show(f"{name}: {len(part.rows)} rows in {time.monotonic() - start:.0f} s, {len(part.not_reached)} not reached")
         torch.cuda.empty_cache()
+    faulthandler.cancel_dump_traceback_later()
     return files
 
 
@@ -138,6 +155,7 @@ def again(parts: list[str], arguments: argparse.Namespace, left: float, why: str
     """Starts the command anew for the parts that are left: a device that faulted is dead to this process."""
     print(f"{why}; starting again for {', '.join(parts)} with {left:.0f} s left", flush=True)
     words = ["--out", str(arguments.out), "--only", ",".join(parts), "--seconds", f"{left:.0f}", "--resume"]
+    os.closerange(3, 2**16)  # open device files would keep the memory of the context that died
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words])
 
 

@@ -25,7 +25,7 @@ FULL = (
 )
 LATENCY = tuple(
     Run(f"vit_{size}_patch16_224", batch, modes=("reduce-overhead",))  # with CUDA graphs
-    for size in ("base", "small", "large")
+    for size in ("base", "tiny", "small", "large")
     for batch in (1, 8, 64)
 )
 SHORT = dict(img_size=64, depth=2)

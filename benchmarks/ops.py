@@ -49,6 +49,11 @@ SMALL = Shape("small", 4, 50, 96, 3, 16, 112)
 TINY = Shape("tiny", 2, 5, 32, 2, 8, 16)
 
 
+def here(device: torch.device) -> str:
+    """The switch under which kernels compete wherever they run, not what the dispatcher would take."""
+    return "triton" if device.type == "cuda" else "auto"
+
+
 def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     """One op at one shape; `name` is one of `NAMES`."""
     function, make, fixed, work = _call(name, s, dtype)
@@ -64,8 +69,7 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         return make(new)
 
     run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
-    gpu = device.type == "cuda"
-    kernels = "triton" if gpu else "auto"  # here it is kernels that compete, not what the dispatcher would take
+    gpu, kernels = device.type == "cuda", here(device)
     arms = [
         Arm("eager", None, reference),
         Arm("ours eager", None, on(kernels, run)),

@@ -22,7 +22,7 @@ from fastvit_triton.files import replacing
 from fastvit_triton.kernels import dispatch, op
 from fastvit_triton.kernels.op import Op
 from fastvit_triton.measure.arms import switched
-from fastvit_triton.measure.deadline import Deadline, told
+from fastvit_triton.measure.deadline import Deadline, noting, told
 from fastvit_triton.measure.match import converted, leaves, named_leaves, outcome, verdict
 from fastvit_triton.measure.timing import alternate
 
@@ -78,7 +78,7 @@ def candidates(target: Target, call: Callable[[], object]) -> tuple[str, list[Co
 def arguments_of(target: Target, dtype: torch.dtype, device: torch.device) -> tuple[Op, dict]:
     """The op and random arguments of the target's shape."""
     tuned = BY_NAME[target.op]
-    return tuned, tuned.inputs(target.shape, dtype, device)
+    return tuned, tuned.inputs(target.shape, dtype, device) | target.options
 
 
 def measure(
@@ -93,22 +93,22 @@ def measure(
     tuned, arguments = arguments_of(target, dtype, device)
     wide = converted(arguments, torch.float64)
     truth = outcome(tuned.reference, wide, named_leaves(wide) if target.backward else None)
+    truth.pop("output 1", None)  # row statistics, which the reference cuts into other tiles
     asked = named_leaves(arguments) if target.backward else None
     baseline = outcome(tuned.reference, arguments, asked)
     with around():
         name, configs = candidates(target, lambda: outcome(tuned.run, arguments, asked))
         tried, steps = {}, {}
         for config in configs[:most]:
-            key = json.dumps(config)
-            try:
-                with deadline, trying({name: config}):
-                    said = verdict(outcome(tuned.run, arguments, asked), truth, baseline, dtype)
-                tried[key] = dict(config=config, **said.columns())
+            key, failed = json.dumps(config), {}
+            tried[key] = dict(config=config)
+            with noting(failed, "error"), deadline, trying({name: config}):
+                said = verdict(outcome(tuned.run, arguments, asked), truth, baseline, dtype)
+                tried[key] |= said.columns()
                 if said.match:
                     steps[key] = partial(_step, name, config, tuned.run, arguments, target.backward)
-            except Exception as error:
-                tried[key] = dict(config=config, error=told(error))
-        timings, errors = alternate(steps, device, deadline, seconds=0.0 if most else 1.0, rounds=(3, 30))
+            tried[key] |= failed
+        timings, errors = alternate(steps, device, deadline, seconds=1.0, rounds=(1, 1) if most else (3, 30))
     for key, timing in timings.items():
         tried[key] |= dict(us=timing.us, q1=timing.q1, q3=timing.q3)
     for key, text in errors.items():

@@ -2,19 +2,23 @@
 
 import json
 import math
+import os
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import choose, compare, gpu, models, ops, plot, tune
+from benchmarks import choose, compare, cpu, gpu, models, ops, plot, record, tune
 from benchmarks.launches import recording
 from benchmarks.record import ROOT, Part
-from fastvit_triton.measure import arms, timing
+from fastvit_triton.measure import arms, deadline, timing
 from fastvit_triton.measure.arms import Arm, Case, measure
 from fastvit_triton.measure.deadline import Deadline, Late
 from fastvit_triton.measure.match import verdict
@@ -31,8 +35,12 @@ def part(tmp_path):
 @pytest.mark.filterwarnings("default")  # other libraries' own
 def test_dry_run_executes_every_part(tmp_path):
     """Oracle: the files. Every part leaves one, whole, with its provenance, nothing missed and no error."""
-    paths = gpu.main(["--out", str(tmp_path), "--dry-run", "--quiet", "--only", ",".join(gpu.PARTS)])
-    assert len(paths) == len(gpu.PARTS) <= 8 and set(paths) == set(tmp_path.iterdir())
+    words, apart = ["--out", str(tmp_path), "--dry-run", "--quiet", "--only"], ("correctness", "first")
+    command = [sys.executable, "-m", "benchmarks.gpu", *words, ",".join(apart)]  # beside the others, for time's sake
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}) as other:
+        gpu.main([*words, ",".join(part for part in gpu.PARTS if part not in apart)])
+    paths = list(tmp_path.iterdir())
+    assert other.returncode == 0 and len(paths) == len(gpu.PARTS) <= 8
     for path in paths:
         held = json.loads(path.read_text())
         assert held["rows"] and not held["not_reached"] and held["dry_run"], path
@@ -160,6 +168,111 @@ def test_deadlines_nest_and_leave_no_alarm():
             time.sleep(30)
         assert 15 < signal.getitimer(signal.ITIMER_REAL)[0] <= 20
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
+
+
+class _Slow:
+    def __del__(self):
+        time.sleep(30)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_lost_in_a_destructor_comes_again(monkeypatch):
+    """Oracle: the clock. Python prints and drops what a destructor raises; the next interrupt ends the work."""
+    monkeypatch.setattr(deadline, "AGAIN", 0.2)
+    start = time.monotonic()
+    with pytest.raises(Late), Deadline(0.1):
+        _Slow()
+        time.sleep(30)
+    assert time.monotonic() - start < 5
+
+
+class Gpu:
+    """Stands for torch on a machine with a GPU: writes down what is asked of it, in order."""
+
+    int8 = torch.int8
+
+    def __init__(self):
+        self.asked, self.cuda = [], self
+        for name in ("synchronize", "_sleep", "reset_peak_memory_stats"):
+            setattr(self, name, lambda *a, name=name: self.asked.append(name))
+        self.held = iter((100, 350))
+        self.memory_allocated = self.max_memory_allocated = lambda device: next(self.held)
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(L2_cache_size=2**30)
+
+    def empty(self, size, **options):
+        self.asked.append(f"empty {size}")
+        return SimpleNamespace(fill_=lambda value: self.asked.append("flush"))
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        event = SimpleNamespace(elapsed_time=lambda end: 0.25)
+        event.record = lambda: self.asked.append("event")
+        return event
+
+
+@pytest.mark.parametrize("latency", [False, True])
+def test_device_times_are_taken_between_events(latency, monkeypatch):
+    """Oracle: the order. A head start for the host, a cold cache, events around the call alone, milliseconds to µs."""
+    monkeypatch.setattr(timing, "torch", gpu_ := Gpu())
+    clock = timing.Clock(torch.device("cuda"), latency)
+    clock.time("a", lambda copy: lambda: gpu_.asked.append(f"call {copy}"), 1)
+    before = ["flush", "synchronize"] if latency else ["_sleep", "flush"]
+    assert gpu_.asked == [f"empty {2**32}", *before, "event", "call 1", "event"]
+    assert clock.samples() == {"a": [250.0]} and clock.samples() == {} and gpu_.asked[-1] == "synchronize"
+
+
+def test_peak_memory_is_what_a_call_adds(monkeypatch):
+    """Oracle: 350 bytes at most where 100 were held."""
+    monkeypatch.setattr(timing, "torch", gpu_ := Gpu())
+    assert timing.peak_bytes(lambda: gpu_.asked.append("call"), torch.device("cuda")) == 250
+    assert gpu_.asked == ["synchronize", "reset_peak_memory_stats", "call", "synchronize"]
+
+
+def test_a_lost_device_starts_the_script_again_after_the_row(tmp_path, monkeypatch):
+    """Oracle: the command of the second process: parts and time that are left, rows kept; and the watchdog's hour."""
+
+    def lost(part, device):
+        with part.row("bad"):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    asked = {}
+    monkeypatch.setattr(gpu, "PARTS", {"one": (lambda part, device: part.add(dict(case="x")), 10), "two": (lost, 10)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(record, "alive", lambda: False)
+    monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *a, **k: asked.update(watchdog=(a, k)))
+    monkeypatch.setattr(gpu.os, "closerange", lambda *a: asked.update(closed=a))
+
+    def again(program, words):
+        asked.update(words=words)
+        raise SystemExit
+
+    monkeypatch.setattr(gpu.os, "execv", again)
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path), "--quiet", "--seconds", "50", "--only", "one,two"])
+    assert asked["watchdog"] == ((70.0,), dict(exit=True)) and asked["closed"][0] == 3
+    words = asked["words"]
+    assert words[1:3] == ["-m", "benchmarks.gpu"] and words[words.index("--only") + 1] == "two" and "--resume" in words
+    assert 0 < float(words[words.index("--seconds") + 1]) <= 50
+    (held,) = tmp_path.glob("a-gpu-*-two.json")
+    assert json.loads(held.read_text())["rows"] == [
+        dict(case="bad", error="RuntimeError: an illegal memory access was encountered")
+    ]
+
+
+def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
+    """Oracle: the order of arms that compete; eager PyTorch takes part each time."""
+    seen = []
+    monkeypatch.setattr(gpu, "compete", lambda case, *_, **__: seen.append([arm.name for arm in case.arms]))
+    gpu.run_models(part(), CPU)
+    half = len(seen) // 2
+    assert half == len(models.TINY) and all(names[0] == "eager" for names in seen)
+    assert not any("compile" in name for names in seen[:half] for name in names)
+    assert all("compile" in name for names in seen[half:] for name in names[1:])
 
 
 def test_an_arm_that_is_not_ready_in_time_leaves_time_to_the_others():
@@ -314,6 +427,31 @@ def test_pictures(tmp_path):
     assert plot.roofline(plot.load(tmp_path), tmp_path / "roofline.png")
     for name in ("bars", "roofline"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("default")  # other libraries' own
+def test_processors_are_compared_cell_by_cell(tmp_path):
+    """Oracle: the file after two calls: every cell once, resumed, matching; the best peer is one of them."""
+    words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "0", "--rounds", "3", "--only"]
+    small = dict(depth=1, img_size=32)
+    assert len(cpu.main([*words, "vit_tiny,float32,batch 1 "], **small)) == 2
+    before = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    rows = cpu.main([*words, "vit_tiny,batch 1 "], **small)
+    assert rows[:2] == before and [row["cell"] for row in rows] == [c.name for c in cpu.wanted("vit_tiny,batch 1 ")]
+    assert all(row["match"] and row["turns"] == 3 for row in rows) and len(cpu.CELLS) == 24
+    for row in rows:
+        assert row["peers"].keys() == {"timm", "transformers", "vit-pytorch"}
+        assert {n: row[n] for n in ("median", "q1", "q3")} == row["peers"][row["best"]]
+    assert json.loads((tmp_path / "cpu.json").read_text())["packages"]["torch"]
+
+
+def test_turns_go_there_and_back(monkeypatch):
+    """Oracle: the calls, written down; the first turn is not timed."""
+    called = []
+    calls = {name: torch.nn.Identity() for name in "ab"}
+    names = {id(module): name for name, module in calls.items()}
+    taken = cpu.turns(lambda module, *_: called.append(names[id(module)]), calls, torch.zeros(1), 0.0, 3)
+    assert "".join(called) == "abbaabba" and {name: len(found) for name, found in taken.items()} == {"a": 3, "b": 3}
 
 
 def test_unknown_markers_and_parts_raise(tmp_path, capsys):

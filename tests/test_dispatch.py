@@ -1,6 +1,7 @@
 """Who computes inside an op: the rule, the tables, and that both answers give the same tensors."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from interpreter import interpreting
 from test_interpreter import EVERY, converted, largest, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.launches import record
+from benchmarks import choose
+from benchmarks.launches import record, recording
 from fastvit_triton import attention, linear
 from fastvit_triton.kernels import attention as attention_file
 from fastvit_triton.kernels import dispatch, eager, layer_norm, op
@@ -148,6 +150,17 @@ def test_committed_tables_say_only_what_dispatch_reads():
             column = row.get("choice", {})
             assert column.keys() <= {"measured", "predicted"}, name
             assert all(who in ("ours", "torch") for said in column.values() for who in said.values()), name
+
+
+@pytest.mark.parametrize("architecture", sorted(path.stem for path in op.TUNED.glob("*.json")))
+def test_committed_predictions_are_what_the_rule_says(architecture):
+    """Oracle: the rule, asked by a layer and the stem of ViT-S; `python -m benchmarks.tune --choices` writes them."""
+    column, device = dispatch.choices(architecture), torch.device("cpu")
+    around = partial(recording, architecture)
+    calls = choose.calls_of("vit_small_patch16_224", 256, architecture, device, around)
+    assert calls
+    for (row, shape), call in calls.items():
+        assert column[row]["predicted"][shape] == call.rule, (row, shape)
 
 
 class Seen(TorchDispatchMode):

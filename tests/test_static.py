@@ -120,3 +120,6 @@ def test_hash_reads_meaning_only():
         )
     ]
     assert said[0] == said[1] != said[2]
+    row, choice = dict(config={"BLOCK_M": 64}, provenance="predicted"), dict(choice=dict(measured={"N=256": "ours"}))
+    table = {"a": row, "b": choice}
+    assert static._launched({"a": row | choice}) == static._launched(table) != static._launched({"a": choice})

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from ..convert import backend as _backend  # noqa: F401  (registers the name, also where nothing is installed)
+from ..convert.backend import backend as rewriting  # whose import registers the name, installed or not
 from ..kernels import dispatch, op
 from .deadline import Deadline, noting
 from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
@@ -92,9 +92,13 @@ def on(backend: str, function: Callable) -> Callable:
     return call
 
 
-def compiled(function: Callable, mode: str | None = None, backend: str | None = None) -> Callable:
-    """torch.compile, one static graph; the backend is `compiling`'s unless given."""
-    return torch.compile(function, backend=backend or _compiler, mode=mode, dynamic=False, fullgraph=True)
+def compiled(function: Callable, mode: str | None = None, ours: bool = False) -> Callable:
+    """torch.compile, one static graph, by `compiling`'s compiler; `ours` rewrites the graph for it first."""
+    backend: str | Callable = _compiler
+    if ours:
+        inner = None if _compiler == "inductor" else torch._dynamo.lookup_backend(_compiler)
+        backend = "fastvit_triton" if inner is None else functools.partial(rewriting, inner=inner)
+    return torch.compile(function, backend=backend, mode=mode, dynamic=False, fullgraph=True)
 
 
 @contextlib.contextmanager

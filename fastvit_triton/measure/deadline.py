@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+AGAIN = 5.0  # seconds between interrupts: where one falls into a destructor, Python drops it
+
 
 class Late(BaseException):
     """The deadline came in the middle of something; no library that swallows errors swallows this one."""
@@ -41,7 +43,7 @@ class Deadline:
         if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
             left = signal.getitimer(signal.ITIMER_REAL)[0]
             before = signal.signal(signal.SIGALRM, _late), left, time.monotonic()
-            signal.setitimer(signal.ITIMER_REAL, max(min(self.left, left or self.left), 1e-3))
+            _alarm(min(self.left, left or self.left))
         self._outer.append(before)
         return self
 
@@ -52,7 +54,11 @@ class Deadline:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             if left:  # somebody outside waits too
-                signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - since), 1e-3))
+                _alarm(left - (time.monotonic() - since))
+
+
+def _alarm(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), AGAIN)
 
 
 def _late(*_: object) -> None:

@@ -132,7 +132,7 @@ def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
         arms.append(Arm("torch.compile", None, Forward(base, run=compiled(base))))
         both = Forward(fast.call.module, run=compiled(fast.call.module)) if fast.reason is None else None
         arms.append(Arm("optimized, compiled", fast.reason, both))
-        graph = compiled(graphed, backend="fastvit_triton")
+        graph = compiled(graphed, ours=True)
         arms.append(Arm("compiled, our backend", None, Forward(graphed, run=graph)))
         truth = Forward(copy.deepcopy(base).double())
     return _finished(run, dtype, device, arms, truth, size, None)

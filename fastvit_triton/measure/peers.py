@@ -100,7 +100,7 @@ def timm_arms(name: str, options: dict, base: nn.Module, dtype: torch.dtype, dev
 
     def backend() -> Forward:
         model = theirs(dtype)
-        return Forward(model, run=compiled(model, backend="fastvit_triton"))
+        return Forward(model, run=compiled(model, ours=True))
 
     yield built("compiled, our backend", why, backend)
 

@@ -10,6 +10,8 @@ import torch
 
 from .deadline import Deadline, noting
 
+HEAD_START = 1_000_000  # cycles, half a millisecond or more: an autograd engine needs 0.1 ms before its first launch
+
 # i → the call that is timed, after whatever must come before it untimed; i says which of the rotating inputs to take
 Step = Callable[[int], Callable[[], object]]
 
@@ -36,8 +38,8 @@ class Clock:
     """Times single calls on one device: device events on a GPU, the host's clock elsewhere.
 
     Before each call on a GPU a buffer of four times the L2 cache is written, so that no input is there already. With
-    `latency` the device is idle first: the time includes what the host needs to launch. Otherwise the host launches
-    while the buffer is written, and the time is the device's alone.
+    `latency` the device is idle first: the time includes what the host needs to launch. Otherwise the device is kept
+    busy for a while before, in which the host launches: the time is the device's alone, unless launching takes longer.
     """
 
     def __init__(self, device: torch.device, latency: bool = False) -> None:
@@ -56,6 +58,8 @@ class Clock:
             self._pending.append((arm, time.perf_counter() - start))
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if not self.latency:
+            torch.cuda._sleep(HEAD_START)
         self._buffer.fill_(copy)
         if self.latency:
             torch.cuda.synchronize(self.device)
