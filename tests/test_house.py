@@ -26,7 +26,7 @@ ARROWS = {
     "files": set(),
     "weights": {"layers", "models", "files", "weights"},
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
-    "cli": {"kernels", "models", "train", "weights", "explain", "files", "cli"},
+    "cli": {"kernels", "models", "convert", "train", "weights", "explain", "files", "cli"},
     "__init__": {"kernels", "convert", "models", "weights"},
 }
 LINES = {"kernels/attention.py": 800, "kernels/linear.py": 800, "kernels/": 400, "models/transformer.py": 300}
