@@ -33,24 +33,29 @@ SHOWN = "ViT-B/16"  # whose ops the README lists; the files hold them all
 
 @dataclass(frozen=True)
 class Results:
-    """The newest measured file of each part, and the compile report; None where there is none."""
+    """The newest measured file of each part, the compile report, and all files of a CPU, oldest first."""
 
     ops: dict | None
     models: dict | None
     ceilings: dict | None
     static: dict | None
+    cpu: tuple[dict, ...] = ()
 
 
 def load(folder: Path = RESULTS) -> Results:
     """Reads the folder; dry runs are no measurements and are left out, whatever they are called."""
     newest: dict[str, dict] = {}
+    cpu = []
     for path in sorted(folder.glob("*.json")):
         held = json.loads(path.read_text())
+        if held.get("command") == "python -m benchmarks.cpu":
+            cpu.append(held)
         if "part" in held and held.get("dry_run") is False and held.get("gpu"):
             newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
     static = folder / "static.json"
     report = json.loads(static.read_text()) if static.exists() else None
-    return Results(*(newest.get(part) for part in ("ops", "models", "ceilings")), report)
+    parts = (newest.get(part) for part in ("ops", "models", "ceilings"))
+    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])))
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -105,6 +110,31 @@ def ops_table(results: Results) -> str:
     return "\n".join([*lines, "", origin(results.ops)])
 
 
+def cpu_table(results: Results) -> str:
+    """Ratios of seconds, theirs over ours, with quartiles; a wrong result has none."""
+    newest = {
+        (r["model"], r.get("against", "timm"), r["step"]): (r, held) for held in results.cpu for r in held["rows"]
+    }
+    if not newest:
+        return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
+    kinds = [(against, step) for against in ("timm", "torch.compile") for step in ("forward", "training_step")]
+    head = (f"{against}, {step.replace('_', ' ')}" for against, step in kinds)
+    lines = [f"| theirs / ours on a CPU | {' | '.join(head)} |", "|---" * 5 + "|"]
+    for model in dict.fromkeys(model for model, *_ in newest):
+        found = (newest.get((model, *kind), (None,))[0] for kind in kinds)
+        lines.append(f"| {model} | {' | '.join(map(_ratio, found))} |")
+    for held in {id(held): held for _, held in newest.values()}.values():
+        how = f"{held['threads']} threads, batch {held['batch']}, {held['rounds']} pairs"
+        lines += ["", f"{how}, torch {held['torch']}, timm {held['timm']}, {held['date']}: `{held['command']}`."]
+    return "\n".join(lines)
+
+
+def _ratio(row: dict | None) -> str:
+    if row is None:
+        return NOT_YET
+    return f"{row['median']:.2f} ({row['q1']:.2f} to {row['q3']:.2f})" if row["match"] else "wrong result"
+
+
 def _predicted(what: str, static: dict | None) -> str:
     """That nothing was measured, and for ops what the compile report expects of an H200."""
     if static is None:
@@ -123,7 +153,7 @@ def _predicted(what: str, static: dict | None) -> str:
     return "\n".join([*lines, "", source])
 
 
-TABLES = {"models": models_table, "ops": ops_table}
+TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table}
 
 
 def fill(readme: str, results: Results) -> str:

@@ -2,19 +2,22 @@
 
 import json
 import math
+import shutil
 import signal
 import statistics
 import time
 from functools import partial
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 
-from benchmarks import arms, compare, gpu, models, ops, plot, timing, tune
+from benchmarks import arms, compare, cpu, gpu, models, ops, plot, timing, tune
 from benchmarks.arms import Arm, Case, measure
 from benchmarks.match import verdict
 from benchmarks.record import ROOT, Deadline, Late, Part
+from fastvit_triton import create_model
 
 CPU = torch.device("cpu")
 
@@ -245,6 +248,39 @@ def test_tables_come_from_files_alone(tmp_path):
     full = plot.fill(readme, plot.load(tmp_path))
     assert "| m | 3 | **2** | 4 |" in full and "| m | forward | 4000.0 | 0.75 | 0.50 |" in full
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
+
+
+def test_the_cpu_table_comes_from_files(tmp_path):
+    """Oracle: ratios put into files by hand; a newer file counts row by row, a wrong result has no number."""
+    facts = dict(command=cpu.COMMAND, threads=2, batch=4, rounds=16, torch="2", timm="1")
+    ratio = dict(model="m", step="forward", median=1.5, q1=1.25, q3=1.75, match=True)
+    old, new = [ratio, ratio | dict(step="training_step")], [ratio | dict(against="torch.compile", median=2.5)]
+    new += [ratio | dict(against="timm", match=False)]
+    assert plot.NOT_YET in plot.cpu_table(plot.load(tmp_path))
+    for date, rows in (("2026-01-02", new), ("2026-01-01", old)):
+        (tmp_path / f"z{date[-1]}.json").write_text(json.dumps(facts | dict(date=date, rows=rows)))
+    text = plot.cpu_table(plot.load(tmp_path))
+    cells = f"| m | wrong result | 1.50 (1.25 to 1.75) | 2.50 (1.25 to 1.75) | {plot.NOT_YET} |"
+    assert cells in text and "2026-01-01" in text and "2026-01-02" in text
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*should not be instantiated")  # PyTorch's own
+def test_cpu_rows(monkeypatch):
+    """Oracle: both steps of both comparisons, with ordered quartiles and results that match."""
+
+    def tiny(name):
+        return timm.models.VisionTransformer(img_size=224, patch_size=112, embed_dim=24, depth=1, num_heads=2)
+
+    def ours(name):
+        return create_model("vit_tiny_patch16_224", patch_size=112, embed_dim=24, depth=1, num_heads=2)
+
+    monkeypatch.setattr(cpu.timm, "create_model", tiny)
+    monkeypatch.setattr(cpu, "create_model", ours)
+    rows = [row for against in cpu.AGAINST for row in cpu.measure("tiny", against, 3)]
+    steps = ("forward", "training_step")
+    assert [(r["against"], r["step"]) for r in rows] == [(a, s) for a in cpu.AGAINST for s in steps]
+    assert all(r["match"] and 0 < r["q1"] <= r["median"] <= r["q3"] for r in rows)
 
 
 def test_comparing_two_trees(tmp_path):

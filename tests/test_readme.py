@@ -8,6 +8,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+import fastvit_triton.convert  # noqa: F401  (registers the backend where nothing is installed)
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 EXAMPLES = [
     (title, code)
