@@ -117,8 +117,8 @@ def check(model, given, run=lambda model, given: model(given), dynamic=None, ful
     return eager
 
 
-# Candidates that are no attention of ours, by model: talking heads, a latent query, a mask of shifted windows.
-NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "torch_multihead": 1, "timm_swin": 1}
+# Candidates that are no attention of ours, by model: talking heads, a latent query.
+NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "torch_multihead": 1}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -421,10 +421,19 @@ def by_hand(x, bias=None, dim=-1, turned=True):
     return (scores if bias is None else scores + bias).softmax(dim) @ v
 
 
+def windowed(x, mask, bias=None, windows=2):
+    """The same in windows, each with a mask of its own, for two images of two windows."""
+    q = k = v = heads(torch.cat((x, 2 * x)))  # [4, 3, 5, 8]
+    scores = q @ k.transpose(2, 3)
+    scores = scores if bias is None else scores + bias
+    return (scores.view(-1, windows, *scores.shape[1:]) + mask).view(scores.shape).softmax(-1) @ v
+
+
 W, W24, W48 = (
     torch.randn(f, k, generator=torch.Generator().manual_seed(f)) / 5 for f, k in ((48, 24), (24, 24), (24, 48))
 )
 MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+WINDOWS = torch.randn(1, 2, 1, 5, 5, generator=torch.Generator().manual_seed(2))
 LEFT: set[str] = set()
 CASES = {
     "hidden is returned": (lambda x: ((h := F.linear(x, W)), F.linear(F.gelu(h), W48) + x), {"linear"}),
@@ -464,6 +473,12 @@ CASES = {
     "by hand": (by_hand, {"attention"}),
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
     "by hand over queries": (lambda x: by_hand(x, dim=2), LEFT),
+    "windows": (lambda x: windowed(x, WINDOWS), {"attention"}),
+    "windows with a bias": (lambda x: windowed(x, WINDOWS, MASK), {"attention"}),
+    "windows of heads": (lambda x: windowed(x, WINDOWS.expand(1, 2, 3, 5, 5)), LEFT),
+    "one mask for all windows": (lambda x: windowed(x, WINDOWS[:, :1]), LEFT),
+    "windows of images": (lambda x: windowed(x, WINDOWS.mT.reshape(2, 1, 1, 5, 5)), LEFT),
+    "windows of keys": (lambda x: windowed(x, WINDOWS[..., :1, :]), LEFT),
     "by hand, not of keys": (lambda x: by_hand(x, turned=False), LEFT),
     "by hand, viewed": (lambda x: by_hand(x).view(6, 5, 8), {"attention"}),
     "by hand, other axes": (other_axes, LEFT),
