@@ -17,6 +17,8 @@ TEST = [
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
     "vit-pytorch",  # oracle: SimpleViT
     "einops",  # the survey's snippets use it
+    "onnxscript",  # torch.onnx.export
+    "onnxruntime; python_version >= '3.11'",  # oracle: runs what was exported
     "ruff",
 ]
 

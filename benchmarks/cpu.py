@@ -1,6 +1,9 @@
-"""The CPU path against the eager models of timm, transformers and vit-pytorch: one process, all taking turns.
+"""The CPU paths against the eager models of timm, transformers and vit-pytorch, and against plain torch.compile.
 
     python -m benchmarks.cpu [--out FILE] [--resume] [--only vit_tiny,bfloat16] [--seconds 1400] [--rounds 40]
+
+All in one process, taking turns. Cells named "compiled" hold timm's model under torch.compile twice, with
+backend="fastvit_triton" and as it is.
 
 A ratio above 1 means that fastvit_triton is faster than the best of the peers, turn by turn. Machines that share their
 cores are noisy, so the table gives the median and the quartiles of the ratios, and no absolute times. The file is
@@ -8,12 +11,13 @@ written after each cell; --resume keeps those that it holds, and --only takes ce
 """
 
 import argparse
+import copy
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import timm
@@ -25,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+import fastvit_triton.convert  # noqa: F401  (registers the backend where nothing is installed)
 from fastvit_triton import create_model
 from fastvit_triton.files import replacing
 from fastvit_triton.measure.machine import provenance
@@ -32,7 +37,7 @@ from fastvit_triton.measure.match import outcome, verdict
 from fastvit_triton.measure.peers import transformers_model
 from fastvit_triton.measure.timing import order
 
-OURS = "fastvit_triton"
+OURS, COMPILER = "fastvit_triton", "torch.compile"
 MODELS = {"vit_tiny_patch16_224": (192, 3), "vit_small_patch16_224": (384, 6), "vit_base_patch16_224": (768, 12)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FEWEST = 3  # turns of a cell, whatever the time
@@ -46,14 +51,17 @@ class Cell:
     dtype: str
     batch: int
     step: str
+    compiled: bool = False
 
     @property
     def name(self) -> str:
         """Unique, and what --only looks into."""
-        return f"{self.model} {self.dtype} batch {self.batch} {self.step}"
+        return f"{self.model} {self.dtype} batch {self.batch} {self.step}{' compiled' * self.compiled}"
 
 
-CELLS = tuple(itertools.starmap(Cell, itertools.product(MODELS, DTYPES, (1, 8), ("forward", "training_step"))))
+WAYS = ("forward", "training_step")
+CELLS = tuple(itertools.starmap(Cell, itertools.product(MODELS, DTYPES, (1, 8), WAYS)))
+CELLS += tuple(Cell(model, "float32", 1, step, compiled=True) for model in MODELS for step in WAYS)
 
 
 def forward(model: Callable, parameters: list[nn.Parameter], images: torch.Tensor) -> None:
@@ -79,6 +87,10 @@ def arms(cell: Cell, **options: int) -> dict[str, Callable]:
     """Calls by package, ours first: the same weights for all but vit-pytorch, whose ViT has no bias in its qkv."""
     dtype, (D, H) = DTYPES[cell.dtype], MODELS[cell.model]
     ours, theirs = create_model(cell.model, **options), timm.create_model(cell.model, **options)
+    if cell.compiled:
+        torch._dynamo.reset()
+        rewritten, plain = copy.deepcopy(theirs).to(dtype), theirs.to(dtype)
+        return {OURS: torch.compile(rewritten, backend="fastvit_triton"), COMPILER: torch.compile(plain)}
     ours.load_state_dict(theirs.state_dict())
     depth, side, D = len(ours.blocks), ours.config.img_size, options.get("embed_dim", D)
     sizes = dict(image_size=side, patch_size=16, num_classes=1000, dim=D, depth=depth, heads=H, dim_head=D // H)
@@ -88,12 +100,18 @@ def arms(cell: Cell, **options: int) -> dict[str, Callable]:
 
 def module_of(call: Callable) -> nn.Module:
     """The module behind an arm's call."""
-    return call if isinstance(call, nn.Module) else call.module
+    module = call if isinstance(call, nn.Module) else call.module
+    return getattr(module, "_orig_mod", module)
+
+
+def timms(calls: dict[str, Callable]) -> nn.Module:
+    """timm's model among the arms, not compiled."""
+    return module_of(calls[COMPILER] if COMPILER in calls else calls["timm"])
 
 
 def matches(calls: dict[str, Callable], images: torch.Tensor) -> bool:
     """Our output is as close to timm's in float64 as timm's own is, within twice its error and one rounding."""
-    theirs, given = calls["timm"], dict(images=images)
+    theirs, given = timms(calls), dict(images=images)
     baseline = outcome(lambda images: theirs(images), given, None)
     got = outcome(lambda images: calls[OURS](images), given, None)
     wide = timm.create_model(theirs.pretrained_cfg["architecture"], **_sizes(theirs)).eval().double()
@@ -127,16 +145,16 @@ def turns(
 def measured(cell: Cell, seconds: float, most: int, **options: int) -> dict:
     """The row of a cell: ratios to the best peer and to each."""
     calls = arms(cell, **options)
-    images = torch.randn(cell.batch, 3, *module_of(calls["timm"]).patch_embed.img_size).to(DTYPES[cell.dtype])
     for call in calls.values():
         module_of(call).eval()
+    images = torch.randn(cell.batch, 3, *timms(calls).patch_embed.img_size).to(DTYPES[cell.dtype])
     match = matches(calls, images)
     for call in calls.values():
         module_of(call).train(cell.step == "training_step")
     taken = turns(STEPS[cell.step], calls, images, seconds, most)
     ours = taken.pop(OURS)
     best = min(taken, key=lambda name: statistics.median(taken[name]))
-    row = dict(cell=cell.name, model=cell.model, dtype=cell.dtype, batch=cell.batch, step=cell.step, best=best)
+    row = asdict(cell) | dict(cell=cell.name, best=best)
     row |= _ratios(taken[best], ours) | dict(match=match, turns=len(ours))
     return row | dict(peers={name: _ratios(theirs, ours) for name, theirs in taken.items()})
 

@@ -33,24 +33,29 @@ SHOWN = "ViT-B/16"  # whose ops the README lists; the files hold them all
 
 @dataclass(frozen=True)
 class Results:
-    """The newest measured file of each part, and the compile report; None where there is none."""
+    """The newest measured file of each part, the compile report, and all files of a CPU, oldest first."""
 
     ops: dict | None
     models: dict | None
     ceilings: dict | None
     static: dict | None
+    cpu: tuple[dict, ...] = ()
 
 
 def load(folder: Path = RESULTS) -> Results:
     """Reads the folder; dry runs are no measurements and are left out, whatever they are called."""
     newest: dict[str, dict] = {}
+    cpu = []
     for path in sorted(folder.glob("*.json")):
         held = json.loads(path.read_text())
+        if "benchmarks.cpu" in held.get("command", "") and "packages" in held:
+            cpu.append(held)
         if "part" in held and held.get("dry_run") is False and held.get("gpu"):
             newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
     static = folder / "static.json"
     report = json.loads(static.read_text()) if static.exists() else None
-    return Results(*(newest.get(part) for part in ("ops", "models", "ceilings")), report)
+    parts = (newest.get(part) for part in ("ops", "models", "ceilings"))
+    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])))
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -105,6 +110,32 @@ def ops_table(results: Results) -> str:
     return "\n".join([*lines, "", origin(results.ops)])
 
 
+def cpu_table(results: Results) -> str:
+    """Ratios of seconds, theirs over ours, with quartiles; a wrong result has none."""
+    newest = {row["cell"]: (row, held) for held in results.cpu for row in held["rows"]}
+    if not newest:
+        return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
+    columns = [(step, compiled) for compiled in (False, True) for step in ("forward", "training_step")]
+    found = {tuple(row[k] for k in ("model", "dtype", "batch", "step", "compiled")): row for row, _ in newest.values()}
+    head = (f"{'torch.compile' if compiled else 'best peer'}, {step.replace('_', ' ')}" for step, compiled in columns)
+    lines = [f"| theirs / ours on a CPU | {' | '.join(head)} |", "|---" * 5 + "|"]
+    for model, dtype, batch in dict.fromkeys(key[:3] for key in found):
+        ratios = " | ".join(_ratio(found.get((model, dtype, batch, *column))) for column in columns)
+        lines.append(f"| {model}, {dtype}, batch {batch} | {ratios} |")
+    for held in {id(held): held for _, held in newest.values()}.values():
+        lines += [
+            "",
+            f"{held['threads']} threads, torch {held['packages']['torch']}, {held['date']}: `{held['command']}`.",
+        ]
+    return "\n".join(lines)
+
+
+def _ratio(row: dict | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['median']:.2f} ({row['q1']:.2f} to {row['q3']:.2f})" if row["match"] else "wrong result"
+
+
 def _predicted(what: str, static: dict | None) -> str:
     """That nothing was measured, and for ops what the compile report expects of an H200."""
     if static is None:
@@ -123,7 +154,7 @@ def _predicted(what: str, static: dict | None) -> str:
     return "\n".join([*lines, "", source])
 
 
-TABLES = {"models": models_table, "ops": ops_table}
+TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table}
 
 
 def fill(readme: str, results: Results) -> str:

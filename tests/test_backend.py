@@ -23,7 +23,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 
 from benchmarks.launches import recording
-from fastvit_triton import create_model
+from fastvit_triton import convert, create_model
 from fastvit_triton.convert import backend, rewrite
 
 pytestmark = [  # Dynamo's and Inductor's own
@@ -117,8 +117,8 @@ def check(model, given, run=lambda model, given: model(given), dynamic=None, ful
     return eager
 
 
-# Candidates that are no attention of ours, by model: talking heads, a latent query, a mask of shifted windows.
-NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "torch_multihead": 1, "timm_swin": 1}
+# Candidates that are no attention of ours, by model: talking heads, a latent query.
+NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "torch_multihead": 1}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -421,10 +421,19 @@ def by_hand(x, bias=None, dim=-1, turned=True):
     return (scores if bias is None else scores + bias).softmax(dim) @ v
 
 
+def windowed(x, mask, bias=None, windows=2):
+    """The same in windows, each with a mask of its own, for two images of two windows."""
+    q = k = v = heads(torch.cat((x, 2 * x)))  # [4, 3, 5, 8]
+    scores = q @ k.transpose(2, 3)
+    scores = scores if bias is None else scores + bias
+    return (scores.view(-1, windows, *scores.shape[1:]) + mask).view(scores.shape).softmax(-1) @ v
+
+
 W, W24, W48 = (
     torch.randn(f, k, generator=torch.Generator().manual_seed(f)) / 5 for f, k in ((48, 24), (24, 24), (24, 48))
 )
 MASK = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+WINDOWS = torch.randn(1, 2, 1, 5, 5, generator=torch.Generator().manual_seed(2))
 LEFT: set[str] = set()
 CASES = {
     "hidden is returned": (lambda x: ((h := F.linear(x, W)), F.linear(F.gelu(h), W48) + x), {"linear"}),
@@ -464,6 +473,12 @@ CASES = {
     "by hand": (by_hand, {"attention"}),
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
     "by hand over queries": (lambda x: by_hand(x, dim=2), LEFT),
+    "windows": (lambda x: windowed(x, WINDOWS), {"attention"}),
+    "windows with a bias": (lambda x: windowed(x, WINDOWS, MASK), {"attention"}),
+    "windows of heads": (lambda x: windowed(x, WINDOWS.expand(1, 2, 3, 5, 5)), LEFT),
+    "one mask for all windows": (lambda x: windowed(x, WINDOWS[:, :1]), LEFT),
+    "windows of images": (lambda x: windowed(x, WINDOWS.mT.reshape(2, 1, 1, 5, 5)), LEFT),
+    "windows of keys": (lambda x: windowed(x, WINDOWS[..., :1, :]), LEFT),
     "by hand, not of keys": (lambda x: by_hand(x, turned=False), LEFT),
     "by hand, viewed": (lambda x: by_hand(x).view(6, 5, 8), {"attention"}),
     "by hand, other axes": (other_axes, LEFT),
@@ -576,35 +591,42 @@ def test_decisions_are_logged_and_reported(caplog):
     model, images = build("timm_vit", torch.float32), inputs("timm_vit", torch.float32)
     small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
     for _ in range(12):
-        assert len(backend.report(small, torch.randn(2, 3, 8)).left) == 2
+        assert len(convert.report(small, torch.randn(2, 3, 8)).left) == 2
     with interpreting():
-        found = backend.report(model, images)
+        found = convert.report(model, images)
     assert [row.path for row in found.rows[:3]] == ["patch_embed.proj", "blocks.0.norm1", "blocks.0.attn.qkv"]
     assert [row.became for row in found.rows[:4]] == ["patch_embed", "linear", "linear", "attention_qkv"]
     assert str(found).endswith("18 of 19 candidates run on a kernel.") and "head" in str(found)
     assert (found.left[0].path, found.left[0].call) == ("head", "linear")
-    assert not backend.report(model, images).fused  # on this CPU
+    assert not convert.report(model, images).fused  # on this CPU
     with caplog.at_level(logging.INFO, "fastvit_triton.convert.backend"):
         torch.compile(model, backend=partial(backend.backend, inner=lambda graph, _: graph.forward))(images)
     assert "Triton kernels need a CUDA or ROCm GPU, this is cpu" in caplog.text
 
 
 PROBE = """
-import torch
-assert "torch._dynamo" not in __import__("sys").modules
+import importlib.metadata, sys
+entry_points = importlib.metadata.entry_points
+if not INSTALLED:  # here it may be
+    importlib.metadata.entry_points = lambda **asked: entry_points(**asked).select(value="none of ours")
+import torch, fastvit_triton
+assert "torch._dynamo" not in sys.modules or LOGGED
 if INSTALLED:
-    assert "fastvit_triton.convert.backend" not in __import__("sys").modules
+    assert "fastvit_triton.convert.backend" not in sys.modules
 else:
-    import fastvit_triton.convert.backend
+    import fastvit_triton.convert
 fn = torch._dynamo.lookup_backend("fastvit_triton")
 import fastvit_triton.convert.backend as module
 assert fn is module.backend and "fastvit_triton" in torch._dynamo.list_backends()
 """
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_backend_is_found_by_name(tmp_path, installed):
-    """Oracle: Dynamo's own look-up, for an installed package with setup.py's entry point and for a source tree."""
+@pytest.mark.parametrize("installed, logged", [(True, False), (False, False), (False, True)])
+def test_the_backend_is_found_by_name(tmp_path, installed, logged):
+    """Oracle: Dynamo's own look-up, for an installed package with setup.py's entry point and for a source tree.
+
+    TORCH_LOGS makes PyTorch import the package before it is there itself.
+    """
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("setuptools.setup", lambda **options: made.update(options))
@@ -617,6 +639,7 @@ def test_the_backend_is_found_by_name(tmp_path, installed):
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
         (folder / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{line}\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    code = PROBE.replace("INSTALLED", str(installed))
+    environment |= {"TORCH_LOGS": "fastvit_triton.convert.backend"} if logged else {}
+    code = PROBE.replace("INSTALLED", str(installed)).replace("LOGGED", str(logged))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

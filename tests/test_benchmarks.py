@@ -396,6 +396,44 @@ def test_tables_come_from_files_alone(tmp_path):
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
 
 
+def test_the_cpu_table_comes_from_files(tmp_path):
+    """Oracle: ratios put into files by hand; a newer file counts cell by cell, a wrong result has no number."""
+    facts = dict(command="python -m benchmarks.cpu --out x", threads=2, packages=dict(torch="2"))
+    cell = dict(model="m", dtype="float32", batch=1, median=1.5, q1=1.25, q3=1.75, match=True)
+
+    def row(step, compiled=False, **changed):
+        return cell | dict(step=step, compiled=compiled, cell=f"{step} {compiled}") | changed
+
+    old = [row("forward"), row("training_step")]
+    new = [row("forward", match=False), row("forward", True, median=2.5)]
+    assert plot.NOT_YET in plot.cpu_table(plot.load(tmp_path))
+    for date, rows in (("2026-01-02", new), ("2026-01-01", old)):
+        (tmp_path / f"z{date[-1]}.json").write_text(json.dumps(facts | dict(date=date, rows=rows)))
+    text = plot.cpu_table(plot.load(tmp_path))
+    cells = "| m, float32, batch 1 | wrong result | 1.50 (1.25 to 1.75) | 2.50 (1.25 to 1.75) |  |"
+    assert cells in text and "2026-01-01" in text and "2026-01-02" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own
+def test_compiled_cells(monkeypatch):
+    """Oracle: who compiles which arm, that results match, and that those of other weights do not."""
+    asked, compile_ = [], torch.compile
+
+    def compile_fast(model, backend="inductor"):
+        asked.append(backend)
+        return compile_(model, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", compile_fast)
+    cell, small = next(c for c in cpu.CELLS if c.compiled), dict(depth=1, img_size=32)
+    row = cpu.measured(cell, 0.0, 3, **small)
+    assert asked == ["fastvit_triton", "inductor"] and row["best"] == cpu.COMPILER
+    assert row["match"] and 0 < row["q1"] <= row["median"] <= row["q3"]
+    calls = cpu.arms(cell, **small)
+    torch.nn.init.normal_(cpu.module_of(calls[cpu.OURS]).head.weight)
+    assert not cpu.matches({name: call.eval() for name, call in calls.items()}, torch.randn(1, 3, 32, 32))
+    torch._dynamo.reset()
+
+
 def test_comparing_two_trees(tmp_path):
     """Oracle: ratios of hand-made times, medians over the rounds; rows without a match or a phase are no times."""
     sides = {"before": ([4.0, 4.0], [2.0, 6.0]), "after": ([4.0, 2.0], [1.0, 3.0])}
@@ -434,11 +472,11 @@ def test_processors_are_compared_cell_by_cell(tmp_path):
     """Oracle: the file after two calls: every cell once, resumed, matching; the best peer is one of them."""
     words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "0", "--rounds", "3", "--only"]
     small = dict(depth=1, img_size=32)
-    assert len(cpu.main([*words, "vit_tiny,float32,batch 1 "], **small)) == 2
+    assert len(cpu.main([*words, "vit_tiny,bfloat16,batch 1 "], **small)) == 2
     before = json.loads((tmp_path / "cpu.json").read_text())["rows"]
-    rows = cpu.main([*words, "vit_tiny,batch 1 "], **small)
-    assert rows[:2] == before and [row["cell"] for row in rows] == [c.name for c in cpu.wanted("vit_tiny,batch 1 ")]
-    assert all(row["match"] and row["turns"] == 3 for row in rows) and len(cpu.CELLS) == 24
+    rows = cpu.main([*words, "vit_tiny,bfloat16"], **small)
+    assert rows[:2] == before and [row["cell"] for row in rows] == [c.name for c in cpu.wanted("vit_tiny,bfloat16")]
+    assert all(row["match"] and row["turns"] == 3 for row in rows) and len(cpu.CELLS) == 30
     for row in rows:
         assert row["peers"].keys() == {"timm", "transformers", "vit-pytorch"}
         assert {n: row[n] for n in ("median", "q1", "q3")} == row["peers"][row["best"]]

@@ -271,6 +271,83 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     assert all(re.search(rf"^{op.name} +(kernel|PyTorch path: .+)$", text, re.MULTILINE) for op in OPS)
 
 
+@pytest.mark.parametrize(
+    "name, side, size, candidates, launches",
+    [
+        ("timm:vit_tiny_patch16_224", 0, 224, 62, (125, 77)),
+        ("timm:resnet18", 64, 64, 0, (68, 68)),
+        ("torchvision:vit_b_16", 96, 96, 62, (173, 77)),
+        ("hf-config:Dinov2Model", 0, 224, 62, (172, 76)),
+        ("hf-config:CLIPConfig", 64, 64, 63, (174, 78)),
+        ("FOLDER", 0, 28, 12, (35, 19)),
+        ("FOLDER/config.json", 42, 42, 12, (35, 19)),
+        ("vit_digits_patch2_8", 0, 8, None, None),
+    ],
+)
+def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_path, capsys: pytest.CaptureFixture):
+    """Oracle: operators counted by eye, modules of twelve blocks; on a CPU it says that kernels need a GPU."""
+    config = dict(
+        model_type="dinov2", num_hidden_layers=2, image_size=28, architectures=["Dinov2ForImageClassification"]
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    name = name.replace("FOLDER", f"hf-config:{tmp_path}")
+    assert main(["doctor", "--model", name, *(["--img-size", str(side)] if side else [])]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{name}: ") and f" × {size} × {size}, bfloat16" in text
+    assert "need a CUDA or ROCm GPU, this is cpu" in text or torch.cuda.is_available()
+    if candidates is None:
+        assert "Its layers call the kernels" in text
+    else:
+        assert f"\n{candidates} of {candidates} candidates are fused" in text
+        before, after = launches
+        assert re.search(rf"^launches a batch +{before} +{after} +{before - after}$", text, re.MULTILINE)
+    found = [[float(n) for n in row.split()] for row in re.findall(r"^\w+ an? \w+ +([\d. ]+)$", text, re.MULTILINE)]
+    assert len(found) == 3 and all(abs(a - b - c) <= 0.1 and c >= 0 for a, b, c in found)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("timm:vit_tinny_patch16_224", "nearest are vit_tiny_patch16_224"),
+        ("torchvision:nothing", "torchvision has no model called 'nothing'"),
+        ("keras:vit", "begins with 'keras'; use timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS"),
+        ("vit_nothing", "no model is called 'vit_nothing'"),
+        ("absent:vit", "begins with 'absent'"),
+        ("hf-config:Nothing", "no file, no folder with config.json, and no class"),
+        ("hf-config:AutoConfig", "no class of transformers"),
+        ("hf-config:BertConfig", "BertModel takes input_ids, not images"),
+        ("hf-config:VitPoseConfig", "name the class of a model"),
+        ("hf-config:Siglip2VisionConfig", "missing 2 required positional arguments"),
+        ("hf-config:{nonsense", "Expecting property name"),
+        ('hf-config:{"a": 1}', "'model_type' is missing or unknown"),
+        ("hf-config:[1]", "no configuration of transformers"),
+        ('hf-config:{"model_type": "vit", "hidden_size": "many"}', "hidden_size"),
+        ("vit_tiny_patch16_224 --img-size 97", "not a multiple of patch_size 16"),
+        ("torchvision:vit_b_16 --img-size 97", "--img-size 97 does not fit"),
+        ("timm:resnet18 --img-size 0", "--img-size is 0"),
+        ("timm:resnet18 --batch-size 0", "--batch-size is 0"),
+        (" --img-size 32", "--img-size belongs to a --model"),
+    ],
+)
+def test_doctor_and_bad_models(words, sentence, tmp_path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence that says what is wrong."""
+    name, *options = words.split(" --") if "{" not in words else [words]
+    if name.startswith(("hf-config:{", "hf-config:[")):
+        path = tmp_path / "made.json"
+        path.write_text(name.removeprefix("hf-config:"))
+        name = f"hf-config:{path}"
+    options = [word for option in options for word in f"--{option}".split()]
+    assert sentence in refused(capsys, "doctor", *(["--model", name] if name else []), *options)
+
+
+@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "torchvision:vit_b_16", "hf-config:ViTConfig"])
+def test_doctor_without_the_package(name, monkeypatch, capsys: pytest.CaptureFixture):
+    """Oracle: the sentence names the package."""
+    package = {"hf-config": "transformers"}.get(name.split(":")[0], name.split(":")[0])
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"{package} cannot be imported" in refused(capsys, "doctor", "--model", name)
+
+
 def test_convert_there_and_back(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: every tensor of the model that went in."""
     from fastvit_triton.weights import load_model

@@ -27,7 +27,7 @@ ARROWS = {
     "weights": {"layers", "models", "files", "weights"},
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
     "measure": {"kernels", "models", "weights", "convert", "measure"},
-    "cli": {"kernels", "models", "train", "weights", "explain", "measure", "files", "cli"},
+    "cli": {"kernels", "models", "convert", "train", "weights", "explain", "measure", "files", "cli"},
     "__init__": {"kernels", "convert", "models", "weights"},
 }
 LINES = {"kernels/attention.py": 800, "kernels/linear.py": 800, "kernels/": 400, "models/transformer.py": 300}

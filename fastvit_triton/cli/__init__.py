@@ -90,7 +90,10 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="file for the rows as JSON")
     add("--device", default="auto", help="cpu, cuda, …; auto takes a GPU if there is one")
 
-    command(doctor, "say what runs on this machine")
+    add = command(doctor, "say what runs on this machine, or what would be fused of a model")
+    add("--model", help="timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name from list_models()")
+    add("--img-size", type=int, help="image side in pixels (default: the model's)")
+    add("--batch-size", type=int, default=64, help="images that share a launch (default: 64)")
 
     add = command(convert, "rewrite a checkpoint for another library")
     add("checkpoint", type=Path, help="a checkpoint of ours, or with --model of any known layout")

@@ -63,7 +63,7 @@ def _attention(node: fx.Node) -> Attention | str | None:
     if kind(node) == "scaled_dot_product_attention":
         given, inner = read(node), []
         q, k, v = (given[name] for name in ("query", "key", "value"))
-        bias, scale = given.get("attn_mask"), given.get("scale")
+        bias, windows, scale = given.get("attn_mask"), None, given.get("scale")
         if given.get("dropout_p", 0.0) != 0.0:
             return "it drops attention probabilities"
         if given.get("is_causal", False) is not False or given.get("enable_gqa", False) is not False:
@@ -72,7 +72,7 @@ def _attention(node: fx.Node) -> Attention | str | None:
         found = _written_out(node)
         if found is None:
             return None
-        q, k, v, bias, scale, inner = found
+        q, k, v, bias, windows, scale, inner = found
     else:
         return None
     if not (scale is None or isinstance(scale, (int, float))):
@@ -87,6 +87,9 @@ def _attention(node: fx.Node) -> Attention | str | None:
         bias = _bias(bias, (B, H, Nq, Nk))
         if bias is None:
             return "its mask does not broadcast to [B, H, Nq, Nk]"
+    if windows is not None:
+        windows = Call(torch.flatten, (windows, 0, 1))  # [W, 1, Nq, Nk]: image b of the batch is in window b mod W
+        bias = windows if bias is None else Call(torch.add, (bias, windows))
     return Attention(q, k, v, bias, scale, inner)
 
 
@@ -104,7 +107,8 @@ def _written_out(node: fx.Node) -> tuple | None:
     if kind(weights) != "softmax" or read(weights).get("dim") not in (-1, len(shape(weights)) - 1):
         return None
     inner.append(weights)
-    scores, scale, bias = up(read(weights)["input"], inner), 1.0, None
+    scores, windows = _windows(up(read(weights)["input"], inner), inner)
+    scale, bias = 1.0, None
     if kind(scores) == "add" and read(scores).get("alpha", 1) == 1:
         inner.append(scores)
         a, b = read(scores)["input"], read(scores)["other"]
@@ -128,7 +132,28 @@ def _written_out(node: fx.Node) -> tuple | None:
         return None
     inner.append(kt[0])
     k = _scaled_by(kt[0].args[0], inner)
-    return q[0], k[0], v, bias, scale * k[1], inner
+    return q[0], k[0], v, bias, windows, scale * k[1], inner
+
+
+def _windows(scores: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+    """The scores [B, H, Nq, Nk] before windows got masks [1, W, 1, Nq, Nk], and the masks: Swin's shifted windows."""
+    passed: list[fx.Node] = []
+    added = up(scores.args[0], passed) if kind(scores) == "reshape" else None
+    if kind(added) != "add" or read(added).get("alpha", 1) != 1 or len(shape(added)) != 5:
+        return scores, None
+    given, (_, W, H, Nq, Nk) = read(added), shape(added)
+    for split, masks in ((given["input"], given["other"]), (given["other"], given["input"])):
+        if (
+            kind(split) != "reshape"
+            or not equal(shape(split), shape(added))
+            or not equal(shape(masks), (1, W, 1, Nq, Nk))
+        ):
+            continue
+        before = split.args[0]
+        if equal(shape(before), shape(scores)) and equal(shape(before)[1:], (H, Nq, Nk)):
+            inner += [scores, *passed, added, split]
+            return up(before, inner), masks
+    return scores, None
 
 
 def _scaled_by(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float]:

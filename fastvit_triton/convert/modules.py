@@ -10,8 +10,8 @@ from ..kernels.op import backend, why_not
 from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they fill FORWARDS)
 from .from_torch import CONV, STEMS
 from .fused import FORWARDS, LABELS, READERS, REASONS
+from .outcome import Report, Row
 from .parts import LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
-from .report import Report, Row
 
 LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class names that a user would ask about

@@ -1,0 +1,123 @@
+"""What `doctor --model` says a model saves: counted from shapes, held to hand counts and to recorded launches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from foreign import build
+from torch import nn
+
+from benchmarks.launches import recording
+from fastvit_triton import create_model, optimize
+from fastvit_triton.convert.count import Count, count, savings
+from fastvit_triton.explain.costs import image_cost
+from fastvit_triton.kernels import op
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    """A tensor without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_operators_by_hand():
+    """Oracle: operands and results by hand, 2 bytes a number; views and fresh memory are free."""
+    x, w, b = empty(6, 8), empty(16, 8), empty(16)
+    read, written = 6 * 8 + 16 * 8 + 16, 6 * 16
+    assert count(F.linear, x, w, b) == Count(1, 2 * (read + written), 2 * 6 * 8 * 16)
+    assert count(F.gelu, x) == Count(1, 2 * 2 * 48)
+    assert count(x.add_, x) == Count(1, 2 * 2 * 48)  # read once, written once
+    assert count(lambda: x.t().reshape(2, 4, 6).detach().unbind(0)) == Count()
+    assert count(lambda: (x.new_empty(5), torch.empty_like(x))) == Count()
+    assert count(F.gelu, empty(1, 8).expand(6, 8)).nbytes == 2 * (8 + 48)  # one row is read
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_hand(masked):
+    """Oracle: q, k, v, mask and output once each; both products; whoever calls it."""
+    q, kv, mask = empty(2, 3, 5, 8), empty(2, 3, 7, 8), empty(2, 1, 5, 7) if masked else None
+    nbytes = 2 * (2 * 2 * 3 * 5 * 8 + 2 * 2 * 3 * 7 * 8 + (2 * 5 * 7 if masked else 0))
+    found = count(lambda: F.scaled_dot_product_attention(q, kv, kv, attn_mask=mask))
+    assert found == Count(1, nbytes, 2 * 2 * 2 * 3 * 5 * 7 * 8)
+    layer = nn.MultiheadAttention(24, 3, batch_first=True, device="meta", dtype=torch.bfloat16).eval()
+    x = empty(2, 5, 24)
+    products = 2 * 10 * 24 * 24 * 4 + 2 * 2 * 2 * 5 * 5 * 24
+    with torch.no_grad():
+        assert count(layer, x, x, x, need_weights=False).flops == products
+
+
+BLOCKS = {
+    "timm_vit": lambda m: m.blocks[0],
+    "timm_deit3": lambda m: m.blocks[0],
+    "timm_vit_qk_norm": lambda m: m.blocks[0],
+    "torchvision_vit": lambda m: m.encoder.layers[0],
+    "hf_vit": lambda m: m.layers[0],
+    "vit_pytorch_vit": lambda m: m.transformer,
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_launches_of_blocks_are_those_recorded(name):
+    """Oracle: the kernels that the same block launches on real tensors, and the bytes of their arguments."""
+    block = BLOCKS[name](build(name, torch.bfloat16)).eval()
+    optimize(block)
+    x = torch.randn(2, 5, 24, dtype=torch.bfloat16)
+    with torch.no_grad(), recording("sm_90") as found:
+        block(x)  # folds weights, which are kept
+        del found[:]
+        block(x)
+    _, after = savings(block.to("meta"), x.to("meta"))
+    assert (after.launches, after.nbytes) == (len(found), sum(launch.nbytes for launch in found))
+
+
+def test_a_block_is_ten_launches_before_and_five_after():
+    """Oracle: the operators of an eager block, counted by eye, and the plan; three blocks less two."""
+
+    def both(depth):
+        with torch.device("meta"):
+            model = create_model("vit_tiny_patch16_224", depth=depth).to(torch.bfloat16).eval()
+        return savings(model, empty(2, 3, 224, 224))
+
+    three, two = both(3), both(2)
+    assert [a.launches - b.launches for a, b in zip(three, two, strict=True)] == [10, 5]
+    assert three[1].nbytes < three[0].nbytes
+
+
+def test_flops_are_those_of_the_cost_table():
+    """Oracle: `explain`'s formula for one image, and the head; the same before and after."""
+    with torch.device("meta"):
+        model = create_model("vit_base_patch16_224").to(torch.bfloat16).eval()
+    cost = image_cost(224, 16, dim=768, depth=12, num_heads=12, head_dim=64, hidden=3072)
+    before, after = savings(model, empty(4, 3, 224, 224))
+    assert before.flops == after.flops == 4 * (cost.linear_flops + cost.attention_flops + 2 * 768 * 1000)
+
+
+def test_everything_is_put_back():
+    """Oracle: the switch and what stands in for a GPU, after a model that needs real numbers and one that does not."""
+
+    class Reader(nn.Module):
+        def forward(self, x):
+            return x if x.sum().item() else -x
+
+    def facts():
+        held = F.scaled_dot_product_attention, torch.is_autocast_enabled
+        return (op._chosen, op.target, op.why_not, op.tile.MISSING, *held)
+
+    op.set_backend("torch")
+    try:
+        before = facts()
+        with pytest.raises(RuntimeError, match="meta"):
+            savings(Reader(), empty(2, 3))
+        with torch.device("meta"):
+            savings(create_model("vit_digits_patch2_8").to(torch.bfloat16), empty(2, 1, 8, 8))
+        assert facts() == before
+    finally:
+        op.set_backend(None)
+    assert op.why_not(torch.device("meta"), torch.bfloat16) is not None
+
+
+def test_counts_need_no_triton(monkeypatch):
+    """Oracle: the count with it."""
+    with torch.device("meta"):
+        model = create_model("vit_tiny_patch16_224", depth=1).to(torch.bfloat16).eval()
+    with_it = savings(model, empty(2, 3, 224, 224))
+    monkeypatch.setattr(op.tile, "MISSING", "blocked")
+    assert savings(model, empty(2, 3, 224, 224)) == with_it

@@ -1,0 +1,141 @@
+"""Where models go from here: PyTorch's own backends, torch.export, AOTInductor, ONNX; ours, and optimised ones."""
+
+import copy
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from foreign import build
+from functorch.compile import make_boxed_func
+from interpreter import interpreting
+from torch._dynamo.backends.common import aot_autograd
+
+from fastvit_triton import create_model, optimize, revert
+from fastvit_triton.convert.backend import backend
+
+pytestmark = [  # PyTorch's own
+    pytest.mark.filterwarnings(f"ignore:.*{words}")
+    for words in ("should not be instantiated", "`torch.jit", "torch.jit", "`isinstance.treespec, LeafSpec")
+]
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler"
+)
+OURS = "ours"
+BATCH = {0: torch.export.Dim.DYNAMIC}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No test sees what another one compiled."""
+    yield
+    torch._dynamo.reset()
+
+
+def made(name):
+    """(model in float32, optimised unless it is ours, an untouched twin in float64), with every parameter drawn."""
+    if name != OURS:
+        truth = build(name).eval()
+    else:
+        tiny = dict(img_size=32, embed_dim=24, num_heads=2, depth=2, num_classes=5)
+        truth = create_model("vit_tiny_patch16_224", **tiny, init_values=0.5).double().eval()
+        for parameter in truth.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    model = copy.deepcopy(truth).float()
+    truth.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+    if name != OURS:
+        assert optimize(model).fused
+    return model, truth
+
+
+def first(y):
+    """The tensor of a model's output."""
+    return y if isinstance(y, torch.Tensor) else next(iter(y.values()) if isinstance(y, dict) else iter(y))
+
+
+def assert_close(got, own, truth):
+    """Error ≤ 2 · (the eager model's own error in float32 + one rounding), with `truth` in float64."""
+    got, own = (t.detach().double() for t in (got, own))
+    allowed = 2 * (float((own - truth).norm()) + torch.finfo(torch.float32).eps * float(truth.norm()))
+    assert got.shape == truth.shape and float((got - truth).norm()) <= allowed
+
+
+def gradients(run, model, images):
+    """Output and gradients of a training step, each in one vector: what cancels is small beside the rest."""
+    y = first(run(images))
+    grads = torch.autograd.grad(y.square().sum(), list(model.parameters()), allow_unused=True)
+    return y, torch.cat([g.flatten() for g in grads if g is not None])
+
+
+@pytest.mark.parametrize("name", [OURS, "timm_deit3", "torchvision_vit"])
+def test_our_backend_after_optimize(name):
+    """Oracle: the untouched model, output and gradients; the kernels that conversion chose are in the graph."""
+    model, truth = made(name)
+    images, seen = torch.randn(2, 3, 32, 32), []
+    own = gradients(model, model, images)
+
+    def keep(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    with interpreting():
+        compiler = partial(backend, inner=aot_autograd(fw_compiler=keep))
+        got = gradients(torch.compile(model, backend=compiler, fullgraph=True), model, images)
+    kernels = ("patch_embed_fwd", "linear_fwd", "attention_fwd", "attention_bwd", "mlp_bwd")
+    assert {f"fastvit_triton.{kernel}.default" for kernel in kernels} <= set(seen)
+    for one, plain, want in zip(got, own, gradients(truth, truth, images.double()), strict=True):
+        assert_close(one, plain, want.detach())
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", ["inductor", "fastvit_triton"])
+@pytest.mark.parametrize("name", [OURS, "timm_deit3"])
+def test_inductor(name, compiler):
+    """Oracle: the untouched model; one graph, compiled to C++."""
+    model, truth = made(name)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        got = torch.compile(model, backend=compiler, fullgraph=True)(images)
+        assert_close(got, model(images), truth(images.double()))
+
+
+@pytest.mark.parametrize("name", [OURS, "timm_deit3", "timm_eva02", "hf_vit", "torchvision_vit", "vit_pytorch_simple"])
+def test_exported_programs_are_files(name, tmp_path):
+    """Oracle: the untouched model, for a batch of another size; the program that is read back needs none of ours."""
+    model, truth = made(name)
+    program = torch.export.export(model, (torch.randn(2, 3, 32, 32),), dynamic_shapes=(BATCH,), strict=False)
+    torch.export.save(program, tmp_path / "model.pt2")
+    program, images = torch.export.load(tmp_path / "model.pt2"), torch.randn(3, 3, 32, 32)
+    assert not any("fastvit_triton" in str(node.target) for node in program.graph.nodes)
+    with torch.no_grad():
+        got, own = (first(run(images)) for run in (program.module(), model))
+        assert_close(got, own, first(truth(images.double())))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [OURS, "timm_deit3"])
+def test_aotinductor(name, tmp_path):
+    """Oracle: the untouched model; the package runs without any Python of the model's."""
+    model, truth = made(name)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        program = torch.export.export(model, (images,))
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        got = torch._inductor.aoti_load_package(path)(images)
+        assert_close(got, model(images), truth(images.double()))
+
+
+@pytest.mark.parametrize("name", [OURS, "timm_deit3", "hf_vit", "torchvision_vit"])
+def test_onnx_after_revert(name, tmp_path):
+    """Oracle: the untouched model, in onnxruntime, for a batch of another size."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, truth = made(name)
+    revert(model)
+    path, images = tmp_path / "model.onnx", torch.randn(3, 3, 32, 32)
+    given = torch.randn(2, 3, 32, 32)
+    torch.onnx.export(model, (given,), path, dynamo=True, verbose=False, dynamic_shapes=(BATCH,))
+    session = onnxruntime.InferenceSession(path)
+    (got, *_) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    with torch.no_grad():
+        assert_close(torch.from_numpy(got), first(model(images)), first(truth(images.double())))
