@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,8 +240,25 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[s
     for name in ("eager", "ours eager", "torch.compile", "ours compiled"):
         assert arms[name]["match"] and arms[name]["speedup"] > 0 and "us" not in arms[name], arms[name]
         assert ("saved_bytes" in arms[name]) == bool(words)
-        assert re.search(rf"{name} +│ \d\.\d\d \(\d\.\d\d to \d\.\d\d\)", text)
+        assert re.search(rf"{name} +\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", text)
     assert "timm: timm has no such model" in text and held["command"] and held["packages"]["torch"]
+
+
+def test_benchmark_on_a_gpu_tells_times_and_memory(capsys: pytest.CaptureFixture):
+    """Oracle: rows by hand. Milliseconds with quartiles and memory of those that are right; the others say why not."""
+    eager = dict(arm="eager (timm)", dtype="bfloat16", match=True, us=2000.0, q1=1900.0, q3=2100.0, peak_bytes=2**21)
+    eager |= dict(speedup=1.0, speedup_quartiles=[1.0, 1.0], saved_bytes=2**20)
+    ours = eager | dict(arm="ours", us=1000.0, speedup=2.0, speedup_quartiles=[1.9, 2.1], saved_bytes=2**19)
+    wrong = dict(arm="wrong", match=False, worst="output 0", within=3.5, peak_bytes=None)
+    late, absent = dict(arm="slow", error="Late: x"), dict(arm="peer", reason="peer cannot be imported")
+    case = SimpleNamespace(name="vit batch 2 training")
+    measuring._report(case, "training", [eager, ours, wrong, late, absent], gpu=True)
+    text = capsys.readouterr().out
+    assert "2.000 (1.900-2.100)" in text
+    assert re.search(r"^ *ours +1.000 \(1.900-2.100\) +2.00 +2.0 +0.5 +yes", text, re.MULTILINE)
+    assert re.search(r"wrong +- +- +- +- +NO", text) and "output 0 is 3.5 times as far off" in text
+    assert "slow: not ready in time" in text and "peer: peer cannot be imported" in text and "No GPU" not in text
+    assert text.startswith("vit batch 2, one training step without optimiser, bfloat16")
 
 
 @pytest.mark.filterwarnings("default")

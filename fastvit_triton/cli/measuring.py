@@ -113,8 +113,8 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
             say(f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}")
         elif not row["match"]:
             say(f"{row['arm']}: no time, because {row['worst']} is {row['within']} times as far off as it may be")
-    say("Times faster than the first row: median of alternating pairs, quartiles in brackets. A result matches when it")
-    say("is as close to float64 as eager PyTorch, within twice its error and one rounding.")
+    say("A ratio says how many times faster than the first row: median of alternating pairs; quartiles in brackets.")
+    say("A result matches when it is as close to float64 as eager PyTorch, within twice its error and one rounding.")
     if not gpu:
         say("No GPU is in use, and the Triton kernels need one: here our ops take the PyTorch path, so about 1 is all")
         say("there is to win. Processors are shared and change their clocks, so times are given as ratios only.")
@@ -122,16 +122,19 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
 
 def _table(rows: list[dict], gpu: bool) -> "Table":
     """Arms that have a verdict, one a row."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    titles = ["", *["ms"] * gpu, "times faster", *["peak MiB"] * gpu, *["saved MiB"] * ("saved_bytes" in rows[0])]
-    table = Table(*titles, "match")
+    titles = ["", *["ms"] * gpu, "ratio", *["peak MiB"] * gpu, *["saved MiB"] * ("saved_bytes" in rows[0])]
+    table = Table(*titles, "match", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns hold it
     for row in rows:
         if "match" not in row:
             continue
         ratio = row.get("speedup_quartiles")
-        cells = [f"{row['us'] / 1e3:.3f} ({row['q1'] / 1e3:.3f} to {row['q3'] / 1e3:.3f})" if ratio else "-"] * gpu
-        cells.append(f"{row['speedup']:.2f} ({ratio[0]:.2f} to {ratio[1]:.2f})" if ratio else "-")
+        time = "{:#.4g} ({:#.4g}-{:#.4g})".format(*(row[n] / 1e3 for n in ("us", "q1", "q3"))) if ratio else "-"
+        cells = [time] * gpu
+        spread = "" if gpu or not ratio else f" ({ratio[0]:.2f} to {ratio[1]:.2f})"
+        cells.append(f"{row['speedup']:.2f}{spread}" if ratio else "-")
         cells += [_mebibytes(row.get("peak_bytes"))] * gpu
         cells += [_mebibytes(row.get("saved_bytes"))] * ("saved_bytes" in rows[0])
         table.add_row(row["arm"], *cells, "yes" if row["match"] else "NO")
