@@ -72,10 +72,6 @@ def test_masked_pretraining_starts_fine_tuning(folder: Path, tmp_path: Path, cap
     tuned, _ = load_model(second / WEIGHTS)
     for name, parameter in tuned.blocks.named_parameters():
         CLOSE(parameter, encoder.blocks.get_parameter(name), msg=name)
-    assert (
-        "predicts pixels" in refused(capsys, *command[:3], "--out", tmp_path / "x", "--teacher", first, *options)
-        or True
-    )
 
 
 def test_distillation_by_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
