@@ -9,7 +9,7 @@ Adds nothing: the weights are those of the `VisionTransformer` with the same con
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.linear import linear
@@ -24,7 +24,9 @@ class LengthAttention(Attention):
 
     kv_lens: Tensor | None = None
 
-    def forward(self, x: Tensor, *, norm=None, stats: Tensor | None = None, **branch) -> Tensor | tuple:
+    def forward(
+        self, x: Tensor, *, norm: nn.Module | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [B, N, D] → [B, N, D], as `Attention`."""
         qkv = project(x, self.qkv, norm=norm, stats=stats)
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
