@@ -2,10 +2,11 @@
 
     python -m benchmarks.learn                every way, seed 0; about ten minutes of one core
     python -m benchmarks.learn --seeds 20     the default recipe, twenty seeds; about half an hour of one core
+    python -m benchmarks.learn --quick        every way for eight epochs: the marks of tests/test_learn.py
     python -m benchmarks.learn --epochs 5     shorter runs, to try it; prints, and writes nothing
 
 Each run sees the training split alone and reads the test split once, after its last epoch; no choice rests on it. The
-first two commands write results/learn.json.
+first three commands write results/learn.json.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from fastvit_triton.weights import load_weights
 RESULT = Path(__file__).parent / "results" / "learn.json"
 TRANSFORM = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))
 SIZE = dict(embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1)
+QUICK = 8  # epochs that a test can afford
 SHOTS = 10  # labelled images of each class, where labels are few
 PRETRAIN = replace(DIGITS, loss="colours", mask_ratio=0.5, label_smoothing=0.0, mixup=0.0)
 
@@ -146,14 +148,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="the default recipe from so many seeds")
     parser.add_argument("--epochs", type=int, help="shorter runs; nothing is written")
     parser.add_argument("--only", choices=WAYS, help="one way; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="every way for eight epochs")
     args = parser.parse_args()
-    epochs = args.epochs or DIGITS.epochs
+    epochs = QUICK if args.quick else args.epochs or DIGITS.epochs
     if args.seeds:
         part, found = "seeds", spread(args.seeds, epochs)
     else:
         names = [args.only] if args.only else list(WAYS)
+        part = "quick" if args.quick else "ways"
         with ProcessPoolExecutor() as pool:
-            part, found = "ways", dict(zip(names, pool.map(learn, names, [epochs] * len(names)), strict=True))
+            found = dict(zip(names, pool.map(learn, names, [epochs] * len(names)), strict=True))
     print(json.dumps(found, indent=2))
     if args.epochs is None and args.only is None:
         result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
