@@ -16,10 +16,12 @@ from timm.optim import Lamb as TimmLamb
 from torch import nn
 
 from fastvit_triton.cli import main
+from fastvit_triton.layers.block import DropPath
 from fastvit_triton.models import create_model
 from fastvit_triton.train import policy
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.cifar import META, PARTS, cifar, is_cifar
+from fastvit_triton.train.drop_path import set_drop_path
 from fastvit_triton.train.job import BEST, LOG, RECIPES, STATE, WEIGHTS
 from fastvit_triton.train.lamb import Lamb
 from fastvit_triton.train.mix import mixup
@@ -266,3 +268,38 @@ def test_log_and_headers_are_complete(folder: Path, tmp_path: Path):
     reached = [float(row[header.index("test_accuracy")]) for row in rows]
     best = json.loads(load_model(out / BEST)[1]["training"])
     assert best["test_accuracy"] == max(reached) and best["crc32"]
+
+
+@pytest.mark.parametrize("init_values", [None, 0.1])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_skipped_images_are_not_worked_on(init_values: float | None, norm: str):
+    """Oracle: the branches multiplied by the same draws, in float64, output and gradients; the MLP counts its rows."""
+    options = dict(embed_dim=16, depth=3, num_heads=2, init_values=init_values, norm=norm, drop_path_rate=0.5)
+    skipping, scaling = (create_model("vit_digits_patch2_8", **options).double() for _ in range(2))
+    skipping.load_state_dict(scaling.state_dict())
+    set_drop_path(skipping, 0.5, constant=True, skip=True)
+    set_drop_path(scaling, 0.5, constant=True)
+    images, rows, draws = torch.randn(12, 1, 8, 8).double(), [], []
+    for block in skipping.blocks:
+        mlp, forward = block.mlp, block.mlp.forward
+        mlp.forward = lambda x, forward=forward, **branch: (rows.append(x.shape[0]), forward(x, **branch))[1]
+    draw = DropPath.kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DropPath, "kept", lambda self, x: (draws.append(draw(self, x)), draws[-1])[1])
+        ours = skipping(images)
+    kept = iter([torch.zeros(12).index_fill(0, chosen, 2.0).double() for chosen in draws])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DropPath, "sample_scale", lambda self, x: next(kept))
+        theirs = scaling(images)
+    CLOSE(ours, theirs)
+    assert rows == [len(chosen) for chosen in draws[1::2]] and sum(rows) < 3 * 12
+    for value in (ours, theirs):
+        value.square().sum().backward()
+    for (name, a), b in zip(skipping.named_parameters(), scaling.parameters(), strict=True):
+        CLOSE(a.grad, b.grad, msg=name)
+    assert torch.equal(skipping.eval()(images), scaling.eval()(images))
+    skipping.train().zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DropPath, "kept", lambda self, x: torch.empty(0, dtype=torch.long))
+        skipping(images).sum().backward()
+    assert all(parameter.grad is not None for parameter in skipping.parameters())

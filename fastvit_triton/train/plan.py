@@ -191,8 +191,8 @@ def prepare(recipe: Recipe, model: nn.Module, fresh: bool = True) -> None:
         model: with the parts it is about.
         fresh: its weights are not from a checkpoint.
     """
-    if recipe.drop_path_constant:
-        set_drop_path(model, recipe.drop_path_rate, constant=True)
+    if recipe.drop_path_rate:
+        set_drop_path(model, recipe.drop_path_rate, recipe.drop_path_constant, skip=True)
     if fresh and recipe.pos_std:
         redraw_positions(model, recipe.pos_std)
     if fresh and recipe.head_bias:
