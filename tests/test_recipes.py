@@ -106,6 +106,22 @@ def test_half_precision_averages_and_parts(folder: Path, tmp_path: Path, amp: st
         assert not torch.equal(parameter, state["model"][name]), name
 
 
+def test_every_part_can_be_chosen(folder: Path, tmp_path: Path):
+    """Oracle: the settings of the state, and two finite epochs, of a recipe in which everything is another."""
+    out = tmp_path / "run"
+    chosen = {
+        "optimizer": "lamb", "schedule": "vit", "loss": "bce", "weight_decay": 0.02, "layer_decay": 0.8, "clip": 0.5,
+        "mixup": 0.0, "mixtoken": 0.7, "erasing": 0.5, "policy": "three", "repeats": 2, "min_area": 0.5,
+        "drop_path_rate": 0.3, "label_smoothing": 0.0, "average": 0.9, "warmup": 0.2,
+    }  # fmt: skip
+    options = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL, *options]) == 0
+    state = load_state(out / STATE)
+    assert {name: state["settings"][name] for name in chosen} == chosen
+    assert all(math.isfinite(row["train_loss"]) for row in state["history"])
+    assert len({group["lr"] for group in state["optimizer"]["param_groups"]}) == 6  # four blocks, stem and head
+
+
 def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence each, and no folder."""
     train = ("train", "--out", tmp_path / "out")
@@ -116,6 +132,13 @@ def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.
     assert "decay is 1.5; it must be in [0, 1)" in refused(capsys, *train, "--average", "1.5")
     on_folder = (*train, "--data", folder, "--recipe", "vit-i1k", "--workers", "0")
     assert "warmup is 10000 of 300 steps" in refused(capsys, *on_folder, "--img-size", "16")
+    assert "beside mixup or cutmix" in refused(capsys, *train, "--mixtoken", "1")
+    assert "mask_ratio 0.0; hide a part" in refused(capsys, *train, "--loss", "pixels")
+    assert "loss 'bce' takes none, set it to 0" in refused(capsys, *train, "--loss", "bce")
+    assert "optimizer is 'adam'; use 'adamw'" in refused(capsys, *train, "--optimizer", "adam")
+    assert "schedule is 'step'; use 'own'" in refused(capsys, *train, "--schedule", "step")
+    assert "loss is 'mse'; use 'softmax'" in refused(capsys, *train, "--loss", "mse")
+    assert "rate lies in [0, 1)" in refused(capsys, *train, "--drop-path-rate", "1")
     assert not (tmp_path / "out").exists()
 
 
