@@ -104,9 +104,11 @@ def test_whoever_asks_for_kernels_gets_them(elsewhere, monkeypatch):
     elsewhere("sm_90")
     assert not product(768, 2304)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "triton")
+    op.set_backend(None)
     dispatch.forget()  # as in a new process
     assert product(768, 2304) and dispatch.attention(attention_file._row, "fwd", *heads(197))
     monkeypatch.delenv("FASTVIT_TRITON_BACKEND")
+    op.set_backend(None)
     dispatch.forget()
     with interpreting():
         assert product(768, 2304) and stem(768)

@@ -20,7 +20,7 @@ from fastvit_triton import (
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.linear import ACTIVATIONS
-from fastvit_triton.kernels.op import backend, why_not
+from fastvit_triton.kernels.op import backend, set_backend, why_not
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
 EPS64 = torch.finfo(torch.float64).eps
@@ -302,13 +302,16 @@ def test_wrong_shapes_raise_one_sentence(call, words):
 
 
 def test_switch_and_reasons(monkeypatch):
-    """Oracle: the words of FASTVIT_TRITON_BACKEND, and a reason wherever no kernel runs."""
+    """Oracle: the words of FASTVIT_TRITON_BACKEND, read when first asked for, and a reason wherever no kernel runs."""
     assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
+    set_backend(None)
     assert "says torch" in why_not(torch.device("cuda"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "triton")
+    set_backend(None)
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 for the interpreter"):
         layer_norm(torch.zeros(2, 4), None, None, 1e-6)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "cuda")
+    set_backend(None)
     with pytest.raises(ValueError, match="use one of auto, triton, torch"):
         backend()

@@ -38,10 +38,11 @@ LIBRARY = torch.library.Library("fastvit_triton", "DEF")
 TUNED = Path(__file__).parent / "tuned"
 target: str | None = None  # the compile report names the architecture that it compiles for here
 _chosen: str | None = None
+_variable: str | None = None  # FASTVIT_TRITON_BACKEND, once it was read
 
 
 def backend() -> str:
-    """The one switch: `set_backend`, else FASTVIT_TRITON_BACKEND, else "auto".
+    """The one switch: `set_backend`, else FASTVIT_TRITON_BACKEND as it was when first asked for, else "auto".
 
     "auto" runs the kernels wherever they can run. "torch" always takes the PyTorch path. "triton" takes the kernels on
     CPU tensors too, where only Triton's interpreter can run them (TRITON_INTERPRET=1): slow, and a proof.
@@ -49,20 +50,28 @@ def backend() -> str:
     Raises:
         ValueError: the variable holds another word.
     """
-    return (
-        _checked(os.environ.get("FASTVIT_TRITON_BACKEND", "auto"), "FASTVIT_TRITON_BACKEND")
-        if _chosen is None
-        else _chosen
-    )
+    global _variable
+    if _chosen is not None:
+        return _chosen
+    if torch.compiler.is_compiling():  # Dynamo would guard what it finds unset
+        return _environment()
+    if _variable is None:
+        _variable = _environment()
+    return _variable
+
+
+def _environment() -> str:
+    return _checked(os.environ.get("FASTVIT_TRITON_BACKEND", "auto"), "FASTVIT_TRITON_BACKEND")
 
 
 def set_backend(name: str | None) -> None:
-    """Sets the switch for this process; None goes back to the environment variable.
+    """Sets the switch for this process; None goes back to the environment variable, and reads it anew.
 
     Raises:
         ValueError: the name is not "auto", "triton" or "torch".
     """
-    global _chosen
+    global _chosen, _variable
+    _variable = None
     _chosen = None if name is None else _checked(name, "name")
 
 
@@ -109,6 +118,8 @@ _floor = functools.cache(_too_old)
 
 def usable(x: torch.Tensor, head_dim: int = 0) -> bool:
     """The Triton path applies to x. Reads only device, dtype, head dimension and the switch, so Dynamo folds it."""
+    if x.is_cpu and backend() != "triton":  # the commonest answer, asked many times a model
+        return False
     return why_not(x.device, x.dtype, head_dim) is None
 
 
@@ -229,6 +240,13 @@ def expect(argument: str, tensor: torch.Tensor, **axes: int | None) -> None:
 
     The sentence names the argument, the axis and both sizes.
     """
+    shape = tensor.shape
+    if len(shape) == len(axes):
+        for got, size in zip(shape, axes.values(), strict=True):
+            if size is not None and size != got:
+                break
+        else:
+            return
     if tensor.dim() != len(axes):
         raise ValueError(f"{argument} must have axes [{', '.join(axes)}], got shape {list(tensor.shape)}")
     for (axis, size), got in zip(axes.items(), tensor.shape, strict=True):

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from ..kernels.linear import ACTIVATIONS
 from ..kernels.mlp import mlp
+from ..kernels.op import usable
 from .seam import before, drops, hooked, plain, project
 
 
@@ -35,9 +36,9 @@ class Mlp(nn.Module):
 
         `branch` (gamma, sample_scale, residual, return_stats) comes last.
         """
-        if norm is not None and not plain(norm, nn.LayerNorm):
+        if norm is not None and not (usable(x) and plain(norm, nn.LayerNorm)):
             x, norm = norm(x), None
-        if self._fusable():
+        if usable(x) and self._fusable():
             *fc1, norm = before(x, norm, self.fc1)
             return mlp(
                 x, tuple(fc1), (self.fc2.weight, self.fc2.bias), norm=norm, stats=stats, activation=self.act, **branch

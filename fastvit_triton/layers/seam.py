@@ -42,7 +42,7 @@ def norm_weights(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float]:
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
-    return layer_norm(x, *norm_weights(norm)) if plain(norm, nn.LayerNorm) else norm(x)
+    return layer_norm(x, *norm_weights(norm)) if usable(x) and plain(norm, nn.LayerNorm) else norm(x)
 
 
 def folded(x: Tensor, norm: Norm, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Folded | None:
@@ -97,9 +97,9 @@ def project(
     Returns:
         [B, ..., F]; with `return_stats` also [M, tiles, 2] fp32 or None.
     """
-    if norm is not None and not plain(norm, nn.LayerNorm):
+    if norm is not None and not (usable(x) and plain(norm, nn.LayerNorm)):
         x, norm = norm(x), None
-    if plain(fc, nn.Linear) and not (drop is not None and (drops(drop) or hooked(drop))):
+    if usable(x) and plain(fc, nn.Linear) and not (drop is not None and (drops(drop) or hooked(drop))):
         weight, bias, norm = before(x, norm, fc)
         return linear(
             x,
