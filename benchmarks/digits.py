@@ -27,8 +27,8 @@ from fastvit_triton.files import replacing
 from fastvit_triton.models import create_model
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, Data, TensorBatches, digits, pose
 from fastvit_triton.train.image import Transform
-from fastvit_triton.train.job import follow
-from fastvit_triton.train.optim import adamw, redraw_positions
+from fastvit_triton.train.job import follow, plan
+from fastvit_triton.train.plan import prepare
 from fastvit_triton.train.recipes import DIGITS, Recipe
 
 RESULT = Path(__file__).parent / "results" / "digits-recipe.json"
@@ -42,7 +42,9 @@ BASE = Recipe(
     batch_size=64,
     lr=2e-3,
     pos_std=0.5,
+    label_smoothing=0.1,
     mixup=0.4,
+    clip=1.0,
     degrees=10,
     zoom=0.1,
     shift=0.5,
@@ -83,10 +85,9 @@ def judge(recipe: Recipe, sizes: dict, fit_part: tuple, judged_part: tuple, seed
     judged = TensorBatches(*judged_part, transform, 128)
     data = Data("digits", tuple("0123456789"), transform, batches, judged, test_once=True)
     model = create_model(recipe.model, drop_path_rate=recipe.drop_path_rate, **sizes)
-    if recipe.pos_std:
-        redraw_positions(model, recipe.pos_std)
+    prepare(recipe, model)
     began = time.process_time()
-    *_, last = follow(recipe, model, data, adamw(model, recipe.lr, recipe.weight_decay))
+    *_, last = follow(plan(model, data, recipe))
     return last.test.accuracy, time.process_time() - began
 
 

@@ -7,58 +7,56 @@ import pytest
 import torch
 
 from fastvit_triton.models import create_model
-from fastvit_triton.train.drop_path import set_drop_path
-from fastvit_triton.train.published import (
-    PUBLISHED,
-    Published,
-    loss_for,
-    lr_for,
-    mix_for,
-    optimizer_for,
-    policy_for,
-)
+from fastvit_triton.train.plan import loss_for, lr_for, mix_for, optimizer_for, prepare
+from fastvit_triton.train.policy import policy_of
+from fastvit_triton.train.published import PUBLISHED
+from fastvit_triton.train.recipes import Recipe, shorten
 
 # Read from the papers, READMEs and configs that `source` names; what is not listed has the default.
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, weight_init="jax", pre_logits=True)
+JAX = dict(schedule="vit", warmup_unit="steps", clip=1.0, min_area=0.05, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 PINNED = {
-    "vit-i1k": dict(options=DROPOUT, batch_size=4096, epochs=300, warmup=10_000, lr=3e-3, weight_decay=0.3, clip=1.0),
-    "vit-i21k": dict(
+    "vit-i1k": JAX | dict(options=DROPOUT, batch_size=4096, epochs=300, warmup=10_000, lr=3e-3, weight_decay=0.3),
+    "vit-i21k": JAX | dict(
         options=DROPOUT, batch_size=4096, epochs=90, warmup=10_000, lr=1e-3, weight_decay=0.03, decay="linear",
         floor=1e-5,
     ),
-    "vit-finetune": dict(
-        img_size=384, batch_size=512, steps=20_000, warmup=500, lr=0.03, weight_decay=0.0, clip=1.0, optimizer="sgd"
+    "vit-finetune": JAX | dict(
+        img_size=384, batch_size=512, steps=20_000, warmup=500, lr=0.03, weight_decay=0.0, optimizer="sgd",
+        eval_crop=1.0,
     ),
-    "cifar10": dict(
-        img_size=384, batch_size=512, steps=10_000, warmup=500, lr=0.01, weight_decay=0.0, clip=1.0, optimizer="sgd"
+    "cifar10": JAX | dict(
+        img_size=384, batch_size=512, steps=10_000, warmup=500, lr=0.01, weight_decay=0.0, optimizer="sgd",
+        eval_crop=1.0,
     ),
-    "augreg": dict(
-        options={"pre_logits": True}, batch_size=4096, epochs=300, warmup=10_000, lr=1e-3, weight_decay=0.1, clip=1.0,
-        loss="sigmoid", head_bias=-6.9, mixup=0.5, policy="randaug(2,15)",
+    "augreg": JAX | dict(
+        options={"pre_logits": True}, batch_size=4096, epochs=300, warmup=10_000, lr=1e-3, weight_decay=0.1,
+        loss="sigmoid", head_bias=-6.9, mixup=0.5, policy="randaug(2,15)", eval_crop=0.875,
     ),
-    "simplevit": dict(
-        options={"pre_logits": True}, batch_size=1024, epochs=90, warmup=10_000, lr=1e-3, weight_decay=0.1, clip=1.0,
-        mixup=0.2, policy="randaug(2,10)",
+    "simplevit": JAX | dict(
+        options={"pre_logits": True}, batch_size=1024, epochs=90, warmup=10_000, lr=1e-3, weight_decay=0.1, mixup=0.2,
+        policy="randaug(2,10)", eval_crop=0.875,
     ),
     "deit": dict(
-        batch_size=1024, epochs=300, warmup=5, warmup_unit="epochs", lr=1e-3, weight_decay=0.05, schedule="deit",
-        floor=1e-5, label_smoothing=0.1, mixup=0.8, cutmix=1.0, drop_path=0.1, policy="timm", erasing=0.25, repeats=3,
-        average=0.99996,
+        batch_size=1024, epochs=300, warmup=5, warmup_unit="epochs", lr=1e-3, lr_images=512, weight_decay=0.05,
+        schedule="deit", floor=1e-5, label_smoothing=0.1, mixup=0.8, cutmix=1.0, drop_path_rate=0.1, policy="timm",
+        erasing=0.25, repeats=3, average=0.99996, min_area=0.08, eval_crop=0.875,
     ),
     "deit3": dict(
         options={"init_values": 1e-4}, img_size=192, batch_size=2048, epochs=800, warmup=5, warmup_unit="epochs",
         lr=3e-3, weight_decay=0.05, schedule="deit", floor=1e-5, optimizer="lamb", loss="bce", mixup=0.8, cutmix=1.0,
-        drop_path=0.2, drop_path_constant=True, policy="three", repeats=3, average=0.99996,
+        drop_path_rate=0.2, drop_path_constant=True, policy="three", repeats=3, average=0.99996, min_area=0.08,
+        eval_crop=1.0,
     ),
     "mae-pretrain": dict(
         options={"num_classes": 0}, batch_size=4096, epochs=800, warmup=40, warmup_unit="epochs", lr=2.4e-3,
-        weight_decay=0.05, betas=(0.9, 0.95), schedule="mae", loss="pixels", min_area=0.2, mask_ratio=0.75,
-        norm_pixels=True,
+        lr_images=256, weight_decay=0.05, betas=(0.9, 0.95), schedule="mae", loss="pixels", min_area=0.2,
+        mask_ratio=0.75, norm_pixels=True, eval_crop=0.875, decoder={"embed_dim": 512, "depth": 8, "num_heads": 16},
     ),
     "mae-finetune": dict(
         options={"global_pool": "avg"}, batch_size=1024, epochs=100, warmup=5, warmup_unit="epochs", lr=2e-3,
-        weight_decay=0.05, layer_decay=0.65, schedule="mae", floor=1e-6, label_smoothing=0.1, mixup=0.8, cutmix=1.0,
-        drop_path=0.1, policy="timm", erasing=0.25,
+        lr_images=256, weight_decay=0.05, layer_decay=0.65, schedule="mae", floor=1e-6, label_smoothing=0.1,
+        mixup=0.8, cutmix=1.0, drop_path_rate=0.1, policy="timm", erasing=0.25, min_area=0.08, eval_crop=0.875,
     ),
 }  # fmt: skip
 MODELS = {
@@ -81,9 +79,9 @@ def test_every_number_is_pinned(name: str):
     """Oracle: the table above, with units converted by hand; a field that is not in it has its default."""
     recipe = PUBLISHED[name]
     assert recipe.model == MODELS[name] and recipe.source
-    for field in fields(Published):
+    for field in fields(Recipe):
         if field.name not in WORDS:
-            default = field.default_factory() if field.default is MISSING and field.name == "options" else field.default
+            default = field.default if field.default_factory is MISSING else field.default_factory()
             want, value = PINNED[name].get(field.name, default), getattr(recipe, field.name)
             assert value == want or (isinstance(want, float) and math.isclose(value, want)), field.name
     assert (recipe.epochs is None) != (recipe.steps is None)
@@ -93,10 +91,9 @@ def test_every_number_is_pinned(name: str):
 def test_each_recipe_takes_a_step(name: str):
     """Oracle: a narrow model of the recipe's own name and options learns from one batch, at the recipe's own peak."""
     recipe = PUBLISHED[name]
-    size = dict(embed_dim=32, depth=2, num_heads=2, img_size=32)
+    size = dict(embed_dim=32, depth=2, num_heads=2, img_size=32, drop_path_rate=recipe.drop_path_rate)
     model = create_model(recipe.model, **(size | {"num_classes": 10} | recipe.options))
-    if recipe.drop_path:
-        set_drop_path(model, recipe.drop_path, recipe.drop_path_constant)
+    prepare(recipe, model)
     at = lr_for(recipe, steps_per_epoch=1000)
     length, warmup = (
         recipe.steps or 1000 * recipe.epochs,
@@ -104,18 +101,14 @@ def test_each_recipe_takes_a_step(name: str):
     )
     assert at(0) <= 1e-6 and max(at(step) for step in range(warmup, warmup + 2001, 500)) > 0.99 * recipe.lr
     assert recipe.floor <= at(length - 1) < 0.05 * recipe.lr
-    if recipe.optimizer == "lamb":
-        with pytest.raises(ValueError, match="optimizer 'lamb' is not in PyTorch"):
-            optimizer_for(recipe, model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-    else:
-        optimizer = optimizer_for(recipe, model)
-        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, recipe.weight_decay}
+    optimizer = optimizer_for(recipe, model)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, recipe.weight_decay}
     if recipe.loss == "pixels":
         with pytest.raises(ValueError, match="this recipe predicts pixels"):
             loss_for(recipe)
         return
-    images, targets = mix_for(recipe, 10)(torch.randn(4, 3, 32, 32), torch.arange(4))
+    mix = mix_for(recipe, 10) or (lambda images, targets: (images, targets))
+    images, targets = mix(torch.randn(4, 3, 32, 32), torch.arange(4))
     before, loss = [parameter.detach().clone() for parameter in model.parameters()], loss_for(recipe)
     for _ in range(2):  # a head of zeros passes no gradient on at first
         optimizer.zero_grad()
@@ -126,10 +119,29 @@ def test_each_recipe_takes_a_step(name: str):
 
 
 def test_policies_by_name():
-    """Oracle: which recipes change crops, and that another codebase's operations are not passed off as ours."""
-    assert policy_for(PUBLISHED["vit-i1k"]) is None
-    assert policy_for(PUBLISHED["deit"]).__name__ == policy_for(PUBLISHED["mae-finetune"]).__name__ == "rand_augment"
-    assert policy_for(PUBLISHED["deit3"]).__name__ == "three_augment"
-    for name in ("augreg", "simplevit"):
-        with pytest.raises(ValueError, match="is big_vision's own"):
-            policy_for(PUBLISHED[name])
+    """Oracle: which recipes change crops, by whose operations and how strongly."""
+    names = {name: policy_of(recipe.policy) for name, recipe in PUBLISHED.items() if recipe.policy}
+    assert names["deit"].__name__ == names["mae-finetune"].__name__ == "rand_augment"
+    assert names["deit3"].__name__ == "three_augment"
+    assert names["augreg"].keywords == dict(layers=2, magnitude=15.0)
+    assert names["simplevit"].keywords == dict(layers=2, magnitude=10.0)
+    assert policy_of("") is None and names.keys() == {"deit", "deit3", "mae-finetune", "augreg", "simplevit"}
+    with pytest.raises(ValueError, match="policy is 'auto'; use 'timm'"):
+        policy_of("auto")
+
+
+def test_shorter_runs_keep_proportions():
+    """Oracle: by hand; ImageNet has 1,281,167 // 4096 = 312 steps an epoch, // 1024 = 1251."""
+    vit = shorten(PUBLISHED["vit-i1k"], epochs=3)
+    assert (vit.epochs, vit.warmup_unit, vit.lr) == (3, "run", 3e-3)
+    assert math.isclose(vit.warmup, 10_000 / (300 * 312))
+    deit = shorten(PUBLISHED["deit"], batch_size=64)
+    assert deit.lr == 1e-3 * 64 / 1024 == 5e-4 * 64 / 512 and math.isclose(deit.warmup, 5 / 300)
+    assert shorten(PUBLISHED["deit"], batch_size=64, lr=1.0).lr == 1.0
+    assert shorten(PUBLISHED["deit3"], batch_size=64).lr == 3e-3  # --unscale-lr
+    cifar = shorten(PUBLISHED["cifar10"], epochs=2, warmup=0.1)
+    assert (cifar.epochs, cifar.steps, cifar.warmup) == (2, None, 0.1)
+    at = lr_for(shorten(PUBLISHED["deit"], epochs=3), steps_per_epoch=100)
+    assert at(0) == 1e-6 and at(10) > 0.99e-3  # it leaves its warm-up, at every step instead of after each epoch
+    with pytest.raises(ValueError, match="warmup is 10000 of 300 steps; take more epochs"):
+        lr_for(PUBLISHED["vit-i1k"], steps_per_epoch=1)

@@ -14,6 +14,7 @@ from torch import nn
 from fastvit_triton.models import create_model
 from fastvit_triton.train.accumulate import accumulate
 from fastvit_triton.train.average import moving_average, warm_decay
+from fastvit_triton.train.objective import supervised
 from fastvit_triton.train.optim import layer_of, parameter_groups, set_lr
 from fastvit_triton.train.schedule import constant, deit_schedule, mae_schedule, vit_schedule
 
@@ -150,9 +151,11 @@ def test_parts_make_the_whole_gradient(parts: int):
     whole_norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     whole = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    CLOSE(accumulate(model, F.cross_entropy, images, targets, parts), value.detach(), check_dtype=False)
+    total, answers = accumulate(model, supervised(F.cross_entropy), images, targets, parts)
+    CLOSE(total, value.detach(), check_dtype=False)
+    CLOSE(answers, model(images).detach())
     CLOSE(nn.utils.clip_grad_norm_(model.parameters(), 0.1), whole_norm)
     for parameter, expected in zip(model.parameters(), whole, strict=True):
         CLOSE(parameter.grad, expected)
     with pytest.raises(ValueError, match="parts is 8 for 7 images"):
-        accumulate(model, F.cross_entropy, images, targets, 8)
+        accumulate(model, supervised(F.cross_entropy), images, targets, 8)

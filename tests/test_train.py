@@ -22,13 +22,26 @@ from fastvit_triton.train import checkpoint, job, plots
 from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.display import display
 from fastvit_triton.train.image import Transform
-from fastvit_triton.train.loop import Progress, Score, agreement, evaluate, fit
+from fastvit_triton.train.loop import Diverged, Progress, Score, evaluate, fit
 from fastvit_triton.train.mix import mixup
 from fastvit_triton.train.optim import adamw, parameter_groups, redraw_positions, warmup_cosine
 from fastvit_triton.train.recipes import DIGITS, Recipe
+from fastvit_triton.train.step import Step, agreement
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2}
-RECIPE = Recipe(model="vit_digits_patch2_8", img_size=8, epochs=3, batch_size=8, lr=1e-2, mixup=0.4, shift=1)
+RECIPE = Recipe(
+    model="vit_digits_patch2_8",
+    img_size=8,
+    epochs=3,
+    batch_size=8,
+    lr=1e-2,
+    clip=1.0,
+    label_smoothing=0.1,
+    mixup=0.4,
+    erasing=0.25,
+    average=0.9,
+    shift=1,
+)
 
 
 def tiny(**options) -> nn.Module:
@@ -60,8 +73,9 @@ def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Mod
     out.mkdir(exist_ok=True)
     model = tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     torch.manual_seed(5)
-    state = checkpoint.load_state(out / job.STATE) if resume else None
-    for progress in job.run(model, data(), RECIPE, out, settings={"seed": 5}, save=save, state=state, **options):
+    state = checkpoint.newest_state(out)[0] if resume else None
+    plan = job.plan(model, data(), RECIPE)
+    for progress in job.run(plan, out, settings={"seed": 5}, save=save, state=state, **options):
         if progress.test is not None and progress.epoch == epochs < RECIPE.epochs:
             break
     return model
@@ -154,7 +168,8 @@ def test_fit_is_plain_gradient_descent():
             for parameter in twin.parameters():
                 parameter -= rate * parameter.grad
     optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
-    reports = list(fit(model, batches, batches, optimizer, rates.__getitem__, epochs=1, clip=0.1))
+    test = partial(evaluate, batches=batches)
+    reports = list(fit(model, batches, optimizer, rates.__getitem__, epochs=1, step=Step(clip=0.1), test=test))
     torch.testing.assert_close(model.weight, twin.weight)
     assert [report.step for report in reports] == [1, 2, 2] and [report.images for report in reports] == [3, 6, 6]
     assert reports[0].test is None and reports[2].test.loss == evaluate(model, batches).loss
@@ -173,19 +188,34 @@ def test_a_test_split_can_be_kept_for_the_end():
     model = nn.Linear(2, 2)
     batches = [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))] * 2
     optimizer = torch.optim.SGD(model.parameters())
-    reports = list(fit(model, batches, Watched(batches), optimizer, lambda step: 0.1, epochs=3, test_once=True))
+    test = partial(evaluate, batches=Watched(batches))
+    reports = list(fit(model, batches, optimizer, lambda step: 0.1, epochs=3, test=test, test_once=True))
     assert len(reads) == 1 and torch.equal(reads[0], model.weight)
     assert [r.test is not None for r in reports if r.done] == [False, False, True]
 
 
-def test_fit_stops_at_a_loss_that_is_not_finite():
-    """Oracle: images that are infinite."""
-    batches = [(torch.full((2, 4), math.inf), torch.tensor([0, 1]))]
+def test_fit_stops_at_losses_that_are_not_finite():
+    """Oracle: images that are infinite change no weight, and are fatal when too many follow one another."""
+    good, bad = [(torch.full((2, 4), value), torch.tensor([0, 1])) for value in (1.0, math.inf)]
     model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match=r"the loss is nan in epoch 1; lower lr, now 0.1"):
-        list(fit(model, batches, batches, torch.optim.SGD(model.parameters()), lambda step: 0.1, epochs=2))
+    start = model.weight.detach().clone()
+
+    def train(batches: list, **options) -> list[Progress]:
+        optimizer = torch.optim.SGD(model.parameters())
+        test = partial(evaluate, batches=[good])
+        return list(fit(model, batches, optimizer, lambda step: 0.1, epochs=2, test=test, **options))
+
+    with pytest.raises(
+        Diverged, match=r"not finite in every step, the last being step 1 of epoch 1; lower lr, now 0.1"
+    ):
+        train([bad])
+    with pytest.raises(Diverged, match=r"not finite in 3 steps in a row, the last being step 3 of epoch 1;"):
+        train([bad] * 5, patience=3)
+    assert torch.equal(model.weight, start)
+    reports = train([bad, bad, good] * 2, patience=3)
+    assert [report.images for report in reports[:7]] == [0, 0, 2, 2, 2, 4, 4] and model.weight.isfinite().all()
     with pytest.raises(ValueError, match="no training image left"):
-        list(fit(model, [], batches, torch.optim.SGD(model.parameters()), lambda step: 0.1, epochs=2))
+        train([])
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
@@ -199,7 +229,11 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
     a, b = (checkpoint.load_state(tmp_path / folder / job.STATE) for folder in ("whole", "parts"))
     timeless = lambda rows: [{k: v for k, v in row.items() if "second" not in k} for row in rows]  # noqa: E731
     assert timeless(a["history"]) == timeless(b["history"]) and len(a["history"]) == 3
-    assert torch.equal(a["rng"], b["rng"])
+    assert torch.equal(a["generators"]["cpu"], b["generators"]["cpu"])
+    kept = torch.load(io.BytesIO((tmp_path / "parts" / job.WEIGHTS).read_bytes()))
+    for part in ("model", "average"):
+        assert all(torch.equal(tensor, b[part][name]) for name, tensor in a[part].items())
+    assert torch.equal(kept["norm.weight"], a["average"]["module.norm.weight"])
 
 
 def test_run_leaves_all_files_and_a_finished_one_can_draw_again(tmp_path: Path):
@@ -215,9 +249,10 @@ def test_run_leaves_all_files_and_a_finished_one_can_draw_again(tmp_path: Path):
     assert (tmp_path / job.CURVES).exists()
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
-    """Oracle: each of the epoch's three files in turn meets a full disk; all read back, and the run resumes."""
+    """Oracle: each of the epoch's four files in turn meets a full disk; all read back, and the run resumes."""
+    monkeypatch.setattr(job, "is_best", lambda history: True)
     train(tmp_path, epochs=1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     sync, calls = os.fsync, iter(range(1, 1000))
@@ -232,8 +267,8 @@ def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.M
         train(tmp_path, epochs=2, resume=True)
     monkeypatch.undo()
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert after.keys() == before.keys()
-    unchanged = (job.WEIGHTS, job.STATE, job.LOG)[fails_at - 1 :]
+    assert after.keys() - before.keys() <= {job.PREVIOUS}
+    unchanged = (job.WEIGHTS, job.BEST, job.STATE, job.LOG)[fails_at - 1 :]
     assert all(after[name] == before[name] for name in unchanged)
     train(tmp_path, resume=True)
     assert len(checkpoint.load_state(tmp_path / job.STATE)["history"]) == 3
@@ -328,7 +363,7 @@ def test_display(terminal: bool):
     loss, accuracy = torch.tensor(1.234), torch.tensor(0.875)
     with display(console, epochs=60, steps=23) as show:
         for test in (None, Score(0.1, 0.95, loss, loss)):
-            show(Progress(60, 23, 1437, loss, accuracy, 1e-3, 1.0, test is not None, test))
+            show(Progress(60, 23, 1437, 1437 * loss, 1437 * accuracy, 1e-3, 1.0, None, test is not None, test))
     lines = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", page.getvalue())) if line]
     separator = " " if terminal else "  "
     words = ("epoch 60/60", "loss 1.234", "accuracy 87.5 %", "test 95.0 %", "1,437 images/s")

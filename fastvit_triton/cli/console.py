@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 def trained(path: Path) -> tuple["nn.Module", dict]:
     """A model and what its file says of its training; what it does not say takes the usual values."""
+    from ..train.checkpoint import checksum
     from ..train.image import IMAGENET_MEAN, IMAGENET_STD, Transform
     from ..weights import load_model
 
     model, header = load_model(path)
     about = {"data": None, "batch_size": 64, "skip_bad_images": False} | json.loads(header.get("training", "{}"))
+    if about.get("crc32", checksum(model)) != checksum(model):
+        raise ValueError(f"{path} is damaged: its tensors are not those that were written")
     channels = model.config.in_chans
     usual = {"size": model.config.img_size, "mean": IMAGENET_MEAN[:channels], "std": IMAGENET_STD[:channels]}
     about["transform"] = Transform(**about.get("transform", usual))

@@ -2,64 +2,83 @@
 
 import argparse
 import importlib.util
-from dataclasses import fields
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from .console import choose, complain, say, trained
 
-# Options of `train` that make a run what it is: kept in its state, and not to be changed by --resume.
-SETTINGS = ("data", "model", "epochs", "batch_size", "lr", "seed", "img_size", "skip_bad_images", "weights")
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def train(args: argparse.Namespace) -> int:
     """Trains a ViT and leaves weights, log and pictures in the output folder."""
     import torch
 
+    from ..files import sweep
     from ..models import create_model
-    from ..train.checkpoint import load_state
+    from ..train.checkpoint import PREVIOUS, STATE, newest_state
     from ..train.data import load
     from ..train.display import display
-    from ..train.job import FILES, STATE, run, settle, summary
-    from ..train.optim import redraw_positions
+    from ..train.job import FILES, SETTINGS, half, plan, run, settle, summary
+    from ..train.plan import masked_for, prepare
     from ..train.recipes import Recipe
     from ..weights import load_weights, save_weights
 
+    if args.save_every is not None and args.save_every < 1:
+        raise ValueError(f"--save-every is {args.save_every}; save after at least 1 step")
     out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
     held = [name for name in FILES if (out / name).exists()]
     if args.resume and args.overwrite:
         raise ValueError("--resume goes on with a run and --overwrite replaces it; pass one of them")
-    if args.resume and STATE not in held:
+    if args.resume and not {STATE, PREVIOUS} & set(held):
         raise ValueError(f"--resume finds no {STATE} in {out}; leave it out to start a run there")
     if held and not (args.resume or args.overwrite):
         raise ValueError(f"--out {out} already holds a run; pass --resume, --overwrite or another --out")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("train draws its curves with matplotlib; pip install matplotlib")
-    state = load_state(out / STATE) if args.resume else None
-    given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    state, damage = newest_state(out) if args.resume else (None, "")
+    names = {"recipe", *SETTINGS, *Recipe.__dataclass_fields__} & vars(args).keys()
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings = settle(given, state and state["settings"])
-    recipe = Recipe(**{field.name: settings[field.name] for field in fields(Recipe)})
+    recipe = Recipe(**{name: settings[name] for name in Recipe.__dataclass_fields__})
+    if settings["parts"] < 1:
+        raise ValueError(f"--parts is {settings['parts']}; a batch has at least 1 part")
     device = choose(args.device)
     torch.manual_seed(settings["seed"])
     data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=settings["skip_bad_images"])
     shape = {"img_size": recipe.img_size, "in_chans": len(data.transform.mean), "num_classes": len(data.classes)}
-    model = create_model(recipe.model, drop_path_rate=recipe.drop_path_rate, **shape)
+    shape |= {"drop_path_rate": recipe.drop_path_rate, "grad_checkpointing": settings["grad_checkpointing"]}
+    model = create_model(recipe.model, **shape | recipe.options)
+    prepare(recipe, model, fresh=not settings["weights"])
     if settings["weights"] and state is None:
         load_weights(model, settings["weights"])
-    elif recipe.pos_std:
-        redraw_positions(model, recipe.pos_std)
+    if recipe.mask_ratio:
+        decoder = create_model(recipe.model, **shape | recipe.options | recipe.decoder).blocks
+        model = masked_for(recipe, model, decoder)
+    teacher = _teacher(settings, model, len(data.classes), device)
+    how = {"parts": settings["parts"], "amp": half(device, settings["amp"])}
+    how |= {"teacher": teacher, "distillation": settings["distillation"]}
+    whole = plan(model.to(device), data, recipe, **how)
 
+    if damage:
+        say(damage)
     out.mkdir(parents=True, exist_ok=True)
     for name in held if args.overwrite else ():
         (out / name).unlink()
+    sweep(out, FILES)
+    epochs = recipe.epochs_of(len(data.train))
     say(f"{recipe.model}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}")
-    say(f"{settings['data']}: {len(data.classes)} classes; {recipe.epochs} epochs of {len(data.train)} steps")
+    say(f"{settings['data']}: {len(data.classes)} classes; {epochs} epochs of {len(data.train)} steps")
 
+    options = {"settings": settings, "save": save_weights, "state": state, "save_every": args.save_every}
     try:
-        with display(Console(), recipe.epochs, len(data.train), len(state["history"]) if state else 0) as show:
-            for progress in run(model.to(device), data, recipe, out, settings=settings, save=save_weights, state=state):
+        with display(Console(), epochs, len(data.train), len(state["history"]) if state else 0) as show:
+            for progress in run(whole, out, **options):
                 show(progress)
     except KeyboardInterrupt:
         if not (out / STATE).exists():
@@ -68,6 +87,19 @@ def train(args: argparse.Namespace) -> int:
         return complain(f"stopped; {out} holds everything up to the last complete epoch; go on with: {again}", 130)
     say(summary(out, data))
     return 0
+
+
+def _teacher(settings: dict, student: "nn.Module", classes: int, device: "torch.device") -> "nn.Module | None":
+    """The model to learn from, on its device, and a student that answers twice."""
+    if settings["teacher"] is None:
+        return None
+    model, about = trained(Path(settings["teacher"]))
+    if len(about["classes"]) != classes:
+        raise ValueError(f"--teacher knows {len(about['classes'])} classes, the data has {classes}; train one on them")
+    if not hasattr(student, "set_distilled_training"):
+        raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
+    student.set_distilled_training()
+    return model.to(device).eval().requires_grad_(False)
 
 
 def evaluate(args: argparse.Namespace) -> int:

@@ -3,13 +3,14 @@
 from .accumulate import accumulate
 from .augment import random_affine, random_erasing
 from .average import moving_average
-from .checkpoint import load_state, restore, save_state
+from .checkpoint import load_state, newest_state, restore, save_state, state_of
 from .data import Data, TensorBatches, load
 from .distill import hard_distillation, soft_distillation
 from .drop_path import set_drop_path
 from .fewshot import extract, few, few_shot, nearest_neighbours, ridge
 from .image import Transform
-from .loop import Progress, Score, evaluate, fit
+from .lamb import Lamb
+from .loop import Diverged, Progress, Score, assess, evaluate, fit
 from .loss import (
     binary_cross_entropy,
     patch_contrastive_loss,
@@ -21,35 +22,42 @@ from .loss import (
 )
 from .masked import MaskedAutoencoder, MaskedPatchPrediction, colour_loss, mean_colours, pixel_loss
 from .mix import cut_box, cutmix, mix_by_area, mix_tokens, mixup, mixup_or_cutmix
+from .objective import distilled, masked_colours, masked_pixels, supervised
 from .optim import adamw, parameter_groups, set_lr, warmup_cosine
-from .policy import rand_augment, three_augment
-from .published import PUBLISHED, Published
-from .recipes import DIGITS, FOLDER, Recipe
+from .policy import big_vision_augment, rand_augment, three_augment
+from .published import PUBLISHED
+from .recipes import DIGITS, FOLDER, Recipe, shorten
 from .sampler import RepeatedAugmentation
 from .schedule import constant, deit_schedule, mae_schedule, vit_schedule
+from .step import Step
 
 __all__ = [
     "DIGITS",
     "FOLDER",
     "PUBLISHED",
     "Data",
+    "Diverged",
+    "Lamb",
     "MaskedAutoencoder",
     "MaskedPatchPrediction",
     "Progress",
-    "Published",
     "Recipe",
     "RepeatedAugmentation",
     "Score",
+    "Step",
     "TensorBatches",
     "Transform",
     "accumulate",
     "adamw",
+    "assess",
+    "big_vision_augment",
     "binary_cross_entropy",
     "colour_loss",
     "constant",
     "cut_box",
     "cutmix",
     "deit_schedule",
+    "distilled",
     "evaluate",
     "extract",
     "few",
@@ -59,6 +67,8 @@ __all__ = [
     "load",
     "load_state",
     "mae_schedule",
+    "masked_colours",
+    "masked_pixels",
     "mean_colours",
     "mix_by_area",
     "mix_tokens",
@@ -66,6 +76,7 @@ __all__ = [
     "mixup_or_cutmix",
     "moving_average",
     "nearest_neighbours",
+    "newest_state",
     "parameter_groups",
     "patch_contrastive_loss",
     "patch_mixing_loss",
@@ -78,10 +89,13 @@ __all__ = [
     "save_state",
     "set_drop_path",
     "set_lr",
+    "shorten",
     "similarity_loss",
     "smooth",
     "soft_cross_entropy",
     "soft_distillation",
+    "state_of",
+    "supervised",
     "three_augment",
     "token_label_loss",
     "vit_schedule",

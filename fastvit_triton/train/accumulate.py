@@ -1,19 +1,21 @@
 """The gradient of a batch that does not fit in memory."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from .objective import Objective
 
 
 def accumulate(
     model: nn.Module,
-    loss: Callable[[Tensor, Tensor], Tensor],
+    objective: Objective,
     images: Tensor,
     targets: Tensor,
-    parts: int,
+    parts: int = 1,
     amp: torch.dtype | None = None,
-) -> Tensor:
+    scaler: GradScaler | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Adds a batch's gradient to the parameters' `.grad`, part by part, equal to the whole batch's to rounding.
 
         ∇ L(batch) = Σ_p (B_p / B) ∇ L(part p)
@@ -23,15 +25,16 @@ def accumulate(
     statistics are those of a part. Blend before, so that parts do not change what is blended with what.
 
     Args:
-        model: any module from images [B, C, H, W] to logits [B, classes].
-        loss: of logits and targets, a mean over images.
+        model: any module from images [B, C, H, W] to what the objective judges, such as logits [B, classes].
+        objective: the loss, a mean over images; see objective.py.
         images: [B, C, H, W].
         targets: [B] or [B, classes].
         parts: how many; the last ones may be smaller.
         amp: autocast dtype; None computes in the weights' dtype.
+        scaler: multiplies the loss, so that float16 gradients do not vanish; None does not.
 
     Returns:
-        The loss of the whole batch, a scalar without gradient.
+        The loss of the whole batch, a scalar, and its logits [B, classes] or None; neither has a gradient.
 
     Raises:
         ValueError: there are no parts, or more than images.
@@ -39,12 +42,13 @@ def accumulate(
     count = images.shape[0]
     if not 1 <= parts <= count:
         raise ValueError(f"parts is {parts} for {count} images; it must be at least 1 and at most the images")
-    total = torch.zeros((), device=images.device)
+    total, answers = torch.zeros((), device=images.device), []
     pairs = zip(images.tensor_split(parts), targets.tensor_split(parts), strict=True)
     for some_images, some_targets in pairs:
         with torch.autocast(images.device.type, amp, enabled=amp is not None):
-            logits = model(some_images)
-        value = loss(logits if amp is None else logits.float(), some_targets) * (some_images.shape[0] / count)
-        value.backward()
+            value, logits = objective(model, some_images, some_targets)
+        value = value * (some_images.shape[0] / count)
+        (value if scaler is None else scaler.scale(value)).backward()
         total = total + value.detach()
-    return total
+        answers.append(None if logits is None else logits.detach())
+    return total, None if None in answers else torch.cat(answers)

@@ -1,9 +1,12 @@
-"""The state of a run between two epochs, in one file: enough to go on as if nothing had happened."""
+"""The state of a run, in one file: enough to go on as if nothing had happened. The newest two are kept."""
 
 import pickle
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..files import replacing
+
+if TYPE_CHECKING:
+    from .loop import Progress
+    from .step import Step
+
+STATE, PREVIOUS = "training_state.pt", "training_state.previous.pt"
 
 
 @contextmanager
@@ -24,46 +33,131 @@ def writing(path: Path) -> Iterator[None]:
         raise OSError(f"cannot write {path}: {why}; what it held before is intact") from error
 
 
-def save_state(path: Path, model: nn.Module, optimizer: Optimizer, history: list[dict], settings: dict) -> None:
-    """Writes model, optimiser, finished epochs and random state to one file, whole or not at all.
-
-    Written after each epoch, so that a stopped run costs one epoch at most. Refuses nothing; a failed write raises
-    OSError and leaves the file of the epoch before.
+def state_of(
+    model: nn.Module, optimizer: Optimizer, step: "Step", progress: "Progress", history: list[dict], settings: dict
+) -> dict:
+    """Everything that decides how a run goes on, as tensors, numbers, names and containers of them.
 
     Args:
-        path: the file.
         model: the module in training.
         optimizer: its optimiser.
+        step: whose scaler and average have a state of their own.
+        progress: the last report of `fit`.
         history: one row of numbers for each finished epoch.
-        settings: what the run was asked to do: names, numbers, None.
+        settings: what the run was asked to do.
     """
-    state = {
+    seen = ("epoch", "step", "images", "loss_sum", "right", "lr", "seconds", "began", "done")
+    return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
+        "average": None if step.average is None else step.average.state_dict(),
+        "scaler": step.scaler.state_dict(),
+        "progress": {name: getattr(progress, name) for name in seen},
         "history": history,
         "settings": settings,
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "generators": generators(),
     }
-    with writing(path), replacing(path) as temporary:
+
+
+def save_state(folder: Path, state: dict) -> None:
+    """Writes a state to the folder, whole or not at all, and keeps the one before.
+
+    Every record in the file has a CRC-32, which `load_state` checks. A failed write raises OSError and leaves both
+    files as they were.
+
+    Args:
+        folder: an existing one.
+        state: from `state_of`.
+    """
+    path = folder / STATE
+    with writing(path), replacing(path, keep=folder / PREVIOUS) as temporary:
         torch.save(state, temporary)
 
 
 def load_state(path: Path) -> dict:
-    """Reads what `save_state` wrote, on the CPU. Refuses a damaged file, and one that wants to run code."""
+    """Reads what `save_state` wrote, on the CPU. Refuses a damaged file, and one that wants to run code.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: a checksum is wrong, something is missing, or the file is none of ours.
+    """
     try:
+        with zipfile.ZipFile(path) as records:  # PyTorch writes checksums but does not read them
+            if bad := records.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}") from None
+    except (RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is damaged or no training state: {str(error).splitlines()[0]}") from error
-    if not isinstance(state, dict) or not {"model", "optimizer", "history", "settings", "rng"} <= state.keys():
+    parts = {"model", "optimizer", "average", "scaler", "progress", "history", "settings", "generators"}
+    if not isinstance(state, dict) or not parts <= state.keys():
         raise ValueError(f"{path} is no training state of ours; give the folder of a run")
     return state
 
 
-def restore(state: dict, model: nn.Module, optimizer: Optimizer) -> None:
-    """Puts weights, optimiser and random generators back as `save_state` found them."""
+def newest_state(folder: Path) -> tuple[dict, str]:
+    """The newest whole state of a run, and a sentence about a newer one that is damaged, or "".
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ValueError: there is no state, or none is whole.
+    """
+    complaints = []
+    for path in (folder / STATE, folder / PREVIOUS):
+        try:
+            state = load_state(path)
+        except ValueError as error:
+            complaints.append(error)
+            continue
+        place = state["progress"]
+        where = f"epoch {place['epoch']}" + ("" if place["done"] else f", step {place['step']}")
+        return state, f"{complaints[0]}; going on from {path}, {where}" if complaints else ""
+    raise complaints[0]
+
+
+def restore(state: dict, model: nn.Module, optimizer: Optimizer, step: "Step") -> "Progress":
+    """Puts weights, optimiser, average, scaler and random generators back; returns where the run stood.
+
+    Args:
+        state: from `load_state`.
+        model: of the same shape, on its device.
+        optimizer: over its parameters.
+        step: with an average if the run kept one.
+    """
+    from .loop import Progress
+
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"])
-    if torch.cuda.is_available() and len(state["cuda_rng"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
+    if step.average is not None:
+        step.average.load_state_dict(state["average"])
+    step.scaler.load_state_dict(state["scaler"])
+    set_generators(state["generators"])
+    device = next(model.parameters()).device
+    place = state["progress"]
+    return Progress(**place | {name: torch.as_tensor(place[name], device=device) for name in ("loss_sum", "right")})
+
+
+def checksum(model: nn.Module) -> int:
+    """CRC-32 of all tensors of a model, in order: their bytes, not their names."""
+    total = 0
+    for tensor in model.state_dict().values():
+        total = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), total)
+    return total
+
+
+def generators() -> dict:
+    """The states of PyTorch's global random generators, on the CPU and on every GPU in use."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": gpus}
+
+
+def set_generators(states: dict) -> None:
+    """Puts back what `generators` returned; a GPU that was not there then is left alone."""
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .augment import random_affine
+from .cifar import cifar, is_cifar
 from .folder import FolderBatches, scan
-from .image import IMAGENET_MEAN, IMAGENET_STD, Transform
+from .image import Transform
+from .policy import policy_of
 from .recipes import Recipe
 
 # Mean and deviation of the digits' training split, of pixels in [0, 1].
@@ -22,14 +24,18 @@ DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
 class Batches(Protocol):
     """What `fit` and `evaluate` iterate over: images [B, C, H, W] and targets [B].
 
-    `bad` maps each file that was left out to the reason; `picture(i)` is image i as it is shown.
+    `bad` maps each file that was left out to the reason; `picture(i)` is image i as it is shown; `after(n)` iterates
+    without the first n batches, with the same draws; `indices` are the images of the last batch.
     """
 
     bad: dict[Path, str]
+    indices: list[int]
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+    def after(self, count: int) -> Iterator[tuple[Tensor, Tensor]]: ...
 
     def picture(self, i: int) -> Tensor: ...
 
@@ -71,13 +77,22 @@ class TensorBatches:
         self.images, self.targets, self.transform = images, targets, transform
         self.batch_size, self.augment = batch_size, augment
         self.bad: dict[Path, str] = {}
+        self.indices: list[int] = []
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.after(0)
+
+    def after(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """An epoch without its first `count` batches."""
         order = torch.randperm(len(self.images)) if self.augment else torch.arange(len(self.images))
-        for chosen in order.split(self.batch_size):
+        return self._stream(order.split(self.batch_size)[count:])
+
+    def _stream(self, parts: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in parts:
+            self.indices = chosen.tolist()
             images = self.augment(self.images[chosen]) if self.augment else self.images[chosen]
             yield self.transform.normalise(images), self.targets[chosen]
 
@@ -90,24 +105,33 @@ def load(name: str, recipe: Recipe, *, workers: int = 0, skip_bad_images: bool =
     """The data set of that name: "digits", or the path of an image folder.
 
     A folder holds `train/<class>/` and `val/<class>/` with pictures of any size, grey or colour; the names of the class
-    folders, sorted, are the classes. Refuses a folder without them, and unreadable pictures unless told to skip them.
+    folders, sorted, are the classes. Or it is CIFAR-10's own, with `data_batch_1` … `test_batch`. Refuses a folder that
+    is neither, and unreadable pictures unless told to skip them.
 
     Args:
         name: "digits" or a path.
         recipe: image size, batch size and augmentation.
         workers: processes that decode pictures; 0 decodes in this one.
         skip_bad_images: leave unreadable pictures out; `train.bad` and `test.bad` name them.
+
+    Raises:
+        ValueError: the recipe changes pictures in a way that is not for the digits.
     """
     size = (recipe.img_size, recipe.img_size)
     if name == "digits":
+        if recipe.policy or recipe.repeats > 1:
+            raise ValueError(
+                f"the recipe's {'policy' if recipe.policy else 'repeated augmentation'} is for pictures in files, and "
+                "the digits are tables of 8 x 8 numbers; give --data a folder"
+            )
         classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
         train = TensorBatches(*digits("train", size), transform, recipe.batch_size, pose(recipe))
     else:
-        files, targets, classes = scan(Path(name), "train")
-        transform = Transform(size, IMAGENET_MEAN, IMAGENET_STD, crop=0.9)
-        crop = {"min_area": recipe.min_area, "flip": recipe.flip}
-        options = {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
-        train = FolderBatches(Path(name), files, targets, transform, crop=crop, **options)
+        files, targets, classes, options = _pictures(Path(name), "train")
+        transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
+        crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_of(recipe.policy)}
+        options |= {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+        train = FolderBatches(Path(name), files, targets, transform, crop=crop, repeats=recipe.repeats, **options)
     test = load_test(name, classes, transform, recipe.batch_size, workers=workers, skip_bad_images=skip_bad_images)
     return Data(name, classes, transform, train, test, test_once=name == "digits")
 
@@ -133,9 +157,17 @@ def load_test(
     """
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
-    files, targets, _ = scan(Path(name), "val", classes)
-    options = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+    files, targets, _, options = _pictures(Path(name), "val", classes)
+    options |= {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
     return FolderBatches(Path(name), files, targets, transform, **options)
+
+
+def _pictures(root: Path, split: str, classes: tuple[str, ...] | None = None) -> tuple[list, list, tuple, dict]:
+    """Files, targets, classes, and how `FolderBatches` decodes and checks the files."""
+    if not is_cifar(root):
+        return *scan(root, split, classes), {}
+    files, targets, classes, decode = cifar(root, split, classes)
+    return files, targets, classes, {"decode": decode, "check": lambda path: None}
 
 
 def pose(recipe: Recipe) -> Callable[[Tensor], Tensor]:

@@ -54,7 +54,7 @@ class _Bar:
         self.task = bar.add_task("", total=epochs * steps, completed=done * steps)
 
     def __call__(self, progress: Progress) -> None:
-        if progress.test is not None:
+        if progress.test is not None and progress.test.accuracy is not None:
             self.test = progress.test.accuracy
         elif not progress.done and time.perf_counter() - self.shown < 0.1:
             return
@@ -65,7 +65,8 @@ class _Bar:
 
 
 def _line(progress: Progress, epochs: int, test: float | None) -> str:
-    accuracy, speed = f"accuracy {100 * progress.accuracy.item():.1f} %", progress.images / progress.seconds
-    if test is not None:
-        accuracy += f"  test {100 * test:.1f} %"
-    return f"epoch {progress.epoch}/{epochs}  loss {progress.loss.item():.3f}  {accuracy}  {speed:,.0f} images/s"
+    accuracy, speed = progress.accuracy.item(), progress.images / progress.seconds
+    words = [f"epoch {progress.epoch}/{epochs}", f"loss {progress.loss.item():.3f}"]
+    words += [f"accuracy {100 * accuracy:.1f} %"] if accuracy == accuracy else []  # nan where nothing is answered
+    words += [f"test {100 * test:.1f} %"] if test is not None else []
+    return "  ".join([*words, f"{speed:,.0f} images/s"])

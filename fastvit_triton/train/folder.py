@@ -1,14 +1,16 @@
 """Image folders: `train/<class>/…` and `val/<class>/…`, decoded by worker processes, never held in memory at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .image import BROKEN, SUFFIXES, Transform, defect, listing, read
+from .sampler import RepeatedAugmentation
 
 
 def scan(
@@ -71,10 +73,11 @@ class FolderBatches:
 
     Each picture's random crop has its own seed, drawn with the order from PyTorch's global generator, so the batches
     are the same for any number of workers. Headers are read now; the rest of a file when its turn comes. Refuses
-    unreadable pictures unless `skip_bad_images`, then `bad` maps each to the reason.
+    unreadable pictures unless `skip_bad_images`, then `bad` maps each to the reason. `indices` says which pictures the
+    last batch held.
 
     Args:
-        root: the folder that holds `train/` and `val/`; for messages.
+        root: the folder that holds them; for messages.
         files: pictures.
         targets: their class numbers.
         transform: to tensors.
@@ -82,6 +85,9 @@ class FolderBatches:
         crop: keyword arguments of a random crop, for training in random order; None takes centres, in order.
         workers: 0 decodes in this process.
         skip_bad_images: leave unreadable pictures out.
+        repeats: looks at each picture in an epoch of repeated augmentation; 1 is off.
+        decode: from a file's path to a picture.
+        check: from a file's path to what is wrong with its header, or None.
     """
 
     def __init__(
@@ -95,18 +101,22 @@ class FolderBatches:
         crop: dict | None = None,
         workers: int = 0,
         skip_bad_images: bool = False,
+        repeats: int = 1,
+        decode: Callable[[Path], Image.Image] = read,
+        check: Callable[[Path], str | None] = defect,
     ) -> None:
-        self.root, self.total, self.skip = root, len(files), skip_bad_images
+        self.root, self.total, self.skip, self.decode = root, len(files), skip_bad_images, decode
         with ThreadPoolExecutor() as pool:
-            self.bad = {path: why for path, why in zip(files, pool.map(defect, files), strict=True) if why}
+            self.bad = {path: why for path, why in zip(files, pool.map(check, files), strict=True) if why}
         self._refuse()
         kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
-        self.files = [path for path, _ in kept]
+        self.files, self.indices = [path for path, _ in kept], []
         self.transform = transform
+        self.keys = _Keys(len(kept), crop is not None, repeats)
         self.loader = DataLoader(
-            _Pictures(kept, transform, crop),
+            _Pictures(kept, transform, crop, decode),
             batch_size=batch_size,
-            sampler=_Keys(len(kept), random=crop is not None),
+            sampler=self.keys,
             num_workers=workers,
             collate_fn=_collate,
             pin_memory=torch.cuda.is_available(),
@@ -118,16 +128,35 @@ class FolderBatches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, targets, bad in self.loader:
+        return self.after(0)
+
+    def after(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """An epoch without its first `count` batches, which are not decoded."""
+        self.keys.draw(count * self.loader.batch_size)
+        return self._stream(iter(self.loader))
+
+    def _stream(self, loaded: Iterator) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            try:
+                images, targets, indices, bad = next(loaded)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise OSError(
+                    "a process that decodes images died, perhaps for want of memory; lower --workers and --resume"
+                ) from error
             self.bad.update(bad)
             self._refuse()
+            self.indices = indices
             if len(targets):
                 yield images, targets
 
     def picture(self, i: int) -> Tensor:
         """The i-th readable picture as it is shown, [C, H, W] in [0, 1]. Count after a pass over all batches."""
         readable = [path for path in self.files if path not in self.bad]
-        return self.transform.restore(self.transform(read(readable[i])))
+        return self.transform.restore(self.transform(self.decode(readable[i])))
 
     def _refuse(self) -> None:
         if self.bad and not self.skip:
@@ -137,39 +166,55 @@ class FolderBatches:
 class _Keys(Sampler):
     """(index, seed) of each picture: in order with no seed, or shuffled, all drawn when the epoch starts."""
 
-    def __init__(self, count: int, random: bool) -> None:
-        self.count, self.random = count, random
+    def __init__(self, count: int, random: bool, repeats: int) -> None:
+        self.count, self.random, self.keys = count, random, []
+        self.looks = RepeatedAugmentation(count, repeats) if repeats > 1 else None
 
     def __len__(self) -> int:
-        return self.count
+        return self.count if self.looks is None else len(self.looks)
+
+    def draw(self, skip: int) -> None:
+        """A new epoch, less its first pictures."""
+        if not self.random:
+            self.keys = [(i, None) for i in range(self.count)][skip:]
+            return
+        if self.looks is None:
+            order = torch.randperm(self.count).tolist()
+        else:
+            self.looks.epoch = torch.randint(2**62, ()).item()
+            order = list(self.looks)
+        seeds = torch.randint(2**62, (len(order),)).tolist()
+        self.keys = list(zip(order, seeds, strict=True))[skip:]
 
     def __iter__(self) -> Iterator[tuple[int, int | None]]:
-        if not self.random:
-            return iter([(i, None) for i in range(self.count)])
-        order, seeds = torch.randperm(self.count), torch.randint(2**62, (self.count,))
-        return iter(list(zip(order.tolist(), seeds.tolist(), strict=True)))
+        return iter(self.keys)
 
 
 class _Pictures(Dataset):
-    """(image or None, class number, path, why there is none)."""
+    """(image or None, class number, index, path, why there is none)."""
 
-    def __init__(self, files: list[tuple[Path, int]], transform: Transform, crop: dict | None) -> None:
-        self.files, self.transform, self.crop = files, transform, crop or {}
+    def __init__(
+        self, files: list[tuple[Path, int]], transform: Transform, crop: dict | None, decode: Callable
+    ) -> None:
+        self.files, self.transform, self.crop, self.decode = files, transform, crop or {}, decode
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, key: tuple[int, int | None]) -> tuple[Tensor | None, int, Path, str]:
+    def __getitem__(self, key: tuple[int, int | None]) -> tuple[Tensor | None, int, int, Path, str]:
         index, seed = key
         path, target = self.files[index]
         try:
-            return self.transform(read(path), seed, **self.crop), target, path, ""
+            return self.transform(self.decode(path), seed, **self.crop), target, index, path, ""
         except BROKEN as error:
-            return None, target, path, str(error) or type(error).__name__
+            return None, target, index, path, getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _collate(rows: list[tuple[Tensor | None, int, Path, str]]) -> tuple[Tensor, Tensor, dict[Path, str]]:
-    good = [(image, target) for image, target, _, _ in rows if image is not None]
-    images = torch.stack([image for image, _ in good]) if good else torch.empty(0)
-    bad = {path: why for image, _, path, why in rows if image is None}
-    return images, torch.tensor([target for _, target in good], dtype=torch.long), bad
+def _collate(
+    rows: list[tuple[Tensor | None, int, int, Path, str]],
+) -> tuple[Tensor, Tensor, list[int], dict[Path, str]]:
+    good = [(image, target, index) for image, target, index, _, _ in rows if image is not None]
+    images = torch.stack([image for image, _, _ in good]) if good else torch.empty(0)
+    bad = {path: why for image, _, _, path, why in rows if image is None}
+    targets = torch.tensor([target for _, target, _ in good], dtype=torch.long)
+    return images, targets, [index for _, _, index in good], bad

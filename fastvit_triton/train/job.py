@@ -2,112 +2,188 @@
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
-from ..files import replacing
-from .checkpoint import restore, save_state, writing
+from ..files import replacing, sweep
+from .checkpoint import PREVIOUS, STATE, checksum, restore, save_state, state_of, writing
 from .data import Data
 from .image import listing, save_picture
-from .loop import Progress, Score, evaluate, fit
-from .mix import mixup
-from .optim import adamw, warmup_cosine
+from .loop import Diverged, Progress, Score, fit
+from .plan import lr_for, objective_for, optimizer_for, product, score_for, step_for
 from .plots import draw_curves, draw_predictions
-from .recipes import DIGITS, FOLDER, Recipe
+from .published import PUBLISHED
+from .recipes import DIGITS, FOLDER, Recipe, shorten
+from .step import Step
 
-WEIGHTS, STATE, LOG = "model.safetensors", "training_state.pt", "log.csv"
+WEIGHTS, BEST, LOG = "model.safetensors", "best.safetensors", "log.csv"
 CURVES, PREDICTIONS, EXAMPLE = "curves.png", "predictions.png", "example.png"
 FILES = {
     WEIGHTS: "the model, with its config, classes and normalisation",
+    BEST: "the same, after the best tested epoch",
     LOG: "loss, accuracy and learning rate by epoch",
     CURVES: "the same, drawn",
     PREDICTIONS: "test images with what the model says, the wrong ones first",
     EXAMPLE: "the first test image, to try predict on",
-    STATE: "optimiser and random state, for --resume",
+    STATE: "weights, optimiser, average, random state and place in the data, for --resume",
+    PREVIOUS: "the state before, should that one be damaged",
 }
+# What a run is besides its recipe.
+SETTINGS = {
+    "data": "digits",
+    "seed": 0,
+    "skip_bad_images": False,
+    "weights": None,
+    "parts": 1,
+    "amp": "auto",
+    "teacher": None,
+    "distillation": "hard",
+    "grad_checkpointing": False,
+}
+RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
 
 
-def run(
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is trained, on what and how: the parts of `fit` that a recipe decides.
+
+    Attributes:
+        model: on its device, with the weights to start from.
+        data: from `load`.
+        recipe: the record.
+        step: what happens to a batch.
+        optimizer: over the model's parameters.
+    """
+
+    model: nn.Module
+    data: Data
+    recipe: Recipe
+    step: Step
+    optimizer: Optimizer
+
+
+def plan(
     model: nn.Module,
     data: Data,
     recipe: Recipe,
+    *,
+    parts: int = 1,
+    amp: torch.dtype | None = None,
+    teacher: nn.Module | None = None,
+    distillation: str = "hard",
+) -> Plan:
+    """Everything that a recipe says about training this model on these images.
+
+    Args:
+        model: on its device; a masked model, for recipes of masked patches.
+        data: from `load`.
+        recipe: the record.
+        parts: pieces in which a batch's gradient is taken.
+        amp: autocast dtype.
+        teacher: to learn from as well; in evaluation mode, on the same device.
+        distillation: "hard" or "soft".
+    """
+    objective = objective_for(recipe, model, data.transform, teacher, distillation)
+    step = step_for(recipe, model, objective, len(data.classes), parts, amp)
+    return Plan(model=model, data=data, recipe=recipe, step=step, optimizer=optimizer_for(recipe, model))
+
+
+def follow(plan: Plan, start: Progress | None = None) -> Iterator[Progress]:
+    """`fit` as the plan has it. Refuses nothing that `fit` accepts.
+
+    Args:
+        plan: from `plan`.
+        start: how far an earlier run came.
+    """
+    return fit(
+        plan.model,
+        plan.data.train,
+        plan.optimizer,
+        lr_for(plan.recipe, len(plan.data.train)),
+        epochs=plan.recipe.epochs_of(len(plan.data.train)),
+        start=start,
+        step=plan.step,
+        test=score_for(plan.recipe, plan.step, plan.data.test),
+        test_once=plan.data.test_once,
+    )
+
+
+def run(
+    plan: Plan,
     out: Path,
     *,
     settings: dict,
     save: Callable[..., None],
     state: dict | None = None,
+    save_every: int | None = None,
 ) -> Iterator[Progress]:
-    """Trains a model by a recipe; `out` holds weights, state and log after each epoch, and pictures at the end.
+    """Trains as planned; `out` holds weights, states and log after each epoch, and pictures at the end.
 
-    A generator like `fit`: close it, or interrupt it, and the folder still holds the last complete epoch. A run that
-    goes on from `state` ends with the same bits as one that never stopped. Refuses nothing that its parts accept.
+    A generator like `fit`: close it, interrupt it or kill it, and the folder still holds what was saved last. A run
+    that goes on from `state` ends with the same bits as one that never stopped. A state with a weight that is not
+    finite is not saved.
 
     Args:
-        model: on its device, with the weights to start from.
-        data: from `load`.
-        recipe: how.
+        plan: from `plan`.
         out: an existing folder.
         settings: kept in the state for whoever resumes.
         save: `save(model, path, metadata=…)` writes the weights with a header of strings, such as `save_weights`.
         state: from `load_state`, to go on; None starts.
+        save_every: steps between states within an epoch; None saves after epochs only.
+
+    Raises:
+        Diverged: as `fit` does; names the last good state.
     """
-    optimizer = adamw(model, recipe.lr, recipe.weight_decay)
-    history: list[dict] = []
-    if state is not None:
-        restore(state, model, optimizer)
-        history = list(state["history"])
+    sweep(out, FILES)
+    model, data, recipe, step = plan.model, plan.data, plan.recipe, plan.step
+    history: list[dict] = [] if state is None else list(state["history"])
+    start = None if state is None else restore(state, model, plan.optimizer, step)
     score = None
-    for progress in follow(recipe, model, data, optimizer, len(history)):
-        if progress.done:
-            score = progress.test
-            history.append(row(progress))
-            with writing(out / WEIGHTS):
-                save(model, out / WEIGHTS, metadata=header(data, recipe, score))
-            save_state(out / STATE, model, optimizer, history, settings)
-            write_log(out / LOG, history)
-        yield progress
-    score = score or evaluate(model, data.test, half(next(model.parameters()).device))  # resumed after the last epoch
+    try:
+        for progress in follow(plan, start):
+            if progress.done:
+                score = progress.test
+                history.append(row(progress))
+                kept = product(recipe, step.weights(model))
+                for path in [out / WEIGHTS, out / BEST][: 1 + is_best(history)]:
+                    with writing(path):
+                        save(kept, path, metadata=header(data, recipe, kept, score))
+            if (progress.done or (save_every and progress.step % save_every == 0)) and sound(model):
+                save_state(out, state_of(model, plan.optimizer, step, progress, history, settings))
+            if progress.done:
+                write_log(out / LOG, history)
+            yield progress
+    except Diverged as error:
+        kept = f"{out / STATE} holds the last good state" if (out / STATE).exists() else "no state was saved before"
+        raise Diverged(f"{error}; {kept}") from error
+    # a run that was resumed after its last epoch has no score yet
+    score = score or score_for(recipe, step, data.test)(step.weights(model))
     with writing(out / CURVES), replacing(out / CURVES) as temporary:
         draw_curves(history, temporary)
-    with writing(out / PREDICTIONS), replacing(out / PREDICTIONS) as temporary:
-        draw_predictions(data, score, temporary)
+    if score.predictions is not None:
+        with writing(out / PREDICTIONS), replacing(out / PREDICTIONS) as temporary:
+            draw_predictions(data, score, temporary)
     with writing(out / EXAMPLE), replacing(out / EXAMPLE) as temporary:
         save_picture(data.test.picture(0), temporary)
 
 
-def follow(recipe: Recipe, model: nn.Module, data: Data, optimizer: Optimizer, start: int = 0) -> Iterator[Progress]:
-    """`fit` as the recipe has it. Refuses nothing that `fit` accepts.
+def sound(model: nn.Module) -> bool:
+    """Whether every weight is finite."""
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
-    Args:
-        recipe: how.
-        model: on its device.
-        data: from `load`.
-        optimizer: over the model's parameters.
-        start: epochs already done.
-    """
-    steps = recipe.epochs * len(data.train)
-    return fit(
-        model,
-        data.train,
-        data.test,
-        optimizer,
-        partial(warmup_cosine, steps=steps, warmup=int(recipe.warmup * steps), peak=recipe.lr),
-        epochs=recipe.epochs,
-        start=start,
-        loss=partial(F.cross_entropy, label_smoothing=recipe.label_smoothing),
-        mix=partial(mixup, classes=len(data.classes), alpha=recipe.mixup) if recipe.mixup else None,
-        clip=recipe.clip,
-        amp=half(next(model.parameters()).device),
-        test_once=data.test_once,
-    )
+
+def is_best(history: list[dict]) -> bool:
+    """Whether the last epoch's test is better than all before: more right, or less loss where nothing is answered."""
+    tested = [row for row in history if row["test_loss"] is not None]
+    marks = [-row["test_loss"] if row["test_accuracy"] is None else row["test_accuracy"] for row in tested]
+    return history[-1]["test_loss"] is not None and marks[-1] > max(marks[:-1], default=-math.inf)
 
 
 def settle(given: dict, saved: dict | None) -> dict:
@@ -116,40 +192,57 @@ def settle(given: dict, saved: dict | None) -> dict:
     Kept in the state, so that a run goes on as it began. Refuses to resume with a setting that differs.
 
     Args:
-        given: any of data, weights, seed, skip_bad_images and the fields of `Recipe`.
+        given: any of recipe (a name), the other keys of `SETTINGS`, and the fields of `Recipe`.
         saved: settings from the state; None starts a new run.
     """
     given = dict(given)
-    for name in ("data", "weights"):
-        if name in given and given[name] != "digits":
+    for name in ("data", "weights", "teacher"):
+        if given.get(name) is not None and given[name] != "digits":
             given[name] = str(Path(given[name]).resolve())
     if not 0 <= given.get("seed", 0) < 2**63:
         raise ValueError(f"seed is {given['seed']}; it must be at least 0 and below 2^63")
-    if saved is None:
-        recipe = DIGITS if given.get("data", "digits") == "digits" else FOLDER
-        return {"data": "digits", "seed": 0, "skip_bad_images": False, "weights": None, **asdict(recipe), **given}
-    for name, value in given.items():
-        if value != saved[name]:
-            raise ValueError(f"{name} is {value}, but the run to resume has {saved[name]}; leave it out")
-    return saved
+    if saved is not None:
+        for name, value in given.items():
+            if value != saved[name]:
+                raise ValueError(f"{name} is {value}, but the run to resume has {saved[name]}; leave it out")
+        return saved
+    name = given.get("recipe") or ("digits" if given.get("data", "digits") == "digits" else "folder")
+    if name not in RECIPES:
+        raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
+    known = Recipe.__dataclass_fields__
+    recipe = shorten(RECIPES[name], **{field: value for field, value in given.items() if field in known})
+    others = {key: value for key, value in given.items() if key not in known}
+    return SETTINGS | asdict(recipe) | others | {"recipe": name}
 
 
 def summary(out: Path, data: Data) -> str:
     """What a finished run has reached, where everything is, and what to try next."""
     with (out / LOG).open(newline="") as file:
         *_, last = csv.DictReader(file)
-    lines = [f"\ntest accuracy {100 * float(last['test_accuracy']):.2f} % after {last['epoch']} epochs\n"]
+    reached = f"loss {float(last['test_loss']):.4f}"
+    if last["test_accuracy"]:
+        reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
+    lines = [f"\ntest {reached} after {last['epoch']} epochs\n"]
     width = max(len(str(out / name)) for name in FILES)
-    lines += [f"  {out / name!s:{width}}  {about}" for name, about in FILES.items()]
+    lines += [f"  {out / name!s:{width}}  {about}" for name, about in FILES.items() if (out / name).exists()]
     if bad := data.train.bad | data.test.bad:
         lines += [f"\nskipped {len(bad)} images that cannot be read: {listing([str(path) for path in sorted(bad)])}"]
     example, folder = quote(str(out / EXAMPLE)), quote(str(out))
+    if not last["test_accuracy"]:
+        return "\n".join([*lines, "\ntry next:", f"  fastvit-triton train --weights {folder} --data …"])
     lines += ["\ntry next:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
     return "\n".join([*lines, f"  fastvit-triton evaluate --checkpoint {folder}"])
 
 
-def half(device: torch.device) -> torch.dtype | None:
-    """The autocast dtype of training and evaluation: bfloat16 where a GPU has it, none elsewhere."""
+def half(device: torch.device, name: str = "auto") -> torch.dtype | None:
+    """The autocast dtype of training and evaluation.
+
+    Args:
+        device: where the model is.
+        name: "auto" (bfloat16 where a GPU has it, none elsewhere), "bfloat16", "float16" or "float32" for none.
+    """
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}[name]
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -162,7 +255,7 @@ def row(progress: Progress) -> dict:
         "epoch": progress.epoch,
         "lr": progress.lr,
         "train_loss": progress.loss.item(),
-        "train_accuracy": progress.accuracy.item(),
+        "train_accuracy": None if progress.accuracy.isnan() else progress.accuracy.item(),
         "test_loss": progress.test and progress.test.loss,
         "test_accuracy": progress.test and progress.test.accuracy,
         "images_per_second": progress.images / progress.seconds,
@@ -178,7 +271,7 @@ def write_log(path: Path, history: list[dict]) -> None:
         table.writerows(history)
 
 
-def header(data: Data, recipe: Recipe, score: Score | None) -> dict[str, str]:
+def header(data: Data, recipe: Recipe, model: nn.Module, score: Score | None) -> dict[str, str]:
     """What the weights' file says about itself: enough to classify a picture and to repeat the accuracy."""
     entries = {
         "data": data.name,
@@ -187,5 +280,6 @@ def header(data: Data, recipe: Recipe, score: Score | None) -> dict[str, str]:
         "batch_size": recipe.batch_size,
         "skip_bad_images": bool(data.train.bad or data.test.bad),
         "test_accuracy": score and score.accuracy,
+        "crc32": checksum(model),
     }
     return {"training": json.dumps(entries)}

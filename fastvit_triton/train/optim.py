@@ -75,9 +75,16 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def adamw(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)) -> Optimizer:
+def adamw(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    layer_decay: float = 1.0,
+) -> Optimizer:
     """AdamW over `parameter_groups`, with PyTorch's fused kernels, which exist on every device we train on."""
-    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=lr, betas=betas, fused=True)
+    groups = parameter_groups(model, weight_decay, layer_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 def warmup_cosine(step: int, steps: int, warmup: int, peak: float, floor: float = 0.0) -> float:

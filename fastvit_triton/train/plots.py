@@ -44,11 +44,13 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
         style["marker"] = "o" if len(rows) < 10 else ""
         at = [row["epoch"] for row in rows]
         loss.plot(at, [row[f"{key}_loss"] for row in rows], color=colour, label=label, **style)
-        accuracy.plot(at, [100 * row[f"{key}_accuracy"] for row in rows], color=colour, label=label, **style)
+        answered = [row for row in rows if row[f"{key}_accuracy"] is not None]
+        heights = [100 * row[f"{key}_accuracy"] for row in answered]
+        accuracy.plot([row["epoch"] for row in answered], heights, color=colour, label=label, **style)
     style["marker"] = "o" if len(epochs) < 10 else ""
     rate.plot(epochs, [row["lr"] for row in history], color=INK, **style)
     rate.yaxis.set_major_formatter("{x:g}")
-    if tested:
+    if tested and tested[-1]["test_accuracy"] is not None:
         accuracy.set_title(f"{100 * tested[-1]['test_accuracy']:.1f} %", loc="right", color=ORANGE, fontsize=12)
     for axes, title, unit in ((loss, "Loss", "nats"), (accuracy, "Accuracy", "%"), (rate, "Learning rate", "")):
         dress(axes, title, unit)

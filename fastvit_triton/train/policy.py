@@ -4,6 +4,7 @@ A policy is a function of (picture, generator): `Transform` takes one for its ra
 randomness is the generator's, so a picture's seed fixes what it becomes, in whatever worker.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -80,6 +81,45 @@ def three_augment(picture: Image.Image, generator: torch.Generator, jitter: floa
     return picture
 
 
+def big_vision_augment(
+    picture: Image.Image, generator: torch.Generator, layers: int = 2, magnitude: float = 15.0, grey: int = 128
+) -> Image.Image:
+    """big_vision's `randaug(layers, magnitude)`, of AugReg and SimpleViT (big_vision/pp/autoaugment.py).
+
+    Other than timm's: operations always apply, the magnitude is the same each time and may exceed 10, a small one
+    weakens enhancements to 0.1 and solarises most, and cutout is among them. What comes from outside is
+    grey. It enhances contrast around the number of pixels / 256, not around the mean level; that is repeated here, but
+    a solarising threshold above 255 leaves the picture. Pixels that move are the nearest ones.
+
+    Args:
+        picture: mode L or RGB.
+        generator: all randomness.
+        layers: operations in a row, drawn with replacement.
+        magnitude: m.
+        grey: fills what comes from outside, 0 … 255.
+
+    Returns:
+        A picture of the same size and mode.
+    """
+    names = tuple(BIG_VISION)
+    for _ in range(layers):
+        name = names[int(torch.randint(len(names), (), generator=generator))]
+        side, y, x = torch.rand(3, generator=generator).tolist()
+        moved = dict(fillcolor=(grey,) * 3 if picture.mode == "RGB" else grey, at=(y, x))
+        picture = BIG_VISION[name](picture, magnitude / 10, -1 if side < 0.5 else 1, moved)
+    return picture
+
+
+def policy_of(name: str) -> Policy | None:
+    """The policy that a recipe names: "timm", "three", "randaug(2,m)" or "" for none. Refuses others."""
+    if found := re.fullmatch(r"randaug\((\d+),([\d.]+)\)", name):
+        return partial(big_vision_augment, layers=int(found[1]), magnitude=float(found[2]))
+    policies = {"": None, "timm": rand_augment, "three": three_augment}
+    if name not in policies:
+        raise ValueError(f"policy is {name!r}; use 'timm', 'three', 'randaug(2,15)' or ''")
+    return policies[name]
+
+
 def _enhance(enhancer: type, picture: Image.Image, level: float, sign: int, moved: dict) -> Image.Image:
     return enhancer(picture).enhance(max(0.1, 1 + sign * 0.9 * level))
 
@@ -125,4 +165,53 @@ OPERATIONS: dict[str, Callable[[Image.Image, float, int, dict], Image.Image]] = 
     "shear_y": partial(_shear, 1),
     "translate_x": partial(_translate, 0),
     "translate_y": partial(_translate, 1),
+}
+
+
+def _bv_enhance(enhancer: type, picture: Image.Image, level: float, sign: int, moved: dict) -> Image.Image:
+    return enhancer(picture).enhance(0.1 + 1.8 * level)
+
+
+def _bv_contrast(picture: Image.Image, level: float, sign: int, moved: dict) -> Image.Image:
+    flat = Image.new("L", picture.size, int(min(picture.size[0] * picture.size[1] / 256, 255))).convert(picture.mode)
+    return Image.blend(flat, picture, 0.1 + 1.8 * level)
+
+
+def _bv_posterize(picture: Image.Image, level: float, sign: int, moved: dict) -> Image.Image:
+    bits = min(int(4 * level), 8)
+    return picture.point([value >> (8 - bits) << (8 - bits) for value in range(256)] * len(picture.getbands()))
+
+
+def _bv_solarize(picture: Image.Image, level: float, sign: int, moved: dict) -> Image.Image:
+    return ImageOps.solarize(picture, int(256 * level))
+
+
+def _bv_move(
+    row: int, column: int, limit: float, picture: Image.Image, level: float, sign: int, moved: dict
+) -> Image.Image:
+    return _affine(row, column, picture, sign * limit * level, {"fillcolor": moved["fillcolor"]})
+
+
+def _bv_cutout(picture: Image.Image, level: float, sign: int, moved: dict) -> Image.Image:
+    half, (width, height) = int(40 * level), picture.size
+    y, x = int(moved["at"][0] * height), int(moved["at"][1] * width)
+    picture = picture.copy()
+    picture.paste(moved["fillcolor"], (max(x - half, 0), max(y - half, 0), min(x + half, width), min(y + half, height)))
+    return picture
+
+
+# The same, with big_vision's ranges: level is m / 10.
+BIG_VISION = {name: OPERATIONS[name] for name in ("auto_contrast", "equalize", "invert", "solarize_add")} | {
+    "rotate": lambda picture, level, sign, moved: picture.rotate(sign * 30 * level, fillcolor=moved["fillcolor"]),
+    "posterize": _bv_posterize,
+    "solarize": _bv_solarize,
+    "color": partial(_bv_enhance, ImageEnhance.Color),
+    "contrast": _bv_contrast,
+    "brightness": partial(_bv_enhance, ImageEnhance.Brightness),
+    "sharpness": partial(_bv_enhance, ImageEnhance.Sharpness),
+    "shear_x": partial(_bv_move, 0, 1, 0.3),
+    "shear_y": partial(_bv_move, 1, 0, 0.3),
+    "translate_x": partial(_bv_move, 0, 2, 100.0),
+    "translate_y": partial(_bv_move, 1, 2, 100.0),
+    "cutout": _bv_cutout,
 }

@@ -1,0 +1,80 @@
+"""One update of the weights: blend, differentiate part by part, clip, step, average."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from .accumulate import accumulate
+from .objective import Objective, supervised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What happens to one batch. Each part is a function or an object; None leaves it out.
+
+    A loss that is not finite changes nothing: no weight, no statistic of the optimiser, no average.
+
+    Attributes:
+        objective: the loss of (model, images, targets), see objective.py.
+        mix: blends a batch, such as `mixup`; targets [B] may become [B, classes].
+        parts: pieces in which the gradient is taken, each with its own activations; the update is that of the whole.
+        amp: autocast dtype, such as torch.bfloat16; None computes in the weights' dtype.
+        scaler: for float16, whose small gradients vanish; a disabled one does nothing.
+        clip: largest gradient norm.
+        average: a slow copy that follows the weights, from `moving_average`.
+    """
+
+    objective: Objective = field(default_factory=lambda: supervised(F.cross_entropy))
+    mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    parts: int = 1
+    amp: torch.dtype | None = None
+    scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
+    clip: float | None = None
+    average: AveragedModel | None = None
+
+    def __call__(
+        self, model: nn.Module, optimizer: Optimizer, images: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One update.
+
+        Args:
+            model: in training mode.
+            optimizer: over its parameters, with this step's rate.
+            images: [B, C, H, W].
+            targets: [B].
+
+        Returns:
+            The loss, and how many answers were right (nan where nothing is answered), 0-d tensors.
+        """
+        if self.mix is not None:
+            images, targets = self.mix(images, targets)
+        optimizer.zero_grad()
+        parts = min(self.parts, images.shape[0])
+        value, logits = accumulate(model, self.objective, images, targets, parts, self.amp, self.scaler)
+        right = torch.full((), torch.nan) if logits is None else agreement(logits, targets)
+        if not value.isfinite():
+            return value, right
+        if self.clip is not None:
+            self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        if self.average is not None:
+            self.average.update_parameters(model)
+        return value, right
+
+    def weights(self, model: nn.Module) -> nn.Module:
+        """What is evaluated and saved: the average where one is kept, else the model."""
+        return model if self.average is None else self.average.module
+
+
+def agreement(logits: Tensor, targets: Tensor) -> Tensor:
+    """How many answers are right; of blended targets [B, classes], the share that the answer has in them."""
+    answers = logits.argmax(1)
+    return (answers == targets).sum() if targets.ndim == 1 else targets.gather(1, answers[:, None]).sum()
