@@ -46,6 +46,10 @@ class World:
         """The process that speaks for all."""
         return self.rank == 0
 
+    def part(self, values: Tensor) -> Tensor:
+        """This process's part of the first axis, which may be empty; parts differ by one at most."""
+        return values.tensor_split(self.size)[self.rank]
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over processes, in place."""
         if self.size > 1:
