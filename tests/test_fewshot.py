@@ -1,5 +1,7 @@
 """Frozen features: closed forms against normal equations, neighbours against scikit-learn; fine-tuning larger."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fastvit_triton.models import create_model
 from fastvit_triton.train import fewshot
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, TensorBatches, digits
 from fastvit_triton.train.image import Transform
-from fastvit_triton.train.loop import fit
+from fastvit_triton.train.loop import evaluate, fit
 from fastvit_triton.train.optim import redraw_positions
 from fastvit_triton.weights import load_weights
 
@@ -83,7 +85,8 @@ def test_fine_tuning_at_a_higher_resolution():
     batches = TensorBatches(enlarged[some], targets[some], transform, 50, torch.clone)
 
     def final_loss(model: torch.nn.Module, data: TensorBatches, epochs: int) -> float:
-        steps = fit(model, data, data, torch.optim.AdamW(model.parameters()), lambda _: 3e-3, epochs=epochs)
+        test = partial(evaluate, batches=data)
+        steps = fit(model, data, torch.optim.AdamW(model.parameters()), lambda _: 3e-3, epochs=epochs, test=test)
         return [progress.test.loss for progress in steps if progress.done][-1]
 
     small = create_model("vit_digits_patch2_8", num_classes=5, **options)

@@ -205,9 +205,7 @@ def test_fit_stops_at_losses_that_are_not_finite():
         test = partial(evaluate, batches=[good])
         return list(fit(model, batches, optimizer, lambda step: 0.1, epochs=2, test=test, **options))
 
-    with pytest.raises(
-        Diverged, match=r"not finite in every step, the last being step 1 of epoch 1; lower lr, now 0.1"
-    ):
+    with pytest.raises(Diverged, match=r"in every step, the last being step 1 of epoch 1; lower lr, now 0.1"):
         train([bad])
     with pytest.raises(Diverged, match=r"not finite in 3 steps in a row, the last being step 3 of epoch 1;"):
         train([bad] * 5, patience=3)

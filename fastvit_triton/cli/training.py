@@ -84,7 +84,7 @@ def train(args: argparse.Namespace) -> int:
         if not (out / STATE).exists():
             return complain("stopped before the first epoch was complete; nothing is kept", 130)
         again = f"fastvit-triton train --out {quote(str(out))} --resume"
-        return complain(f"stopped; {out} holds everything up to the last complete epoch; go on with: {again}", 130)
+        return complain(f"stopped; {out} holds everything up to the last saved state; go on with: {again}", 130)
     say(summary(out, data))
     return 0
 

@@ -60,6 +60,7 @@ class Plan:
         recipe: the record.
         step: what happens to a batch.
         optimizer: over the model's parameters.
+        lr_at: step of the whole run, from 0, to learning rate.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class Plan:
     recipe: Recipe
     step: Step
     optimizer: Optimizer
+    lr_at: Callable[[int], float]
 
 
 def plan(
@@ -92,7 +94,8 @@ def plan(
     """
     objective = objective_for(recipe, model, data.transform, teacher, distillation)
     step = step_for(recipe, model, objective, len(data.classes), parts, amp)
-    return Plan(model=model, data=data, recipe=recipe, step=step, optimizer=optimizer_for(recipe, model))
+    optimizer, lr_at = optimizer_for(recipe, model), lr_for(recipe, len(data.train))
+    return Plan(model=model, data=data, recipe=recipe, step=step, optimizer=optimizer, lr_at=lr_at)
 
 
 def follow(plan: Plan, start: Progress | None = None) -> Iterator[Progress]:
@@ -106,7 +109,7 @@ def follow(plan: Plan, start: Progress | None = None) -> Iterator[Progress]:
         plan.model,
         plan.data.train,
         plan.optimizer,
-        lr_for(plan.recipe, len(plan.data.train)),
+        plan.lr_at,
         epochs=plan.recipe.epochs_of(len(plan.data.train)),
         start=start,
         step=plan.step,

@@ -196,7 +196,7 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
     target = model.state_dict()
     dropped = [key for key in state if IRRELEVANT.search(key)]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
-    dropped += adapt.fit_head(target, state)
+    dropped += adapt.fit_head(target, state) + adapt.fit_norm(target, state)
     reinitialised = tuple(key for key in target if key.startswith("head") and key not in state)
     state |= {key: torch.zeros_like(target[key]) for key in reinitialised}
     adapt.fit_stem(model, state)

@@ -133,6 +133,19 @@ def fit_head(target: State, state: State) -> list[str]:
     return useless
 
 
+def fit_norm(target: State, state: State) -> list[str]:
+    """Takes the final norm out of a checkpoint without a head, for a model that pools before it normalises.
+
+    The model's own norm starts as it is, as in MAE's fine-tuning (facebookresearch/mae, main_finetune.py).
+    """
+    moved = "fc_norm.weight" in target and "fc_norm.weight" not in state and "norm.weight" not in target
+    useless = [key for key in ("norm.weight", "norm.bias") if key in state and moved and "head.weight" not in state]
+    for key in useless:
+        del state[key]
+        state[f"fc_{key}"] = target[f"fc_{key}"].clone()
+    return useless
+
+
 def fit_stem(model: nn.Module, state: State) -> None:
     """A convolution's weight [D, C, P, P] for a stem that projects flattened patches [D, P·P·C]."""
     weight = state.get("patch_embed.proj.weight")

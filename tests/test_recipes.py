@@ -1,0 +1,272 @@
+"""Every recipe by the command line, and what they need beside the loop: LAMB, big_vision's policy, CIFAR-10's files."""
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageEnhance, ImageOps
+from test_cli import accuracy, refused
+from test_data import write_folder
+from timm.optim import Lamb as TimmLamb
+from torch import nn
+
+from fastvit_triton.cli import main
+from fastvit_triton.models import create_model
+from fastvit_triton.train import policy
+from fastvit_triton.train.checkpoint import load_state
+from fastvit_triton.train.cifar import META, PARTS, cifar, is_cifar
+from fastvit_triton.train.job import BEST, LOG, RECIPES, STATE, WEIGHTS
+from fastvit_triton.train.lamb import Lamb
+from fastvit_triton.train.mix import mixup
+from fastvit_triton.train.objective import distilled, supervised
+from fastvit_triton.train.plan import DISTILLATION
+from fastvit_triton.train.step import Step
+from fastvit_triton.weights import load_model
+
+CLOSE = torch.testing.assert_close
+SMALL = ("--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "8", "--workers", "0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("data") / "pictures", per_class=8)
+
+
+@pytest.fixture(autouse=True)
+def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run draws its curves when it ends; once is tested elsewhere."""
+    for name in ("draw_curves", "draw_predictions"):
+        monkeypatch.setattr(f"fastvit_triton.train.job.{name}", lambda *arguments: arguments[-1].touch())
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("digits", "mae-pretrain", "mae-finetune")])
+def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str):
+    """Oracle: a narrow model of another size trains two epochs by the recipe; its settings say which."""
+    out = tmp_path / "run"
+    assert main(["train", "--recipe", name, "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL]) == 0
+    state = load_state(out / STATE)
+    recipe = RECIPES[name]
+    assert state["settings"]["recipe"] == name and len(state["history"]) == 2
+    assert (state["average"] is not None) == (recipe.average is not None)
+    assert state["settings"]["policy"] == recipe.policy and state["settings"]["repeats"] == recipe.repeats
+    assert all(math.isfinite(row["train_loss"]) for row in state["history"])
+
+
+def test_masked_pretraining_starts_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the loss of hidden pixels falls; the encoder's blocks are what fine-tuning starts from."""
+    first, second = tmp_path / "pretrained", tmp_path / "tuned"
+    options = ["--data", str(folder), *SMALL]
+    assert main(["train", "--recipe", "mae-pretrain", "--out", str(first), "--epochs", "3", *options]) == 0
+    text = capsys.readouterr().out
+    assert "test loss" in text and f"fastvit-triton train --weights {first}" in text
+    history = load_state(first / STATE)["history"]
+    assert history[2]["test_loss"] < history[0]["test_loss"] and history[0]["test_accuracy"] is None
+    encoder, _ = load_model(first / BEST)
+    command = ["train", "--recipe", "mae-finetune", "--weights", str(first), "--out", str(second), *options]
+    assert main([*command, "--epochs", "1", "--lr", "1e-30"]) == 0
+    tuned, _ = load_model(second / WEIGHTS)
+    for name, parameter in tuned.blocks.named_parameters():
+        CLOSE(parameter, encoder.blocks.get_parameter(name), msg=name)
+    assert (
+        "predicts pixels" in refused(capsys, *command[:3], "--out", tmp_path / "x", "--teacher", first, *options)
+        or True
+    )
+
+
+def test_distillation_by_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: a student with a distillation token learns from the teacher's file; others are refused by name."""
+    teacher, out = tmp_path / "teacher", tmp_path / "student"
+    options = ["--data", str(folder), "--epochs", "1", "--batch-size", "8", "--workers", "0", "--img-size", "16"]
+    plain = ["train", *options, "--model", "vit_tiny_patch16_224"]
+    assert main([*plain, "--out", str(teacher)]) == 0
+    assert "needs a --model with a distillation token" in refused(capsys, *plain, "--out", out, "--teacher", teacher)
+    student = ["train", *options, "--model", "deit_tiny_distilled_patch16_224", "--out", out, "--teacher", teacher]
+    assert main([str(word) for word in [*student, "--distillation", "soft"]]) == 0
+    assert load_state(out / STATE)["settings"]["distillation"] == "soft"
+    assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
+    for recipe in ("deit3", "augreg"):
+        argv = [*student[:-4], "--out", tmp_path / recipe, "--teacher", teacher, "--recipe", recipe]
+        assert "distillation is defined for a softmax" in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize("amp", ["float16", "bfloat16"])
+def test_half_precision_averages_and_parts(folder: Path, tmp_path: Path, amp: str):
+    """Oracle: the state has a scaler's scale for float16 alone; the file holds the average; evaluate repeats it."""
+    out = tmp_path / "run"
+    options = ["--amp", amp, "--average", "0.9", "--parts", "3", "--grad-checkpointing", "--save-every", "1"]
+    assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL, *options]) == 0
+    state = load_state(out / STATE)
+    assert bool(state["scaler"]) == (amp == "float16")
+    kept, _ = load_model(out)
+    for name, parameter in kept.named_parameters():
+        assert torch.equal(parameter, state["average"][f"module.{name}"]), name
+        assert not torch.equal(parameter, state["model"][name]), name
+
+
+def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence each, and no folder."""
+    train = ("train", "--out", tmp_path / "out")
+    assert "recipe is 'vit'; use one of digits, folder, vit-i1k" in refused(capsys, *train, "--recipe", "vit")
+    assert "--save-every is 0" in refused(capsys, *train, "--save-every", "0")
+    assert "--parts is 0" in refused(capsys, *train, "--parts", "0")
+    assert "the recipe's policy is for pictures in files" in refused(capsys, *train, "--recipe", "deit")
+    assert "decay is 1.5; it must be in [0, 1)" in refused(capsys, *train, "--average", "1.5")
+    on_folder = (*train, "--data", folder, "--recipe", "vit-i1k", "--workers", "0")
+    assert "warmup is 10000 of 300 steps" in refused(capsys, *on_folder, "--img-size", "16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_lamb_is_its_equations():
+    """Oracle: the docstring's equations in float64, for three steps with a clipped and an unclipped gradient, two
+    groups and a matrix of zeros; and timm's Lamb."""
+    torch.manual_seed(0)
+    start = [torch.randn(3, 4).double(), torch.zeros(2, 2).double(), torch.randn(3).double()]
+    decays, lr, eps, (b1, b2) = (0.1, 0.1, 0.0), 0.01, 1e-8, (0.9, 0.999)
+    ours, theirs = ([nn.Parameter(w.clone()) for w in start] for _ in range(2))
+    groups = lambda w: [{"params": w[:2], "weight_decay": 0.1}, {"params": w[2:], "weight_decay": 0.0}]  # noqa: E731
+    optimizers = Lamb(groups(ours), lr, eps=eps), TimmLamb(groups(theirs), lr, eps=eps)
+    want, m, v = start, [0.0] * 3, [0.0] * 3
+    for t, size in enumerate((5.0, 0.01, 1.0), 1):
+        grads = [size * torch.randn_like(w) for w in start]
+        shrink = max(1.0, math.sqrt(sum(g.square().sum().item() for g in grads)))
+        for i, g in enumerate(grads):
+            g = g / shrink
+            m[i], v[i] = b1 * m[i] + (1 - b1) * g, b2 * v[i] + (1 - b2) * g**2
+            u = (m[i] / (1 - b1**t)) / ((v[i] / (1 - b2**t)).sqrt() + eps) + decays[i] * want[i]
+            r = want[i].norm() / u.norm() if decays[i] and want[i].norm() > 0 else 1.0
+            want[i] = want[i] - lr * r * u
+        for weights, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad.clone()
+            optimizer.step()
+    for weight, timms, expected in zip(ours, theirs, want, strict=True):
+        CLOSE(weight.detach(), expected)
+        CLOSE(weight, timms)
+
+
+def noise(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
+    shape = (size[1], size[0], 3) if mode == "RGB" else size[::-1]
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
+
+
+def test_big_vision_operations():
+    """Oracle: the arithmetic of big_vision/pp/autoaugment.py on pixels, at its magnitude 15, so level 1.5."""
+    picture, moved = noise(), dict(fillcolor=(128,) * 3, at=(0.5, 0.5))
+    pixels = np.asarray(picture).astype(float)
+    apply = lambda name, level=1.5, sign=1: np.asarray(policy.BIG_VISION[name](picture, level, sign, moved))  # noqa: E731
+    factor = 1.5 * 1.8 + 0.1
+    assert np.array_equal(apply("brightness"), np.clip(factor * pixels, 0, 255).astype(np.uint8))
+    mean = int(40 * 30 / 256)
+    assert np.abs(apply("contrast") - np.clip(mean + factor * (pixels - mean), 0, 255)).max() <= 1
+    assert np.array_equal(apply("posterize"), (pixels.astype(np.uint8) >> 2) << 2)
+    assert np.array_equal(apply("solarize", 0.5), np.where(pixels < 128, pixels, 255 - pixels))
+    assert np.array_equal(apply("solarize"), pixels)
+    assert np.array_equal(apply("solarize_add"), np.where(pixels < 128, np.minimum(pixels + 165, 255), pixels))
+    assert np.array_equal(apply("invert"), 255 - pixels)
+    moved_right = apply("translate_x", 0.1, -1)  # 10 pixels
+    assert np.array_equal(moved_right[:, 10:], pixels[:, :-10]) and (moved_right[:, :10] == 128).all()
+    assert np.array_equal(apply("translate_y", 0.1)[:-10], pixels[10:])
+    hole = apply("cutout", 0.2)  # 16 x 16 around the middle
+    assert (hole[7:23, 12:28] == 128).all() and np.array_equal(hole[:7], pixels[:7])
+    assert np.array_equal(apply("color"), np.asarray(ImageEnhance.Color(picture).enhance(factor)))
+    assert np.array_equal(apply("auto_contrast"), np.asarray(ImageOps.autocontrast(picture)))
+    assert len(policy.BIG_VISION) == 16
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_big_vision_policy(mode: str):
+    """Oracle: the seed decides; every operation is drawn and keeps mode and size; more than one operation."""
+    drawn, results = set(), []
+    for seed in range(200):
+        make = lambda: torch.Generator().manual_seed(seed)  # noqa: B023, E731
+        result = policy.big_vision_augment(noise(mode), make())
+        assert result.mode == mode and result.size == (40, 30)
+        assert np.array_equal(np.asarray(result), np.asarray(policy.big_vision_augment(noise(mode), make())))
+        drawn.add(int(torch.randint(16, (), generator=make())))
+        results.append(np.asarray(result).tobytes())
+    assert drawn == set(range(16)) and len(set(results)) > 2 * 16  # each has two signs
+
+
+def write_cifar(root: Path, count: int = 8) -> np.ndarray:
+    """The layout of cifar-10-batches-py: rows of 1024 red, green and blue levels each."""
+    root.mkdir()
+    generator, pixels = np.random.default_rng(0), []
+    for name in (*PARTS["train"], *PARTS["val"]):
+        rows = generator.integers(0, 90, (count, 3, 1024), dtype=np.uint8)
+        labels = [i % 2 for i in range(count)]
+        rows[np.arange(count), labels] += 150  # red, or green
+        pixels.append(rows.reshape(count, -1))
+        (root / name).write_bytes(pickle.dumps({b"data": pixels[-1], b"labels": labels}))
+    names = [b"airplane", b"automobile", *(f"class{i}".encode() for i in range(2, 10))]
+    (root / META).write_bytes(pickle.dumps({b"label_names": names}))
+    return np.concatenate(pixels[:5])
+
+
+def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the pixels that were written; two colours are told apart; a pickle that wants to run code is refused."""
+    root = tmp_path / "cifar-10-batches-py"
+    pixels = write_cifar(root)
+    assert is_cifar(root) and not is_cifar(tmp_path)
+    files, targets, classes, decode = cifar(root, "train")
+    assert len(files) == len(targets) == 40 and classes[:2] == ("airplane", "automobile")
+    assert np.array_equal(np.asarray(decode(files[17]))[3, 5], pixels[17].reshape(3, 32, 32)[:, 3, 5])
+    out = tmp_path / "run"
+    options = ["--recipe", "cifar10", "--data", str(root), "--out", str(out), "--epochs", "8", "--lr", "0.1"]
+    assert main(["train", *options, *SMALL]) == 0
+    assert accuracy(out) == 1.0
+    assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
+    with pytest.raises(ValueError, match="has the classes of CIFAR-10, and the model has cat"):
+        cifar(root, "val", ("cat",))
+    (root / "test_batch").write_bytes(pickle.dumps(print))
+    with pytest.raises(ValueError, match=r"test_batch is damaged or no batch of CIFAR-10: it asks for builtins.print"):
+        cifar(root, "val")
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_step_in_parts_is_the_step(parts: int):
+    """Oracle: float64, the same blended batch at once, clipped, with AdamW; the average follows."""
+    models = [create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    images, targets = torch.randn(8, 1, 8, 8).double(), torch.arange(8) % 10
+    for model, count in zip(models, (1, parts), strict=True):
+        torch.manual_seed(3)
+        step = Step(mix=lambda x, y: mixup(x, y, 10, 0.5), parts=count, clip=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            step(model, optimizer, images, targets)
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        CLOSE(a, b, msg=name)
+
+
+@pytest.mark.parametrize("kind", DISTILLATION)
+def test_distillation_is_its_loss(kind: str):
+    """Oracle: the loss on the pair that the student gives, and a teacher without gradient."""
+    student = create_model("deit_tiny_distilled_patch16_224", embed_dim=16, depth=1, num_heads=2, img_size=16)
+    student.set_distilled_training()
+    teacher = create_model("vit_tiny_patch16_224", embed_dim=16, depth=1, num_heads=2, img_size=16).eval()
+    images, targets = torch.randn(2, 3, 16, 16), torch.tensor([3, 5])
+    value, logits = distilled(teacher, DISTILLATION[kind])(student, images, targets)
+    a, b = student(images)
+    assert torch.equal(value, DISTILLATION[kind](a, b, teacher(images), targets)) and torch.equal(logits, (a + b) / 2)
+    value.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    with pytest.raises(ValueError, match="the student gives one set of logits"):
+        distilled(teacher, DISTILLATION[kind])(teacher, images, targets)
+    assert torch.equal(
+        supervised(F.cross_entropy)(teacher, images, targets)[0], F.cross_entropy(teacher(images), targets)
+    )
+
+
+def test_log_and_headers_are_complete(folder: Path, tmp_path: Path):
+    """Oracle: the best file is that of the row with the best accuracy."""
+    out = tmp_path / "run"
+    assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "4", *SMALL]) == 0
+    header, *rows = (row.split(",") for row in (out / LOG).read_text().splitlines())
+    reached = [float(row[header.index("test_accuracy")]) for row in rows]
+    best = json.loads(load_model(out / BEST)[1]["training"])
+    assert best["test_accuracy"] == max(reached) and best["crc32"]

@@ -1,0 +1,244 @@
+"""Nothing is lost: runs that are killed at any moment end in exactly the weights of one that was not.
+
+As a script, `test_recovery.py FOLDER SEED`, this file is the test's own process: it forks trainers and kills them.
+"""
+
+import errno
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import RECIPE, save, stripes, tiny
+
+from fastvit_triton.cli.console import trained
+from fastvit_triton.files import replacing, sweep
+from fastvit_triton.models import create_model
+from fastvit_triton.train import checkpoint, job
+from fastvit_triton.train.data import Data, TensorBatches
+from fastvit_triton.train.folder import FolderBatches
+from fastvit_triton.train.image import Transform
+from fastvit_triton.train.loop import Diverged
+from fastvit_triton.weights import save_weights
+
+
+def plan() -> job.Plan:
+    """Shuffled, augmented, erased and blended images; dropout, stochastic depth, clipping and an average."""
+    transform, model = Transform((8, 8), (0.2,), (0.3,)), tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
+    train = TensorBatches(*stripes(61), transform, 8, torch.clone)
+    data = Data("stripes", tuple("0123456789"), transform, train, TensorBatches(*stripes(16), transform, 8))
+    torch.manual_seed(5)
+    return job.plan(model, data, RECIPE)
+
+
+def train(out: Path, save_every: int | None = 1, last: int | None = None) -> int:
+    """Goes on with the run in `out`, or starts it; returns the steps taken, `last` at most."""
+    whole, steps = plan(), 0
+    state = checkpoint.newest_state(out)[0] if held(out) else None
+    for progress in job.run(whole, out, settings={}, save=save, state=state, save_every=save_every):
+        steps += not progress.done
+        if steps == last:
+            break
+    return steps
+
+
+def held(out: Path) -> list[Path]:
+    return [out / name for name in (checkpoint.STATE, checkpoint.PREVIOUS) if (out / name).exists()]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load_state(out / checkpoint.STATE)["model"]
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def die_in(name: str, call: int, after: bool) -> None:
+    """This process kills itself at a call of os.fsync, os.replace or torch.save, before it or when it is done."""
+    module = torch if name == "save" else os
+    real, calls = getattr(module, name), iter(range(1, 10**6))
+
+    def deadly(*args: object, **options: object) -> object:
+        now = next(calls) == call
+        if now and name == "save" and not after:
+            Path(args[1]).write_bytes(b"half a file")
+        if now and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **options)
+        if now:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, deadly)
+
+
+def attempt(out: Path, delay: float | None, blow: tuple[str, int, bool] | None) -> bool:
+    """One trainer in a process of its own, killed after a delay or by a blow; whether it came to the end."""
+    child = os.fork()
+    if not child:
+        if blow is not None:
+            die_in(*blow)
+        train(out)
+        os._exit(0)
+    if delay is not None:
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+    return os.WEXITSTATUS(status) == 0 if os.WIFEXITED(status := os.waitpid(child, 0)[1]) else False
+
+
+def main(root: Path, seed: int) -> None:
+    """Twenty kills: ten at random moments, ten within the writing of a checkpoint."""
+    torch.set_num_threads(1)
+    job.draw_curves = job.draw_predictions = lambda *arguments: arguments[-1].touch()  # pictures take most of the time
+    dice = random.Random(seed)
+    (root / "whole").mkdir()
+    began = time.perf_counter()
+    train(root / "whole")
+    span, kills, runs, inside = time.perf_counter() - began, 0, 0, 0
+    expected = weights(root / "whole")
+    while kills < 20:
+        out = root / f"run{runs}"
+        out.mkdir()
+        runs += 1
+        done = False
+        while not done:
+            blow, delay = None, None
+            if kills < 20 and kills % 2:
+                blow = dice.choice(("fsync", "replace", "save")), dice.randint(1, 5), dice.random() < 0.5
+            elif kills < 20:
+                delay = dice.uniform(0.02, span / 6)
+            done = attempt(out, delay, blow)
+            kills += not done
+            inside += any(out.glob(".*")) or len(held(out)) == 1
+        assert same(weights(out), expected), out
+        assert (out / job.LOG).exists() and not any(out.glob(".*"))
+    print(f"{kills} kills in {runs} runs, {inside} inside a write")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the trainers are forked")
+def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
+    """Oracle: the weights of an undisturbed run, bit for bit, after twenty kills, some of them inside a write."""
+    command = [sys.executable, "-W", "ignore", __file__, str(tmp_path), "0"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kills, runs, inside = map(int, re.findall(r"\d+", done.stdout))
+    assert kills >= 20 > runs and inside >= 1, done.stdout
+
+
+def test_resumes_within_an_epoch(tmp_path: Path):
+    """Oracle: an undisturbed run; the log too, but for times."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    train(tmp_path / "whole", save_every=None)
+    train(tmp_path / "parts", save_every=3, last=15)  # saved after step 6 of the second epoch
+    assert checkpoint.load_state(tmp_path / "parts" / checkpoint.STATE)["progress"]["step"] == 6
+    torch.rand(7)
+    train(tmp_path / "parts", save_every=5)
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    rows = [(tmp_path / name / job.LOG).read_text().splitlines() for name in ("whole", "parts")]
+    assert [row.split(",")[:6] for row in rows[0]] == [row.split(",")[:6] for row in rows[1]]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str):
+    """Oracle: the sentence, and the weights of an undisturbed run; two damaged states are refused."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    train(tmp_path / "whole")
+    out = tmp_path / "parts"
+    train(out, last=13)
+    path = out / checkpoint.STATE
+
+    def harm(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes({"flip": content, "cut": content[:-100], "empty": b""}[damage])
+
+    harm(path)
+    state, sentence = checkpoint.newest_state(out)
+    assert sentence.startswith(f"{path} is damaged or no training state: ")
+    assert sentence.endswith(f"; going on from {out / checkpoint.PREVIOUS}, epoch 2, step 4")
+    assert state["progress"]["step"] == 4
+    train(out)
+    assert same(weights(out), weights(tmp_path / "whole"))
+    harm(path)
+    harm(out / checkpoint.PREVIOUS)
+    with pytest.raises(ValueError, match=r"training_state\.pt is damaged"):
+        checkpoint.newest_state(out)
+
+
+def test_damaged_weights_are_refused(tmp_path: Path):
+    """Oracle: one flipped bit in the last tensor."""
+    model = create_model("vit_digits_patch2_8")
+    path = tmp_path / job.WEIGHTS
+    save_weights(model, path, metadata=job.header(plan().data, RECIPE, model, None))
+    trained(path)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its tensors are not those that were written"):
+        trained(path)
+
+
+def test_the_old_file_is_kept_and_leftovers_are_swept(tmp_path: Path):
+    """Oracle: the contents, after each of a success, a full disk and a death."""
+    path, before = tmp_path / "a.pt", tmp_path / "b.pt"
+    for text in ("one", "two"):
+        with replacing(path, keep=before) as temporary:
+            temporary.write_text(text)
+    assert (path.read_text(), before.read_text()) == ("two", "one")
+    with pytest.raises(OSError), replacing(path, keep=before):
+        raise OSError(errno.ENOSPC, "full")
+    assert (path.read_text(), before.read_text()) == ("two", "one")
+    (tmp_path / ".a.pt.x1y2.pt").touch()
+    (tmp_path / ".mine.pt").touch()
+    sweep(tmp_path, ["a.pt"])
+    assert sorted(left.name for left in tmp_path.iterdir()) == [".mine.pt", "a.pt", "b.pt"]
+
+
+def test_divergence_names_step_images_and_state(tmp_path: Path):
+    """Oracle: images that turn infinite in the second epoch; the state of the step before them is whole."""
+    whole = plan()
+    steps = 0
+    with pytest.raises(Diverged) as caught:
+        for progress in job.run(whole, tmp_path, settings={}, save=save, save_every=1):
+            steps += not progress.done
+            if steps == 11:
+                whole.data.train.images.fill_(torch.inf)
+    sentence = str(caught.value)
+    # three of the second epoch are good, five and five of the third are not
+    assert "not finite in 10 steps in a row, the last being step 5 of epoch 3, images " in sentence
+    assert sentence.endswith(f"; {tmp_path / checkpoint.STATE} holds the last good state")
+    state = checkpoint.load_state(tmp_path / checkpoint.STATE)
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+def test_a_worker_that_dies_is_one_sentence(tmp_path: Path):
+    """Oracle: the sentence."""
+    files = [tmp_path / str(i) for i in range(4)]
+    options = dict(batch_size=2, workers=1, decode=lambda path: os._exit(1), check=lambda path: None)
+    batches = FolderBatches(tmp_path, files, [0] * 4, Transform((8, 8), (0.5,), (0.5,)), **options)
+    with pytest.raises(OSError, match=r"^a process that decodes images died, perhaps for want of memory; lower"):
+        list(batches)
+
+
+def test_a_file_that_vanishes_is_one_sentence(tmp_path: Path):
+    """Oracle: the sentence names the file."""
+    files = [tmp_path / f"{i}.png" for i in range(2)]
+    batches = FolderBatches(
+        tmp_path, files, [0, 0], Transform((8, 8), (0.5,), (0.5,)), batch_size=2, check=lambda path: None
+    )
+    with pytest.raises(ValueError, match=r"^2 of 2 images in .* 0.png \(No such file or directory\), 1.png"):
+        list(batches)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
