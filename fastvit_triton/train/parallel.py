@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,23 @@ class World:
             return loss
         total = self.sum(torch.tensor(float(images), device=loss.device))
         return loss * (images * self.size / total)
+
+    def least(self, count: int) -> int:
+        """The smallest of everybody's counts."""
+        return min(self.gather(count))
+
+    @contextmanager
+    def own(self, key: int) -> Iterator[None]:
+        """Random numbers of this process's own, for what its images go through, which `key` fixes.
+
+        The generator outside, which deals the data, stays the same on all processes however many images each has.
+        """
+        if self.size == 1:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(Random(f"{key} {self.rank}").getrandbits(62))
+            yield
 
     def wait(self) -> None:
         """Until everybody is here."""
@@ -173,6 +191,23 @@ def fsdp(
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=inner)
     return fully_shard(model, mesh=mesh, mp_policy=outer)
+
+
+@contextmanager
+def reducing(model: nn.Module, now: bool) -> Iterator[None]:
+    """Whether gradients of the backward pass inside are averaged over processes now, or kept until they are.
+
+    Args:
+        model: from `ddp`, `fsdp`, or plain.
+        now: False for all but the last part of a batch.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not now:
+        with model.no_sync():
+            yield
+        return
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(now)
+    yield
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> nn.Module:
