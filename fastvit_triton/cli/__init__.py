@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--grad-checkpointing", action="store_true", default=None, help="recompute activations, to save memory")
     add("--teacher", help="checkpoint to learn from as well; takes a deit_*_distilled_* model")
     add("--distillation", choices=("hard", "soft"), help="what is learned from the teacher (default: hard)")
+    add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: a copy of the model on each process, or a part")
     add("--save-every", type=int, help="steps between states within an epoch (default: after epochs only)")
     add("--seed", type=int, help="of weights, order and augmentation (default: 0)")
     shared(add)

@@ -27,8 +27,11 @@ class Batches(Protocol):
     """What `fit` and `evaluate` iterate over: images [B, C, H, W] and targets [B].
 
     `bad` maps each file that was left out to the reason; `picture(i)` is image i as it is shown; `after(n)` iterates
-    without the first n batches, with the same draws; `indices` are the images of the last batch.
+    without the first n batches, with the same draws; `indices` are the images of the last batch; `dealt` says that of
+    several processes each gets its part, not the whole batch.
     """
+
+    dealt: bool
 
     bad: dict[Path, str]
     indices: list[int]
@@ -67,6 +70,8 @@ class TensorBatches:
         batch_size: images per batch; the last batch may be smaller.
         augment: of a batch in [0, 1], before normalisation; None keeps order and images.
     """
+
+    dealt = False
 
     def __init__(
         self,

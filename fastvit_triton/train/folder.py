@@ -93,6 +93,8 @@ class FolderBatches:
         world: processes that share each batch; one without a picture gets [0, C, H, W].
     """
 
+    dealt = True
+
     def __init__(
         self,
         root: Path,

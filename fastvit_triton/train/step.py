@@ -98,3 +98,18 @@ def agreement(logits: Tensor, targets: Tensor) -> Tensor:
     """How many answers are right; of blended targets [B, classes], the share that the answer has in them."""
     answers = logits.argmax(1)
     return (answers == targets).sum() if targets.ndim == 1 else targets.gather(1, answers[:, None]).sum()
+
+
+def half(device: torch.device, name: str = "auto") -> torch.dtype | None:
+    """The autocast dtype of training and evaluation.
+
+    Args:
+        device: where the model is.
+        name: "auto" (bfloat16 where a GPU has it, none elsewhere), "bfloat16", "float16" or "float32" for none.
+    """
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}[name]
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
