@@ -13,6 +13,7 @@ from pathlib import Path
 import parallel_job
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fastvit_triton.train.parallel import World, find_blocks, join
@@ -25,6 +26,8 @@ from fastvit_triton.train.sharded import (
     newest,
     save_sharded,
 )
+from fastvit_triton.train.step import Step
+from fastvit_triton.train.together import engage
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -117,6 +120,32 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
     assert two["told"] == [0, 0] and four["told"] == [0] * 4
 
 
+def test_runs_are_those_of_one_process(folder, two, four, tmp_path):
+    """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the average and the test.
+
+    Two processes train it whole; four, and one, go on from a state that two left within an epoch.
+    """
+    exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double)
+    plain = parallel_job.run(tmp_path / "plain", World())
+    for engine in ("ddp", "fsdp"):
+        shutil.copytree(folder / f"{engine}-part", tmp_path / engine)
+        found = {size: torch.load(folder / f"{engine}-{size}.pt") for size in (2, 4)}
+        found[1] = parallel_job.run(tmp_path / engine, World())
+        for size, weights in found.items():
+            assert weights.keys() == plain.keys()
+            norms = torch.zeros(3, dtype=torch.float64)
+            for name in plain:
+                want = exact[name if name == "accuracy" else f"model.{name}"].double()
+                norms += torch.stack([(w.double() - want).norm() ** 2 for w in (weights[name], plain[name], 0 * want)])
+            error, alone, size_of_all = norms.sqrt().tolist()
+            assert error <= 2 * (alone + EPS * size_of_all), (engine, size)
+
+
+def test_runs_go_on_bit_for_bit(two):
+    """Stopped within an epoch and resumed, with stochastic depth and dropout, on as many processes: the same bits."""
+    assert two["runs"]["ddp"] > 30 and two["runs"]["fsdp"] > 30
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "lost", "manifest"])
 def test_the_newest_whole_checkpoint_is_taken(damage, folder, two, tmp_path):
     """One byte less, one bit changed, a part lost, or no list of parts: the one before is taken, and it is said why."""
@@ -184,3 +213,70 @@ def test_blocks_are_found():
     assert find_blocks(deep) == list(deep["blocks"])
     with pytest.raises(ValueError, match="no list of blocks"):
         find_blocks(nn.Linear(2, 2))
+
+
+def train(*options: str, size: int = 2) -> tuple[int, str]:
+    """Exit code and output of the command under torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", "localhost:0", "-m", "fastvit_triton.cli", "train", "--device", "cpu", *options]
+    root = str(Path(__file__).parents[1])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, *torchrun], env=env, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
+    """Oracle: the same command without torchrun; FSDP2 with the digits, whose state one process resumes."""
+    from fastvit_triton.cli import main
+
+    log = {}
+    for name in ("one", "two"):
+        place = ["--out", str(tmp_path / name)]
+        if name == "one":
+            assert main(["train", "--device", "cpu", "--epochs", "1", *place]) == 0
+        else:
+            code, text = train("--parallel", "fsdp", "--epochs", "1", *place)
+            assert code == 0 and "2 processes, fsdp" in text and text.count("epoch 1/1") == 1, text
+        log[name] = [float(x) for x in (tmp_path / name / "log.csv").read_text().splitlines()[1].split(",")[:6]]
+    files = {path.name for path in (tmp_path / "one").iterdir()}
+    assert files == {path.name for path in (tmp_path / "two").iterdir()} >= {"model.safetensors", "predictions.png"}
+    steps = 23  # each may round otherwise
+    for a, b in zip(log["one"], log["two"], strict=True):
+        assert abs(a - b) <= steps * EPS * abs(a), log
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    capsys.readouterr()
+    assert main(["train", "--device", "cpu", "--resume", "--out", str(tmp_path / "two")]) == 0
+    assert "after 1 epochs" in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
+    """--parallel without torchrun, torchrun without --parallel, and a dtype that the engine is not for."""
+    from fastvit_triton.cli import main
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "--parallel", "ddp", "--out", str(tmp_path)]) == 2
+    assert "--parallel ddp needs several processes; start them with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--out", str(tmp_path)]) == 2
+    assert "torchrun started 2 processes; pass --parallel" in capsys.readouterr().err
+    step = Step(amp=torch.float16)
+    with pytest.raises(ValueError, match=r"amp is float16.*use bfloat16 with fsdp"):
+        engage("fsdp", nn.Linear(1, 1), step, World(), False)
+    with pytest.raises(ValueError, match="parallel is 'tp'; use 'ddp' or 'fsdp'"):
+        engage("tp", nn.Linear(1, 1), step, World(), False)
+
+
+def test_what_a_model_draws_is_its_own():
+    """The generator that deals the data is left alone, however much is drawn; key and rank fix what is drawn."""
+    before, drawn = torch.get_rng_state(), {}
+    for rank, key in ((0, 1), (0, 2), (1, 1)):
+        for count in (3, 4):
+            with World(rank, 2).own(key):
+                drawn.setdefault((rank, key), []).append(torch.rand(count)[:3])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(*pair) for pair in drawn.values())
+    assert len({tuple(pair[0].tolist()) for pair in drawn.values()}) == 3
+    with World().own(1):  # alone, nothing is another's
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().set_state(before)))
