@@ -52,8 +52,8 @@ its docstring has the formulas and their sources.
 
 - Arithmetic at {MFU:.0%} of {PEAK / 1e12:.0f} TFLOP/s dense bfloat16 (NVIDIA H200 datasheet; the share is assumed).
 - NVLink 4 in a node of 8: {NVLINK / 1e9:.0f} GB/s one way (900 both ways, the same datasheet). Between nodes: one
-  400 Gb/s adapter a GPU, {FABRIC / 1e9:.0f} GB/s one way. {REACHED:.0%} of either is reached (assumed). DDP and FSDP2 run
-  a ring over each of a node's {NODE} adapters, {FABRIC * NODE / 1e9:.0f} GB/s together; TP's groups have one each.
+  400 Gb/s adapter a GPU, {FABRIC / 1e9:.0f} GB/s one way. {REACHED:.0%} of either is reached (assumed). DDP and FSDP2
+  run a ring over each of a node's {NODE} adapters, {FABRIC * NODE / 1e9:.0f} GB/s together; TP's groups have one each.
 - Efficiency is arithmetic / step. DDP's sending hides behind the backward pass, FSDP2's behind both, TP's behind
   nothing. With fewer images a GPU than the last column says it no longer hides.
 - Latency, stragglers and reading images are not counted: small models lose more than this says.
@@ -64,8 +64,8 @@ sent a GPU and step, GB | arithmetic, ms | sending, ms | step, ms | images a sec
 | --- | --: | --: | --: | --: | --- | --: | --: | --: | --: | --: | --: | --: | --: |
 {{rows}}
 
-What follows from it: all five fit one H200 ({MEMORY / 1e9:.0f} GB) with DDP as far as weights and optimiser go, and DDP and
-FSDP2 send the same bytes (8 a parameter), so FSDP2 buys memory, not speed, and TP only costs at these sizes.
+What follows from it: all five fit one H200 ({MEMORY / 1e9:.0f} GB) with DDP as far as weights and optimiser go, and
+DDP and FSDP2 send the same bytes (8 a parameter), so FSDP2 buys memory, not speed, and TP only costs at these sizes.
 `fastvit-triton train --parallel ddp` is the plan; `fsdp` where it runs out of memory.
 """
 
