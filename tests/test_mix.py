@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from timm.data.mixup import mixup_target, rand_bbox
 
+from fastvit_triton.models import create_model
 from fastvit_triton.train import mix
 
 CLOSE = torch.testing.assert_close
@@ -29,6 +30,19 @@ def test_a_pasted_label_is_the_area():
     CLOSE(images, flags()[0])
     same, hard = mix.cutmix(images, targets, 6, alpha=0)
     assert same is images and torch.equal(hard.argmax(1), targets)
+
+
+def test_mixtoken_on_pixels_is_mixtoken_on_tokens():
+    """Oracle: `mix_tokens` on the projected patches of the images as they were, with the same box."""
+    stem = create_model("vit_digits_patch2_8").patch_embed
+    images, targets = torch.randn(6, 1, 8, 8), torch.arange(6)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        mixed, soft = mix.mixtoken(images, targets, 10, 1.0, (2, 2))
+        torch.manual_seed(seed)
+        box = mix.cut_box((4, 4), torch.distributions.Beta(1.0, 1.0).sample().item())
+        CLOSE(stem(mixed), mix.mix_tokens(stem(images), box, (4, 4)))
+        CLOSE(soft, mix.mix_by_area(F.one_hot(targets, 10).float(), box, (4, 4)))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])

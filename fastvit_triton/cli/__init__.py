@@ -30,6 +30,26 @@ def main(argv: list[str] | None = None) -> int:
         return complain("the device is out of memory; lower --batch-size or take a smaller --model", 1)
 
 
+# The rest of a recipe that a run may change; `help(fastvit_triton.train.Recipe)` says more.
+NUMBERS = {
+    "optimizer": (str, "adamw, sgd or lamb"),
+    "schedule": (str, "own, vit, deit or mae"),
+    "loss": (str, "softmax, sigmoid or bce"),
+    "weight-decay": (float, "of matrices"),
+    "layer-decay": (float, "rate of a block over that of the next"),
+    "clip": (float, "largest gradient norm"),
+    "label-smoothing": (float, "probability spread over all classes"),
+    "mixup": (float, "alpha; 0 is off"),
+    "cutmix": (float, "alpha; 0 is off"),
+    "mixtoken": (float, "alpha, in place of the other two"),
+    "erasing": (float, "probability of random erasing"),
+    "policy": (str, "timm, three, randaug(2,15): what changes a crop"),
+    "repeats": (int, "looks at each image of repeated augmentation"),
+    "min-area": (float, "smallest part of a picture in a random crop"),
+    "drop-path-rate": (float, "stochastic depth of the last block"),
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """Every command and option."""
     top = argparse.ArgumentParser(prog="fastvit-triton", description="Vision Transformers on fused Triton kernels.")
@@ -60,6 +80,8 @@ def parser() -> argparse.ArgumentParser:
     add("--img-size", type=int, help="image side in pixels")
     add("--average", type=float, help="keep, test and save a moving average of the weights, such as 0.999")
     add("--parts", type=int, help="take a batch's gradient in so many pieces, to save memory")
+    for name, (kind, about) in NUMBERS.items():
+        add(f"--{name}", type=kind, help=about)
     add("--amp", choices=("auto", "bfloat16", "float16", "float32"), help="autocast (default: bfloat16 on a GPU)")
     add("--grad-checkpointing", action="store_true", default=None, help="recompute activations, to save memory")
     add("--teacher", help="checkpoint to learn from as well; takes a deit_*_distilled_* model")

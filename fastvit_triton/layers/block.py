@@ -36,11 +36,20 @@ class DropPath(nn.Module):
 
     Args:
         p: probability of skipping, in [0, 1).
+        skip: leave dropped images out of the branch's work, not only out of its sum (DINOv2, arXiv:2304.07193,
+            section 5). Drawn on the host, so that nothing waits for a GPU; a compiled model, of fixed shapes, ignores
+            it.
     """
 
-    def __init__(self, p: float = 0.0) -> None:
+    def __init__(self, p: float = 0.0, skip: bool = False) -> None:
         super().__init__()
-        self.p = p
+        self.p, self.skip = p, skip
+
+    def kept(self, x: Tensor) -> Tensor | None:
+        """Which images of x [B, ...] are worked on, [kept]; None for all, those that are dropped among them."""
+        if not (self.skip and self.training and self.p) or torch.compiler.is_compiling():
+            return None
+        return (torch.rand(x.shape[0]) >= self.p).nonzero().flatten().to(x.device, non_blocking=True)
 
     def sample_scale(self, x: Tensor) -> Tensor | None:
         """One factor per image of x [B, ...]: [B] of 0 or 1 / (1 − p); None when nothing is dropped."""
@@ -55,6 +64,26 @@ class DropPath(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p:.3g}"
+
+
+class Constant(nn.Module):
+    """One factor for all images: what `DropPath` does to those that it kept.
+
+    Args:
+        factor: of every image.
+    """
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def sample_scale(self, x: Tensor) -> Tensor:
+        """The factor of each image of x [B, ...]: [B]."""
+        return x.new_full((x.shape[0],), self.factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, ...] → [B, ...]."""
+        return x * self.factor
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:
@@ -142,9 +171,15 @@ def add_branch(
 
     Row statistics of x make its norm cheaper; those of the sum are returned if asked for and cheap, else None.
     """
-    if not hooked(body) and plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, nn.Identity):
+    if type(drop_path) is DropPath and (kept := drop_path.kept(x)) is not None:
+        factor = 1 / (1 - drop_path.p)
+        if not len(kept):  # one image, times 0: every parameter has a gradient, as DDP and weight decay expect
+            kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
+        part, _ = add_branch(x[kept], body, norm, scale, Constant(factor))
+        return x.index_copy(0, kept, part), None
+    if not hooked(body) and plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, Constant, nn.Identity):
         gamma = scale.gamma if type(scale) is LayerScale else None
-        sample_scale = drop_path.sample_scale(x) if type(drop_path) is DropPath else None
+        sample_scale = None if type(drop_path) is nn.Identity else drop_path.sample_scale(x)
         y = body(
             x,
             norm=norm,

@@ -132,12 +132,15 @@ class VisionTransformer(nn.Module):
         positions = self.positions(self.patch_embed.grid_of(image))
         x = self.patch_embed(image, positions, torch.cat(prefix, 1) if prefix else None)  # [B, T + N, D]
         x = normalize(self.patch_drop(self.pos_drop(x)), self.norm_pre)
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-        else:
-            x = self.blocks(x)
-        return normalize(x, self.norm)
+        return normalize(self.run_blocks(x), self.norm)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D], with checkpoints where they are on."""
+        if not (self.grad_checkpointing and torch.is_grad_enabled()):
+            return self.blocks(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
     def pool(self, x: Tensor) -> Tensor:
         """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""

@@ -21,7 +21,8 @@ from .loss import (
     token_label_loss,
 )
 from .masked import MaskedAutoencoder, MaskedPatchPrediction, colour_loss, mean_colours, pixel_loss
-from .mix import cut_box, cutmix, mix_by_area, mix_tokens, mixup, mixup_or_cutmix
+from .mix import cut_box, cutmix, mix_by_area, mix_tokens, mixtoken, mixup, mixup_or_cutmix
+from .naflex import TokenBudgetBatches
 from .objective import distilled, masked_colours, masked_pixels, supervised
 from .optim import adamw, parameter_groups, set_lr, warmup_cosine
 from .policy import big_vision_augment, rand_augment, three_augment
@@ -46,6 +47,7 @@ __all__ = [
     "Score",
     "Step",
     "TensorBatches",
+    "TokenBudgetBatches",
     "Transform",
     "accumulate",
     "adamw",
@@ -72,6 +74,7 @@ __all__ = [
     "mean_colours",
     "mix_by_area",
     "mix_tokens",
+    "mixtoken",
     "mixup",
     "mixup_or_cutmix",
     "moving_average",

@@ -8,7 +8,7 @@ RATE = {"DropPath": ("p", "drop_prob"), "StochasticDepth": ("p",)}  # ours and t
 _NUMBER = re.compile(r"(^|\.)(?:blocks|layers?|encoder_layer)[._](\d+)(\.|$)")
 
 
-def set_drop_path(model: nn.Module, last: float, constant: bool = False) -> list[float]:
+def set_drop_path(model: nn.Module, last: float, constant: bool = False, skip: bool = False) -> list[float]:
     """Sets the rate at which each block skips its branches (Huang et al., arXiv:1603.09382, section 3, equation 4).
 
         rate of block i of L = last · i / (L − 1),   or `last` in all of them (DeiT III)
@@ -18,6 +18,7 @@ def set_drop_path(model: nn.Module, last: float, constant: bool = False) -> list
             build such a model with a rate above 0.
         last: rate of the last block, in [0, 1).
         constant: the same rate in every block.
+        skip: dropped images are left out of a branch's work, where the model's own `DropPath` can (ours can).
 
     Returns:
         The rates, block by block.
@@ -43,4 +44,6 @@ def set_drop_path(model: nn.Module, last: float, constant: bool = False) -> list
         for module in blocks[i]:
             attribute = next(field for field in RATE[type(module).__name__] if hasattr(module, field))
             setattr(module, attribute, rate)
+            if hasattr(module, "skip"):
+                module.skip = skip
     return rates

@@ -95,6 +95,33 @@ def mixup_or_cutmix(
     return images, smooth(soft, classes, smoothing)
 
 
+def mixtoken(
+    images: Tensor, targets: Tensor, classes: int, alpha: float, patch_size: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """MixToken on pixels: a box of whole patches from the batch in reverse order (Jiang et al., arXiv:2104.10858).
+
+    Where each token is projected from its own patch alone, which excludes overlapping and convolutional stems, this is
+    `mix_tokens` between projection and positions, and needs nothing of the model.
+
+    Args:
+        images: [B, C, H, W], H and W divisible by the patch.
+        targets: [B] class numbers.
+        classes: number of classes.
+        alpha: of the Beta distribution of the part that stays.
+        patch_size: (height, width).
+
+    Returns:
+        Images [B, C, H, W] and target probabilities [B, classes].
+    """
+    (P, Q), soft = patch_size, smooth(targets, classes).to(images.dtype)
+    grid = (images.shape[2] // P, images.shape[3] // Q)
+    top, bottom, left, right = box = cut_box(grid, Beta(alpha, alpha).sample().item())
+    rows, columns = slice(top * P, bottom * P), slice(left * Q, right * Q)
+    images, others = images.clone(), images.flip(0)
+    images[:, :, rows, columns] = others[:, :, rows, columns]
+    return images, mix_by_area(soft, box, grid)
+
+
 def mix_tokens(tokens: Tensor, box: Box, grid: tuple[int, int]) -> Tensor:
     """MixToken: pastes a box of patch tokens from the batch in reverse order (Jiang et al., arXiv:2104.10858).
 

@@ -18,7 +18,7 @@ from .lamb import Lamb
 from .loop import Score, assess, evaluate
 from .loss import binary_cross_entropy, smooth
 from .masked import MaskedAutoencoder, MaskedPatchPrediction
-from .mix import mixup_or_cutmix
+from .mix import mixtoken, mixup_or_cutmix
 from .objective import Objective, distilled, masked_colours, masked_pixels, supervised
 from .optim import adamw, parameter_groups, redraw_positions, warmup_cosine
 from .recipes import Recipe
@@ -87,15 +87,20 @@ def loss_for(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(binary_cross_entropy, **bce)
 
 
-def mix_for(recipe: Recipe, classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+def mix_for(
+    recipe: Recipe, classes: int, patch_size: tuple[int, int] = (16, 16)
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """Of images and class numbers: erases boxes, blends, and makes soft targets where they are needed; None for none.
 
     Args:
         recipe: the record.
         classes: K.
+        patch_size: of the model, for MixToken.
     """
     blend = None
-    if recipe.mixup or recipe.cutmix:
+    if recipe.mixtoken:
+        blend = partial(mixtoken, classes=classes, alpha=recipe.mixtoken, patch_size=patch_size)
+    elif recipe.mixup or recipe.cutmix:
         alphas = dict(mixup_alpha=recipe.mixup, cutmix_alpha=recipe.cutmix, smoothing=0.0)
         blend = partial(mixup_or_cutmix, classes=classes, **alphas)
     elif recipe.loss in ("bce", "sigmoid"):
@@ -167,13 +172,19 @@ def step_for(
     device = next(model.parameters()).device.type
     return Step(
         objective=objective,
-        mix=None if recipe.loss in MASKED else mix_for(recipe, classes),
+        mix=None if recipe.loss in MASKED else mix_for(recipe, classes, *_patch_of(model)),
         parts=parts,
         amp=amp,
         scaler=GradScaler(device, enabled=amp is torch.float16),
         clip=recipe.clip,
         average=None if recipe.average is None else moving_average(model, recipe.average),
     )
+
+
+def _patch_of(model: nn.Module) -> list[tuple[int, int]]:
+    """The patch size of a ViT, or nothing."""
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    return [] if size is None else [tuple(size)]
 
 
 def score_for(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Module], Score]:
@@ -192,8 +203,8 @@ def prepare(recipe: Recipe, model: nn.Module, fresh: bool = True) -> None:
         model: with the parts it is about.
         fresh: its weights are not from a checkpoint.
     """
-    if recipe.drop_path_constant:
-        set_drop_path(model, recipe.drop_path_rate, constant=True)
+    if recipe.drop_path_rate:
+        set_drop_path(model, recipe.drop_path_rate, recipe.drop_path_constant, skip=True)
     if fresh and recipe.pos_std:
         redraw_positions(model, recipe.pos_std)
     if fresh and recipe.head_bias:

@@ -42,6 +42,7 @@ class Recipe:
         label_smoothing: probability spread evenly over all classes.
         mixup: alpha of the Beta distribution; 0 is off.
         cutmix: alpha; where both are on each batch gets one of the two, evenly.
+        mixtoken: alpha, in place of the other two.
         drop_path_rate: stochastic depth of the last block.
         drop_path_constant: the same rate in every block.
         policy: "timm" (rand-m9-mstd0.5-inc1), "three", "randaug(2,m)" (big_vision's own operations) or "".
@@ -89,6 +90,7 @@ class Recipe:
     label_smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    mixtoken: float = 0.0
     drop_path_rate: float = 0.0
     drop_path_constant: bool = False
     policy: str = ""
@@ -111,6 +113,12 @@ class Recipe:
         for name in ("img_size", "epochs", "steps", "batch_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.mixtoken and (self.mixup or self.cutmix):
+            raise ValueError(f"mixtoken is {self.mixtoken} beside mixup or cutmix; set those to 0, or leave it out")
+        if self.loss in ("pixels", "colours") and not 0 < self.mask_ratio < 1:
+            raise ValueError(f"loss is {self.loss!r} and mask_ratio {self.mask_ratio}; hide a part, such as 0.75")
+        if self.loss in ("bce", "sigmoid") and self.label_smoothing:
+            raise ValueError(f"label_smoothing is {self.label_smoothing}; loss {self.loss!r} takes none, set it to 0")
         if not 0 < self.lr < float("inf"):
             raise ValueError(f"lr is {self.lr}; it must be above 0, such as 0.001")
         if self.warmup_unit == "run" and not 0 <= self.warmup < 1:

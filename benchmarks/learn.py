@@ -1,0 +1,170 @@
+"""It learns: five ways of training on the digits, and twenty seeds of the default recipe.
+
+    python -m benchmarks.learn                every way, seed 0; about ten minutes of one core
+    python -m benchmarks.learn --seeds 20     the default recipe, twenty seeds; about half an hour of one core
+    python -m benchmarks.learn --quick        every way for eight epochs: the marks of tests/test_learn.py
+    python -m benchmarks.learn --epochs 5     shorter runs, to try it; prints, and writes nothing
+
+Each run sees the training split alone and reads the test split once, after its last epoch; no choice rests on it. The
+first three commands write results/learn.json.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.digits import provenance
+from fastvit_triton.files import replacing
+from fastvit_triton.models import create_model
+from fastvit_triton.train import few, few_shot
+from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, Data, TensorBatches, digits, pose
+from fastvit_triton.train.fewshot import extract
+from fastvit_triton.train.image import Transform
+from fastvit_triton.train.job import follow, plan
+from fastvit_triton.train.loop import Score
+from fastvit_triton.train.plan import masked_for, prepare
+from fastvit_triton.train.recipes import DIGITS, Recipe
+from fastvit_triton.weights import load_weights
+
+RESULT = Path(__file__).parent / "results" / "learn.json"
+TRANSFORM = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))
+SIZE = dict(embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1)
+QUICK = 8  # epochs that a test can afford
+SHOTS = 10  # labelled images of each class, where labels are few
+PRETRAIN = replace(DIGITS, loss="colours", mask_ratio=0.5, label_smoothing=0.0, mixup=0.0)
+
+
+def fit(model: nn.Module, recipe: Recipe, images: Tensor, targets: Tensor, **options: object) -> Score:
+    """Trains by the recipe on these images, and reads the test split once."""
+    train = TensorBatches(images, targets, TRANSFORM, recipe.batch_size, pose(recipe))
+    test = TensorBatches(*digits("test"), TRANSFORM, 128)
+    data = Data("digits", tuple("0123456789"), TRANSFORM, train, test, test_once=True)
+    *_, last = follow(plan(model, data, recipe, **options))
+    return last.test
+
+
+def build(name: str, **options: object) -> nn.Module:
+    """A model of the digits' size, prepared as the default recipe has it."""
+    model = create_model(name, **SIZE | {"num_classes": 10} | options)
+    prepare(DIGITS, model)
+    return model
+
+
+def vit(epochs: int) -> dict:
+    """The default recipe."""
+    return {"accuracy": fit(build("vit_digits_patch2_8"), replace(DIGITS, epochs=epochs), *digits("train")).accuracy}
+
+
+def distilled_deit(epochs: int) -> dict:
+    """A ViT teaches a DeiT of the same size, by its answers (hard distillation)."""
+    recipe = replace(DIGITS, epochs=epochs)
+    teacher, student = build("vit_digits_patch2_8"), build("deit_tiny_distilled_patch16_224")
+    taught = fit(teacher, recipe, *digits("train")).accuracy
+    student.set_distilled_training()
+    options = dict(teacher=teacher.eval().requires_grad_(False), distillation="hard")
+    return {"accuracy": fit(student, recipe, *digits("train"), **options).accuracy, "teacher_accuracy": taught}
+
+
+def simplevit(epochs: int) -> dict:
+    """No class token, fixed positions, mean of the tokens."""
+    model = build("simplevit_small_patch16_224")
+    return {"accuracy": fit(model, replace(DIGITS, epochs=epochs), *digits("train")).accuracy}
+
+
+def masked(epochs: int) -> dict:
+    """Masked patch prediction on all training images without labels, then fine-tuning with ten labels of each class."""
+    images, targets = digits("train")
+    chosen = few(targets, SHOTS)
+    encoder = build("vit_digits_patch2_8")
+    loss = fit(masked_for(PRETRAIN, encoder), replace(PRETRAIN, epochs=epochs), images, targets).loss
+    tuned, scratch = build("vit_digits_patch2_8"), build("vit_digits_patch2_8")
+    load_weights(tuned, {k: v for k, v in encoder.state_dict().items() if not k.startswith("head")})
+    recipe = replace(DIGITS, epochs=epochs, batch_size=32)
+    start = {"accuracy": fit(tuned, recipe, images[chosen], targets[chosen]).accuracy}
+    plain = {"scratch_accuracy": fit(scratch, recipe, images[chosen], targets[chosen]).accuracy}
+    return start | plain | {"masked_loss": loss, "labels": len(chosen)}
+
+
+def ridge(epochs: int) -> dict:
+    """Nothing but a linear map is trained on labels: ten of each class, on all patch tokens of a masked pre-training.
+
+    That all tokens, not their mean, are the features was chosen on part of the training split.
+    """
+    images, targets = digits("train")
+    encoder = build("vit_digits_patch2_8")
+    fit(masked_for(PRETRAIN, encoder), replace(PRETRAIN, epochs=epochs), images, targets)
+    chosen = few(targets, SHOTS)
+    parts = (images[chosen], targets[chosen]), digits("test")
+
+    def accuracy(features: Callable[[Tensor], Tensor]) -> float:
+        (some, answers), (others, expected) = (
+            extract(encoder, TensorBatches(*part, TRANSFORM, 128), features) for part in parts
+        )
+        return (few_shot(some, answers, others, 10).argmax(1) == expected).double().mean().item()
+
+    tokens = accuracy(lambda x: encoder.forward_features(x)[:, 1:].flatten(1))
+    return {"accuracy": tokens, "pixels_accuracy": accuracy(lambda x: x.flatten(1)), "labels": len(chosen)}
+
+
+WAYS = {way.__name__: way for way in (vit, distilled_deit, simplevit, masked, ridge)}
+
+
+def learn(name: str, epochs: int, seed: int = 0) -> dict:
+    """One way from one seed, on one core: what it reached, and how long it took."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    began = time.process_time()
+    result = {key: round(value, 5) for key, value in WAYS[name](epochs).items()}
+    return result | {"epochs": epochs, "seed": seed, "core_seconds": round(time.process_time() - began, 1)}
+
+
+def spread(seeds: int, epochs: int) -> dict:
+    """The default recipe from many seeds."""
+    with ProcessPoolExecutor() as pool:
+        rows = list(pool.map(learn, ["vit"] * seeds, [epochs] * seeds, range(seeds)))
+    reached = [row["accuracy"] for row in rows]
+    return {
+        "mean": round(statistics.mean(reached), 5),
+        "deviation": round(statistics.stdev(reached), 5) if seeds > 1 else None,
+        "least": min(reached),
+        "most": max(reached),
+        "accuracy": reached,
+        "epochs": epochs,
+        "core_seconds": round(statistics.median(row["core_seconds"] for row in rows), 1),
+    }
+
+
+def main() -> None:
+    """Runs one of the commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, help="the default recipe from so many seeds")
+    parser.add_argument("--epochs", type=int, help="shorter runs; nothing is written")
+    parser.add_argument("--only", choices=WAYS, help="one way; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="every way for eight epochs")
+    args = parser.parse_args()
+    epochs = QUICK if args.quick else args.epochs or DIGITS.epochs
+    if args.seeds:
+        part, found = "seeds", spread(args.seeds, epochs)
+    else:
+        names = [args.only] if args.only else list(WAYS)
+        part = "quick" if args.quick else "ways"
+        with ProcessPoolExecutor() as pool:
+            found = dict(zip(names, pool.map(learn, names, [epochs] * len(names)), strict=True))
+    print(json.dumps(found, indent=2))
+    if args.epochs is None and args.only is None:
+        result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        result[part] = provenance() | found
+        with replacing(RESULT) as temporary:
+            temporary.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""NaFlex — one ViT for images of any size and shape, several in a batch. Tschannen et al., SigLIP 2, arXiv:2502.14786.
+
+After Patch n' Pack (NaViT, Dehghani et al., arXiv:2307.06304) and FlexiViT; timm's NaFlexVit batches in the same way.
+Differs from ViT:
+  1. Its input is patches, not pixels: [B, L, 2 + P·P·C], each with its row and column, −1 where an image has fewer than
+     L. `fastvit_triton.train.naflex` makes them.
+  2. Positions are resampled to each image's own grid, and keys beyond an image's tokens are masked.
+Adds nothing: the weights are those of the `VisionTransformer` with the same config.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.attention import attention
+from ..kernels.linear import linear
+from ..layers import Attention, Block, normalize
+from ..layers.seam import project
+from .config import ViTConfig
+from .transformer import VisionTransformer, build_block
+
+
+class LengthAttention(Attention):
+    """Attention in which image b has only its first `kv_lens[b]` keys; the model sets them before its blocks run."""
+
+    kv_lens: Tensor | None = None
+
+    def forward(
+        self, x: Tensor, *, norm: nn.Module | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """x [B, N, D] → [B, N, D], as `Attention`."""
+        qkv = project(x, self.qkv, norm=norm, stats=stats)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        o = attention(self.q_norm(q), self.k_norm(k), v, None, self.scale, self.kv_lens)
+        return project(o.transpose(1, 2).flatten(2), self.proj, drop=self.proj_drop, **branch)
+
+
+class NaFlexVisionTransformer(VisionTransformer):
+    """A ViT on patches of images of any size.
+
+    Args:
+        config: as for `VisionTransformer`; `img_size` is that of its position table.
+
+    Raises:
+        ValueError: the config asks for what is not defined on a padded batch.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        if config.pos_embed == "relative" or config.attn_drop_rate or config.patch_drop_rate:
+            raise ValueError("relative positions, attention dropout and patch dropout need images of one size")
+        if config.global_pool not in ("token", "avg"):
+            raise ValueError(f"global_pool is {config.global_pool!r}; patches of many sizes take 'token' or 'avg'")
+        super().__init__(config, block=_build)
+        self.lengths: Tensor | None = None  # [B], tokens of each image in the batch at hand
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """patches [B, L, 2 + P·P·C] → tokens [B, T + L, D] after the final norm; those beyond an image's are noise."""
+        places, patches = image[..., :2].long(), image[..., 2:]
+        valid = places[..., 0] >= 0  # [B, L]
+        projection = self.patch_embed.proj
+        weight = projection.weight.permute(0, 2, 3, 1).flatten(1)  # [D, P·P·C], in the patches' order
+        x = linear(patches, weight, projection.bias)
+        prefix = self.prefix()
+        prefix = torch.cat(prefix, 1).expand(x.shape[0], -1, -1) if prefix else x[:, :0]
+        grids = [(int(rows) + 1, int(columns) + 1) for rows, columns in places.amax(1).tolist()]
+        tables = [self.positions(grid) for grid in grids]
+        if tables[0] is not None:
+            first = tables[0].shape[1] - grids[0][0] * grids[0][1]  # rows of the table that are the prefix's
+            prefix = prefix + tables[0][:, :first] if first else prefix
+            rows = [
+                table[0, first:][place[:, 0].clamp(min=0) * grid[1] + place[:, 1].clamp(min=0)]
+                for table, grid, place in zip(tables, grids, places, strict=True)
+            ]
+            x = x + torch.stack(rows)
+        x = normalize(self.pos_drop(torch.cat((prefix.to(x.dtype), x), 1)), self.norm_pre)
+        self.lengths = self.num_prefix_tokens + valid.sum(1)
+        for block in self.blocks:
+            block.attn.kv_lens = self.lengths
+        return normalize(self.run_blocks(x), self.norm)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens [B, T + L, D] → [B, D]: the class token, or the mean of an image's own patches."""
+        if self.config.global_pool == "token":
+            return x[:, 0]
+        T = self.num_prefix_tokens
+        own = torch.arange(T, x.shape[1], device=x.device) < self.lengths[:, None]  # [B, L]
+        return (x[:, T:] * own[..., None]).sum(1) / own.sum(1, keepdim=True)
+
+
+def _build(config: ViTConfig, drop_path: float, prefix_tokens: int) -> Block:
+    block = build_block(config, drop_path, prefix_tokens)
+    block.attn.__class__ = LengthAttention  # the same parameters, another forward
+    return block
