@@ -25,7 +25,7 @@ from fastvit_triton.train.data import Data, TensorBatches
 from fastvit_triton.train.image import Transform
 from fastvit_triton.train.parallel import World, checkpoint_blocks, ddp, find_blocks, fsdp, join
 from fastvit_triton.train.recipes import Recipe
-from fastvit_triton.train.sharded import full_state, load_full_state, load_sharded, newest, save_sharded
+from fastvit_triton.train.sharded import full_state, load_full_state, load_sharded, newest_sharded, save_sharded
 
 LR, STEPS = 0.5, 3
 CLIP = 1.0
@@ -184,7 +184,7 @@ def checkpoints(folder: Path, world: World) -> dict:
                 report[name, "kept"] = sorted(path.name for path in place.iterdir())
         world.wait()
         model, optimizer = fresh(wrap, world)
-        path, damaged = newest(place, world)
+        path, damaged = newest_sharded(place, world)
         extra, own = load_sharded(path, model, optimizer, world)
         report[name, "own"] = world.gather(own)
         report[name, "read"] = [path.name, len(damaged), extra]

@@ -23,7 +23,7 @@ from fastvit_triton.train.sharded import (
     full_state,
     load_full_state,
     load_sharded,
-    newest,
+    newest_sharded,
     save_sharded,
 )
 from fastvit_triton.train.step import Step
@@ -161,11 +161,11 @@ def test_the_newest_whole_checkpoint_is_taken(damage, folder, two, tmp_path):
         part.unlink()
     else:
         (path / "manifest.json").write_text("{")
-    found, damaged = newest(tmp_path / "run", World())
+    found, damaged = newest_sharded(tmp_path / "run", World())
     assert found == tmp_path / "run" / "step-000000006" and list(damaged) == [path]
     assert ("manifest" if damage == "manifest" else part.name) in damaged[path]
     shutil.rmtree(found)
-    assert newest(tmp_path / "run", World())[0] is None
+    assert newest_sharded(tmp_path / "run", World())[0] is None
 
 
 def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
@@ -182,7 +182,7 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
             with pytest.raises(OSError, match=r"^cannot write .*step-000000002: No space left on device; .* intact$"):
                 save_sharded(tmp_path, 2, model, optimizer, World())
         assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
-    assert newest(tmp_path, World()) == (tmp_path / "step-000000001", {})
+    assert newest_sharded(tmp_path, World()) == (tmp_path / "step-000000001", {})
     for step in (2, 3, 4):
         save_sharded(tmp_path, step, model, optimizer, World(), keep=3)
     assert [path.name[-1] for path in checkpoints(tmp_path)] == ["4", "3", "2"]

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from webdataset import tariterators
 
+from fastvit_triton.cli import main
 from fastvit_triton.train.checkpoint import generators, set_generators
 from fastvit_triton.train.data import load
 from fastvit_triton.train.folder import FolderBatches, scan
@@ -156,8 +157,12 @@ def test_shards_are_webdatasets(folder, packed):
     assert {sample["png"] for sample in theirs} == whole and len(whole) == COUNT
 
 
-def test_load_takes_shards(packed):
-    """`--data` of a folder of shards: the same classes and test images as the folder they were made from."""
+def test_load_takes_shards(folder, packed, tmp_path, capsys):
+    """`pack` and `--data`: the same classes and test images as the folder that shards were made from."""
+    assert main(["pack", str(folder), str(tmp_path / "out"), "--per-shard", "30"]) == 0
+    assert capsys.readouterr().out.endswith("holds 3 of train/ and 1 of val/ shards\n")
+    assert main(["pack", str(folder), str(tmp_path / "none"), "--per-shard", "0"]) == 2
+    assert "per_shard is 0" in capsys.readouterr().err and not (tmp_path / "none").exists()
     recipe = shorten(FOLDER, img_size=8, batch_size=4)
     data = load(str(packed), recipe)
     assert data.classes == ("class 0", "class 1", "class 2") and len(data.train) == 17

@@ -8,7 +8,7 @@ from pathlib import Path
 from .console import complain
 from .pictures import explain, predict
 from .training import evaluate, train
-from .upkeep import convert, doctor
+from .upkeep import convert, doctor, pack
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         add("--skip-bad-images", action="store_true", default=None, help="leave out images that cannot be read")
 
     add = command(train, "train a ViT, by default on handwritten digits")
-    add("--data", help="'digits', or a folder with train/<class>/ and val/<class>/ (default: digits)")
+    add("--data", help="'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)")
     add("--out", type=Path, help="output folder (default: runs/<data>)")
     add("--resume", action="store_true", help="go on with the run that --out holds")
     add("--overwrite", action="store_true", help="replace the run that --out holds")
@@ -120,4 +120,9 @@ def parser() -> argparse.ArgumentParser:
     add("out", type=Path, help="file to write, ending in .safetensors")
     add("--to", required=True, choices=("fastvit_triton", "timm", "transformers"), help="names of whom")
     add("--model", help="which model a foreign checkpoint holds")
+
+    add = command(pack, "write an image folder as webdataset shards")
+    add("folder", type=Path, help="holds train/<class>/ and val/<class>/")
+    add("out", type=Path, help="a new folder")
+    add("--per-shard", type=int, default=1000, help="images in a shard (default: 1000)")
     return top

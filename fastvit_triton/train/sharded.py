@@ -95,7 +95,7 @@ def load_sharded(path: Path, model: nn.Module, optimizer: Optimizer, world: Worl
     """Reads a checkpoint of any number of processes into this many. All must call it.
 
     Args:
-        path: from `newest`.
+        path: from `newest_sharded`.
         model: wrapped as it will train.
         optimizer: over its parameters.
         world: from `join`.
@@ -117,7 +117,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
 
 
-def newest(folder: Path, world: World) -> tuple[Path | None, dict[Path, str]]:
+def newest_sharded(folder: Path, world: World) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint whose every byte is as it was written, and why newer ones are not taken.
 
     The processes share the reading.

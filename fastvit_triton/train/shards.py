@@ -134,7 +134,7 @@ def pack(root: Path, out: Path, per_shard: int = 1000, seed: int = 0) -> None:
         seed: of the order.
 
     Raises:
-        ValueError: `out` exists, webdataset is not installed, or `root` is no image folder.
+        ValueError: `out` exists, webdataset is not installed, `root` is no image folder, or shards would be empty.
     """
     try:
         from webdataset import ShardWriter
@@ -142,6 +142,8 @@ def pack(root: Path, out: Path, per_shard: int = 1000, seed: int = 0) -> None:
         raise ValueError("shards are written by webdataset; pip install webdataset") from error
     if out.exists():
         raise ValueError(f"{out} exists; give a new folder")
+    if per_shard < 1:
+        raise ValueError(f"per_shard is {per_shard}; a shard holds at least 1 picture")
     parts, classes = out.with_name(f".{out.name}.parts"), None
     shutil.rmtree(parts, ignore_errors=True)
     try:
