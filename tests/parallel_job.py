@@ -12,16 +12,18 @@ import shutil
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, optimize
 from fastvit_triton.train import checkpoint, job
-from fastvit_triton.train.data import Data, TensorBatches
+from fastvit_triton.train.data import Data, TensorBatches, load
 from fastvit_triton.train.image import Transform
 from fastvit_triton.train.parallel import World, checkpoint_blocks, ddp, find_blocks, fsdp, join
 from fastvit_triton.train.recipes import Recipe
@@ -229,9 +231,21 @@ def task() -> Data:
 
 
 def run(
-    out: Path, world: World, engine: str | None = None, stop: int | None = None, wrap=lambda model: model, **options
+    out: Path,
+    world: World,
+    engine: str | None = None,
+    stop: int | None = None,
+    wrap=lambda model: model,
+    pictures: Path | None = None,
+    **options,
 ) -> dict[str, Tensor]:
-    """The weights after a run of two epochs, or of the one in `out` to its end, or until its fifth step."""
+    """The weights after a run of two epochs, or of the one in `out` to its end, or until its fifth step.
+
+    On noise, or on pictures in files, which are not blended, since each process would blend its own.
+    """
+    recipe, data = RECIPE, task() if pictures is None else None
+    if pictures is not None:
+        recipe = replace(RECIPE, mixup=0.0, erasing=0.0, mean=(0.5,), std=(0.5,))
     if world.first:
         out.mkdir(exist_ok=True)
     world.wait()
@@ -239,9 +253,9 @@ def run(
     world.wait()
     torch.manual_seed(0)
     small = {"embed_dim": 16, "depth": 2, "num_heads": 2} | options
-    plan = job.plan(
-        wrap(create_model("vit_digits_patch2_8", **small)), task(), RECIPE, parts=2, parallel=engine, world=world
-    )
+    model = wrap(create_model("vit_digits_patch2_8", **small))
+    data = data or load(str(pictures), recipe, world=world, skip_bad_images=True)
+    plan = job.plan(model, data, recipe, parts=2, parallel=engine, world=world)
     torch.manual_seed(5)
     step, start = 0 if state is None else 5, {"settings": {}, "save": save_state_dict, "state": state, "save_every": 1}
     for progress in job.run(plan, out, **start):
@@ -262,9 +276,25 @@ def keep(weights: dict, path: Path) -> None:
         torch.save(weights, path)
 
 
+def paint(root: Path) -> Path:
+    """21 pictures of noise to train on, 13 to test, and one of each that cannot be read beyond its header."""
+    noise = torch.randint(256, (36, 9, 10), generator=torch.Generator().manual_seed(2)).byte().numpy()
+    for i in range(36):
+        place = root / ("train" if i < 22 else "val") / str(i % 10)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise[i]).save(place / f"{i:02d}.png")
+        if i in (5, 27):
+            content = (place / f"{i:02d}.png").read_bytes()
+            (place / f"{i:02d}.png").write_bytes(content[: len(content) // 2])
+    return root
+
+
 def runs(folder: Path, world: World) -> dict:
     """Two processes train, and stop within an epoch; two and four go on from there. Weights stay in the folder."""
     report = {}
+    if world.first and world.size == 2:
+        paint(folder / "pictures")
+    world.wait()
     for engine in ("ddp", "fsdp"):
         if world.size == 2:
             keep(run(folder / f"{engine}-2", world, engine), folder / f"{engine}-2.pt")
@@ -276,7 +306,10 @@ def runs(folder: Path, world: World) -> dict:
             report[engine] = all(torch.equal(tensor, again[name]) for name, tensor in whole.items()) and len(whole)
         elif world.first:
             shutil.copytree(folder / f"{engine}-part", folder / f"{engine}-{world.size}")
-        if world.size > 2:
+        if world.size == 2:
+            trained = run(folder / f"{engine}-pictures", world, engine, pictures=folder / "pictures")
+            keep(trained, folder / f"{engine}-pictures.pt")
+        else:
             world.wait()
             keep(run(folder / f"{engine}-{world.size}", world, engine), folder / f"{engine}-{world.size}.pt")
     return report
