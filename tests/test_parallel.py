@@ -216,6 +216,22 @@ def test_torchrun_is_asked_for(monkeypatch):
         pass
 
 
+def test_a_lost_process_is_one_sentence(monkeypatch):
+    """What a collective raises when another process has died; other errors pass, and the group is left either way."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(OSError, match="the other processes are gone"), join("cpu"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(RuntimeError, match="out of memory"), join("cpu"):
+        raise RuntimeError("out of memory")
+    assert not torch.distributed.is_initialized()
+
+
 def test_blocks_are_found():
     """Ours, and lists of lists as vit-pytorch has them; only the outermost list counts."""
     assert find_blocks(model := parallel_job.ours()) == list(model.blocks)

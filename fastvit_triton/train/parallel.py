@@ -117,6 +117,7 @@ def join(device: str = "auto") -> Iterator[World]:
 
     Raises:
         ValueError: torchrun did not start this process, or a process has no GPU to itself.
+        OSError: another process has stopped.
     """
     if lacking := [name for name in TORCHRUN if name not in os.environ]:
         raise ValueError(f"several processes are started by torchrun, which sets {', '.join(lacking)}; start with it")
@@ -134,6 +135,10 @@ def join(device: str = "auto") -> Iterator[World]:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=size, **bound)
     try:
         yield World(rank, size, here)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise OSError("the other processes are gone; the first of them to stop says why") from error
+        raise
     finally:
         dist.destroy_process_group()
 
