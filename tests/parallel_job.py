@@ -117,6 +117,30 @@ def errors(make, got: tuple[dict, dict], images: int) -> dict[str, list]:
     return table
 
 
+class Half(nn.Module):
+    """`ours`, computing with weights rounded to bfloat16, whose gradients are float32's: FSDP2's mixed precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ours()
+
+    def forward(self, images: Tensor) -> Tensor:
+        rounded = {name: parameter.bfloat16() for name, parameter in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, rounded, images.bfloat16()).float()
+
+
+def half_errors(model: nn.Module, world: World) -> dict[str, list]:
+    """As `errors`, in bfloat16."""
+    plain = [{name.removeprefix("inner."): t for name, t in part.items()} for part in train(Half(), World())]
+    exact, _ = references(ours, 10)
+    table = {}
+    for kind, got, single, want in zip(("grad", "weight"), train(model, world), plain, exact, strict=True):
+        for name, value in want.items():
+            norms = (got[name] - value, single[name] - value, value)
+            table[f"{kind} {name}"] = [norm.norm().item() for norm in norms]
+    return table
+
+
 def compiled(model: nn.Module, parts: list[nn.Module]) -> nn.Module:
     for part in parts:
         part.compile(backend="fastvit_triton")
@@ -343,6 +367,8 @@ def main() -> None:
             began = time.perf_counter()
             report["errors"][name] = errors(make, train(wrap(), world, images), images)
             report["seconds"][name] = time.perf_counter() - began
+        model = fsdp(ours(), world, dtype=torch.bfloat16)
+        report["errors"]["fsdp, bfloat16"] = half_errors(model, world)
         if world.size == 2:  # the kernels themselves, where FSDP2 frees and gathers the weights that they read
             from interpreter import interpreting
 
