@@ -13,6 +13,7 @@ a mean over images therefore has the gradient of the whole batch, to rounding, w
     ∇ L = 1/P Σ_p ∇ (P B_p / B · L_p)
 """
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -139,11 +140,13 @@ def join(device: str = "auto") -> Iterator[World]:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=size, **bound)
     try:
         yield World(rank, size, here)
+        dist.barrier()  # nobody leaves while another still sends
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise OSError("the other processes are gone; the first of them to stop says why") from error
         raise
     finally:
+        gc.collect()  # engines that are garbage hold the group's threads, which must end before the process does
         dist.destroy_process_group()
 
 
