@@ -8,8 +8,12 @@ DEMO = [
     "scikit-learn>=1.4",  # the handwritten digits, which ship inside it, and the stratified split
     "matplotlib>=3.8",  # curves.png, predictions.png, the figures of explain
 ]
+SHARDS = [
+    "webdataset>=1.0",  # writes shards; reading them needs nothing
+]
 TEST = [
     *DEMO,
+    *SHARDS,
     "pytest>=8",
     "pytest-benchmark>=4",
     "timm==1.0.31",  # oracle: plain ViT families
@@ -40,7 +44,12 @@ setup(
         "pillow>=10",  # image files
         "rich>=13",  # progress bars and tables
     ],
-    extras_require={"demo": DEMO, "test": TEST, "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8"]},
+    extras_require={
+        "demo": DEMO,
+        "shards": SHARDS,
+        "test": TEST,
+        "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8"],
+    },
     entry_points={
         "console_scripts": ["fastvit-triton = fastvit_triton.cli:main"],
         "torch_dynamo_backends": ["fastvit_triton = fastvit_triton.convert.backend:backend"],

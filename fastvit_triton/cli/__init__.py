@@ -9,7 +9,7 @@ from .console import complain
 from .measuring import DTYPES, benchmark
 from .pictures import explain, predict
 from .training import evaluate, train
-from .upkeep import convert, doctor
+from .upkeep import convert, doctor, pack
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         add("--skip-bad-images", action="store_true", default=None, help="leave out images that cannot be read")
 
     add = command(train, "train a ViT, by default on handwritten digits")
-    add("--data", help="'digits', or a folder with train/<class>/ and val/<class>/ (default: digits)")
+    add("--data", help="'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)")
     add("--out", type=Path, help="output folder (default: runs/<data>)")
     add("--resume", action="store_true", help="go on with the run that --out holds")
     add("--overwrite", action="store_true", help="replace the run that --out holds")
@@ -87,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     add("--grad-checkpointing", action="store_true", default=None, help="recompute activations, to save memory")
     add("--teacher", help="checkpoint to learn from as well; takes a deit_*_distilled_* model")
     add("--distillation", choices=("hard", "soft"), help="what is learned from the teacher (default: hard)")
+    add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: a copy of the model on each process, or a part")
     add("--save-every", type=int, help="steps between states within an epoch (default: after epochs only)")
     add("--seed", type=int, help="of weights, order and augmentation (default: 0)")
     shared(add)
@@ -131,4 +132,9 @@ def parser() -> argparse.ArgumentParser:
     add("out", type=Path, help="file to write, ending in .safetensors")
     add("--to", required=True, choices=("fastvit_triton", "timm", "transformers"), help="names of whom")
     add("--model", help="which model a foreign checkpoint holds")
+
+    add = command(pack, "write an image folder as webdataset shards")
+    add("folder", type=Path, help="holds train/<class>/ and val/<class>/")
+    add("out", type=Path, help="a new folder")
+    add("--per-shard", type=int, default=1000, help="images in a shard (default: 1000)")
     return top

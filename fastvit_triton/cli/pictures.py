@@ -88,8 +88,9 @@ def files_in(paths: list[Path]) -> list[Path]:
 def _run(args: argparse.Namespace, model, about: dict, device) -> tuple:
     """The log of the run and its score on the test images, each None where it cannot be had."""
     from ..train.data import load_test
-    from ..train.job import LOG, half
+    from ..train.job import LOG
     from ..train.loop import evaluate
+    from ..train.step import half
 
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     history = None

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -14,9 +15,28 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ..train.parallel import World
+
 
 def train(args: argparse.Namespace) -> int:
     """Trains a ViT and leaves weights, log and pictures in the output folder."""
+    from ..train.parallel import World, join
+
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.parallel is None:
+        if size > 1:
+            raise ValueError(f"torchrun started {size} processes; pass --parallel ddp or --parallel fsdp")
+        return _train(args, World(device=choose(args.device)))
+    if "RANK" not in os.environ:
+        raise ValueError(
+            f"--parallel {args.parallel} needs several processes; start them with "
+            f"torchrun --nproc-per-node 2 -m fastvit_triton.cli train --parallel {args.parallel} …"
+        )
+    with join(args.device) as world:
+        return _train(args, world)
+
+
+def _train(args: argparse.Namespace, world: "World") -> int:
     import torch
 
     from ..files import sweep
@@ -24,9 +44,10 @@ def train(args: argparse.Namespace) -> int:
     from ..train.checkpoint import PREVIOUS, STATE, newest_state
     from ..train.data import load
     from ..train.display import display
-    from ..train.job import FILES, SETTINGS, half, plan, run, settle, summary
+    from ..train.job import FILES, SETTINGS, plan, run, settle, summary
     from ..train.plan import masked_for, prepare
     from ..train.recipes import Recipe
+    from ..train.step import half
     from ..weights import load_weights, save_weights
 
     if args.save_every is not None and args.save_every < 1:
@@ -48,9 +69,10 @@ def train(args: argparse.Namespace) -> int:
     recipe = Recipe(**{name: settings[name] for name in Recipe.__dataclass_fields__})
     if settings["parts"] < 1:
         raise ValueError(f"--parts is {settings['parts']}; a batch has at least 1 part")
-    device = choose(args.device)
+    device = world.device
     torch.manual_seed(settings["seed"])
-    data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=settings["skip_bad_images"])
+    options = {"workers": args.workers, "skip_bad_images": settings["skip_bad_images"], "world": world}
+    data = load(settings["data"], recipe, **options)
     shape = {"img_size": recipe.img_size, "in_chans": len(data.transform.mean), "num_classes": len(data.classes)}
     shape |= {"drop_path_rate": recipe.drop_path_rate, "grad_checkpointing": settings["grad_checkpointing"]}
     model = create_model(recipe.model, **shape | recipe.options)
@@ -62,22 +84,26 @@ def train(args: argparse.Namespace) -> int:
         model = masked_for(recipe, model, decoder)
     teacher = _teacher(settings, model, len(data.classes), device)
     how = {"parts": settings["parts"], "amp": half(device, settings["amp"])}
-    how |= {"teacher": teacher, "distillation": settings["distillation"]}
+    how |= {"teacher": teacher, "distillation": settings["distillation"], "parallel": args.parallel, "world": world}
     whole = plan(model.to(device), data, recipe, **how)
 
-    if damage:
-        say(damage)
-    out.mkdir(parents=True, exist_ok=True)
-    for name in held if args.overwrite else ():
-        (out / name).unlink()
-    sweep(out, FILES)
     epochs = recipe.epochs_of(len(data.train))
-    say(f"{recipe.model}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}")
-    say(f"{settings['data']}: {len(data.classes)} classes; {epochs} epochs of {len(data.train)} steps")
+    if world.first:
+        if damage:
+            say(damage)
+        out.mkdir(parents=True, exist_ok=True)
+        for name in held if args.overwrite else ():
+            (out / name).unlink()
+        sweep(out, FILES)
+        where = f"{world.size} processes, {args.parallel}, {device.type}" if args.parallel else device
+        say(f"{recipe.model}, {sum(p.numel() for p in model.parameters()):,} parameters, on {where}")
+        say(f"{settings['data']}: {len(data.classes)} classes; {epochs} epochs of {len(data.train)} steps")
+    world.wait()
 
     options = {"settings": settings, "save": save_weights, "state": state, "save_every": args.save_every}
     try:
-        with display(Console(), epochs, len(data.train), len(state["history"]) if state else 0) as show:
+        console = Console(quiet=not world.first)
+        with display(console, epochs, len(data.train), len(state["history"]) if state else 0) as show:
             for progress in run(whole, out, **options):
                 show(progress)
     except KeyboardInterrupt:
@@ -85,7 +111,8 @@ def train(args: argparse.Namespace) -> int:
             return complain("stopped before the first epoch was complete; nothing is kept", 130)
         again = f"fastvit-triton train --out {quote(str(out))} --resume"
         return complain(f"stopped; {out} holds everything up to the last saved state; go on with: {again}", 130)
-    say(summary(out, data))
+    if world.first:
+        say(summary(out, data))
     return 0
 
 
@@ -108,8 +135,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
     from ..train.data import load_test
     from ..train.image import listing
-    from ..train.job import half
     from ..train.loop import evaluate
+    from ..train.step import half
 
     model, about = trained(args.checkpoint)
     name = args.data or about["data"]

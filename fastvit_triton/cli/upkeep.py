@@ -1,4 +1,4 @@
-"""`doctor` and `convert`."""
+"""`doctor`, `convert` and `pack`."""
 
 import argparse
 import dataclasses
@@ -102,4 +102,14 @@ def convert(args: argparse.Namespace) -> int:
         load_weights(model, args.checkpoint)
     save_weights(model, args.out, layout=args.to, metadata=header)
     say(f"{args.out} holds {model.variant} under the names of {args.to}")
+    return 0
+
+
+def pack(args: argparse.Namespace) -> int:
+    """Writes an image folder as webdataset shards, which `train --data` reads."""
+    from ..train.shards import pack
+
+    pack(args.folder, args.out, args.per_shard)
+    counts = (f"{len(list((args.out / split).iterdir()))} of {split}/" for split in ("train", "val"))
+    say(f"{args.out} holds {' and '.join(counts)} shards")
     return 0

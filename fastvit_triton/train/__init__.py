@@ -25,11 +25,14 @@ from .mix import cut_box, cutmix, mix_by_area, mix_tokens, mixtoken, mixup, mixu
 from .naflex import TokenBudgetBatches
 from .objective import distilled, masked_colours, masked_pixels, supervised
 from .optim import adamw, parameter_groups, set_lr, warmup_cosine
+from .parallel import World, checkpoint_blocks, ddp, find_blocks, fsdp, join
 from .policy import big_vision_augment, rand_augment, three_augment
 from .published import PUBLISHED
 from .recipes import DIGITS, FOLDER, Recipe, shorten
 from .sampler import RepeatedAugmentation
 from .schedule import constant, deit_schedule, mae_schedule, vit_schedule
+from .sharded import consolidate, full_state, load_full_state, load_sharded, newest_sharded, save_sharded
+from .shards import pack
 from .step import Step
 
 __all__ = [
@@ -49,24 +52,34 @@ __all__ = [
     "TensorBatches",
     "TokenBudgetBatches",
     "Transform",
+    "World",
     "accumulate",
     "adamw",
     "assess",
     "big_vision_augment",
     "binary_cross_entropy",
+    "checkpoint_blocks",
     "colour_loss",
+    "consolidate",
     "constant",
     "cut_box",
     "cutmix",
+    "ddp",
     "deit_schedule",
     "distilled",
     "evaluate",
     "extract",
     "few",
     "few_shot",
+    "find_blocks",
     "fit",
+    "fsdp",
+    "full_state",
     "hard_distillation",
+    "join",
     "load",
+    "load_full_state",
+    "load_sharded",
     "load_state",
     "mae_schedule",
     "masked_colours",
@@ -79,7 +92,9 @@ __all__ = [
     "mixup_or_cutmix",
     "moving_average",
     "nearest_neighbours",
+    "newest_sharded",
     "newest_state",
+    "pack",
     "parameter_groups",
     "patch_contrastive_loss",
     "patch_mixing_loss",
@@ -89,6 +104,7 @@ __all__ = [
     "random_erasing",
     "restore",
     "ridge",
+    "save_sharded",
     "save_state",
     "set_drop_path",
     "set_lr",

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .objective import Objective
+from .parallel import reducing
 
 
 def accumulate(
@@ -15,6 +16,7 @@ def accumulate(
     parts: int = 1,
     amp: torch.dtype | None = None,
     scaler: GradScaler | None = None,
+    weight: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Adds a batch's gradient to the parameters' `.grad`, part by part, equal to the whole batch's to rounding.
 
@@ -32,6 +34,7 @@ def accumulate(
         parts: how many; the last ones may be smaller.
         amp: autocast dtype; None computes in the weights' dtype.
         scaler: multiplies the loss, so that float16 gradients do not vanish; None does not.
+        weight: of this batch among those of other processes, on whose average it then depends; see parallel.py.
 
     Returns:
         The loss of the whole batch, a scalar, and its logits [B, classes] or None; neither has a gradient.
@@ -44,11 +47,12 @@ def accumulate(
         raise ValueError(f"parts is {parts} for {count} images; it must be at least 1 and at most the images")
     total, answers = torch.zeros((), device=images.device), []
     pairs = zip(images.tensor_split(parts), targets.tensor_split(parts), strict=True)
-    for some_images, some_targets in pairs:
-        with torch.autocast(images.device.type, amp, enabled=amp is not None):
-            value, logits = objective(model, some_images, some_targets)
-        value = value * (some_images.shape[0] / count)
-        (value if scaler is None else scaler.scale(value)).backward()
+    for number, (some_images, some_targets) in enumerate(pairs, 1):
+        with reducing(model, number == parts):
+            with torch.autocast(images.device.type, amp, enabled=amp is not None):
+                value, logits = objective(model, some_images, some_targets)
+            value = value * (some_images.shape[0] / count)
+            (value * weight if scaler is None else scaler.scale(value * weight)).backward()
         total = total + value.detach()
         answers.append(None if logits is None else logits.detach())
     return total, None if None in answers else torch.cat(answers)

@@ -3,7 +3,7 @@
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,7 +120,7 @@ def newest_state(folder: Path) -> tuple[dict, str]:
     raise complaints[0]
 
 
-def restore(state: dict, model: nn.Module, optimizer: Optimizer, step: "Step") -> "Progress":
+def restore(state: dict, model: nn.Module, optimizer: Optimizer, step: "Step", load: Callable[..., None]) -> "Progress":
     """Puts weights, optimiser, average, scaler and random generators back; returns where the run stood.
 
     Args:
@@ -128,13 +128,11 @@ def restore(state: dict, model: nn.Module, optimizer: Optimizer, step: "Step") -
         model: of the same shape, on its device.
         optimizer: over its parameters.
         step: with an average if the run kept one.
+        load: puts back weights, optimiser and average, called with the four above, as an `Engine` does.
     """
     from .loop import Progress
 
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    if step.average is not None:
-        step.average.load_state_dict(state["average"])
+    load(state, model, optimizer, step)
     step.scaler.load_state_dict(state["scaler"])
     set_generators(state["generators"])
     device = next(model.parameters()).device

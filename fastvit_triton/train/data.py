@@ -1,6 +1,6 @@
 """Images to learn from: the digits that ship inside scikit-learn, and image folders."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ from .augment import random_affine
 from .cifar import cifar, is_cifar
 from .folder import FolderBatches, scan
 from .image import Transform
+from .parallel import World
 from .policy import policy_of
 from .recipes import Recipe
+from .shards import is_shards, shards
 
 # Mean and deviation of the digits' training split, of pixels in [0, 1].
 DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
@@ -25,8 +27,11 @@ class Batches(Protocol):
     """What `fit` and `evaluate` iterate over: images [B, C, H, W] and targets [B].
 
     `bad` maps each file that was left out to the reason; `picture(i)` is image i as it is shown; `after(n)` iterates
-    without the first n batches, with the same draws; `indices` are the images of the last batch.
+    without the first n batches, with the same draws; `indices` are the images of the last batch; `dealt` says that of
+    several processes each gets its part, not the whole batch.
     """
+
+    dealt: bool
 
     bad: dict[Path, str]
     indices: list[int]
@@ -66,6 +71,8 @@ class TensorBatches:
         augment: of a batch in [0, 1], before normalisation; None keeps order and images.
     """
 
+    dealt = False
+
     def __init__(
         self,
         images: Tensor,
@@ -101,18 +108,22 @@ class TensorBatches:
         return self.images[i]
 
 
-def load(name: str, recipe: Recipe, *, workers: int = 0, skip_bad_images: bool = False) -> Data:
-    """The data set of that name: "digits", or the path of an image folder.
+def load(
+    name: str, recipe: Recipe, *, workers: int = 0, skip_bad_images: bool = False, world: World | None = None
+) -> Data:
+    """The data set of that name: "digits", or the path of an image folder or of shards.
 
     A folder holds `train/<class>/` and `val/<class>/` with pictures of any size, grey or colour; the names of the class
-    folders, sorted, are the classes. Or it is CIFAR-10's own, with `data_batch_1` … `test_batch`. Refuses a folder that
-    is neither, and unreadable pictures unless told to skip them.
+    folders, sorted, are the classes. Or it holds webdataset shards, see shards.py, or is CIFAR-10's own, with
+    `data_batch_1` … `test_batch`. Refuses a folder that is none of these, and unreadable pictures unless told to skip
+    them.
 
     Args:
         name: "digits" or a path.
         recipe: image size, batch size and augmentation.
         workers: processes that decode pictures; 0 decodes in this one.
         skip_bad_images: leave unreadable pictures out; `train.bad` and `test.bad` name them.
+        world: processes that share each batch of pictures in files.
 
     Raises:
         ValueError: the recipe changes pictures in a way that is not for the digits.
@@ -127,12 +138,13 @@ def load(name: str, recipe: Recipe, *, workers: int = 0, skip_bad_images: bool =
         classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
         train = TensorBatches(*digits("train", size), transform, recipe.batch_size, pose(recipe))
     else:
-        files, targets, classes, options = _pictures(Path(name), "train")
+        files, targets, classes, options = _pictures(Path(name), "train", world=world)
         transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
         crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_of(recipe.policy)}
         options |= {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
         train = FolderBatches(Path(name), files, targets, transform, crop=crop, repeats=recipe.repeats, **options)
-    test = load_test(name, classes, transform, recipe.batch_size, workers=workers, skip_bad_images=skip_bad_images)
+    options = {"workers": workers, "skip_bad_images": skip_bad_images, "world": world}
+    test = load_test(name, classes, transform, recipe.batch_size, **options)
     return Data(name, classes, transform, train, test, test_once=name == "digits")
 
 
@@ -144,6 +156,7 @@ def load_test(
     *,
     workers: int = 0,
     skip_bad_images: bool = False,
+    world: World | None = None,
 ) -> Batches:
     """The test images alone, for a model whose classes and transform are known. Refuses classes it does not know.
 
@@ -154,20 +167,26 @@ def load_test(
         batch_size: images per batch.
         workers: processes that decode pictures.
         skip_bad_images: leave unreadable pictures out.
+        world: processes that share each batch of pictures in files.
     """
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
-    files, targets, _, options = _pictures(Path(name), "val", classes)
+    files, targets, _, options = _pictures(Path(name), "val", classes, world)
     options |= {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
     return FolderBatches(Path(name), files, targets, transform, **options)
 
 
-def _pictures(root: Path, split: str, classes: tuple[str, ...] | None = None) -> tuple[list, list, tuple, dict]:
+def _pictures(
+    root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None
+) -> tuple[Sequence, list, tuple, dict]:
     """Files, targets, classes, and how `FolderBatches` decodes and checks the files."""
+    if is_shards(root):
+        files, targets, classes, decode = shards(root, split, classes, world)
+        return files, targets, classes, {"decode": decode, "check": None, "world": world}
     if not is_cifar(root):
-        return *scan(root, split, classes), {}
+        return *scan(root, split, classes), {"world": world}
     files, targets, classes, decode = cifar(root, split, classes)
-    return files, targets, classes, {"decode": decode, "check": lambda path: None}
+    return files, targets, classes, {"decode": decode, "check": None, "world": world}
 
 
 def pose(recipe: Recipe) -> Callable[[Tensor], Tensor]:

@@ -1,7 +1,8 @@
 """Image folders: `train/<class>/…` and `val/<class>/…`, decoded by worker processes, never held in memory at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .image import BROKEN, SUFFIXES, Transform, defect, listing, read
+from .parallel import World
 from .sampler import RepeatedAugmentation
 
 
@@ -72,28 +74,31 @@ class FolderBatches:
     """Batches of pictures from files, decoded by worker processes.
 
     Each picture's random crop has its own seed, drawn with the order from PyTorch's global generator, so the batches
-    are the same for any number of workers. Headers are read now; the rest of a file when its turn comes. Refuses
-    unreadable pictures unless `skip_bad_images`, then `bad` maps each to the reason. `indices` says which pictures the
-    last batch held.
+    are the same for any number of workers, and a process decodes its own part of each. Headers are read now; the rest
+    of a file when its turn comes. Refuses unreadable pictures unless `skip_bad_images`, then `bad` maps each to the
+    reason. `indices` says which pictures the last batch held.
 
     Args:
         root: the folder that holds them; for messages.
-        files: pictures.
+        files: pictures; `files.order()`, if there is one, draws their random order.
         targets: their class numbers.
         transform: to tensors.
-        batch_size: pictures per batch; fewer where some are skipped.
+        batch_size: pictures per batch, all processes together; fewer where some are skipped.
         crop: keyword arguments of a random crop, for training in random order; None takes centres, in order.
         workers: 0 decodes in this process.
         skip_bad_images: leave unreadable pictures out.
         repeats: looks at each picture in an epoch of repeated augmentation; 1 is off.
         decode: from a file's path to a picture.
         check: from a file's path to what is wrong with its header, or None.
+        world: processes that share each batch; one without a picture gets [0, C, H, W].
     """
+
+    dealt = True
 
     def __init__(
         self,
         root: Path,
-        files: list[Path],
+        files: Sequence[Path],
         targets: list[int],
         transform: Transform,
         *,
@@ -103,20 +108,25 @@ class FolderBatches:
         skip_bad_images: bool = False,
         repeats: int = 1,
         decode: Callable[[Path], Image.Image] = read,
-        check: Callable[[Path], str | None] = defect,
+        check: Callable[[Path], str | None] | None = defect,
+        world: World | None = None,
     ) -> None:
         self.root, self.total, self.skip, self.decode = root, len(files), skip_bad_images, decode
-        with ThreadPoolExecutor() as pool:
-            self.bad = {path: why for path, why in zip(files, pool.map(check, files), strict=True) if why}
+        self.bad: dict[Path, str] = {}
+        if check is not None:
+            with ThreadPoolExecutor() as pool:
+                self.bad = {path: why for path, why in zip(files, pool.map(check, files), strict=True) if why}
         self._refuse()
-        kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
-        self.files, self.indices = [path for path, _ in kept], []
+        if self.bad:
+            kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
+            files, targets = [path for path, _ in kept], [target for _, target in kept]
+        self.files, self.indices, self.world = files, [], world or World()
         self.transform = transform
-        self.keys = _Keys(len(kept), crop is not None, repeats)
+        order = getattr(files, "order", partial(torch.randperm, len(files)))
+        self.keys = _Keys(len(files), order if crop is not None else None, repeats, batch_size, self.world)
         self.loader = DataLoader(
-            _Pictures(kept, transform, crop, decode),
-            batch_size=batch_size,
-            sampler=self.keys,
+            _Pictures(files, targets, transform, crop, decode),
+            batch_sampler=self.keys,
             num_workers=workers,
             collate_fn=_collate,
             pin_memory=torch.cuda.is_available(),
@@ -125,14 +135,14 @@ class FolderBatches:
         )
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.keys)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.after(0)
 
     def after(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """An epoch without its first `count` batches, which are not decoded."""
-        self.keys.draw(count * self.loader.batch_size)
+        self.keys.draw(count)
         return self._stream(iter(self.loader))
 
     def _stream(self, loaded: Iterator) -> Iterator[tuple[Tensor, Tensor]]:
@@ -150,8 +160,9 @@ class FolderBatches:
             self.bad.update(bad)
             self._refuse()
             self.indices = indices
-            if len(targets):
-                yield images, targets
+            if len(targets) or self.world.size > 1:
+                shape = (len(self.transform.mean), *self.transform.size)
+                yield images if len(targets) else images.new_empty(0, *shape), targets
 
     def picture(self, i: int) -> Tensor:
         """The i-th readable picture as it is shown, [C, H, W] in [0, 1]. Count after a pass over all batches."""
@@ -164,46 +175,60 @@ class FolderBatches:
 
 
 class _Keys(Sampler):
-    """(index, seed) of each picture: in order with no seed, or shuffled, all drawn when the epoch starts."""
+    """(index, seed) of each picture, batch by batch: in order with no seed, or shuffled, all drawn as an epoch starts.
 
-    def __init__(self, count: int, random: bool, repeats: int) -> None:
-        self.count, self.random, self.keys = count, random, []
+    All processes draw the same, and each takes its part of every batch.
+    """
+
+    def __init__(
+        self, count: int, order: Callable[[], Tensor] | None, repeats: int, batch_size: int, world: World
+    ) -> None:
+        self.count, self.order, self.batch_size, self.world, self.keys = count, order, batch_size, world, []
         self.looks = RepeatedAugmentation(count, repeats) if repeats > 1 else None
 
     def __len__(self) -> int:
-        return self.count if self.looks is None else len(self.looks)
+        return -(-(self.count if self.looks is None else len(self.looks)) // self.batch_size)
 
     def draw(self, skip: int) -> None:
-        """A new epoch, less its first pictures."""
-        if not self.random:
-            self.keys = [(i, None) for i in range(self.count)][skip:]
-            return
-        if self.looks is None:
-            order = torch.randperm(self.count).tolist()
+        """A new epoch, less its first batches."""
+        if self.order is None:
+            self.keys = [(i, None) for i in range(self.count)]
         else:
-            self.looks.epoch = torch.randint(2**62, ()).item()
-            order = list(self.looks)
-        seeds = torch.randint(2**62, (len(order),)).tolist()
-        self.keys = list(zip(order, seeds, strict=True))[skip:]
+            if self.looks is None:
+                order = self.order().tolist()
+            else:
+                self.looks.epoch = torch.randint(2**62, ()).item()
+                order = list(self.looks)
+            seeds = torch.randint(2**62, (len(order),)).tolist()
+            self.keys = list(zip(order, seeds, strict=True))
+        self.keys = self.keys[skip * self.batch_size :]
 
-    def __iter__(self) -> Iterator[tuple[int, int | None]]:
-        return iter(self.keys)
+    def __iter__(self) -> Iterator[list[tuple[int, int | None]]]:
+        for start in range(0, len(self.keys), self.batch_size):
+            batch = self.keys[start : start + self.batch_size]
+            yield [batch[i] for i in self.world.part(torch.arange(len(batch))).tolist()]
 
 
 class _Pictures(Dataset):
     """(image or None, class number, index, path, why there is none)."""
 
     def __init__(
-        self, files: list[tuple[Path, int]], transform: Transform, crop: dict | None, decode: Callable
+        self,
+        files: Sequence[Path],
+        targets: list[int],
+        transform: Transform,
+        crop: dict | None,
+        decode: Callable[[Path], Image.Image],
     ) -> None:
-        self.files, self.transform, self.crop, self.decode = files, transform, crop or {}, decode
+        self.files, self.targets, self.decode = files, targets, decode
+        self.transform, self.crop = transform, crop or {}
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, key: tuple[int, int | None]) -> tuple[Tensor | None, int, int, Path, str]:
         index, seed = key
-        path, target = self.files[index]
+        path, target = self.files[index], self.targets[index]
         try:
             return self.transform(self.decode(path), seed, **self.crop), target, index, path, ""
         except BROKEN as error:

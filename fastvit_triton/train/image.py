@@ -3,6 +3,7 @@
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ class Transform:
         return (images * _column(self.std, images) + _column(self.mean, images)).clamp(0, 1)
 
 
-def read(path: Path) -> Image.Image:
+def read(path: Path | BinaryIO) -> Image.Image:
     """Decodes a picture, upright, 8 bits a channel, on white where it is transparent; raises one of `BROKEN`."""
     with Image.open(path) as picture:
         picture = ImageOps.exif_transpose(picture)

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 
@@ -17,11 +17,13 @@ from .checkpoint import PREVIOUS, STATE, checksum, restore, save_state, state_of
 from .data import Data
 from .image import listing, save_picture
 from .loop import Diverged, Progress, Score, fit
+from .parallel import World
 from .plan import lr_for, objective_for, optimizer_for, product, score_for, step_for
 from .plots import draw_curves, draw_predictions
 from .published import PUBLISHED
 from .recipes import DIGITS, FOLDER, Recipe, shorten
 from .step import Step
+from .together import Engine, engage, sound
 
 WEIGHTS, BEST, LOG = "model.safetensors", "best.safetensors", "log.csv"
 CURVES, PREDICTIONS, EXAMPLE = "curves.png", "predictions.png", "example.png"
@@ -61,6 +63,7 @@ class Plan:
         step: what happens to a batch.
         optimizer: over the model's parameters.
         lr_at: step of the whole run, from 0, to learning rate.
+        engine: around the model, on several processes.
     """
 
     model: nn.Module
@@ -69,6 +72,7 @@ class Plan:
     step: Step
     optimizer: Optimizer
     lr_at: Callable[[int], float]
+    engine: Engine = field(default_factory=Engine)
 
 
 def plan(
@@ -80,6 +84,8 @@ def plan(
     amp: torch.dtype | None = None,
     teacher: nn.Module | None = None,
     distillation: str = "hard",
+    parallel: str | None = None,
+    world: World | None = None,
 ) -> Plan:
     """Everything that a recipe says about training this model on these images.
 
@@ -91,11 +97,16 @@ def plan(
         amp: autocast dtype.
         teacher: to learn from as well; in evaluation mode, on the same device.
         distillation: "hard" or "soft".
+        parallel: "ddp" or "fsdp", see parallel.py; None is one process.
+        world: from `join`, where there are several.
     """
     objective = objective_for(recipe, model, data.transform, teacher, distillation)
     step = step_for(recipe, model, objective, len(data.classes), parts, amp)
-    optimizer, lr_at = optimizer_for(recipe, model), lr_for(recipe, len(data.train))
-    return Plan(model=model, data=data, recipe=recipe, step=step, optimizer=optimizer, lr_at=lr_at)
+    called, engine = model, Engine()
+    if parallel is not None:
+        called, step, engine = engage(parallel, model, step, world, data.train.dealt)
+    rest = {"optimizer": optimizer_for(recipe, model), "lr_at": lr_for(recipe, len(data.train)), "engine": engine}
+    return Plan(model=called, data=data, recipe=recipe, step=step, **rest)
 
 
 def follow(plan: Plan, start: Progress | None = None) -> Iterator[Progress]:
@@ -144,23 +155,32 @@ def run(
     Raises:
         Diverged: as `fit` does; names the last good state.
     """
-    sweep(out, FILES)
+    world = plan.step.world
+    if world.first:
+        sweep(out, FILES)
     model, data, recipe, step = plan.model, plan.data, plan.recipe, plan.step
     history: list[dict] = [] if state is None else list(state["history"])
-    start = None if state is None else restore(state, model, plan.optimizer, step)
+    start = None if state is None else restore(state, model, plan.optimizer, step, plan.engine.load)
     score = None
     try:
         for progress in follow(plan, start):
             if progress.done:
                 score = progress.test
                 history.append(row(progress))
-                kept = product(recipe, step.weights(model))
-                for path in [out / WEIGHTS, out / BEST][: 1 + is_best(history)]:
+                for batches in (data.train, data.test):
+                    for bad in world.gather(batches.bad):
+                        batches.bad.update(bad)
+                whole = plan.engine.weights(step.weights(model))
+                for path in [out / WEIGHTS, out / BEST][: 1 + is_best(history)] if world.first else ():
+                    kept = product(recipe, whole)
                     with writing(path):
                         save(kept, path, metadata=header(data, recipe, kept, score))
-            if (progress.done or (save_every and progress.step % save_every == 0)) and sound(model):
-                save_state(out, state_of(model, plan.optimizer, step, progress, history, settings))
-            if progress.done:
+            if (progress.done or (save_every and progress.step % save_every == 0)) and sound(model, world):
+                parts = state_of(model, plan.optimizer, step, progress, history, settings)
+                whole = plan.engine.state(parts, model, plan.optimizer, step)
+                if world.first:
+                    save_state(out, whole)
+            if progress.done and world.first:
                 write_log(out / LOG, history)
             yield progress
     except Diverged as error:
@@ -168,6 +188,8 @@ def run(
         raise Diverged(f"{error}; {kept}") from error
     # a run that was resumed after its last epoch has no score yet
     score = score or score_for(recipe, step, data.test)(step.weights(model))
+    if not world.first:
+        return
     with writing(out / CURVES), replacing(out / CURVES) as temporary:
         draw_curves(history, temporary)
     if score.predictions is not None:
@@ -175,11 +197,6 @@ def run(
             draw_predictions(data, score, temporary)
     with writing(out / EXAMPLE), replacing(out / EXAMPLE) as temporary:
         save_picture(data.test.picture(0), temporary)
-
-
-def sound(model: nn.Module) -> bool:
-    """Whether every weight is finite."""
-    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def is_best(history: list[dict]) -> bool:
@@ -235,21 +252,6 @@ def summary(out: Path, data: Data) -> str:
         return "\n".join([*lines, "\ntry next:", f"  fastvit-triton train --weights {folder} --data …"])
     lines += ["\ntry next:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
     return "\n".join([*lines, f"  fastvit-triton evaluate --checkpoint {folder}"])
-
-
-def half(device: torch.device, name: str = "auto") -> torch.dtype | None:
-    """The autocast dtype of training and evaluation.
-
-    Args:
-        device: where the model is.
-        name: "auto" (bfloat16 where a GPU has it, none elsewhere), "bfloat16", "float16" or "float32" for none.
-    """
-    if name != "auto":
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}[name]
-    if device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
 
 
 def row(progress: Progress) -> dict:

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from .checkpoint import generators, set_generators
 from .objective import Objective
 from .optim import set_lr
+from .parallel import World
 from .step import Step
 
 
@@ -106,15 +108,16 @@ def fit(
         if now.done:
             zero = torch.zeros((), device=device)
             now = Progress(now.epoch + 1, loss_sum=zero, right=zero, began=generators(), done=False)
+        key = zlib.crc32(now.began["cpu"].numpy()) << 32
         clock = time.perf_counter() - now.seconds
         for number, (images, targets) in enumerate(rest(batches, now), now.step + 1):
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             lr = lr_at((now.epoch - 1) * len(batches) + number - 1)
             set_lr(optimizer, lr)
-            value, right = step(model, optimizer, images, targets)
+            value, right, count = step(model, optimizer, images, targets, key + number)
             sums = now.images, now.loss_sum, now.right
             if value.isfinite():
-                failures, sums = 0, (now.images + len(images), now.loss_sum + value * len(images), now.right + right)
+                failures, sums = 0, (now.images + count, now.loss_sum + value * count, now.right + right)
             elif (failures := failures + 1) == patience:
                 raise Diverged(_obituary(f"{failures} steps in a row", now.epoch, number, lr, batches))
             now = Progress(now.epoch, number, *sums, lr, time.perf_counter() - clock, now.began, done=False)
@@ -154,7 +157,13 @@ def _obituary(span: str, epoch: int, number: int, lr: float, batches: Iterable) 
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], amp: torch.dtype | None = None) -> Score:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    amp: torch.dtype | None = None,
+    world: World | None = None,
+    dealt: bool = False,
+) -> Score:
     """Mean cross-entropy and accuracy of a model, which is left in the mode it came in.
 
     The same weights and batches give the same score on the same machine. Refuses batches without a single image.
@@ -163,25 +172,44 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], amp: to
         model: any module from images [B, C, H, W] to logits [B, classes].
         batches: (images [B, C, H, W], targets [B]).
         amp: autocast dtype; None computes in the weights' dtype.
+        world: processes that share the work; all get the score.
+        dealt: the batches, which have `indices`, hold this process's part already; else they are cut here.
     """
     device, modes = next(model.parameters()).device, {module: module.training for module in model.modules()}
+    world = world or World()
     model.eval()
-    losses, predictions, answers = [], [], []
+    losses, predictions, answers, places = [], [], [], []
     try:
-        for images, targets in batches:
+        for images, targets, rows in _parts(batches, world, dealt):
             with torch.autocast(device.type, amp, enabled=amp is not None):
-                logits = model(images.to(device, non_blocking=True)).float()
+                logits = model(images.to(device, non_blocking=True)).float()[: len(targets)]
             losses.append(F.cross_entropy(logits, targets.to(device), reduction="none"))
             predictions.append(logits.argmax(1))
             answers.append(targets)
+            places.append(rows)
     finally:
         for module, mode in modes.items():
             module.training = mode
     if not predictions:
         raise ValueError("there is no test image to evaluate on")
-    predicted, expected = torch.cat(predictions).cpu(), torch.cat(answers).cpu()
+    columns = [torch.cat(column).cpu() for column in (losses, predictions, answers, places)]
+    if world.size > 1:
+        columns = [torch.cat(column) for column in zip(*world.gather(columns), strict=True)]
+        columns = [column[columns[-1].argsort()] for column in columns]
+    value, predicted, expected, _ = columns
     accuracy = (predicted == expected).sum().item() / len(expected)
-    return Score(torch.cat(losses).double().mean().item(), accuracy, predicted, expected)
+    return Score(value.double().mean().item(), accuracy, predicted, expected)
+
+
+def _parts(
+    batches: Iterable[tuple[Tensor, Tensor]], world: World, dealt: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """This process's images, targets and indices; where it has none, an image without a target, for company."""
+    for images, targets in batches:
+        rows = torch.tensor(batches.indices if world.size > 1 else [], dtype=torch.long)
+        if not dealt:
+            images, targets, rows = world.part(images), world.part(targets), world.part(rows)
+        yield images if len(images) else images.new_zeros(1, *images.shape[1:]), targets, rows
 
 
 @torch.no_grad()
@@ -190,6 +218,8 @@ def assess(
     batches: Iterable[tuple[Tensor, Tensor]],
     objective: Objective,
     amp: torch.dtype | None = None,
+    world: World | None = None,
+    dealt: bool = False,
 ) -> Score:
     """Mean objective over a test set, for models that answer nothing. The masks are the same ones at every call.
 
@@ -198,23 +228,28 @@ def assess(
         batches: (images [B, C, H, W], targets [B]).
         objective: such as `masked_pixels`.
         amp: autocast dtype; None computes in the weights' dtype.
+        world: as for `evaluate`.
+        dealt: as for `evaluate`.
 
     Raises:
         ValueError: there is no image.
     """
     device, modes, here = next(model.parameters()).device, {m: m.training for m in model.modules()}, generators()
+    world = world or World()
     model.eval()
     total, count = 0.0, 0
     try:
         torch.manual_seed(0)
-        for images, targets in batches:
+        for images, targets, _ in _parts(batches, world, dealt):
+            answers = targets if len(targets) else targets.new_zeros(1)
             with torch.autocast(device.type, amp, enabled=amp is not None):
-                value, _ = objective(model, images.to(device, non_blocking=True), targets.to(device))
-            total, count = total + value.item() * len(images), count + len(images)
+                value, _ = objective(model, images.to(device, non_blocking=True), answers.to(device))
+            total, count = total + value.item() * len(targets), count + len(targets)
     finally:
         set_generators(here)
         for module, mode in modes.items():
             module.training = mode
+    total, count = (sum(column) for column in zip(*world.gather((total, count)), strict=True))
     if not count:
         raise ValueError("there is no test image to evaluate on")
     return Score(total / count)

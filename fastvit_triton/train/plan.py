@@ -189,9 +189,10 @@ def _patch_of(model: nn.Module) -> list[tuple[int, int]]:
 
 def score_for(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Module], Score]:
     """The score of a model on test batches: accuracy, or the objective where nothing is answered."""
+    options = {"batches": batches, "amp": step.amp, "world": step.world, "dealt": step.dealt}
     if recipe.loss in MASKED:
-        return partial(assess, batches=batches, objective=step.objective, amp=step.amp)
-    return partial(evaluate, batches=batches, amp=step.amp)
+        return partial(assess, objective=step.objective, **options)
+    return partial(evaluate, **options)
 
 
 def prepare(recipe: Recipe, model: nn.Module, fresh: bool = True) -> None:

@@ -1,0 +1,395 @@
+"""What each process of `tests/test_parallel.py` runs under torchrun: measures, asserts nothing, and writes one JSON.
+
+    torchrun --nproc-per-node 2 tests/parallel_job.py <folder>
+
+An error of a gradient or weight is ‖got − float64‖, beside the same of one process without engines, and ‖float64‖.
+"""
+
+import faulthandler
+import functools
+import json
+import shutil
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fastvit_triton import create_model, optimize
+from fastvit_triton.train import checkpoint, job
+from fastvit_triton.train.data import Data, TensorBatches, load
+from fastvit_triton.train.image import Transform
+from fastvit_triton.train.parallel import World, checkpoint_blocks, ddp, find_blocks, fsdp, join
+from fastvit_triton.train.recipes import Recipe
+from fastvit_triton.train.sharded import full_state, load_full_state, load_sharded, newest_sharded, save_sharded
+
+LR, STEPS = 0.5, 3
+CLIP = 1.0
+
+
+class Foreign(nn.Module):
+    """A model that is not ours, with blocks that `optimize` knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 16, 4, 4)
+        options = dict(dim_feedforward=32, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, **options) for _ in range(2))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).flatten(2).mT
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def ours() -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("vit_digits_patch2_8", embed_dim=16, depth=2, num_heads=2)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=1, patch_size=4)
+
+
+def foreign() -> nn.Module:
+    torch.manual_seed(0)
+    return Foreign()
+
+
+def batch(count: int, step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1 + step)
+    return torch.randn(count, 1, 8, 8, generator=generator), torch.randint(10, (count,), generator=generator)
+
+
+def share(world: World, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
+    """This process's part of a batch; one image that counts nothing where there are fewer images than processes."""
+    mine = images.tensor_split(world.size)[world.rank], targets.tensor_split(world.size)[world.rank]
+    return (*mine, len(mine[0])) if len(mine[0]) else (images[:1], targets[:1], 0)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().double().clone()  # clipping writes to gradients
+
+
+def bare(model: nn.Module) -> nn.Module:
+    return getattr(model, "module", model)
+
+
+def train(model: nn.Module, world: World, images: int = 10, steps: int = STEPS) -> tuple[dict, dict]:
+    """(gradients of the first step, weights after the last) by name."""
+    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        x, y, count = share(world, *batch(images, step))
+        optimizer.zero_grad()
+        world.mean_of(F.cross_entropy(model(x.to(dtype)), y), count).backward()
+        if step == 0:
+            grads = {name: whole(p.grad) for name, p in bare(model).named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return grads, {name: whole(p) for name, p in bare(model).named_parameters()}
+
+
+@functools.cache
+def references(make, images: int) -> tuple:
+    """float64 and float32 on one process."""
+    steps = 1 if images == 2 else STEPS
+    return train(make().double(), World(), images, steps), train(make(), World(), images, steps)
+
+
+def errors(make, got: tuple[dict, dict], images: int) -> dict[str, list]:
+    exact, plain = references(make, images)
+    table = {}
+    for kind, ours, single, want in zip(("grad", "weight"), got, plain, exact, strict=True):
+        for name, value in want.items():
+            norms = (ours[name] - value, single[name] - value, value)
+            table[f"{kind} {name}"] = [norm.norm().item() for norm in norms]
+    return table
+
+
+class Half(nn.Module):
+    """`ours`, computing with weights rounded to bfloat16, whose gradients are float32's: FSDP2's mixed precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ours()
+
+    def forward(self, images: Tensor) -> Tensor:
+        rounded = {name: parameter.bfloat16() for name, parameter in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, rounded, images.bfloat16()).float()
+
+
+def half_errors(model: nn.Module, world: World) -> dict[str, list]:
+    """As `errors`, in bfloat16."""
+    plain = [{name.removeprefix("inner."): t for name, t in part.items()} for part in train(Half(), World())]
+    exact, _ = references(ours, 10)
+    table = {}
+    for kind, got, single, want in zip(("grad", "weight"), train(model, world), plain, exact, strict=True):
+        for name, value in want.items():
+            norms = (got[name] - value, single[name] - value, value)
+            table[f"{kind} {name}"] = [norm.norm().item() for norm in norms]
+    return table
+
+
+def compiled(model: nn.Module, parts: list[nn.Module]) -> nn.Module:
+    for part in parts:
+        part.compile(backend="fastvit_triton")
+    return model
+
+
+def optimised() -> nn.Module:
+    model = foreign()
+    optimize(model)
+    return model
+
+
+def cases(world: World) -> dict:
+    """name → (plain maker, wrapped model, images)"""
+    found = {
+        "ddp": (ours, lambda: ddp(ours(), world), 10),
+        "fsdp": (ours, lambda: fsdp(ours(), world), 10),
+        "ddp, few images": (ours, lambda: ddp(ours(), world), 3),
+        "fsdp, few images": (ours, lambda: fsdp(ours(), world), 3),
+        "ddp, recomputed": (ours, lambda: ddp(checkpoint_blocks(ours()), world), 10),
+        "fsdp, recomputed": (ours, lambda: fsdp(checkpoint_blocks(ours()), world), 10),
+        "ddp, foreign, optimised": (foreign, lambda: ddp(optimised(), world), 10),
+        "fsdp, foreign, optimised": (foreign, lambda: fsdp(optimised(), world), 10),
+    }
+    if world.size == 4:
+        return {name: found[name] for name in ("ddp", "fsdp", "ddp, few images", "fsdp, few images")}
+    import fastvit_triton.convert.backend  # noqa: F401  (registers its name)
+
+    if shutil.which("c++") or shutil.which("g++"):  # Inductor needs one
+        found["fsdp, compiled"] = small, lambda: fsdp(compiled(m := small(), find_blocks(m)), world), 10
+        found["ddp, compiled"] = small, lambda: ddp(compiled(m := small(), [m]), world), 10
+    return found
+
+
+def trained(wrap, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = wrap(ours(), world)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    for step in range(2):
+        x, y, count = share(world, *batch(10, step))
+        world.mean_of(F.cross_entropy(model(x), y), count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def fresh(wrap, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(9)
+    model = wrap(create_model("vit_digits_patch2_8", embed_dim=16, depth=2, num_heads=2), world)
+    return model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+
+def checkpoints(folder: Path, world: World) -> dict:
+    """Two processes write; each then reads what there is, sharded and whole."""
+    report = {}
+    for name, wrap in {"ddp": ddp, "fsdp": fsdp}.items():
+        place = folder / name
+        if world.size == 2:
+            if world.first:
+                place.mkdir()
+            world.wait()
+            model, optimizer = trained(wrap, world)
+            state = full_state(model, optimizer)
+            for step in (5, 6, 7):
+                save_sharded(place, step, model, optimizer, world, extra={"step": step}, own=world.rank)
+            if world.first:
+                torch.save(state, folder / f"{name}.pt")
+                report[name, "kept"] = sorted(path.name for path in place.iterdir())
+        world.wait()
+        model, optimizer = fresh(wrap, world)
+        path, damaged = newest_sharded(place, world)
+        extra, own = load_sharded(path, model, optimizer, world)
+        report[name, "own"] = world.gather(own)
+        report[name, "read"] = [path.name, len(damaged), extra]
+        report[name, "sharded"] = same(full_state(model, optimizer), folder / f"{name}.pt")
+        model, optimizer = fresh(wrap, world)
+        load_full_state(torch.load(folder / f"{name}.pt", mmap=True), model, optimizer)
+        report[name, "whole"] = same(full_state(model, optimizer), folder / f"{name}.pt")
+    return {" ".join(key): value for key, value in report.items()}
+
+
+RECIPE = Recipe(
+    model="vit_digits_patch2_8",
+    img_size=8,
+    epochs=2,
+    batch_size=8,
+    lr=1e-2,
+    clip=1.0,
+    label_smoothing=0.1,
+    mixup=0.4,
+    erasing=0.25,
+    average=0.5,
+)
+
+
+class Double(nn.Module):
+    """A model in float64 that takes float32 images."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images.double())
+
+
+def task() -> Data:
+    """Of 21 and 13 images, the last batches have 5: no number of processes cuts them evenly."""
+    images, targets = batch(34)
+    transform = Transform((8, 8), (0.0,), (1.0,))
+    train = TensorBatches(images[:21], targets[:21], transform, 8, lambda x: x.roll(int(torch.randint(3, ())), 3))
+    return Data("noise", tuple("0123456789"), transform, train, TensorBatches(images[21:], targets[21:], transform, 8))
+
+
+def run(
+    out: Path,
+    world: World,
+    engine: str | None = None,
+    stop: int | None = None,
+    wrap=lambda model: model,
+    pictures: Path | None = None,
+    **options,
+) -> dict[str, Tensor]:
+    """The weights after a run of two epochs, or of the one in `out` to its end, or until its fifth step.
+
+    On noise, or on pictures in files, which are not blended, since each process would blend its own.
+    """
+    recipe, data = RECIPE, task() if pictures is None else None
+    if pictures is not None:
+        recipe = replace(RECIPE, mixup=0.0, erasing=0.0, mean=(0.5,), std=(0.5,))
+    if world.first:
+        out.mkdir(exist_ok=True)
+    world.wait()
+    state = checkpoint.newest_state(out)[0] if list(out.iterdir()) else None
+    world.wait()
+    torch.manual_seed(0)
+    small = {"embed_dim": 16, "depth": 2, "num_heads": 2} | options
+    model = wrap(create_model("vit_digits_patch2_8", **small))
+    data = data or load(str(pictures), recipe, world=world, skip_bad_images=True)
+    plan = job.plan(model, data, recipe, parts=2, parallel=engine, world=world)
+    torch.manual_seed(5)
+    step, start = 0 if state is None else 5, {"settings": {}, "save": save_state_dict, "state": state, "save_every": 1}
+    for progress in job.run(plan, out, **start):
+        step += not progress.done
+        if step == stop or (progress.done and progress.epoch == RECIPE.epochs):
+            break
+    world.wait()
+    return load_file(out / "model.safetensors") if progress.done and world.first else {}
+
+
+def save_state_dict(model: nn.Module, path: Path, metadata: dict) -> None:
+    accuracy = torch.tensor(json.loads(metadata["training"])["test_accuracy"])
+    save_file(model.state_dict() | {"accuracy": accuracy}, path)
+
+
+def keep(weights: dict, path: Path) -> None:
+    if weights:
+        torch.save(weights, path)
+
+
+def paint(root: Path) -> Path:
+    """21 pictures of noise to train on, 13 to test, and one of each that cannot be read beyond its header."""
+    noise = torch.randint(256, (36, 9, 10), generator=torch.Generator().manual_seed(2)).byte().numpy()
+    for i in range(36):
+        place = root / ("train" if i < 22 else "val") / str(i % 10)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise[i]).save(place / f"{i:02d}.png")
+        if i in (5, 27):
+            content = (place / f"{i:02d}.png").read_bytes()
+            (place / f"{i:02d}.png").write_bytes(content[: len(content) // 2])
+    return root
+
+
+def runs(folder: Path, world: World) -> dict:
+    """Two processes train, and stop within an epoch; two and four go on from there. Weights stay in the folder."""
+    report = {}
+    if world.first and world.size == 2:
+        paint(folder / "pictures")
+    world.wait()
+    for engine in ("ddp", "fsdp"):
+        if world.size == 2:
+            keep(run(folder / f"{engine}-2", world, engine), folder / f"{engine}-2.pt")
+            run(folder / f"{engine}-part", world, engine, stop=5)
+            drop = {"drop_path_rate": 0.5, "proj_drop_rate": 0.2}
+            whole = run(folder / f"{engine}-drop", world, engine, **drop)
+            run(folder / f"{engine}-drop-part", world, engine, stop=5, **drop)
+            again = run(folder / f"{engine}-drop-part", world, engine, **drop)
+            report[engine] = all(torch.equal(tensor, again[name]) for name, tensor in whole.items()) and len(whole)
+        elif world.first:
+            shutil.copytree(folder / f"{engine}-part", folder / f"{engine}-{world.size}")
+        if world.size == 2:
+            trained = run(folder / f"{engine}-pictures", world, engine, pictures=folder / "pictures")
+            keep(trained, folder / f"{engine}-pictures.pt")
+        else:
+            world.wait()
+            keep(run(folder / f"{engine}-{world.size}", world, engine), folder / f"{engine}-{world.size}.pt")
+    return report
+
+
+def same(state: dict, path: Path) -> bool:
+    """Weights and optimiser, number by number, are those in the file. The first process knows."""
+    if not state:
+        return True
+    got, want = (torch.utils._pytree.tree_flatten_with_path(s)[0] for s in (state, torch.load(path)))
+    pairs = list(zip(sorted(got, key=str_key), sorted(want, key=str_key), strict=True))
+    return all(
+        str_key(a) == str_key(b) and torch.equal(torch.as_tensor(a[1]), torch.as_tensor(b[1]))
+        for a, b in pairs
+        if a[1] is not None
+    )
+
+
+def str_key(entry: tuple) -> str:
+    return str(entry[0])
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    warnings.simplefilter("ignore")
+    faulthandler.dump_traceback_later(240, exit=True)  # processes that wait for each other say where
+    torch.set_num_threads(1)
+    with join("cpu") as world:
+        report = {"errors": {}, "seconds": {}}
+        for name, (make, wrap, images) in cases(world).items():
+            began = time.perf_counter()
+            report["errors"][name] = errors(make, train(wrap(), world, images), images)
+            report["seconds"][name] = time.perf_counter() - began
+        model = fsdp(ours(), world, dtype=torch.bfloat16)
+        report["errors"]["fsdp, bfloat16"] = half_errors(model, world)
+        if world.size == 2:  # the kernels themselves, where FSDP2 frees and gathers the weights that they read
+            from interpreter import interpreting
+
+            began = time.perf_counter()
+            references(small, 2)
+            model = fsdp(small(), world)
+            with interpreting():
+                got = train(model, world, 2, steps=1)
+            report["errors"]["fsdp, kernels"] = errors(small, got, 2)
+            report["seconds"]["fsdp, kernels"] = time.perf_counter() - began
+        began = time.perf_counter()
+        report["checkpoints"] = checkpoints(folder, world)
+        report["seconds"]["checkpoints"] = time.perf_counter() - began
+        began = time.perf_counter()
+        report["runs"] = runs(folder, world)
+        report["seconds"]["runs"] = time.perf_counter() - began
+        report["told"] = world.gather(world.tell(world.rank))
+        if world.first:
+            (folder / f"report-{world.size}.json").write_text(json.dumps(report))
+    assert not torch.distributed.is_initialized()
+
+
+if __name__ == "__main__":
+    main()

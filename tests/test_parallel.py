@@ -1,0 +1,312 @@
+"""Training on several processes: the batch's gradients and weights, checkpoints that change the number of processes."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import parallel_job
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from fastvit_triton.train.parallel import World, find_blocks, join
+from fastvit_triton.train.sharded import (
+    checkpoints,
+    consolidate,
+    full_state,
+    load_full_state,
+    load_sharded,
+    newest_sharded,
+    save_sharded,
+)
+from fastvit_triton.train.step import Step
+from fastvit_triton.train.together import engage
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def launch(size: int, *command: str, timeout: int = 300) -> None:
+    """Runs `python command` in `size` processes, with what torchrun would set."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    root = str(Path(__file__).parents[1])
+    shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    processes, deadline = [], time.monotonic() + timeout
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            for rank in range(size):
+                mine = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen([sys.executable, *command], env=mine, stdout=log, stderr=log))
+            while (codes := {process.poll() for process in processes}) != {0}:
+                if codes - {0, None} or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise AssertionError(f"exit codes {codes}: {log.read()[-4000:]}")
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("parallel")
+
+
+@pytest.fixture(scope="module")
+def two(folder) -> dict:
+    """What two processes measured; they also leave checkpoints in the folder."""
+    launch(2, str(Path(parallel_job.__file__)), str(folder))
+    return json.loads((folder / "report-2.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def four(folder, two) -> dict:
+    """What four measured, who read the two's checkpoints."""
+    launch(4, str(Path(parallel_job.__file__)), str(folder))
+    return json.loads((folder / "report-4.json").read_text())
+
+
+@pytest.mark.parametrize("size", ["two", "four"])
+def test_a_batch_on_several_processes_is_the_batch_on_one(size, request):
+    """Oracle: float64 on one process; gradients, and weights after three clipped steps, DDP and FSDP2.
+
+    Ten images on four processes are uneven shares, three leave one without; blocks recomputed, optimised and compiled,
+    and the kernels in the interpreter.
+    """
+    table = request.getfixturevalue(size)["errors"]
+    assert len(table) >= (10 if size == "two" else 5)
+    for case, found in table.items():
+        assert sum(name.startswith("grad") for name in found) == len(found) / 2 > 10
+        eps = torch.finfo(torch.bfloat16).eps if "bfloat16" in case else EPS
+        for name, (error, plain, norm) in found.items():
+            assert error <= 2 * (plain + eps * norm), (case, name)
+
+
+def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
+    """Oracle: weights and optimiser of the two processes that wrote, number by number, on two, four and one."""
+    for report in (two, four):
+        found = report["checkpoints"]
+        for engine in ("ddp", "fsdp"):
+            assert found[f"{engine} read"] == ["step-000000007", 0, {"step": 7}]
+            assert found[f"{engine} sharded"] and found[f"{engine} whole"]
+    assert two["checkpoints"]["fsdp kept"] == ["step-000000006", "step-000000007"]
+    assert two["checkpoints"]["fsdp own"] == [0, 1] and four["checkpoints"]["fsdp own"] == [None] * 4
+    for engine in ("ddp", "fsdp"):
+        for read in ("sharded", "whole"):
+            model, optimizer = parallel_job.fresh(lambda model, world: model, World())
+            if read == "sharded":
+                extra, own = load_sharded(folder / engine / "step-000000007", model, optimizer, World())
+                assert extra == {"step": 7} and own is None
+            else:
+                load_full_state(torch.load(folder / f"{engine}.pt"), model, optimizer)
+            assert parallel_job.same(full_state(model, optimizer), folder / f"{engine}.pt")
+            # what the optimiser itself makes of the state in its own format
+            again, other = parallel_job.fresh(lambda model, world: model, World())
+            state = torch.load(folder / f"{engine}.pt")
+            again.load_state_dict(state["model"])
+            other.load_state_dict(state["optimizer"])
+            assert parallel_job.same(full_state(again, other), folder / f"{engine}.pt")
+        whole = consolidate(folder / engine / "step-000000007")
+        assert parallel_job.same(whole, folder / f"{engine}.pt")
+    assert two["told"] == [0, 0] and four["told"] == [0] * 4
+
+
+def test_runs_are_those_of_one_process(folder, two, four, tmp_path):
+    """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the average and the test.
+
+    Two processes train it whole; four, and one, go on from a state that two left within an epoch.
+    """
+    exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double)
+    plain = parallel_job.run(tmp_path / "plain", World())
+    for engine in ("ddp", "fsdp"):
+        shutil.copytree(folder / f"{engine}-part", tmp_path / engine)
+        found = {size: torch.load(folder / f"{engine}-{size}.pt") for size in (2, 4)}
+        found[1] = parallel_job.run(tmp_path / engine, World())
+        for size, weights in found.items():
+            assert near(weights, plain, exact), (engine, size)
+
+
+def near(weights: dict, plain: dict, exact: dict) -> bool:
+    """All weights together, and the test accuracy, are as close to float64's as those of one process, and rounding."""
+    assert weights.keys() == plain.keys() and "accuracy" in plain
+    norms = torch.zeros(3, dtype=torch.float64)
+    for name in plain:
+        want = exact[name if name == "accuracy" else f"model.{name}"].double()
+        norms += torch.stack([(w.double() - want).norm() ** 2 for w in (weights[name], plain[name], 0 * want)])
+    error, alone, size = norms.sqrt().tolist()
+    return error <= 2 * (alone + EPS * size)
+
+
+def test_pictures_in_files_too(folder, two, tmp_path):
+    """Oracle: as above, on a folder of which each process decodes its part, and skips what cannot be read."""
+    exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, pictures=folder / "pictures")
+    plain = parallel_job.run(tmp_path / "plain", World(), pictures=folder / "pictures")
+    for engine in ("ddp", "fsdp"):
+        assert near(torch.load(folder / f"{engine}-pictures.pt"), plain, exact), engine
+
+
+def test_runs_go_on_bit_for_bit(two):
+    """Stopped within an epoch and resumed, with stochastic depth and dropout, on as many processes: the same bits."""
+    assert two["runs"]["ddp"] > 30 and two["runs"]["fsdp"] > 30
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "lost", "manifest"])
+def test_the_newest_whole_checkpoint_is_taken(damage, folder, two, tmp_path):
+    """One byte less, one bit changed, a part lost, or no list of parts: the one before is taken, and it is said why."""
+    shutil.copytree(folder / "fsdp", tmp_path / "run")
+    path = tmp_path / "run" / "step-000000007"
+    part = sorted(path.glob("__1_*"))[0]
+    content = part.read_bytes()
+    if damage == "cut":
+        part.write_bytes(content[:-1])
+    elif damage == "flip":
+        part.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    elif damage == "lost":
+        part.unlink()
+    else:
+        (path / "manifest.json").write_text("{")
+    found, damaged = newest_sharded(tmp_path / "run", World())
+    assert found == tmp_path / "run" / "step-000000006" and list(damaged) == [path]
+    assert ("manifest" if damage == "manifest" else part.name) in damaged[path]
+    shutil.rmtree(found)
+    assert newest_sharded(tmp_path / "run", World())[0] is None
+
+
+def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
+    """A disk that is full, anywhere on the way: one sentence, and no trace."""
+    model, optimizer = parallel_job.trained(lambda model, world: model, World())
+    save_sharded(tmp_path, 1, model, optimizer, World())
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    for name in ("torch.distributed.checkpoint.save", "torch.save", "os.replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(name, full)
+            with pytest.raises(OSError, match=r"^cannot write .*step-000000002: No space left on device; .* intact$"):
+                save_sharded(tmp_path, 2, model, optimizer, World())
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+    assert newest_sharded(tmp_path, World()) == (tmp_path / "step-000000001", {})
+    for step in (2, 3, 4):
+        save_sharded(tmp_path, step, model, optimizer, World(), keep=3)
+    assert [path.name[-1] for path in checkpoints(tmp_path)] == ["4", "3", "2"]
+
+
+def test_torchrun_is_asked_for(monkeypatch):
+    """One sentence without its environment, and for a process without a GPU of its own."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="started by torchrun"), join("cpu"):
+        pass
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="process 3 of this machine has no GPU, it has 2; start 2"), join("cuda"):
+        pass
+    with pytest.raises(ValueError, match="device is 'tpu'"), join("tpu"):
+        pass
+
+
+def test_a_lost_process_is_one_sentence(monkeypatch):
+    """What a collective raises when another process has died; other errors pass, and the group is left either way."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(OSError, match="the other processes are gone"), join("cpu"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(RuntimeError, match="out of memory"), join("cpu"):
+        raise RuntimeError("out of memory")
+    assert not torch.distributed.is_initialized()
+
+
+def test_blocks_are_found():
+    """Ours, and lists of lists as vit-pytorch has them; only the outermost list counts."""
+    assert find_blocks(model := parallel_job.ours()) == list(model.blocks)
+    pairs = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]) for _ in range(3))
+    nested = nn.ModuleDict({"transformer": nn.ModuleDict({"layers": pairs}), "head": nn.Linear(2, 2)})
+    assert find_blocks(nested) == [part for pair in pairs for part in pair]
+    deep = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1)])})])})
+    assert find_blocks(deep) == list(deep["blocks"])
+    with pytest.raises(ValueError, match="no list of blocks"):
+        find_blocks(nn.Linear(2, 2))
+
+
+def train(*options: str, size: int = 2) -> tuple[int, str]:
+    """Exit code and output of the command under torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", "localhost:0", "-m", "fastvit_triton.cli", "train", "--device", "cpu", *options]
+    root = str(Path(__file__).parents[1])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, *torchrun], env=env, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
+    """Oracle: the same command without torchrun; FSDP2 with the digits, whose state one process resumes."""
+    from fastvit_triton.cli import main
+
+    log = {}
+    for name in ("one", "two"):
+        place = ["--out", str(tmp_path / name)]
+        if name == "one":
+            assert main(["train", "--device", "cpu", "--epochs", "1", *place]) == 0
+        else:
+            code, text = train("--parallel", "fsdp", "--epochs", "1", *place)
+            assert code == 0 and "2 processes, fsdp" in text and text.count("epoch 1/1") == 1, text
+        log[name] = [float(x) for x in (tmp_path / name / "log.csv").read_text().splitlines()[1].split(",")[:6]]
+    files = {path.name for path in (tmp_path / "one").iterdir()}
+    assert files == {path.name for path in (tmp_path / "two").iterdir()} >= {"model.safetensors", "predictions.png"}
+    steps = 23  # each may round otherwise
+    for a, b in zip(log["one"], log["two"], strict=True):
+        assert abs(a - b) <= steps * EPS * abs(a), log
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    capsys.readouterr()
+    assert main(["train", "--device", "cpu", "--resume", "--out", str(tmp_path / "two")]) == 0
+    assert "after 1 epochs" in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
+    """--parallel without torchrun, torchrun without --parallel, and a dtype that the engine is not for."""
+    from fastvit_triton.cli import main
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "--parallel", "ddp", "--out", str(tmp_path)]) == 2
+    assert "--parallel ddp needs several processes; start them with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--out", str(tmp_path)]) == 2
+    assert "torchrun started 2 processes; pass --parallel" in capsys.readouterr().err
+    step = Step(amp=torch.float16)
+    with pytest.raises(ValueError, match=r"amp is float16.*use bfloat16 with fsdp"):
+        engage("fsdp", nn.Linear(1, 1), step, World(), False)
+    with pytest.raises(ValueError, match="parallel is 'tp'; use 'ddp' or 'fsdp'"):
+        engage("tp", nn.Linear(1, 1), step, World(), False)
+
+
+def test_what_a_model_draws_is_its_own():
+    """The generator that deals the data is left alone, however much is drawn; key and rank fix what is drawn."""
+    before, drawn = torch.get_rng_state(), {}
+    for rank, key in ((0, 1), (0, 2), (1, 1)):
+        for count in (3, 4):
+            with World(rank, 2).own(key):
+                drawn.setdefault((rank, key), []).append(torch.rand(count)[:3])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(*pair) for pair in drawn.values())
+    assert len({tuple(pair[0].tolist()) for pair in drawn.values()}) == 3
+    with World().own(1):  # alone, nothing is another's
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().set_state(before)))

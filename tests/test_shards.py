@@ -1,0 +1,206 @@
+"""Shards and folders on many processes: each sample once per epoch, whoever reads it, and from wherever one goes on."""
+
+import io
+import itertools
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from webdataset import tariterators
+
+from fastvit_triton.cli import main
+from fastvit_triton.train.checkpoint import generators, set_generators
+from fastvit_triton.train.data import load
+from fastvit_triton.train.folder import FolderBatches, scan
+from fastvit_triton.train.image import Transform
+from fastvit_triton.train.parallel import World
+from fastvit_triton.train.recipes import FOLDER, shorten
+from fastvit_triton.train.shards import pack, shards, windowed
+
+COUNT, BATCH = 67, 8  # of 67 pictures, 9 batches of 8, the last with 3: uneven for every number of processes
+TRANSFORM = Transform((4, 4), (0.0,), (1.0,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Picture i is grey level 3 i, in class i mod 3."""
+    root = tmp_path_factory.mktemp("pictures")
+    for split, count in (("train", COUNT), ("val", 5)):
+        for i in range(count):
+            place = root / split / f"class {i % 3}"
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (5, 4), 3 * i).save(place / f"{i:03d}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def packed(folder, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "100% shards"
+    pack(folder, out, per_shard=10)
+    return out
+
+
+def batches(root: Path, world: World, workers: int = 0, crop: dict | None = None) -> FolderBatches:
+    crop = {"min_area": 1.0} if crop is None else crop
+    if (root / "classes.txt").exists():
+        files, targets, _, decode = shards(root, "train")
+        options = {"decode": decode, "check": None}
+    else:
+        (files, targets, _), options = scan(root, "train"), {}
+    return FolderBatches(
+        root, files, targets, TRANSFORM, batch_size=BATCH, crop=crop, workers=workers, world=world, **options
+    )
+
+
+def seen(stream) -> list[list[tuple[int, int]]]:
+    """(picture, class) of each batch, from the pixels themselves."""
+    return [
+        [
+            (round(image.mean().item() * 255) // 3, target)
+            for image, target in zip(images, targets.tolist(), strict=True)
+        ]
+        for images, targets in stream
+    ]
+
+
+def everybody(root: Path, size: int, workers: int, start: int = 0, stop: int | None = None) -> list:
+    """What `size` processes see of one epoch, rank by rank, batch by batch, from the same draws."""
+    here, found = generators(), []
+    for rank in range(size):
+        set_generators(here)
+        found.append(seen(itertools.islice(batches(root, World(rank, size), workers).after(start), stop)))
+    return found
+
+
+WHOLE = {(i, i % 3) for i in range(COUNT)}
+
+
+@pytest.mark.parametrize("kind", ["folder", "packed"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_sample_is_seen_once(kind, size, workers, request):
+    """Oracle: the list of what was written. The batches are those of one process, cut in parts that differ by one."""
+    root = request.getfixturevalue(kind)
+    torch.manual_seed(3)
+    alone = everybody(root, 1, 0)[0]
+    torch.manual_seed(3)
+    found = everybody(root, size, workers)
+    assert [len(part) for part in found] == [9] * size
+    for number, parts in enumerate(zip(*found, strict=True)):
+        assert [sample for part in parts for sample in part] == alone[number]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    flat = [sample for part in found for batch in part for sample in batch]
+    assert len(flat) == COUNT and set(flat) == WHOLE
+
+
+@pytest.mark.parametrize("kind", ["folder", "packed"])
+def test_an_epoch_goes_on_with_another_number_of_processes(kind, request):
+    """Three processes stop after four batches, two go on: nothing twice, nothing lost, in one process's order."""
+    root = request.getfixturevalue(kind)
+    torch.manual_seed(4)
+    began = generators()
+    alone = everybody(root, 1, 0)[0]
+    set_generators(began)
+    first = everybody(root, 3, 0, stop=4)
+    set_generators(began)
+    rest = everybody(root, 2, 0, start=4)
+    joined = [[s for part in parts for s in part] for parts in (*zip(*first, strict=True), *zip(*rest, strict=True))]
+    assert joined == alone
+
+
+def test_epochs_differ_and_seeds_repeat(packed):
+    """The same seed gives the same epochs, the second unlike the first."""
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        source = batches(packed, World())
+        runs.append([seen(source), seen(source)])
+    assert runs[0] == runs[1] and runs[0] != runs[2]
+    assert runs[0][0] != runs[0][1]
+    assert all({sample for batch in epoch for sample in batch} == WHOLE for run in runs for epoch in run)
+
+
+def test_windows_open_few_shards():
+    """A permutation; every stretch of a window's samples comes from no more shards than the window has."""
+    counts = [4, 0, 7, 1, 5, 5, 3]
+    order = windowed(counts, window=2)
+    assert sorted(order.tolist()) == list(range(sum(counts)))
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[order].tolist()
+    runs = [owner.index(shard) for shard in dict.fromkeys(owner)]
+    last = [len(owner) - 1 - owner[::-1].index(shard) for shard in dict.fromkeys(owner)]
+    open_shards = [sum(a <= i <= b for a, b in zip(runs, last, strict=True)) for i in range(len(owner))]
+    assert max(open_shards) == 2
+    torch.manual_seed(0)
+    draws = torch.stack([windowed([3, 3, 3], window=3) for _ in range(4000)])
+    share = (draws[:, :1] == torch.arange(9)).double().mean(0)  # each sample first with probability 1/9
+    assert ((share - 1 / 9).abs() < 5 * (1 / 9 * 8 / 9 / 4000) ** 0.5).all()
+
+
+def test_shards_are_webdatasets(folder, packed):
+    """Oracle: what the webdataset package reads from the same files; and the bytes of the folder's pictures."""
+    samples, targets, classes, decode = shards(packed, "train")
+    assert classes == ("class 0", "class 1", "class 2") and len(samples) == COUNT
+    urls = [str(path) for path in sorted((packed / "train").glob("*.tar"))]
+    assert len(urls) == 7
+    theirs = []
+    for url in urls:
+        with open(url, "rb") as stream:
+            theirs += tariterators.group_by_keys(tariterators.tar_file_expander([{"url": url, "stream": stream}]))
+    for name, target, sample in zip(samples, targets, theirs, strict=True):
+        first, count = map(int, name.parent.name.split("+"))
+        assert name.parent.parent.read_bytes()[first : first + count] == sample["png"]
+        assert target == int(sample["cls"]) and name.name == sample["__key__"] + ".png"
+        assert decode(name).getpixel((0, 0)) == Image.open(io.BytesIO(sample["png"])).getpixel((0, 0))
+    whole = {path.read_bytes() for path in (folder / "train").rglob("*.png")}
+    assert {sample["png"] for sample in theirs} == whole and len(whole) == COUNT
+
+
+def test_load_takes_shards(folder, packed, tmp_path, capsys):
+    """`pack` and `--data`: the same classes and test images as the folder that shards were made from."""
+    assert main(["pack", str(folder), str(tmp_path / "out"), "--per-shard", "30"]) == 0
+    assert capsys.readouterr().out.endswith("holds 3 of train/ and 1 of val/ shards\n")
+    assert main(["pack", str(folder), str(tmp_path / "none"), "--per-shard", "0"]) == 2
+    assert "per_shard is 0" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    recipe = shorten(FOLDER, img_size=8, batch_size=4)
+    data = load(str(packed), recipe)
+    assert data.classes == ("class 0", "class 1", "class 2") and len(data.train) == 17
+    assert sum(len(targets) for _, targets in data.test) == 5
+    assert data.test.picture(0).shape == (3, 8, 8)
+
+
+def tar(path: Path, **members: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name.replace("_", "."))
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def test_what_cannot_be_read_is_named(folder, packed, tmp_path):
+    """One sentence each: no shards, no class number, a cut or foreign file, too few names, a folder in the way."""
+    png = next((folder / "train").rglob("*.png")).read_bytes()
+    with pytest.raises(ValueError, match="holds no shards"):
+        shards(tmp_path, "train")
+    tar(tmp_path / "a/train/0.tar", x_png=png)
+    with pytest.raises(ValueError, match=r"0.tar has x.png without a class number; add /?x.cls"):
+        shards(tmp_path / "a", "train")
+    tar(tmp_path / "b/train/0.tar", x_cls=b"1")
+    with pytest.raises(ValueError, match="holds no pictures"):
+        shards(tmp_path / "b", "train")
+    whole = (packed / "train/000000.tar").read_bytes()
+    for name, content in {"cut": whole[: len(whole) // 2 + 100], "foreign": png}.items():
+        place = tmp_path / name / "train/0.tar"
+        place.parent.mkdir(parents=True)
+        place.write_bytes(content)
+        with pytest.raises(ValueError, match="damaged or no plain tar file"):
+            shards(tmp_path / name, "train")
+    tar(tmp_path / "c/train/0.tar", x_png=png, x_cls=b"7")
+    assert shards(tmp_path / "c", "train")[2] == tuple("01234567")
+    (tmp_path / "c/classes.txt").write_text("one\n")
+    with pytest.raises(ValueError, match="class number 7, and there are 1 names"):
+        shards(tmp_path / "c", "train")
+    with pytest.raises(ValueError, match="exists; give a new folder"):
+        pack(folder, packed)
