@@ -141,8 +141,8 @@ def run(
     """Trains as planned; `out` holds weights, states and log after each epoch, and pictures at the end.
 
     A generator like `fit`: close it, interrupt it or kill it, and the folder still holds what was saved last. A run
-    that goes on from `state` ends with the same bits as one that never stopped. A state with a weight that is not
-    finite is not saved.
+    that goes on from `state` ends with the same bits as one that never stopped. Neither weights nor a state are saved
+    where one weight is not finite.
 
     Args:
         plan: from `plan`.
@@ -164,6 +164,8 @@ def run(
     score = None
     try:
         for progress in follow(plan, start):
+            due = progress.done or (save_every and progress.step % save_every == 0)
+            fine = due and sound(model, world)
             if progress.done:
                 score = progress.test
                 history.append(row(progress))
@@ -171,11 +173,12 @@ def run(
                     for bad in world.gather(batches.bad):
                         batches.bad.update(bad)
                 whole = plan.engine.weights(step.weights(model))
-                for path in [out / WEIGHTS, out / BEST][: 1 + is_best(history)] if world.first else ():
+                files = [out / WEIGHTS, out / BEST][: 1 + is_best(history)] if world.first and fine else ()
+                for path in files:
                     kept = product(recipe, whole)
                     with writing(path):
                         save(kept, path, metadata=header(data, recipe, kept, score))
-            if (progress.done or (save_every and progress.step % save_every == 0)) and sound(model, world):
+            if fine:
                 parts = state_of(model, plan.optimizer, step, progress, history, settings)
                 whole = plan.engine.state(parts, model, plan.optimizer, step)
                 if world.first:
