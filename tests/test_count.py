@@ -68,16 +68,20 @@ def test_launches_of_blocks_are_those_recorded(name):
     assert (after.launches, after.nbytes) == (len(found), sum(launch.nbytes for launch in found))
 
 
-def test_a_block_is_ten_launches_before_and_five_after():
-    """Oracle: the operators of an eager block, counted by eye, and the plan; three blocks less two."""
+@pytest.mark.parametrize("name, after", [("vit_small_patch16_224", 5), ("vit_tiny_patch16_224", 4)])
+def test_a_block_is_ten_launches_before_and_five_after(name, after):
+    """Oracle: the operators of an eager block, counted by eye, and the plan; three blocks less two.
+
+    ViT-Ti's rows are narrow enough for an MLP in one launch.
+    """
 
     def both(depth):
         with torch.device("meta"):
-            model = create_model("vit_tiny_patch16_224", depth=depth).to(torch.bfloat16).eval()
+            model = create_model(name, depth=depth).to(torch.bfloat16).eval()
         return savings(model, empty(2, 3, 224, 224))
 
     three, two = both(3), both(2)
-    assert [a.launches - b.launches for a, b in zip(three, two, strict=True)] == [10, 5]
+    assert [a.launches - b.launches for a, b in zip(three, two, strict=True)] == [10, after]
     assert three[1].nbytes < three[0].nbytes
 
 

@@ -155,6 +155,8 @@ def _flops(name: str, *arguments: object) -> int:
         return _products(*arguments[:3])
     if name == "linear_fwd":
         return 2 * arguments[0].numel() * len(arguments[1])
+    if name == "mlp_fwd":  # both products, of x's width on both ends
+        return 4 * arguments[0].numel() * len(arguments[1])
     if name == "patch_embed_fwd":
         image, weight, *_ = arguments
         patches = math.prod(side // p for side, p in zip(image.shape[2:], weight.shape[2:], strict=True))

@@ -199,7 +199,7 @@ def _fwd(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activ
     D, F = x.shape[-1], len(w1)
     flat = x.reshape(-1, D)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    residual = None if residual is None else residual.contiguous()
+    residual = None if residual is None else residual.reshape(-1, D).contiguous()
     blocks, (D0, D1) = _whole(x, w2, activation), split(D)
     if len(flat):
         _fwd_kernel[(cdiv(len(flat), blocks["BLOCK_M"]),)](
