@@ -58,6 +58,24 @@ def test_products_run_on_matrix_units(rows, arch):
     assert all(name.startswith(kind) for names in used.values() for name in names)
 
 
+def test_no_launch_is_worse_than_in_the_committed_report(rows):
+    """Oracle: the committed rows of the same launches: no new spill, no lost matrix instruction, bounds within 5 %."""
+
+    def launches_of(rows):
+        found = {}
+        for row in rows:
+            key = tuple(row[name] for name in ("arch", "case", "op", "phase", "dtype"))
+            found.setdefault(key, []).append(row)
+        return found
+
+    committed = launches_of(json.loads((static.RESULTS / "static.json").read_text())["rows"])
+    for key, now in launches_of(rows).items():
+        assert [row["kernel"] for row in now] == [row["kernel"] for row in committed[key]], key
+        for new, old in zip(now, committed[key], strict=True):
+            assert new["spill_bytes"] <= old["spill_bytes"] and new["mma"].keys() >= old["mma"].keys(), (key, new)
+            assert new["predicted_us"] <= 1.05 * old["predicted_us"], (key, new["kernel"])
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_counted_flops_are_those_of_the_tiles(arch):
     """Flops of the matrix instructions, loop passes and the rest, equal those computed from tile sizes."""
