@@ -127,11 +127,11 @@ def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | No
 
 def _package(name: str) -> ModuleType:
     """The package, or one sentence that says why it cannot be used."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:  # torchvision raises the latter beside another build of torch
-        why = str(error).splitlines()[0]
-        raise ValueError(f"{name} cannot be imported ({why}); install it beside this version of torch") from error
+    from ..measure.arms import absent
+
+    if (why := absent(name)) is not None:
+        raise ValueError(f"{why}; install it beside this version of torch")
+    return importlib.import_module(name)
 
 
 def _unknown(package: str, name: str, names: list[str]) -> str:
