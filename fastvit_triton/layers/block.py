@@ -126,9 +126,9 @@ class Block(nn.Module):
         self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """[B, N, D] → [B, N, D]; a fused block takes row statistics of x from the block before and leaves its own."""
-        keep = return_stats and usable(x)
-        x, stats = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1, stats, usable(x))
-        x, stats = add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2, stats, keep)
+        fused = usable(x)
+        x, stats = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1, stats, fused)
+        x, stats = add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2, stats, fused and return_stats)
         return (x, stats) if return_stats else x
 
 
@@ -177,7 +177,7 @@ def add_branch(
             kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
         part, _ = add_branch(x[kept], body, norm, scale, Constant(factor))
         return x.index_copy(0, kept, part), None
-    if not hooked(body) and plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, Constant, nn.Identity):
+    if usable(x) and not hooked(body) and _plain_ends(scale, drop_path):
         gamma = scale.gamma if type(scale) is LayerScale else None
         sample_scale = None if type(drop_path) is nn.Identity else drop_path.sample_scale(x)
         y = body(
@@ -191,3 +191,7 @@ def add_branch(
         )
         return y if return_stats else (y, None)
     return x + drop_path(scale(body(x if norm is None else normalize(x, norm)))), None
+
+
+def _plain_ends(scale: nn.Module, drop_path: nn.Module) -> bool:
+    return plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, Constant, nn.Identity)
