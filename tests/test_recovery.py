@@ -221,6 +221,20 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
 
 
+def test_weights_that_are_not_finite_replace_nothing(tmp_path: Path):
+    """Oracle: the files as the first epoch left them; a weight is spoilt after the last step of the second."""
+    whole, names = plan(), (job.WEIGHTS, job.BEST, checkpoint.STATE)
+    for progress in job.run(whole, tmp_path, settings={}, save=save):
+        if progress.done and progress.epoch == 1:
+            before = [(tmp_path / name).read_bytes() for name in names]
+        if progress.step == len(whole.data.train) and progress.epoch == 2 and not progress.done:
+            with torch.no_grad():
+                next(whole.model.parameters()).fill_(torch.nan)
+        if progress.done and progress.epoch == 2:
+            break
+    assert [(tmp_path / name).read_bytes() for name in names] == before
+
+
 def test_a_worker_that_dies_is_one_sentence(tmp_path: Path):
     """Oracle: the sentence."""
     files = [tmp_path / str(i) for i in range(4)]
