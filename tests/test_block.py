@@ -77,6 +77,16 @@ def test_statistics_travel_unless_a_hook_watches():
     assert float((fused - want).abs().max()) <= scale and float((watched - want).abs().max()) <= scale
 
 
+def test_statistics_are_made_only_where_a_product_reads_them():
+    """Under autocast a float32 stream keeps a LayerNorm of its own, which finds its own."""
+    block, x = model().blocks[0], torch.randn(2, 5, 16)
+    with interpreting(), torch.no_grad():
+        assert block(x, return_stats=True)[1].shape[0] == 10
+        with torch.autocast("cpu", torch.float16):
+            assert block(x, return_stats=True)[1] is None
+            assert block(x.half(), return_stats=True)[1] is not None
+
+
 def _step(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     for p in net.parameters():

@@ -2,13 +2,15 @@
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
 from interpreter import interpreting, poisoned
 
-from fastvit_triton import fold
+from fastvit_triton import fold, kernels
 from fastvit_triton.kernels import OPS, layer_norm, linear, mlp
+from fastvit_triton.kernels.op import TUNED
 
 # linear with row statistics of x from elsewhere, which leaves those of its output
 STATS = dataclasses.replace(
@@ -74,6 +76,21 @@ def outside(op, arguments, dtype):
 def test_kernel_follows_float64(op, case, dtype):
     """Oracle: the reference in float64, within `outside`'s budget, from memory that was NaN before."""
     assert outside(op, op.inputs(case, dtype, "cpu"), dtype) == []
+
+
+def tables():
+    """Architectures whose table in tuned/ has launch parameters."""
+    for path in sorted(TUNED.glob("*.json")):
+        if any("config" in row for row in json.loads(path.read_text()).values()):
+            yield path.stem
+
+
+@pytest.mark.parametrize("architecture", list(tables()))
+@pytest.mark.parametrize("op, case", EVERY)
+def test_launch_parameters_of_a_table_give_the_same(op, case, architecture, monkeypatch):
+    """Oracle: as above. Blocks, and the order in which rows are dealt, are those of the architecture."""
+    monkeypatch.setattr(kernels.op, "target", architecture)
+    assert outside(op, op.inputs(case, torch.float16, "cpu"), torch.float16) == []
 
 
 def alone(op, arguments, keep):

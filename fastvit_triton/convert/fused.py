@@ -17,7 +17,7 @@ from ..kernels.fold import Folded, packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 from ..kernels.mlp import mlp
-from ..kernels.op import usable
+from ..kernels.op import folds, usable
 from ..kernels.rope import attention_qkv, rotate
 from ..layers.seam import folded
 from .parts import (
@@ -237,7 +237,7 @@ def add(x: Tensor, *branches: Branch) -> Tensor:
     """x [B, ..., D] plus each branch in turn, ended inside its body where nobody watches the parts."""
     stats = None
     for i, branch in enumerate(branches):
-        x, stats = _add(x, branch, stats, i + 1 < len(branches) and usable(x))
+        x, stats = _add(x, branch, stats, i + 1 < len(branches) and usable(x) and folds(x))
     return x
 
 

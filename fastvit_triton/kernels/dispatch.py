@@ -73,7 +73,7 @@ def linear(
     """Whether our kernel does the product of `linear` with what stands around it.
 
     Args:
-        row: (x, F, activation, gamma, return_stats) → the row's name.
+        row: (x, F, activation, gamma, residual) → the row's name.
         x: [..., K].
         weight: [F, K], or [2F, K] for "swiglu".
         colsum: given when a LayerNorm is folded in.
@@ -91,7 +91,7 @@ def linear(
         activation,
         ends,
         save,
-        x.dtype,
+        *(None if t is None else t.dtype for t in (x, gamma, residual)),
         x.device,
         *_state(x),
     )
@@ -99,7 +99,7 @@ def linear(
     if found is None:
         F = len(weight) // 2 if activation == "swiglu" else len(weight)
         work = _linear(x, weight, colsum, stats, activation, ends, save) if x.numel() else None
-        found = _remember(key, lambda: row(x, F, activation, gamma, return_stats), x, work)
+        found = _remember(key, lambda: row(x, F, activation, gamma, residual), x, work)
     return found
 
 

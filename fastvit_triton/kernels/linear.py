@@ -15,7 +15,8 @@ Backward  dpre = sample_scale·gamma·dy ∘ act'(pre)    g = r·dpre           
           sample_scale is a draw, not a parameter: it gets no gradient.
 Kernels   The product with its epilogue, the row statistics, the folding and the elementwise halves of (7) and (9) are
           Triton; the three matrix products of the backward pass are torch.matmul. LN is folded when x already has the
-          dtype of the product (not under autocast with a float32 stream); else it is a kernel of its own.
+          dtype of the product (not under autocast with a float32 stream); else it is a kernel of its own. On Hopper
+          rows of x and W are taken in the order in which matrix instructions deal a tile out: `tile.dealt_rows`.
 Saved     x, pre where an activation needs it, μ and r in fp32.
 Cost      2·M·K·F flops; bytes = x + W + y (+ residual).
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
@@ -33,8 +34,20 @@ from . import dispatch, eager, fold, layer_norm
 from .eager import ACTIVATIONS
 from .fold import Folded, fold_op
 from .layer_norm import merged
-from .op import Op, cast, cdiv, config, expect, make, power_of_2, precision, register, usable, whole_rows
-from .tile import activate, activate_grad, columns, jit, tl
+from .op import Op, cast, cdiv, config, expect, folds, make, power_of_2, precision, register, usable, whole_rows
+from .tile import (
+    activate,
+    activate_grad,
+    add_stats,
+    collected,
+    columns,
+    dealt_columns,
+    dealt_rows,
+    jit,
+    no_stats,
+    put_stats,
+    tl,
+)
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
 Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
@@ -42,11 +55,11 @@ Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
 
 # Launch parameters of the product that fit every architecture; tuned/ has better ones for some.
 SPACE = {
-    "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
-    "branch": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
-    "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
-    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, num_warps=8, num_stages=2),
-    "odd": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, num_warps=4, num_stages=3),
+    "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
+    "wide": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=8, num_stages=3),
+    "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
+    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, DEAL=0, num_warps=8, num_stages=2),
+    "odd": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
 }
 
 
@@ -142,10 +155,9 @@ def reference(
 
 def before(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
     """x as the operand of the product, and the LayerNorm still to be folded in."""
-    operand = cast(x)[0]
-    if norm is not None and operand.dtype != x.dtype:  # a float32 stream under autocast: LN keeps its precision
+    if norm is not None and not folds(x):  # a float32 stream under autocast: LN keeps its precision
         return cast(layer_norm.layer_norm(x, *norm))[0], None
-    return operand, norm
+    return cast(x)[0], norm
 
 
 def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -256,14 +268,8 @@ def finish(
         y += tl.load(residual_ptr + m[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
     rounded = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + m[:, None] * F + f[None, :], rounded, mask=inside)
-    if STATS:  # sums of this part, then both together (Chan et al., 1979)
-        y = tl.where(inside, rounded.to(tl.float32), 0.0)
-        here = tl.sum(y, 1)
-        size = tl.maximum(tl.minimum(f.shape[0], F - tl.min(f, 0)), 0).to(tl.float32)
-        centred = tl.where(inside, y - (here / tl.maximum(size, 1.0))[:, None], 0.0)
-        between = here / tl.maximum(size, 1.0) - total / tl.maximum(count, 1.0)
-        spread += tl.sum(centred * centred, 1) + between * between * (count * size / tl.maximum(count + size, 1.0))
-        total, count = total + here, count + size
+    if STATS:
+        count, total, spread = add_stats(rounded.to(tl.float32), inside, f, F, count, total, spread)
     return count, total, spread
 
 
@@ -274,7 +280,8 @@ def _fwd_kernel(
     ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_GAMMA: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, DEAL: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of y, [BLOCK_M, BLOCK_F], ended in PARTS column parts. Equations (2) to (4) and (6)."""
     pid = tl.program_id(0)
@@ -282,8 +289,9 @@ def _fwd_kernel(
     first = pid // wide * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
     tile_f = pid % wide // size
-    m = (first + pid % wide % size).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    f = tile_f.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
+    first_m = (first + pid % wide % size).to(tl.int64) * BLOCK_M
+    first_f = tile_f.to(tl.int64) * BLOCK_F
+    m = first_m + tl.arange(0, BLOCK_M)
     in_m = m < M
     mean = m
     rstd = m
@@ -296,26 +304,25 @@ def _fwd_kernel(
         mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
     PAIR: tl.constexpr = ACTIVATION == "swiglu"
-    y, up = _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K)
-    parts = columns(y, PARTS)
-    ups = columns(up, PARTS) if PAIR else parts
+    y, up = _products(
+        x_ptr, w_ptr, first_m + dealt_rows(BLOCK_M, DEAL), first_f + dealt_columns(BLOCK_F, DEAL), M, F, x_stride, K,
+        PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K,
+    )  # fmt: skip
+    parts = columns(collected(y, DEAL), PARTS)
+    ups = columns(collected(up, DEAL), PARTS) if PAIR else parts
     scale = rstd
     if HAS_SCALE:
         scale = tl.load(scale_ptr + m.to(tl.int32) // rows_per_image, mask=in_m, other=0.0).to(tl.float32)
-    count = tl.zeros([], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    spread = tl.zeros([BLOCK_M], tl.float32)
+    count, total, spread = no_stats(BLOCK_M, BLOCK_F // PARTS // 8)
     for part in tl.static_range(PARTS):
-        here = tile_f.to(tl.int64) * BLOCK_F + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
+        here = first_f + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
         count, total, spread = finish(
             parts[part], ups[part], const_ptr, colsum_ptr, gamma_ptr, residual_ptr, y_ptr, pre_ptr,
             mean, rstd, scale, count, total, spread, m, here, M, F,
             ACTIVATION, HAS_NORM, HAS_CONST, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None, STATS,
         )  # fmt: skip
     if STATS:
-        at = y_stats_ptr + (m * tiles_f + tile_f) * 2
-        tl.store(at, total, mask=in_m)
-        tl.store(at + 1, spread, mask=in_m)
+        put_stats(y_stats_ptr + (m * tiles_f + tile_f) * 2, in_m, count, total, spread)
 
 
 @jit
@@ -464,19 +471,19 @@ def _bwd_weight_kernel(
         tl.store(dgamma_ptr + f, dgamma, mask=f < gammas)
 
 
-def _row(x, F, activation, gamma, return_stats):
+def _row(x, F, activation, gamma, residual):
     """Name in tuned/ of the product's launch parameters.
 
-    A branch's end with gamma and statistics needs registers; so do outputs whose rows are not 32-byte aligned.
+    A 16-bit product that ends in float32 needs registers; so do outputs whose rows are not 32-byte aligned.
     """
-    kind = "branch" if gamma is not None and return_stats else "half"
+    kind = "half" if _widest(x, gamma, residual) == x.dtype else "wide"
     kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
     return f"linear.fwd.{'fp32' if x.dtype == torch.float32 else kind}"
 
 
-def _blocks(x, F, activation, gamma, return_stats):
+def _blocks(x, F, activation, gamma, residual):
     """Launch parameters of the product."""
-    row = _row(x, F, activation, gamma, return_stats)
+    row = _row(x, F, activation, gamma, residual)
     return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)
 
 
@@ -500,7 +507,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M, blocks, tiles = len(rows), _blocks(x, F_, activation, gamma, return_stats), 0
+    M, blocks, tiles = len(rows), _blocks(x, F_, activation, gamma, residual), 0
     if not M:
         return outputs
     if colsum is not None and stats is None:
@@ -525,7 +532,7 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
     M = math.prod(x.shape[:-1])
     kept = colsum is not None and (save or stats is None)
     mean, rstd = (x.new_empty(M if kept else 0, dtype=torch.float32) for _ in range(2))
-    shape = (M, cdiv(F_, _blocks(x, F_, activation, gamma, return_stats)["BLOCK_F"]), 2) if return_stats else (0,)
+    shape = (M, cdiv(F_, _blocks(x, F_, activation, gamma, residual)["BLOCK_F"]), 2) if return_stats else (0,)
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
         x.new_empty(*x.shape[:-1], F_, dtype=_widest(x, gamma, residual)),

@@ -25,7 +25,7 @@ from .fold import Folded, fold_op
 from .head import head, no_head, scores
 from .linear import Norm, Pair, finish, with_norm
 from .op import Op, cdiv, config, expect, make, register, split, usable
-from .tile import activate, jit, tl
+from .tile import activate, jit, no_stats, put_stats, tl
 
 # Launch parameters of the one launch, by the width of a row as its two tiles have it, in bytes.
 SPACE = (
@@ -166,7 +166,7 @@ def _fwd_kernel(
     scale = rstd
     if HAS_SCALE:
         scale = tl.load(scale_ptr + m.to(tl.int32) // rows_per_image, mask=in_m, other=0.0).to(tl.float32)
-    count, total, spread = tl.zeros([], tl.float32), tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    count, total, spread = no_stats(BLOCK_M, (D1 if D1 > 0 else D0) // 8)
     count, total, spread = finish(
         y0, y0, b2_ptr, None, gamma_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, total, spread,
         m, tl.arange(0, D0), M, D, None, False, HAS_B2, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, False, STATS,
@@ -177,8 +177,7 @@ def _fwd_kernel(
             m, D0 + tl.arange(0, D1), M, D, None, False, HAS_B2, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, False, STATS,
         )  # fmt: skip
     if STATS:
-        tl.store(y_stats_ptr + m * 2, total, mask=in_m)
-        tl.store(y_stats_ptr + m * 2 + 1, spread, mask=in_m)
+        put_stats(y_stats_ptr + m * 2, in_m, count, total, spread)
 
 
 @jit

@@ -162,6 +162,12 @@ def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
 
 
+def folds(x: torch.Tensor) -> bool:
+    """LayerNorm of x can be folded into the product behind it, and takes row statistics: x has the product's dtype."""
+    kind = x.device.type
+    return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == x.dtype
+
+
 def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callable:
     """Defines torch.ops.fastvit_triton.<name> as one opaque node; returns the bound overload.
 

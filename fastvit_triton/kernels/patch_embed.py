@@ -24,12 +24,12 @@ from torch.autograd.function import once_differentiable
 
 from . import dispatch, eager
 from .op import Op, cast, cdiv, config, expect, make, precision, register, usable
-from .tile import columns, jit, tl
+from .tile import collected, columns, dealt_columns, dealt_rows, jit, tl
 
 # Launch parameters that fit every architecture; tuned/ has better ones for some.
 SPACE = {
-    "fwd.half": dict(BLOCK_M=128, BLOCK_D=128, BLOCK_K=32, PARTS=4, num_warps=4, num_stages=3),
-    "fwd.fp32": dict(BLOCK_M=64, BLOCK_D=64, BLOCK_K=32, PARTS=4, num_warps=8, num_stages=2),
+    "fwd.half": dict(BLOCK_M=128, BLOCK_D=128, BLOCK_K=32, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
+    "fwd.fp32": dict(BLOCK_M=64, BLOCK_D=64, BLOCK_K=32, PARTS=4, DEAL=0, num_warps=8, num_stages=2),
     "bwd.half": dict(BLOCK_M=64, BLOCK_D=128, BLOCK_K=128, num_warps=8, num_stages=2),
     "bwd.fp32": dict(BLOCK_M=16, BLOCK_D=64, BLOCK_K=64, num_warps=8, num_stages=2),
 }
@@ -139,23 +139,25 @@ def _fwd_kernel(
     image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, tokens_ptr, strides, B, N, T, D, pos_first,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_POS: tl.constexpr, HAS_PREFIX: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, DEAL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M patches of all images and BLOCK_D channels; the first ones also write prefix tokens."""
     tiles = tl.cdiv(D, BLOCK_D)
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # 32 bits: there are fewer patches than that
+    m_first = tl.program_id(0) // tiles * BLOCK_M
+    m = m_first + tl.arange(0, BLOCK_M)  # 32 bits: there are fewer patches than that
     d_first = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_D
     d = d_first + tl.arange(0, BLOCK_D)
     M, in_d = B * N, d < D
-    w_at = w_ptr + tl.minimum(d, D - 1)[None, :] * K
+    dealt_m, dealt_d = m_first + dealt_rows(BLOCK_M, DEAL), d_first + dealt_columns(BLOCK_D, DEAL)
+    w_at = w_ptr + tl.minimum(dealt_d, D - 1)[None, :] * K
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(w_at + k[:, None]) if EVEN else tl.load(w_at + k[:, None], mask=(k < K)[:, None], other=0.0)
-        x = _patches(image_ptr, m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
+        x = _patches(image_ptr, dealt_m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)  # (2) [BLOCK_M, BLOCK_D]
-    parts = columns(acc, PARTS)
+    parts = columns(collected(acc, DEAL), PARTS)
     b, n = (m // N).to(tl.int64), (m % N).to(tl.int64)
     for part in tl.static_range(PARTS):
         e = d_first + part * (BLOCK_D // PARTS) + tl.arange(0, BLOCK_D // PARTS)
@@ -168,7 +170,7 @@ def _fwd_kernel(
         token_at = tokens_ptr + (b * (T + N) + T + n)[:, None] * D + e[None, :]
         tl.store(token_at, y.to(tokens_ptr.dtype.element_ty), mask=inside)
     if HAS_PREFIX:  # row tile i also writes the prefix tokens of images i·BLOCK_M …
-        if tl.program_id(0) // tiles * BLOCK_M < B:
+        if m_first < B:
             for prefix in range(0, T):
                 t = tl.cast(prefix, tl.int64)
                 token = tl.load(prefix_ptr + t * D + d, mask=in_d, other=0.0).to(tl.float32)

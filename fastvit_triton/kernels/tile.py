@@ -48,6 +48,39 @@ def put_rows(ptr, x, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: 
 
 
 @jit
+def dealt_rows(M: tl.constexpr, DEAL: tl.constexpr):
+    """Rows of a tile in the order in which the matrix instruction of DEAL Hopper warps deals them out; 0: in order.
+
+    Where rows of x and of W are taken in dealt order, a thread holds eight neighbouring values of `collected`: 16-bit
+    tiles leave in 16-byte stores and need not pass through shared memory first. Elsewhere it changes nothing.
+    """
+    i = tl.arange(0, M)
+    if DEAL > 0:  # bits of i, from the lowest: lane / 4 (3), half, warp, pass
+        i = i % 8 + i // 16 % DEAL * 8 + (i // 8 % 2 + i // (16 * DEAL) * 2) * (8 * DEAL)
+    return i
+
+
+@jit
+def dealt_columns(F: tl.constexpr, DEAL: tl.constexpr):
+    """The same for columns, which are rows of W: a thread holds a pair in each group of eight."""
+    i = tl.arange(0, F)
+    if DEAL > 0:  # bits of i: of a pair (1), lane % 4 (2), group (2), run of 32
+        i = i // 32 * 32 + i // 2 % 4 * 8 + i // 8 % 4 * 2 + i % 2
+    return i
+
+
+@jit
+def collected(x, DEAL: tl.constexpr):
+    """A tile of which row i is row dealt_rows[i], column j column dealt_columns[j], in order again, [M, F]."""
+    if DEAL > 0:
+        M: tl.constexpr = x.shape[0]
+        F: tl.constexpr = x.shape[1]
+        x = tl.reshape(x, [M // (16 * DEAL), DEAL, 2, 8, F // 32, 4, 4, 2])
+        x = tl.reshape(tl.permute(x, [0, 2, 1, 3, 4, 6, 5, 7]), [M, F])
+    return x
+
+
+@jit
 def columns(x, PARTS: tl.constexpr):
     """x [M, F] as PARTS tensors (1, 2 or 4) of F / PARTS columns side by side."""
     M: tl.constexpr = x.shape[0]
@@ -63,6 +96,38 @@ def columns(x, PARTS: tl.constexpr):
             c, d = tl.split(tl.permute(tl.reshape(right, [M, 2, F // 4]), [0, 2, 1]))
             parts = (a, b, c, d)
     return parts
+
+
+@jit
+def no_stats(M: tl.constexpr, RUNS: tl.constexpr):
+    """Row statistics of no columns yet: (count [1, RUNS], sum [M, RUNS], centred sum of squares [M, RUNS])."""
+    return tl.zeros([1, RUNS], tl.float32), tl.zeros([M, RUNS], tl.float32), tl.zeros([M, RUNS], tl.float32)
+
+
+@jit
+def add_stats(y, inside, f, F, count, total, spread):
+    """Row statistics of y [M, columns f] in runs that a thread holds, joined to those before (Chan et al., 1979)."""
+    M: tl.constexpr = y.shape[0]
+    RUNS: tl.constexpr = total.shape[1]
+    WIDTH: tl.constexpr = y.shape[1] // RUNS
+    first = tl.min(tl.reshape(f, [RUNS, WIDTH]), 1)
+    size = tl.maximum(tl.minimum(F - first, WIDTH), 0).to(tl.float32)[None, :]
+    y = tl.reshape(tl.where(inside, y, 0.0), [M, RUNS, WIDTH])
+    here = tl.sum(y, 2)
+    mean = here / tl.maximum(size, 1.0)
+    centred = tl.where(tl.reshape(inside, [M, RUNS, WIDTH]), y - mean[:, :, None], 0.0)
+    between = mean - total / tl.maximum(count, 1.0)
+    spread += tl.sum(centred * centred, 2) + between * between * (count * size / tl.maximum(count + size, 1.0))
+    return count + size, total + here, spread
+
+
+@jit
+def put_stats(at, in_m, count, total, spread):
+    """Stores sum and centred sum of squares of each row, of all runs together."""
+    row = tl.sum(total, 1)
+    off = total / tl.maximum(count, 1.0) - (row / tl.sum(count, 1))[:, None]
+    tl.store(at, row, mask=in_m)
+    tl.store(at + 1, tl.sum(spread + count * off * off, 1), mask=in_m)
 
 
 @jit

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels.op import usable
+from ..kernels.op import folds, usable
 from .seam import hooked, normalize, plain
 
 
@@ -126,7 +126,7 @@ class Block(nn.Module):
         self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """[B, N, D] → [B, N, D]; a fused block takes row statistics of x from the block before and leaves its own."""
-        fused = usable(x)
+        fused = usable(x) and folds(x)
         x, stats = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1, stats, fused)
         x, stats = add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2, stats, fused and return_stats)
         return (x, stats) if return_stats else x
