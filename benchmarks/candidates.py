@@ -1,6 +1,6 @@
 """What the tuner tries, and on which calls: launch parameters as data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Config = dict[str, int]
 
@@ -10,7 +10,7 @@ def _attention(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
 
 
 def _product(columns: str, *blocks: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", columns, "BLOCK_K", "PARTS", "num_warps", "num_stages")
+    names = ("BLOCK_M", columns, "BLOCK_K", "PARTS", "DEAL", "num_warps", "num_stages")
     extra = dict(GROUP=8) if columns == "BLOCK_F" else {}
     return tuple(dict(zip(names, block, strict=True)) | extra for block in blocks)
 
@@ -27,26 +27,25 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
     "attention.bwd_dq": _attention((64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
     "attention.bwd_dkdv": _attention((32, 64, 4, 1), (64, 64, 4, 1), (32, 128, 8, 1), (64, 128, 8, 1), (32, 64, 4, 2)),
     "linear.fwd.half": _product(
-        "BLOCK_F", (128, 128, 64, 4, 8, 3), (128, 128, 64, 4, 4, 3), (128, 128, 64, 2, 8, 3), (128, 128, 32, 4, 4, 4),
-        (128, 256, 64, 4, 8, 3), (256, 128, 64, 4, 8, 3), (64, 128, 64, 4, 4, 3), (128, 64, 64, 2, 4, 4),
-        (64, 64, 64, 2, 4, 4), (128, 128, 64, 4, 8, 4),
+        "BLOCK_F", (128, 128, 64, 4, 4, 4, 3), (128, 128, 64, 4, 0, 4, 3), (128, 128, 64, 4, 8, 8, 3),
+        (128, 128, 64, 2, 0, 8, 3), (128, 128, 32, 4, 4, 4, 4), (128, 256, 64, 4, 0, 8, 3), (256, 128, 64, 4, 8, 8, 3),
+        (64, 128, 64, 4, 4, 4, 3), (128, 64, 64, 2, 4, 4, 4), (64, 64, 64, 2, 4, 4, 4), (128, 128, 64, 4, 8, 8, 4),
     ),
     "linear.fwd.gated": _product(
-        "BLOCK_F", (128, 128, 64, 4, 8, 3), (128, 64, 64, 4, 4, 3), (128, 64, 64, 4, 8, 3), (64, 128, 64, 4, 8, 3)
+        "BLOCK_F", (128, 128, 64, 4, 8, 8, 3), (128, 64, 64, 4, 0, 4, 3), (128, 64, 64, 4, 0, 8, 3),
+        (64, 128, 64, 4, 0, 8, 3),
     ),
     "mlp.fwd": tuple(  # BLOCK_F = 0: two launches of `linear`
         dict(BLOCK_M=m, BLOCK_F=f, num_warps=w, num_stages=s)
         for m, f, w, s in ((128, 64, 8, 2), (128, 64, 8, 1), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 8, 1), (0,) * 4)
     ),
-    "linear.fwd.branch": _product(
-        "BLOCK_F", (128, 128, 64, 4, 8, 3), (128, 128, 64, 4, 4, 3), (128, 64, 64, 2, 4, 4), (64, 128, 64, 4, 4, 3),
-        (128, 256, 64, 4, 8, 3),
-    ),
     "linear.fwd.odd": _product(
-        "BLOCK_F", (128, 128, 32, 4, 4, 3), (128, 64, 32, 4, 4, 3), (64, 64, 64, 4, 4, 3), (64, 128, 64, 4, 4, 3)
+        "BLOCK_F", (128, 128, 32, 4, 0, 4, 3), (128, 64, 32, 4, 0, 4, 3), (64, 64, 64, 4, 0, 4, 3),
+        (64, 128, 64, 4, 0, 4, 3),
     ),
     "patch_embed.fwd.half": _product(
-        "BLOCK_D", (128, 128, 64, 4, 4, 3), (128, 128, 64, 4, 8, 3), (128, 64, 64, 2, 4, 3), (64, 128, 64, 4, 4, 3)
+        "BLOCK_D", (128, 128, 64, 4, 4, 4, 3), (128, 128, 64, 4, 8, 8, 3), (128, 64, 64, 2, 4, 4, 3),
+        (64, 128, 64, 4, 4, 4, 3),
     ),
     "patch_embed.bwd.half": tuple(
         dict(BLOCK_M=m, BLOCK_D=d, BLOCK_K=k, num_warps=w, num_stages=s)
@@ -63,7 +62,6 @@ class Target:
     shape: dict[str, int]
     row: str
     backward: bool = False
-    options: dict[str, bool] = field(default_factory=dict)
 
 
 def targets(dry: bool = False) -> list[Target]:
@@ -85,6 +83,4 @@ def targets(dry: bool = False) -> list[Target]:
     found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
     found.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
-    branch = dict(B=B, N=N, K=D, F=D, branch=1)  # LayerScale and statistics at the end of DINOv2's branches
-    found.append(Target("linear", branch, "linear.fwd.branch", options=dict(return_stats=True)))
     return [*found, Target("linear", dict(B=B, N=1, K=D, F=1000 if not dry else 20), "linear.fwd.odd")]  # a head

@@ -19,6 +19,9 @@ from fastvit_triton import (
     patch_embed,
     varlen_attention,
 )
+from fastvit_triton.layers.attention import Attention
+from fastvit_triton.layers.block import Block, Blocks
+from fastvit_triton.layers.mlp import Mlp
 
 BATCH = 256
 # channels, heads, patch side, tokens with the class token
@@ -45,10 +48,11 @@ class Case:
 def cases(quick: bool = False) -> list[Case]:
     """All of them, or ViT-B in bfloat16, an attention too long for whole heads and an MLP that is one launch."""
     if quick:
-        other = (*_attentions(), *_linears())
-        return [*_vit("ViT-B/16", "bfloat16"), *(c for c in other if c.name in ("N=577 D=64", "recompute, D=128"))]
+        names = ("N=577 D=64", "recompute, D=128", "ViT-B/16, LayerScale and drop path")
+        other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
+        return [*_vit("ViT-B/16", "bfloat16"), *other]
     found = [case for model in MODELS for case in _vit(model, "bfloat16")]
-    found += [*_attentions(), *_linears()]
+    found += [*_attentions(), *_linears(), *_blocks()]
     found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
     return found
 
@@ -90,6 +94,30 @@ def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
     }
     name = model if precision == "highest" else f"{model} {precision}"
     yield from (Case(name, op, dtype, build, precision) for op, build in parts.items())
+
+
+def _blocks() -> Iterator[Case]:
+    """Two blocks of a model, the second given the first one's statistics: the launches that training really makes."""
+
+    def build(model: str, dtype: str, autocast: bool, **options: float) -> tuple[Callable, tuple, dict]:
+        D, H, _, N = MODELS[model]
+        blocks = Blocks(*(Block(D, Attention(D, H), Mlp(D, 4 * D), **options) for _ in range(2)))
+        blocks.to(getattr(torch, dtype))
+
+        def call(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return blocks(x)
+
+        return call, (_maker(dtype)(BATCH, N, D), *blocks.parameters()), {}
+
+    scaled = dict(init_values=1e-5, drop_path=0.1)
+    for model in ("ViT-Ti/16", "ViT-B/16"):
+        yield Case(model, "block", "bfloat16", partial(build, model, "bfloat16", False))
+    for dtype, autocast, kind in (("bfloat16", False, ""), ("float16", False, ""), ("float32", True, ", autocast")):
+        for options, ends in (({}, ""), (scaled, ", LayerScale and drop path")):
+            if ends or autocast or dtype == "float16":
+                name = f"ViT-B/16{ends}{kind}"
+                yield Case(name, "block", dtype, partial(build, "ViT-B/16", dtype, autocast, **options))
 
 
 def _attentions() -> Iterator[Case]:

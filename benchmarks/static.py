@@ -192,7 +192,10 @@ def _row(launch: Launch, facts: dict, pending, ttir: str) -> dict:
 
 
 def operations(rows: list[dict]) -> list[dict]:
-    """Predicted time of whole operations against their floors, where there is one."""
+    """Predicted time of whole operations against their floors, where there is one.
+
+    A block's backward pass has none: most of its products are PyTorch's.
+    """
     sums: dict[tuple, list[float]] = {}
     for row in rows:
         if "predicted_us" in row:
@@ -200,9 +203,9 @@ def operations(rows: list[dict]) -> list[dict]:
             at[0] += row["predicted_us"]
             at[1] += row["floor_us"]
     return [
-        dict(case=c, op=o, phase=p, dtype=d, arch=a, predicted_us=round(t, 2), floor_us=f, ratio=round(t / f, 2))
+        dict(case=c, op=o, phase=p, dtype=d, arch=a) | dict(predicted_us=round(t, 2), floor_us=f, ratio=round(t / f, 2))
         for (c, o, p, d, a), (t, f) in sums.items()
-        if f
+        if f and (o, p) != ("block", "backward")
     ]
 
 
