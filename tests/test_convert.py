@@ -22,6 +22,7 @@ from torchvision.models import VisionTransformer
 from benchmarks.launches import recording
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert import parts
+from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels import mlp, op
 
 ROUNDINGS = 84  # as in test_models
@@ -757,6 +758,66 @@ def test_an_unknown_model_is_no_error(name, references):
     with torch.no_grad():
         assert same(model(image), plain(image))
     assert report.fused and all(row.why for row in report.left)
+
+
+def test_what_the_filter_leaves_out_is_called():
+    """Oracle: the operators that run; a fused block calls the attention that it may not read through."""
+    model, given = build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32)
+    want = outputs(model, given)
+    optimize(model, filter_fn=lambda module, path: not path.startswith("blocks.0.attn"))
+    with interpreting(), torch.no_grad(), Recorder() as run:
+        assert same(outputs(model, given), want)
+    assert run.ours.count("attention_fwd") == 1
+
+
+def named_alike(module, bases, **members):
+    """A class that `optimize` takes for the module's own, as another release of its package might write it."""
+    cls = type(module)
+    return type(cls.__name__, bases, members | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def rename(module):
+    """The module in one that has none of its attributes."""
+    other = named_alike(module, (nn.Module,), forward=lambda self, *x, **more: self.hidden[0](*x, **more))()
+    other.hidden, other.gradient_checkpointing = (module,), False  # in a tuple: no part that could be found
+    return other
+
+
+def extend(module):
+    """The module with one more argument."""
+    own = type(module).forward
+    module.__class__ = named_alike(
+        module, (type(module),), forward=lambda self, *x, later=None, **more: own(self, *x, **more)
+    )
+    return module
+
+
+TOWERS = ["hf_vit", "hf_dinov2_swiglu", "hf_dinov3", "hf_siglip"]
+PLACES = [(t, {parts.kind(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
+DECLARED = [(t, n, f) for t, names in PLACES for k, n in names.items() for f in FORWARDS.get(k, [])[:1]]
+OTHERWISE = [(t, n, rename, "it has no ") for t, n, f in DECLARED if f.needs]
+OTHERWISE += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]
+OTHERWISE += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("name, path, change, why", OTHERWISE)
+def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
+    """Oracle: the model before; only that module runs its own forward, alone, in a fused block, and compiled."""
+    model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+    want, usual = outputs(model, given), {row.path: row.became for row in optimize(copy.deepcopy(model)).rows}
+    module = model.get_submodule(path)
+    model.set_submodule(path, change(module))
+    report = optimize(model)
+    (row,) = (row for row in report.left if row.path == path)
+    assert row.why.startswith(why) and ", which its fused forward " in row.why
+    assert "forward" not in model.get_submodule(path).__dict__
+    rows = {row.path: row.became for row in report.rows if row.path != path}
+    assert rows.items() <= usual.items()
+    with interpreting(), torch.no_grad():
+        assert same(outputs(model, given), want)
+        assert same(outputs(torch.compile(model, backend="aot_eager", fullgraph=True), given), want)
+    torch._dynamo.reset()
 
 
 def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):
