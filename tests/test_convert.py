@@ -664,8 +664,9 @@ def test_transformers_checkpointing_stays(references):
     optimize(model)
     grads, calls = [], []
     model.layers[0].mlp.fc1.register_forward_hook(lambda *_: calls.append(1))
-    for enable in (model.activation_checkpointing_disable, model.activation_checkpointing_enable):
-        enable()
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # older transformers
+    for verb in ("disable", "enable"):
+        getattr(model, f"{kind}_checkpointing_{verb}")()
         model.zero_grad()
         outputs(model, given).square().sum().backward()
         grads.append([p.grad for p in model.parameters()])
@@ -818,6 +819,72 @@ def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
         assert same(outputs(model, given), want)
         assert same(outputs(torch.compile(model, backend="aot_eager", fullgraph=True), given), want)
     torch._dynamo.reset()
+
+
+class Nested(nn.Module):
+    """The attention as older transformers build it: in two modules, the second with a dropout."""
+
+    def __init__(self, attention, drop):
+        super().__init__()
+        self.attention, self.output = nn.Module(), nn.Module()
+        self.attention.query, self.attention.key = attention.q_proj, attention.k_proj
+        self.attention.value, self.attention.config = attention.v_proj, attention.config
+        self.attention.num_attention_heads, self.attention.scaling = attention.num_attention_heads, attention.scaling
+        self.attention.dropout_prob, self.attention.is_causal = 0.0, False
+        self.output.dense, self.output.dropout = attention.o_proj, nn.Dropout(drop)
+        own = type(attention)
+        for module, name in ((self, "Attention"), (self.attention, "SelfAttention"), (self.output, "SelfOutput")):
+            name = own.__qualname__.replace("Attention", name)
+            module.__class__ = type(name, (type(module),), {"__module__": own.__module__, "__qualname__": name})
+
+    def forward(self, hidden_states, head_mask=None):
+        inner, heads = self.attention, (self.attention.num_attention_heads, -1)
+        q, k, v = (f(hidden_states).unflatten(-1, heads).transpose(1, 2) for f in (inner.query, inner.key, inner.value))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, head_mask, scale=inner.scaling)
+        return self.output.dropout(self.output.dense(mixed.transpose(1, 2).flatten(2)))
+
+
+class PackedGate(nn.Module):
+    """DINOv2's SwiGLU as older transformers build it: gate and value in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights_in, self.weights_out = nn.Linear(24, 96), nn.Linear(48, 24)
+
+    def forward(self, hidden_state):
+        gate, value = self.weights_in(hidden_state).chunk(2, dim=-1)
+        return self.weights_out(nn.functional.silu(gate) * value)
+
+
+def gate():
+    own = transformers.models.dinov2.modeling_dinov2.Dinov2SwiGLUFFN
+    return type(own.__name__, (PackedGate,), {"__module__": own.__module__, "__qualname__": own.__qualname__})()
+
+
+def nested(drop=0.0):
+    return Nested(transformers.models.vit.modeling_vit.ViTAttention(transformers.ViTConfig(**HF)), drop)
+
+
+MASK = torch.linspace(-1, 1, 25, dtype=torch.float64).view(1, 1, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "make, call",
+    [(nested, {}), (lambda: nested(0.3), {}), (nested, {"head_mask": MASK}), (gate, {})],
+    ids=["attention", "dropout", "head_mask", "gate"],
+)
+def test_parts_of_older_transformers(make, call, references, monkeypatch):
+    """Oracle: their own forwards, from the same seed; those run where a mask is given, and nowhere else."""
+    plain, x, ys, calls = make().double().train(), torch.randn(2, 5, 24, dtype=torch.float64), [], []
+    model = copy.deepcopy(plain)
+    (row,) = optimize(model).fused
+    assert row.path == "" and row.why is None
+    own = type(plain).forward
+    monkeypatch.setattr(type(plain), "forward", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(owner(x, **call))
+    assert same(*ys) and calls == ([model, plain] if call else [plain])
 
 
 def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):

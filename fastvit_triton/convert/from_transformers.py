@@ -9,7 +9,7 @@ from ..kernels.attention import attention
 from .forwards import original, whole
 from .from_torch import STEMS, cross_attend, multihead_reason
 from .fused import Branch, add, body, fuses
-from .parts import Attention, Mlp, activation, scores_mask, watched
+from .parts import Attention, Mlp, activation, kind, readable, scores_mask, watched
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
 
@@ -27,6 +27,7 @@ NESTED = _named(
     "dinov2.Dinov2Attention",
     "dinov2_with_registers.Dinov2WithRegistersAttention",
 )
+INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  # what older releases nest in them
 
 
 @body(
@@ -60,6 +61,24 @@ def attention_parts(
     )
 
 
+@body(
+    *NESTED,
+    needs="attention.query attention.key attention.value attention.num_attention_heads attention.scaling "
+    "attention.dropout_prob attention.is_causal attention.config output.dense output.dropout",
+    takes="head_mask",
+)
+def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: object) -> Attention | str:
+    """The same as older releases have it: in two modules, the last with a dropout, and without weights returned."""
+    inner, outer, family = self.attention, self.output, kind(self).removesuffix("Attention")
+    if not (readable(inner, (f"{family}SelfAttention",)) and readable(outer, (f"{family}SelfOutput",))):
+        return "attention or output was replaced or is watched"
+    why = _reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
+    if why is not None:
+        return why
+    projections = inner.query, inner.key, inner.value
+    return Attention(projections, outer.dense, inner.num_attention_heads, inner.scaling, drops=(outer.dropout,))
+
+
 def _reason(
     self: nn.Module, drop: float, attention_mask: object, is_causal: bool | None, more: dict[str, object]
 ) -> str | None:
@@ -86,11 +105,12 @@ def _reason(
         "clip.CLIPMLP",
         "siglip.SiglipMLP",
     ),
-    needs="fc1 activation_fn fc2",
+    needs="fc1 activation_fn|activation fc2",
 )
 def mlp_parts(self: nn.Module) -> Mlp:
     """fc1, activation, fc2."""
-    return Mlp((self.fc1,), activation(self.activation_fn), self.fc2)
+    act = self.activation_fn if hasattr(self, "activation_fn") else self.activation
+    return Mlp((self.fc1,), activation(act), self.fc2)
 
 
 @body(*_named("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
@@ -114,9 +134,18 @@ def gated_parts(self: nn.Module) -> Mlp | str:
     return Mlp((self.gate_proj, self.up_proj), "swiglu", self.down_proj)
 
 
+@body(
+    *_named("dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN"),
+    needs="weights_in weights_out",
+)
+def packed_gate_parts(self: nn.Module) -> Mlp:
+    """SwiGLU as older releases have it: gate and value in one layer, gate first."""
+    return Mlp((self.weights_in,), "swiglu", self.weights_out)
+
+
 def _checkpointed(self: nn.Module, forward: object, *inputs: object, **named: object) -> Tensor:
-    """The layer's forward, under the activation checkpointing that its class would apply."""
-    if self.gradient_checkpointing and self.training:
+    """The layer's forward, under the activation checkpointing that its class applies; older ones do in `__call__`."""
+    if self.gradient_checkpointing and self.training and type(self).__call__ is nn.Module.__call__:
         return self._gradient_checkpointing_func(partial(forward, self, **named), *inputs)
     return forward(self, *inputs, **named)
 

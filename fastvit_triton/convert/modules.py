@@ -14,6 +14,7 @@ from .outcome import Report, Row
 from .parts import LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
 
 LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why
+LEFT |= dict.fromkeys(from_transformers.INNER)  # parts of a candidate, none themselves
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class names that a user would ask about
 
 
@@ -73,8 +74,9 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
     if forward is None:
-        asked = any(word in cls.lower() for word in WORDS)
-        return Row(path, cls, why=LEFT.get(name, "unknown type")) if asked else None
+        why = LEFT.get(name, "unknown type")
+        asked = why is not None and any(word in cls.lower() for word in WORDS)
+        return Row(path, cls, why=why) if asked else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
     parts = _parts(forward, module)
