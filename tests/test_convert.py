@@ -22,6 +22,7 @@ from torchvision.models import VisionTransformer
 from benchmarks.launches import recording
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert import parts
+from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels import mlp, op
 
 ROUNDINGS = 84  # as in test_models
@@ -663,8 +664,9 @@ def test_transformers_checkpointing_stays(references):
     optimize(model)
     grads, calls = [], []
     model.layers[0].mlp.fc1.register_forward_hook(lambda *_: calls.append(1))
-    for enable in (model.activation_checkpointing_disable, model.activation_checkpointing_enable):
-        enable()
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # older transformers
+    for verb in ("disable", "enable"):
+        getattr(model, f"{kind}_checkpointing_{verb}")()
         model.zero_grad()
         outputs(model, given).square().sum().backward()
         grads.append([p.grad for p in model.parameters()])
@@ -757,6 +759,132 @@ def test_an_unknown_model_is_no_error(name, references):
     with torch.no_grad():
         assert same(model(image), plain(image))
     assert report.fused and all(row.why for row in report.left)
+
+
+def test_what_the_filter_leaves_out_is_called():
+    """Oracle: the operators that run; a fused block calls the attention that it may not read through."""
+    model, given = build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32)
+    want = outputs(model, given)
+    optimize(model, filter_fn=lambda module, path: not path.startswith("blocks.0.attn"))
+    with interpreting(), torch.no_grad(), Recorder() as run:
+        assert same(outputs(model, given), want)
+    assert run.ours.count("attention_fwd") == 1
+
+
+def named_alike(module, bases, **members):
+    """A class that `optimize` takes for the module's own, as another release of its package might write it."""
+    cls = type(module)
+    return type(cls.__name__, bases, members | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def rename(module):
+    """The module in one that has none of its attributes."""
+    other = named_alike(module, (nn.Module,), forward=lambda self, *x, **more: self.hidden[0](*x, **more))()
+    other.hidden, other.gradient_checkpointing = (module,), False  # in a tuple: no part that could be found
+    return other
+
+
+def extend(module):
+    """The module with one more argument."""
+    own = type(module).forward
+    module.__class__ = named_alike(
+        module, (type(module),), forward=lambda self, *x, later=None, **more: own(self, *x, **more)
+    )
+    return module
+
+
+TOWERS = ["hf_vit", "hf_dinov2_swiglu", "hf_dinov3", "hf_siglip"]
+PLACES = [(t, {parts.kind(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
+DECLARED = [(t, n, f) for t, names in PLACES for k, n in names.items() for f in FORWARDS.get(k, [])[:1]]
+OTHERWISE = [(t, n, rename, "it has no ") for t, n, f in DECLARED if f.needs]
+OTHERWISE += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]
+OTHERWISE += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("name, path, change, why", OTHERWISE)
+def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
+    """Oracle: the model before; only that module runs its own forward, alone, in a fused block, and compiled."""
+    model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+    want, usual = outputs(model, given), {row.path: row.became for row in optimize(copy.deepcopy(model)).rows}
+    module = model.get_submodule(path)
+    model.set_submodule(path, change(module))
+    report = optimize(model)
+    (row,) = (row for row in report.left if row.path == path)
+    assert row.why.startswith(why) and ", which its fused forward " in row.why
+    assert "forward" not in model.get_submodule(path).__dict__
+    rows = {row.path: row.became for row in report.rows if row.path != path}
+    assert rows.items() <= usual.items()
+    with interpreting(), torch.no_grad():
+        assert same(outputs(model, given), want)
+        assert same(outputs(torch.compile(model, backend="aot_eager", fullgraph=True), given), want)
+    torch._dynamo.reset()
+
+
+class Nested(nn.Module):
+    """The attention as older transformers build it: in two modules, the second with a dropout."""
+
+    def __init__(self, attention, drop):
+        super().__init__()
+        self.attention, self.output = nn.Module(), nn.Module()
+        self.attention.query, self.attention.key = attention.q_proj, attention.k_proj
+        self.attention.value, self.attention.config = attention.v_proj, attention.config
+        self.attention.num_attention_heads, self.attention.scaling = attention.num_attention_heads, attention.scaling
+        self.attention.dropout_prob, self.attention.is_causal = 0.0, False
+        self.output.dense, self.output.dropout = attention.o_proj, nn.Dropout(drop)
+        own = type(attention)
+        for module, name in ((self, "Attention"), (self.attention, "SelfAttention"), (self.output, "SelfOutput")):
+            name = own.__qualname__.replace("Attention", name)
+            module.__class__ = type(name, (type(module),), {"__module__": own.__module__, "__qualname__": name})
+
+    def forward(self, hidden_states, head_mask=None):
+        inner, heads = self.attention, (self.attention.num_attention_heads, -1)
+        q, k, v = (f(hidden_states).unflatten(-1, heads).transpose(1, 2) for f in (inner.query, inner.key, inner.value))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, head_mask, scale=inner.scaling)
+        return self.output.dropout(self.output.dense(mixed.transpose(1, 2).flatten(2)))
+
+
+class PackedGate(nn.Module):
+    """DINOv2's SwiGLU as older transformers build it: gate and value in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights_in, self.weights_out = nn.Linear(24, 96), nn.Linear(48, 24)
+
+    def forward(self, hidden_state):
+        gate, value = self.weights_in(hidden_state).chunk(2, dim=-1)
+        return self.weights_out(nn.functional.silu(gate) * value)
+
+
+def gate():
+    own = transformers.models.dinov2.modeling_dinov2.Dinov2SwiGLUFFN
+    return type(own.__name__, (PackedGate,), {"__module__": own.__module__, "__qualname__": own.__qualname__})()
+
+
+def nested(drop=0.0):
+    return Nested(transformers.models.vit.modeling_vit.ViTAttention(transformers.ViTConfig(**HF)), drop)
+
+
+MASK = torch.linspace(-1, 1, 25, dtype=torch.float64).view(1, 1, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "make, call",
+    [(nested, {}), (lambda: nested(0.3), {}), (nested, {"head_mask": MASK}), (gate, {})],
+    ids=["attention", "dropout", "head_mask", "gate"],
+)
+def test_parts_of_older_transformers(make, call, references, monkeypatch):
+    """Oracle: their own forwards, from the same seed; those run where a mask is given, and nowhere else."""
+    plain, x, ys, calls = make().double().train(), torch.randn(2, 5, 24, dtype=torch.float64), [], []
+    model = copy.deepcopy(plain)
+    (row,) = optimize(model).fused
+    assert row.path == "" and row.why is None
+    own = type(plain).forward
+    monkeypatch.setattr(type(plain), "forward", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
+    for owner in (model, plain):
+        torch.manual_seed(1)
+        ys.append(owner(x, **call))
+    assert same(*ys) and calls == ([model, plain] if call else [plain])
 
 
 def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import triton
 from interpreter import interpreting
 from triton.runtime.jit import JITFunction
 
@@ -59,7 +60,15 @@ def test_products_run_on_matrix_units(rows, arch):
 
 
 def test_no_launch_is_worse_than_in_the_committed_report(rows):
-    """Oracle: the committed rows of the same launches: no new spill, no lost matrix instruction, bounds within 5 %."""
+    """Oracle: the committed rows of the same launches: no new spill, no lost matrix instruction, bounds within 5 %.
+
+    Each triton brings its own compilers, so a report says nothing of another's launches; some cover one part alone.
+    """
+    made = [json.loads(path.read_text()) for path in static.RESULTS.rglob("static.json")]
+    report = next((r for r in made if r["triton"] == triton.__version__), None)
+    if report is None:
+        have = " and ".join(r["triton"] for r in made)
+        pytest.skip(f"the committed reports are by triton {have}, this is {triton.__version__}")
 
     def launches_of(rows):
         found = {}
@@ -68,8 +77,8 @@ def test_no_launch_is_worse_than_in_the_committed_report(rows):
             found.setdefault(key, []).append(row)
         return found
 
-    committed = launches_of(json.loads((static.RESULTS / "static.json").read_text())["rows"])
-    for key, now in launches_of(rows).items():
+    committed = launches_of(report["rows"])
+    for key, now in launches_of(row for row in rows if row["arch"] in report["parts"]).items():
         assert [row["kernel"] for row in now] == [row["kernel"] for row in committed[key]], key
         for new, old in zip(now, committed[key], strict=True):
             assert new["spill_bytes"] <= old["spill_bytes"] and new["mma"].keys() >= old["mma"].keys(), (key, new)

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
+from .forwards import original, whole
 from .from_torch import patch_conv
-from .fused import Branch, add, body, finish, fuses, original, project, whole
+from .fused import Branch, add, body, finish, fuses, project
 from .parts import (
     DROPOUT,
     IDENTITY,

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
-from .fused import Branch, add, attend, body, feed, finish, fuses, original, project, whole
+from .forwards import original, whole
+from .fused import Branch, add, attend, body, feed, finish, fuses, project
 from .parts import DROPOUT, LAYER_NORMS, Attention, Mlp, Packed, activation, kind, own, readable, scores_mask, watched
 
 CONV = "torch.nn.modules.conv.Conv2d"

@@ -6,9 +6,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
+from .forwards import original, whole
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .fused import Branch, add, body, fuses, original, whole
-from .parts import Attention, Mlp, activation, scores_mask, watched
+from .fused import Branch, add, body, fuses
+from .parts import Attention, Mlp, activation, kind, readable, scores_mask, watched
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
 
@@ -19,17 +20,22 @@ def _named(*classes: str) -> list[str]:
     return [f"transformers.models.{m}.modeling_{m}.{c}" for m, c in split]
 
 
+NESTED = _named(
+    "vit.ViTAttention",
+    "deit.DeiTAttention",
+    "vit_mae.ViTMAEAttention",
+    "dinov2.Dinov2Attention",
+    "dinov2_with_registers.Dinov2WithRegistersAttention",
+)
+INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  # what older releases nest in them
+
+
 @body(
-    *_named(
-        "vit.ViTAttention",
-        "deit.DeiTAttention",
-        "vit_mae.ViTMAEAttention",
-        "dinov2.Dinov2Attention",
-        "dinov2_with_registers.Dinov2WithRegistersAttention",
-        "dinov3_vit.DINOv3ViTAttention",
-        "clip.CLIPAttention",
-        "siglip.SiglipAttention",
-    ),
+    *NESTED,
+    *_named("dinov3_vit.DINOv3ViTAttention", "clip.CLIPAttention", "siglip.SiglipAttention"),
+    needs="q_proj k_proj v_proj o_proj|out_proj num_attention_heads|num_heads scaling|scale attention_dropout|dropout "
+    "is_causal config",
+    takes="attention_mask position_embeddings is_causal",
     weights=True,
 )
 def attention_parts(
@@ -41,17 +47,9 @@ def attention_parts(
 ) -> Attention | str:
     """Separate q, k, v; DINOv3 rotates all but its prefix tokens."""
     drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
-    if self.training and drop > 0:
-        return f"attention dropout {drop}"
-    if self.is_causal if is_causal is None else is_causal:
-        return "causal mask"
-    if self.config._attn_implementation == "eager" and self._forward_hooks:
-        return "its attention weights are watched"
-    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
-        return "a mask that is not [B, H, N, N]"
-    odd = [n for n, v in more.items() if v not in (None, False) and not n.startswith(("output_", "return_"))]
-    if odd:
-        return f"called with {', '.join(odd)}"
+    why = _reason(self, drop, attention_mask, is_causal, more)
+    if why is not None:
+        return why
     rope = None if position_embeddings is None else (*position_embeddings, False)
     return Attention(
         (self.q_proj, self.k_proj, self.v_proj),
@@ -64,6 +62,40 @@ def attention_parts(
 
 
 @body(
+    *NESTED,
+    needs="attention.query attention.key attention.value attention.num_attention_heads attention.scaling "
+    "attention.dropout_prob attention.is_causal attention.config output.dense output.dropout",
+    takes="head_mask",
+)
+def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: object) -> Attention | str:
+    """The same as older releases have it: in two modules, the last with a dropout, and without weights returned."""
+    inner, outer, family = self.attention, self.output, kind(self).removesuffix("Attention")
+    if not (readable(inner, (f"{family}SelfAttention",)) and readable(outer, (f"{family}SelfOutput",))):
+        return "attention or output was replaced or is watched"
+    why = _reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
+    if why is not None:
+        return why
+    projections = inner.query, inner.key, inner.value
+    return Attention(projections, outer.dense, inner.num_attention_heads, inner.scaling, drops=(outer.dropout,))
+
+
+def _reason(
+    self: nn.Module, drop: float, attention_mask: object, is_causal: bool | None, more: dict[str, object]
+) -> str | None:
+    """Why an attention must run its own forward now; None where it need not."""
+    if self.training and drop > 0:
+        return f"attention dropout {drop}"
+    if self.is_causal if is_causal is None else is_causal:
+        return "causal mask"
+    if self.config._attn_implementation == "eager" and (self._forward_hooks or watched(self)):
+        return "its attention weights are watched"
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
+        return "a mask that is not [B, H, N, N]"
+    odd = [n for n, v in more.items() if v is not None and v is not False and not n.startswith(("output_", "return_"))]
+    return f"called with {', '.join(odd)}" if odd else None
+
+
+@body(
     *_named(
         "vit.ViTMLP",
         "deit.DeiTMLP",
@@ -72,14 +104,16 @@ def attention_parts(
         "dinov2_with_registers.Dinov2WithRegistersMLP",
         "clip.CLIPMLP",
         "siglip.SiglipMLP",
-    )
+    ),
+    needs="fc1 activation_fn|activation fc2",
 )
 def mlp_parts(self: nn.Module) -> Mlp:
     """fc1, activation, fc2."""
-    return Mlp((self.fc1,), activation(self.activation_fn), self.fc2)
+    act = self.activation_fn if hasattr(self, "activation_fn") else self.activation
+    return Mlp((self.fc1,), activation(act), self.fc2)
 
 
-@body(*_named("dinov3_vit.DINOv3ViTMLP"))
+@body(*_named("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
 def up_down_parts(self: nn.Module) -> Mlp:
     """The same under DINOv3's names."""
     return Mlp((self.up_proj,), activation(self.act_fn), self.down_proj)
@@ -90,7 +124,8 @@ def up_down_parts(self: nn.Module) -> Mlp:
         "dinov2.Dinov2SwiGLUFFN",
         "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN",
         "dinov3_vit.DINOv3ViTGatedMLP",
-    )
+    ),
+    needs="gate_proj up_proj act_fn down_proj",
 )
 def gated_parts(self: nn.Module) -> Mlp | str:
     """SwiGLU with gate and value in two layers."""
@@ -99,14 +134,33 @@ def gated_parts(self: nn.Module) -> Mlp | str:
     return Mlp((self.gate_proj, self.up_proj), "swiglu", self.down_proj)
 
 
+@body(
+    *_named("dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN"),
+    needs="weights_in weights_out",
+)
+def packed_gate_parts(self: nn.Module) -> Mlp:
+    """SwiGLU as older releases have it: gate and value in one layer, gate first."""
+    return Mlp((self.weights_in,), "swiglu", self.weights_out)
+
+
 def _checkpointed(self: nn.Module, forward: object, *inputs: object, **named: object) -> Tensor:
-    """The layer's forward, under the activation checkpointing that its class would apply."""
-    if self.gradient_checkpointing and self.training:
+    """The layer's forward, under the activation checkpointing that its class applies; older ones do in `__call__`."""
+    if self.gradient_checkpointing and self.training and type(self).__call__ is nn.Module.__call__:
         return self._gradient_checkpointing_func(partial(forward, self, **named), *inputs)
     return forward(self, *inputs, **named)
 
 
-@whole("pre-norm block", *_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"))
+def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, object]:
+    """What a layer hands on to its attention, which in some releases takes no mask."""
+    return more if attention_mask is None else dict(more, attention_mask=attention_mask)
+
+
+@whole(
+    "pre-norm block",
+    *_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"),
+    needs="attention mlp layernorm_before layernorm_after dropout gradient_checkpointing",
+    takes="attention_mask",
+)
 def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
     if not fuses(hidden_states):
@@ -115,14 +169,15 @@ def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: 
 
 
 def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    call = dict(more, attention_mask=attention_mask)
-    attn = Branch(self.attention, self.layernorm_before, drop=self.dropout, call=call)
+    attn = Branch(self.attention, self.layernorm_before, drop=self.dropout, call=_call(attention_mask, more))
     return add(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout))
 
 
 @whole(
     "pre-norm block",
     *_named("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
+    needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 gradient_checkpointing",
+    takes="attention_mask position_embeddings",
 )
 def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
@@ -132,12 +187,17 @@ def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named:
 
 
 def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    call = dict(more, attention_mask=attention_mask)
+    call = _call(attention_mask, more)
     attn = Branch(self.attention, self.norm1, self.layer_scale1, self.drop_path, call=call)
     return add(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path))
 
 
-@whole("pre-norm block", *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer"))
+@whole(
+    "pre-norm block",
+    *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer"),
+    needs="self_attn layer_norm1 layer_norm2 mlp gradient_checkpointing",
+    takes="attention_mask",
+)
 def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
     if not fuses(hidden_states):
@@ -146,11 +206,16 @@ def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named:
 
 
 def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    call = dict(more, attention_mask=attention_mask)
-    return add(x, Branch(self.self_attn, self.layer_norm1, call=call), Branch(self.mlp, self.layer_norm2))
+    attn = Branch(self.self_attn, self.layer_norm1, call=_call(attention_mask, more))
+    return add(x, attn, Branch(self.mlp, self.layer_norm2))
 
 
-@whole("attention pooling", *_named("siglip.SiglipMultiheadAttentionPoolingHead"))
+@whole(
+    "attention pooling",
+    *_named("siglip.SiglipMultiheadAttentionPoolingHead"),
+    needs="probe attention.in_proj_weight layernorm mlp",
+    takes="",
+)
 def pooling_head(self: nn.Module, hidden_state: Tensor) -> Tensor:
     """One learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
     if not fuses(hidden_state) or watched(self.attention) or multihead_reason(self.attention) is not None:

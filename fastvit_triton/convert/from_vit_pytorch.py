@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
+from .forwards import original, whole
 from .from_torch import sequential_parts
-from .fused import Branch, add, body, fuses, original, whole
+from .fused import Branch, add, body, fuses
 from .parts import DROPOUT, IDENTITY, Attention, Mlp, idle, kind, watched
 
 

@@ -20,6 +20,7 @@ from ..kernels.mlp import mlp
 from ..kernels.op import folds, usable
 from ..kernels.rope import attention_qkv, rotate
 from ..layers.seam import folded
+from .forwards import Forward, Reader, declare, original, whole
 from .parts import (
     IDENTITY,
     LAYER_NORMS,
@@ -32,59 +33,24 @@ from .parts import (
     fuses,
     gain,
     idle,
-    kind,
     last_axis_norm,
     norm_weights,
+    ours,
     own,
     readable,
     sample_scale,
     watched,
 )
 
-Reader = Callable[..., Attention | Mlp | str]
 
-READERS: dict[str, Reader] = {}  # type of a body → its reader, called with the body and the rest of its arguments
-FORWARDS: dict[str, Callable] = {}  # type of any candidate → the forward that `optimize` binds
-LABELS: dict[str, str] = {}  # type → what a report calls its fused forward
-REASONS: dict[str, Callable[[nn.Module], str | None]] = {}  # type → why its own forward must run now
+def body(*kinds: str, needs: str = "", takes: str | None = None, weights: bool = False) -> Callable[[Reader], Reader]:
+    """Declares a reader of these types, see `Forward`; `weights` for bodies that return (y, weights or None)."""
 
-
-def body(*kinds: str, weights: bool = False) -> Callable[[Reader], Reader]:
-    """Declares a reader of these types; `weights` for bodies that return (y, attention weights or None)."""
-
-    def declare(read: Reader) -> Reader:
-        for name in kinds:
-            READERS[name] = read
-            FORWARDS[name] = partial(_forward_weights if weights else _forward, read)
+    def decorate(read: Reader) -> Reader:
+        declare(kinds, Forward(partial(_forward_weights if weights else _forward, read), needs, takes, read))
         return read
 
-    return declare
-
-
-def whole(
-    became: str, *kinds: str, reason: Callable[[nn.Module], str | None] | None = None
-) -> Callable[[Callable], Callable]:
-    """Declares the fused forward of these types.
-
-    Args:
-        became: what a report calls it.
-        kinds: full names of the types.
-        reason: why a module must run its own forward now; None where it need not.
-    """
-
-    def declare(forward: Callable) -> Callable:
-        FORWARDS.update(dict.fromkeys(kinds, forward))
-        LABELS.update(dict.fromkeys(kinds, became))
-        if reason is not None:
-            REASONS.update(dict.fromkeys(kinds, reason))
-        return forward
-
-    return declare
-
-
-def original(module: nn.Module, *inputs: object, **named: object) -> object:
-    """The forward of the module's own class."""
-    return type(module).forward(module, *inputs, **named)
+    return decorate
 
 
 def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) -> Tensor:
@@ -102,6 +68,13 @@ def _forward_weights(read: Reader, self: nn.Module, *inputs: object, **named: ob
         if not isinstance(parts, str):
             return run(x, parts), None
     return original(self, *inputs, **named)
+
+
+def reader(body: nn.Module) -> Reader | None:
+    """The reader that `optimize` gave this body; None where it gave none, or somebody watches its calls."""
+    forward = body.__dict__.get("forward")
+    bound = ours(forward) and forward.func in (_forward, _forward_weights)
+    return forward.args[0] if bound and not watched(body) else None
 
 
 def _norm_reason(self: nn.Module) -> str | None:
@@ -246,7 +219,8 @@ def _add(x: Tensor, branch: Branch, stats: Tensor | None, return_stats: bool) ->
     body, norm, scale, drop_path, gamma, drop, call = branch._replace(call=branch.call or {})
     parts = body
     if isinstance(body, nn.Module):
-        parts = "watched" if watched(body) or kind(body) not in READERS else READERS[kind(body)](body, **call)
+        read = reader(body)
+        parts = "called" if read is None else read(body, **call)
     if isinstance(parts, str):
         y = body(_normed(x, norm), **call)
         y = y[0] if isinstance(y, tuple) else y

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from ..kernels.op import backend, why_not
-from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they fill FORWARDS)
+from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
+from .forwards import Forward, fitting
 from .from_torch import CONV, STEMS
-from .fused import FORWARDS, LABELS, READERS, REASONS
 from .outcome import Report, Row
 from .parts import LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
 
-LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}
+LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why
+LEFT |= dict.fromkeys(from_transformers.INNER)  # parts of a candidate, none themselves
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class names that a user would ask about
 
 
@@ -23,13 +24,15 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
     Parameters stay the same objects under the same keys, classes stay as they are, and gradients are the original's, so
     optimisers, checkpoints, EMA copies, DDP and FSDP2 go on working. Each call decides anew: where the kernels cannot
     run (a CPU, float64), or where attention would need dropout or a causal mask, the module runs its own forward; parts
-    that are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. Where
+    that are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. A module that
+    its package's release builds otherwise than the fused forward expects is left alone, as the report says. Where
     transformers is loaded, its attention interface also learns the name "fastvit_triton". Shallow copies, as
     nn.DataParallel makes them, share their original's forward: use DistributedDataParallel, or `revert` first.
 
     Args:
         model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that holds some of these.
-        filter_fn: called with a candidate and its path; only candidates for which it is true are converted.
+        filter_fn: called with a candidate and its path; only candidates for which it is true are converted, and a fused
+            block calls the others.
 
     Returns:
         Report: what each candidate became, or why it was left; print it for a table.
@@ -42,7 +45,7 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     from_transformers.register()
     rows, seen, inside = [], {}, []
-    stems = {id(getattr(m, STEMS[kind(m)])) for m in model.modules() if kind(m) in STEMS}
+    stems = {id(getattr(m, STEMS[kind(m)], None)) for m in model.modules() if kind(m) in STEMS}
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) in seen:  # at another path
             first = seen[id(module)]
@@ -67,41 +70,46 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
 def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
     """Binds the fused forward of this module's type; None where the module is no candidate."""
     name, cls = kind(module), type(module).__name__
-    if name not in FORWARDS:
-        asked = any(word in cls.lower() for word in WORDS)
-        return Row(path, cls, why=LEFT.get(name, "unknown type")) if asked else None
-    parts = _parts(module)
+    forward = fitting(module)
+    if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
+        return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
+    if forward is None:
+        why = LEFT.get(name, "unknown type")
+        asked = why is not None and any(word in cls.lower() for word in WORDS)
+        return Row(path, cls, why=why) if asked else None
+    if isinstance(forward, str):
+        return Row(path, cls, why=forward)
+    parts = _parts(forward, module)
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
         return Row(path, cls, why="left out by filter_fn")
     if "forward" in module.__dict__ and not ours(module.__dict__["forward"]):
         return Row(path, cls, why="another forward is in its place")
-    module.forward = partial(FORWARDS[name], module)
+    module.forward = partial(forward.run, module)
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
-    return Row(path, cls, _became(name, parts), why="; ".join(_notes(module, parts)) or None)
+    return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)
 
 
-def _became(name: str, parts: Attention | Mlp | None) -> str:
+def _became(forward: Forward, parts: Attention | Mlp | None) -> str:
     """The fused forward in a few words."""
     if isinstance(parts, Attention):
         return "fused attention"
     if isinstance(parts, Mlp):
         return f"fused MLP, {parts.act if isinstance(parts.act, str) else type(parts.act).__name__}"
-    return f"fused {LABELS[name]}"
+    return f"fused {forward.became}"
 
 
-def _parts(module: nn.Module) -> Attention | Mlp | str | None:
+def _parts(forward: Forward, module: nn.Module) -> Attention | Mlp | str | None:
     """What the fused forward would find: a body's parts, a reason to run the module's own forward, or None."""
-    name = kind(module)
-    if name in READERS:
+    if forward.read is not None:
         with torch.no_grad():
-            return READERS[name](module)
-    return REASONS[name](module) if name in REASONS else None
+            return forward.read(module)
+    return None if forward.reason is None else forward.reason(module)
 
 
-def _notes(module: nn.Module, parts: Attention | Mlp | None) -> Iterator[str]:
+def _notes(forward: Forward, module: nn.Module, parts: Attention | Mlp | None) -> Iterator[str]:
     """What is not merged, and when the module's own forward would run after all."""
     if watched(module):
         yield "a hook watches it, so it is called"
@@ -116,10 +124,10 @@ def _notes(module: nn.Module, parts: Attention | Mlp | None) -> Iterator[str]:
         if isinstance(parts, Mlp) and not isinstance(parts.act, str):
             yield f"activation {type(parts.act).__name__} is called"
     was = {m: m.training for m in module.modules()}
-    if kind(module) in READERS or kind(module) in REASONS:
+    if forward.read is not None or forward.reason is not None:
         for m in was:
             m.training = True
-        why = _parts(module)
+        why = _parts(forward, module)
         for m, training in was.items():
             m.training = training
         if isinstance(why, str):

@@ -181,10 +181,8 @@ def gain(scale: nn.Module | None) -> tuple[bool, Tensor | None]:
     """(known, gamma [D]) of a LayerScale; an identity has no gamma."""
     if scale is None or readable(scale, IDENTITY):
         return True, None
-    name = LAYER_SCALES.get(kind(scale))
-    if name is None or not readable(scale, (kind(scale),)):
-        return False, None
-    return True, getattr(scale, name)
+    gamma = scale._parameters.get(LAYER_SCALES.get(kind(scale)))
+    return (True, gamma) if gamma is not None and readable(scale, (kind(scale),)) else (False, None)
 
 
 def draws(drop_path: nn.Module | None) -> bool:

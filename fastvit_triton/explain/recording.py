@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers
+from ..convert.forwards import Forward
 from ..convert.from_torch import multihead_parts
 from ..convert.fused import finish, project
-from ..convert.modules import READERS  # which every family has filled there
+from ..convert.modules import fitting  # where every family has declared its own
 from ..convert.parts import Attention, head_norms, kind
 from ..kernels.attention import attention
 from ..kernels.rope import rotate
@@ -199,7 +200,8 @@ def _reader(module: nn.Module) -> Callable[..., tuple[Tensor, Attention, nn.Modu
         return partial(_own, module)
     if kind(module) == MULTIHEAD:
         return partial(_multihead, module)
-    read = READERS.get(kind(module))
+    forward = fitting(module)
+    read = forward.read if isinstance(forward, Forward) else None
     if read is None or Attention not in get_args(get_type_hints(read)["return"]):  # of an MLP
         return None
     return partial(_foreign, module, read)

@@ -1,0 +1,99 @@
+"""Which fused forward an instance may be given: types known by name, and what their releases build otherwise.
+
+A name says little about the parts: packages rename them, nest them and pass them other arguments from release to
+release. So a forward declares what it reads and takes; `optimize` compares that with the instance once, and no call
+needs to ask again.
+"""
+
+from collections.abc import Callable
+from inspect import signature
+from operator import attrgetter
+from typing import NamedTuple
+
+from torch import nn
+
+from .parts import Attention, Mlp, kind
+
+Reader = Callable[..., Attention | Mlp | str]
+
+
+class Forward(NamedTuple):
+    """A fused forward of some types.
+
+    Attributes:
+        run: what `optimize` binds to an instance.
+        needs: attributes that it reads, "a b.c d|e": a, c of b, and d or else e.
+        takes: arguments after the first that it knows, "a b"; None where its types have always had the same.
+        read: reads a body, called with it and the rest of its arguments; None for types that are no bodies.
+        became: what a report calls it; None where the parts say so.
+        reason: why a module must run its own forward now; None where it need not.
+    """
+
+    run: Callable
+    needs: str = ""
+    takes: str | None = None
+    read: Reader | None = None
+    became: str | None = None
+    reason: Callable[[nn.Module], str | None] | None = None
+
+    def lacks(self, module: nn.Module) -> str | None:
+        """What it would read and this instance does not have; None where that is nothing."""
+        missing = (n for n in self.needs.split() if not any(_has(module, path) for path in n.split("|")))
+        name = next(missing, None)
+        return None if name is None else f"it has no {name.replace('|', ' or ')}, which its fused forward reads"
+
+    def ignores(self, module: nn.Module) -> str | None:
+        """What the instance's own forward takes and this one does not know; None where that is nothing."""
+        if self.takes is None:
+            return None
+        _, _, *rest = signature(type(module).forward).parameters.values()
+        named = (p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        name = next((n for n in named if n not in self.takes.split()), None)
+        return None if name is None else f"it takes {name}, which its fused forward does not know"
+
+
+FORWARDS: dict[str, list[Forward]] = {}  # type → what its instances may be given, the newest release's first
+
+
+def declare(kinds: tuple[str, ...], forward: Forward) -> None:
+    """Adds what instances of these types may be given."""
+    for name in kinds:
+        FORWARDS.setdefault(name, []).append(forward)
+
+
+def fitting(module: nn.Module) -> Forward | str | None:
+    """The fused forward that fits this instance, in one sentence why none does, or None for unknown types."""
+    known = FORWARDS.get(kind(module))
+    if known is None:
+        return None
+    forward = next((f for f in known if f.lacks(module) is None), None)
+    return known[0].lacks(module) if forward is None else forward.ignores(module) or forward
+
+
+def whole(
+    became: str,
+    *kinds: str,
+    needs: str = "",
+    takes: str | None = None,
+    reason: Callable[[nn.Module], str | None] | None = None,
+) -> Callable[[Callable], Callable]:
+    """Declares the fused forward of these types; for the arguments see `Forward`."""
+
+    def decorate(forward: Callable) -> Callable:
+        declare(kinds, Forward(forward, needs, takes, None, became, reason))
+        return forward
+
+    return decorate
+
+
+def original(module: nn.Module, *inputs: object, **named: object) -> object:
+    """The forward of the module's own class."""
+    return type(module).forward(module, *inputs, **named)
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        attrgetter(path)(module)
+    except AttributeError:
+        return False
+    return True
