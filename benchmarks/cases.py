@@ -112,12 +112,12 @@ def _blocks() -> Iterator[Case]:
 
     scaled = dict(init_values=1e-5, drop_path=0.1)
     for model in ("ViT-Ti/16", "ViT-B/16"):
-        yield Case(model, "block", "bfloat16", partial(build, model, "bfloat16", False))
+        yield Case(model, "two blocks", "bfloat16", partial(build, model, "bfloat16", False))
     for dtype, autocast, kind in (("bfloat16", False, ""), ("float16", False, ""), ("float32", True, ", autocast")):
         for options, ends in (({}, ""), (scaled, ", LayerScale and drop path")):
             if ends or autocast or dtype == "float16":
                 name = f"ViT-B/16{ends}{kind}"
-                yield Case(name, "block", dtype, partial(build, "ViT-B/16", dtype, autocast, **options))
+                yield Case(name, "two blocks", dtype, partial(build, "ViT-B/16", dtype, autocast, **options))
 
 
 def _attentions() -> Iterator[Case]:

@@ -205,7 +205,7 @@ def operations(rows: list[dict]) -> list[dict]:
     return [
         dict(case=c, op=o, phase=p, dtype=d, arch=a) | dict(predicted_us=round(t, 2), floor_us=f, ratio=round(t / f, 2))
         for (c, o, p, d, a), (t, f) in sums.items()
-        if f and (o, p) != ("block", "backward")
+        if f and (o, p) != ("two blocks", "backward")
     ]
 
 

@@ -103,7 +103,7 @@ def test_everything_is_put_back():
 
     def facts():
         held = F.scaled_dot_product_attention, torch.is_autocast_enabled
-        return (op._chosen, op.target, op.why_not, op.tile.MISSING, *held)
+        return (op._switch, op.target, op.why_not, op.tile.MISSING, *held)
 
     op.set_backend("torch")
     try:

@@ -302,7 +302,7 @@ def test_wrong_shapes_raise_one_sentence(call, words):
 
 
 def test_switch_and_reasons(monkeypatch):
-    """Oracle: the words of FASTVIT_TRITON_BACKEND, read when first asked for, and a reason wherever no kernel runs."""
+    """Oracle: the words of FASTVIT_TRITON_BACKEND, read at import, and a reason wherever no kernel runs."""
     assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
     set_backend(None)
@@ -315,3 +315,5 @@ def test_switch_and_reasons(monkeypatch):
     set_backend(None)
     with pytest.raises(ValueError, match="use one of auto, triton, torch"):
         backend()
+    monkeypatch.delenv("FASTVIT_TRITON_BACKEND")
+    set_backend(None)

@@ -91,7 +91,7 @@ def savings(model: Callable, *inputs: object, **named: object) -> tuple[Count, C
         RuntimeError: the model reads a number that only real tensors hold.
     """
     with torch.no_grad():
-        with _in_place((op, "_chosen", "auto")):
+        with _in_place((op, "_switch", "auto")):
             before = count(model, *inputs, **named)
         with _in_place(*_a_gpu()):
             model(*inputs, **named)  # folds weights, which are kept
@@ -102,7 +102,7 @@ def _a_gpu() -> list[tuple[object, str, object]]:
     """What makes the meta device one where the kernels run: the rules are those of an interpreter's CPU."""
     why_not, cpu = op.why_not, torch.device("cpu")
     return [
-        (op, "_chosen", "triton"),
+        (op, "_switch", "triton"),
         (op, "target", "sm_90"),
         (op, "why_not", lambda device, dtype, head_dim=0: why_not(cpu, dtype, head_dim)),
         (op.tile, "MISSING", None),  # nothing is compiled

@@ -124,7 +124,7 @@ def patch_embed(row: str, image: Tensor, weight: Tensor, pos: Tensor | None, pre
 
 def _state(x: Tensor) -> tuple:
     """What else a choice depends on. The environment's variable is read when a shape is new."""
-    return forced, op._chosen, op.target, x.dtype == torch.float32 and torch.get_float32_matmul_precision()
+    return forced, op._switch, op.target, x.dtype == torch.float32 and torch.get_float32_matmul_precision()
 
 
 def _remember(key: tuple, row: Callable[[], str], x: Tensor, described: tuple[str, Work] | None) -> bool:

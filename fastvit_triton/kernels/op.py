@@ -37,12 +37,17 @@ BACKENDS = ("auto", "triton", "torch")
 LIBRARY = torch.library.Library("fastvit_triton", "DEF")
 TUNED = Path(__file__).parent / "tuned"
 target: str | None = None  # the compile report names the architecture that it compiles for here
-_chosen: str | None = None
-_variable: str | None = None  # FASTVIT_TRITON_BACKEND, once it was read
+
+
+def _environment() -> str:
+    return os.environ.get("FASTVIT_TRITON_BACKEND", "auto")
+
+
+_switch: str = _environment()  # a word that is not known waits for somebody who asks
 
 
 def backend() -> str:
-    """The one switch: `set_backend`, else FASTVIT_TRITON_BACKEND as it was when first asked for, else "auto".
+    """The one switch: `set_backend`, else FASTVIT_TRITON_BACKEND as it was at import, else "auto".
 
     "auto" runs the kernels wherever they can run. "torch" always takes the PyTorch path. "triton" takes the kernels on
     CPU tensors too, where only Triton's interpreter can run them (TRITON_INTERPRET=1): slow, and a proof.
@@ -50,18 +55,7 @@ def backend() -> str:
     Raises:
         ValueError: the variable holds another word.
     """
-    global _variable
-    if _chosen is not None:
-        return _chosen
-    if torch.compiler.is_compiling():  # Dynamo would guard what it finds unset
-        return _environment()
-    if _variable is None:
-        _variable = _environment()
-    return _variable
-
-
-def _environment() -> str:
-    return _checked(os.environ.get("FASTVIT_TRITON_BACKEND", "auto"), "FASTVIT_TRITON_BACKEND")
+    return _switch if _switch in BACKENDS else _checked(_switch, "FASTVIT_TRITON_BACKEND")
 
 
 def set_backend(name: str | None) -> None:
@@ -70,9 +64,8 @@ def set_backend(name: str | None) -> None:
     Raises:
         ValueError: the name is not "auto", "triton" or "torch".
     """
-    global _chosen, _variable
-    _variable = None
-    _chosen = None if name is None else _checked(name, "name")
+    global _switch
+    _switch = _environment() if name is None else _checked(name, "name")
 
 
 def _checked(name: str, what: str) -> str:

@@ -64,7 +64,7 @@ class Case:
 @contextlib.contextmanager
 def switched(backend: str) -> Iterator[None]:
     """The package's switch inside; what it was before, after."""
-    before = op._chosen
+    before = op._switch
     op.set_backend(backend)
     try:
         yield
