@@ -50,9 +50,13 @@ def test_fused_steps_are_the_reference_steps():
 @pytest.mark.parametrize("way", learn.WAYS)
 def test_each_way_learns(way: str):
     """Oracle: what the same few epochs reached when results/learn.json was made, less three deviations of a share of
-    360 images: other processors round otherwise. Labels help, and so does what was seen without them."""
+    360 images: other processors round otherwise. Eight epochs on 100 labels teach next to nothing, so masked
+    pre-training is held to its own loss, which deviates by 0.02 from seed to seed and is 0.08 higher after one epoch."""
     committed = json.loads(learn.RESULT.read_text())["quick"][way]
     found = learn.WAYS[way](committed["epochs"])
+    if way == "masked":
+        assert found["masked_loss"] <= committed["masked_loss"] + 3 * 0.02
+        return
     share, chance = committed["accuracy"], 1 / len("0123456789")
     mark = share - 3 * math.sqrt(share * (1 - share) / len(digits("test")[1]))
     assert found["accuracy"] >= mark > chance
