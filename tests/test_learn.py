@@ -51,7 +51,7 @@ def test_fused_steps_are_the_reference_steps():
 def test_each_way_learns(way: str):
     """Oracle: what the same few epochs reached when results/learn.json was made, less three deviations of a share of
     360 images: other processors round otherwise. Eight epochs on 100 labels teach next to nothing, so masked
-    pre-training is held to its own loss, which deviates by 0.02 from seed to seed and is 0.08 higher after one epoch."""
+    pre-training is held to its loss, which deviates by 0.02 from seed to seed and is 0.08 higher after one epoch."""
     committed = json.loads(learn.RESULT.read_text())["quick"][way]
     found = learn.WAYS[way](committed["epochs"])
     if way == "masked":

@@ -111,7 +111,7 @@ _floor = functools.cache(_too_old)
 
 def usable(x: torch.Tensor, head_dim: int = 0) -> bool:
     """The Triton path applies to x. Reads only device, dtype, head dimension and the switch, so Dynamo folds it."""
-    if x.device.type == "cpu" and backend() != "triton":  # the commonest answer, asked many times a model
+    if x.device.type == "cpu" and _switch in ("auto", "torch"):  # the commonest answer, asked many times a model
         return False
     return why_not(x.device, x.dtype, head_dim) is None
 

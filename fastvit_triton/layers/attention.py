@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
+from ..kernels.op import usable
 from ..kernels.rope import attention_qkv
 from .mlp import Mlp
 from .seam import drops, norm_weights, plain, project
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         `branch` (gamma, sample_scale, residual, return_stats) comes last.
         """
         qkv = project(x, self.qkv, norm=norm, stats=stats)  # [B, N, 3·H·d]
-        fused = self.position is None and not drops(self.attn_drop)
+        fused = usable(qkv, self.head_dim) and self.position is None and not drops(self.attn_drop)
         if fused and plain(self.q_norm, nn.Identity) and plain(self.k_norm, nn.Identity):
             o = attention_qkv(qkv, self.num_heads, self.scale)
         elif fused and plain(self.q_norm, nn.LayerNorm) and plain(self.k_norm, nn.LayerNorm):
@@ -77,8 +78,10 @@ class Attention(nn.Module):
         bias = None if self.position is None else self.scale * self.position(q)
         if drops(self.attn_drop):
             o = F.scaled_dot_product_attention(q, k, v, bias, self.attn_drop.p, scale=self.scale)
-        else:
+        elif usable(q, self.head_dim):
             o = attention(q, k, v, bias, self.scale)
+        else:
+            o = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
         return o.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:

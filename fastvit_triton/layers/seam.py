@@ -97,9 +97,10 @@ def project(
     Returns:
         [B, ..., F]; with `return_stats` also [M, tiles, 2] fp32 or None.
     """
-    if norm is not None and not (usable(x) and plain(norm, nn.LayerNorm)):
+    fused = usable(x)
+    if norm is not None and not (fused and plain(norm, nn.LayerNorm)):
         x, norm = norm(x), None
-    if usable(x) and plain(fc, nn.Linear) and not (drop is not None and (drops(drop) or hooked(drop))):
+    if fused and plain(fc, nn.Linear) and not (drop is not None and (drops(drop) or hooked(drop))):
         weight, bias, norm = before(x, norm, fc)
         return linear(
             x,
@@ -116,7 +117,7 @@ def project(
     y = fc(x if norm is None else norm(x))
     y = y if activation is None else ACTIVATIONS[activation](y)
     y = y if drop is None else drop(y)
-    y = scaled(y, gamma, sample_scale)
+    y = y if gamma is None and sample_scale is None else scaled(y, gamma, sample_scale)
     y = y if residual is None else y + residual
     return (y, None) if return_stats else y
 
