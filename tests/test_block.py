@@ -133,6 +133,21 @@ def test_folded_weights_follow_their_sources(change):
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
+def test_a_bias_made_for_one_call_is_not_taken_for_the_last():
+    """BEiT joins its bias anew in each call: another tensor where the one before was, of the same address and id."""
+    x, weight, norm = torch.zeros(2, 8), torch.zeros(4, 8), (torch.ones(8), torch.zeros(8), 1e-6)
+    memory = torch.ones(4).numpy()
+    with interpreting(), torch.no_grad():
+        bias = torch.from_numpy(memory)
+        assert torch.equal(seam.folded(x, norm, (weight,), (bias,)).const, torch.ones(4))
+        before, bias = id(bias), None
+        memory[:] = 2
+        bias = next((t for t in [torch.from_numpy(memory) for _ in range(1000)] if id(t) == before), None)
+        if bias is None:
+            pytest.skip("no new tensor took the freed identity")
+        assert torch.equal(seam.folded(x, norm, (weight,), (bias,)).const, torch.full((4,), 2.0))
+
+
 def test_folded_weights_are_kept_and_are_not_state():
     """Made once per layer and dtype; no copy or pickle holds them; training drops them."""
     net, image, made = model(), torch.randn(2, 3, 8, 8), []

@@ -5,6 +5,8 @@ changes nothing: its type is exact (a LoRA, quantised or parametrised layer has 
 Otherwise it is called, as in any PyTorch model.
 """
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,7 +17,7 @@ from ..kernels.linear import ACTIVATIONS, linear
 from ..kernels.op import usable
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
-_folds = WeakTensorKeyDictionary()  # first weight → what its fold was made from, and the fold
+_folds = WeakTensorKeyDictionary()  # first weight → what its fold was made from, how that stood, and the fold
 
 
 def hooked(module: nn.Module) -> bool:
@@ -59,11 +61,11 @@ def folded(x: Tensor, norm: Norm, weights: tuple[Tensor, ...], biases: tuple[Ten
     sources = [t for t in (*weights, *biases, *norm[:2]) if t is not None]
     if torch.is_autocast_enabled(x.device.type) or any(t.is_inference() for t in sources):
         return None
-    key = (x.dtype, *((id(t), t.data_ptr(), t._version, t.dtype, t.device) for t in sources))
-    found, made = _folds.get(weights[0], (None, None))
-    if found != key:
+    state = (x.dtype, *((t.data_ptr(), t._version, t.dtype, t.device) for t in sources))
+    known, found, made = _folds.get(weights[0], ((), None, None))
+    if found != state or any(ref() is not t for ref, t in zip(known, sources, strict=True)):
         made = fold(weights, biases, *norm[:2], x.dtype)
-        _folds[weights[0]] = key, made
+        _folds[weights[0]] = tuple(map(weakref.ref, sources)), state, made  # a new tensor may have a dead one's address
     return made
 
 
