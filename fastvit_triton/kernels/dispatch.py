@@ -123,7 +123,7 @@ def patch_embed(row: str, image: Tensor, weight: Tensor, pos: Tensor | None, pre
 
 
 def _state(x: Tensor) -> tuple:
-    """What else a choice depends on. The environment's variable is read when a shape is new."""
+    """What else a choice depends on."""
     return forced, op._switch, op.target, x.dtype == torch.float32 and torch.get_float32_matmul_precision()
 
 

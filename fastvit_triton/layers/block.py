@@ -126,11 +126,12 @@ class Block(nn.Module):
         self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """[B, N, D] → [B, N, D]; a fused block takes row statistics of x from the block before and leaves its own."""
-        if not self.training and not usable(x):  # what `add_branch` comes to
+        fused = usable(x)
+        if not (fused or self.training):  # what `add_branch` comes to
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
             return (x, None) if return_stats else x
-        fused = usable(x) and folds(x)
+        fused = fused and folds(x)  # else nobody reads row statistics
         x, stats = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1, stats, fused)
         x, stats = add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2, stats, fused and return_stats)
         return (x, stats) if return_stats else x
