@@ -30,11 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import dispatch, eager, fold, layer_norm
+from . import check, dispatch, eager, fold, layer_norm
+from .check import Norm, Pair
 from .eager import ACTIVATIONS
 from .fold import Folded, fold_op
 from .layer_norm import merged
-from .op import Op, cast, cdiv, config, expect, folds, make, power_of_2, precision, register, usable, whole_rows
+from .op import Op, cast, cdiv, config, folds, make, power_of_2, precision, register, usable, whole_rows
 from .tile import (
     activate,
     activate_grad,
@@ -48,10 +49,6 @@ from .tile import (
     put_stats,
     tl,
 )
-
-Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
-Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
-
 
 # Launch parameters of the product that fit every architecture; tuned/ has better ones for some.
 SPACE = {
@@ -97,9 +94,9 @@ def linear(
     Raises:
         ValueError: a size does not fit, or the activation is unknown.
     """
-    check(x, weight, bias, activation)
-    check_norm(x, norm, stats, weight)
-    check_branch(x, outputs(weight, activation), gamma, sample_scale, residual)
+    check.projection(x, weight, bias, activation)
+    check.norm(x, norm, stats, weight)
+    check.branch(x, outputs(weight, activation), gamma, sample_scale, residual)
     if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
         operand, norm = before(x, norm)
         gain, shift, eps = (None, None, 0.0) if norm is None else norm
@@ -176,24 +173,6 @@ def outputs(weight: Tensor | Pair | Folded, activation: str | None) -> int:
     if not isinstance(weight, Tensor):
         return weight[0].shape[0]
     return weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
-
-
-def check(x: Tensor, weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, activation: str | None) -> None:
-    """Raises ValueError when weight, bias and x do not fit, or the activation is unknown."""
-    if activation is not None and activation != "swiglu" and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
-    if isinstance(weight, Folded):
-        if bias is not None:
-            raise ValueError(f"bias has shape {list(bias.shape)}, but a folded weight holds its bias; pass None")
-        weight = weight.weight
-    if not isinstance(weight, Tensor) and activation != "swiglu":
-        raise ValueError("weight is a pair; only activation='swiglu' takes a (gate, up) pair")
-    weights = (weight,) if isinstance(weight, Tensor) else weight
-    biases = (bias,) if isinstance(weight, Tensor) else (None, None) if bias is None else bias
-    for w, b in zip(weights, biases, strict=True):
-        expect("weight", w, F=weights[0].shape[0], K=x.shape[-1])
-        if b is not None:
-            expect("bias", b, F=w.shape[0])
 
 
 @jit
@@ -729,32 +708,6 @@ class _Fn(torch.autograd.Function):
             dresidual,
             None,
         )
-
-
-def check_norm(x: Tensor, norm: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
-    """Raises ValueError when the LayerNorm's parameters, the row statistics or a folded weight do not fit x."""
-    for name, parameter in zip(("norm weight", "norm bias"), norm[:2] if norm else (), strict=False):
-        if parameter is not None:
-            expect(name, parameter, K=x.shape[-1])
-    if stats is not None:
-        expect("stats", stats, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
-    if isinstance(weight, Folded):
-        if norm is None or norm[0] is not None or norm[1] is not None:
-            raise ValueError("a folded weight holds the LayerNorm's weight and bias; pass norm=(None, None, eps)")
-        if weight.weight.dtype != x.dtype:
-            raise ValueError(f"weight was folded for {weight.weight.dtype}, x is {x.dtype}; fold it for x")
-
-
-def check_branch(
-    x: Tensor, channels: int, gamma: Tensor | None, sample_scale: Tensor | None, residual: Tensor | None
-) -> None:
-    """Raises ValueError when what ends a residual branch does not fit an output of that many channels."""
-    if gamma is not None:
-        expect("gamma", gamma, F=channels)
-    if sample_scale is not None:
-        expect("sample_scale", sample_scale, B=x.shape[0])
-    if residual is not None and residual.shape != (expected := (*x.shape[:-1], channels)):
-        raise ValueError(f"residual must have shape {list(expected)}, got {list(residual.shape)}")
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:

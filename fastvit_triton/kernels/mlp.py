@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from . import layer_norm, linear
+from . import check, layer_norm, linear
+from .check import Norm, Pair
 from .fold import Folded, fold_op
 from .head import head, no_head, scores
-from .linear import Norm, Pair, finish, with_norm
+from .linear import finish, with_norm
 from .op import Op, cdiv, config, expect, make, register, split, usable
 from .tile import activate, jit, no_stats, put_stats, tl
 
@@ -71,12 +72,12 @@ def mlp(
     Raises:
         ValueError: a size does not fit, or the activation is unknown.
     """
-    linear.check(x, *fc1, activation)
-    linear.check_norm(x, norm, stats, fc1[0])
+    check.projection(x, *fc1, activation)
+    check.norm(x, norm, stats, fc1[0])
     expect("fc2 weight", fc2[0], D=None, F=linear.outputs(fc1[0], activation))
     if fc2[1] is not None:
         expect("fc2 bias", fc2[1], D=fc2[0].shape[0])
-    linear.check_branch(x, fc2[0].shape[0], gamma, sample_scale, residual)
+    check.branch(x, fc2[0].shape[0], gamma, sample_scale, residual)
     if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
         operand, norm = linear.before(x, norm)
         gain, shift, eps = (None, None, 0.0) if norm is None else norm
