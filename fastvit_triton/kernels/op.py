@@ -176,7 +176,8 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
         # kernels step through vectors one by one; matrices are the launchers' business
         vectors = (isinstance(a, torch.Tensor) and a.dim() == 1 for a in arguments)
         arguments = [a.contiguous() if v else a for a, v in zip(arguments, vectors, strict=True)]
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        first = arguments[0]
+        device = (first[0] if isinstance(first, (list, tuple)) else first).device
         if device.type == "cuda":
             with torch.cuda.device(device):
                 return launch(*arguments)
