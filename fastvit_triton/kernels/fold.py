@@ -128,9 +128,13 @@ def check(weights: tuple[Tensor, ...], biases: Parts, norm_weight: Tensor | None
 
 
 def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor | None]:
-    """Projections as one weight and one bias; a missing bias beside others is zero."""
+    """Projections as one weight and one bias; a missing bias beside others is zero. One launch without gradients."""
     if len(weights) == 1:
         return weights[0], biases[0]
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, *biases))
+    if usable(weights[0]) and weights[0].shape[1] <= MAX_K and not learns:
+        weight, bias = _pack_op(weights, biases)
+        return weight, bias if bias.numel() else None
     if all(b is None for b in biases):
         return torch.cat(weights), None
     pairs = zip(weights, biases, strict=True)
@@ -161,7 +165,8 @@ def _fold_rows(
     tl.store(folded_ptr + f[:, None] * K + k[None, :], folded, mask=inside)
     if colsum_ptr is not None:
         tl.store(colsum_ptr + f, tl.sum(folded.to(tl.float32), 1), mask=in_f)
-        tl.store(const_ptr + f, const, mask=in_f)
+    if const_ptr is not None:
+        tl.store(const_ptr + f, const.to(const_ptr.dtype.element_ty), mask=in_f)
 
 
 @jit
@@ -195,6 +200,21 @@ def _fold(weights, biases, norms, sizes, dtype):
         first += size
     launch(*zip(*columns, strict=True))
     return outputs
+
+
+def _pack(weights, biases):
+    """Projections as one weight [F, K] and one bias [F], which is empty if there is none."""
+    outputs, none = _pack_fake(weights, biases), (None,) * len(weights)
+    rows = [len(w) for w in weights]
+    parts = [t.split(rows) if t.numel() else none for t in outputs]
+    launch(weights, biases, none, none, none, parts[0], none, parts[1])
+    return outputs
+
+
+def _pack_fake(weights, biases):
+    F, bias = sum(len(w) for w in weights), next((b for b in biases if b is not None), None)
+    weight = weights[0].new_empty(F, weights[0].shape[1])
+    return weight, weight.new_empty(0) if bias is None else bias.new_empty(F)
 
 
 def launch(
@@ -233,6 +253,9 @@ _fold_op = register(
     _fold,
     _fold_fake,
 )
+
+
+_pack_op = register("pack", "(Tensor[] weights, Tensor?[] biases) -> (Tensor, Tensor)", _pack, _pack_fake)
 
 
 def run(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
