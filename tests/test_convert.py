@@ -291,9 +291,9 @@ NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "tim
 BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
 
 
-# launches beside those of a plain block, frozen, folding and with LayerNorms: separate queries, keys and values are packed
-# without a norm to fold; norms of queries and keys, inner norms, each with its fold and statistics; rotary positions; norms
-# after the branches
+# launches beside those of a plain block, (frozen, fold, norms): separate queries, keys, values are packed where there
+# is no fold; rotary positions or norms of queries and keys; inner norms, each with its fold and statistics; norms after
+# the branches
 SEPARATE = ("hf_vit", "hf_vit_eager", "hf_deit", "hf_mae", "hf_dinov2", "hf_dinov2_swiglu", "hf_clip", "hf_siglip")
 MORE = {name: (0, 0, 1) for name in SEPARATE} | dict.fromkeys(("timm_dinov3", "timm_rope_vit"), (1, 1, 1))
 MORE |= dict.fromkeys(("hf_dinov3", "hf_dinov3_gated"), (1, 1, 2)) | {

@@ -81,7 +81,8 @@ def test_launches_of_blocks_are_those_recorded(name):
 def test_a_block_is_ten_launches_before_and_five_when_frozen(batch, more, name, after):
     """Oracle: the operators of an eager block, counted by eye, and the plan; three blocks less two.
 
-    Where it is not frozen one launch folds both LayerNorms, or they run where rows are few. ViT-Ti's rows are narrow enough for an MLP in one launch.
+    Where it is not frozen one launch folds both LayerNorms, or they run where rows are few. ViT-Ti's rows are narrow
+    enough for an MLP in one launch.
     """
 
     def both(depth):
