@@ -6,7 +6,10 @@ import json
 
 import pytest
 import torch
+import triton.language as tl
 from interpreter import interpreting, poisoned
+from triton import jit
+from triton.runtime.errors import InterpreterError
 
 from fastvit_triton import fold, kernels
 from fastvit_triton.kernels import OPS, layer_norm, linear, mlp
@@ -146,3 +149,28 @@ def test_folded_beforehand_is_folded_inside(layer):
     assert truth.keys() == got.keys()
     for name, want in truth.items():
         assert largest(got[name] - want) <= 64 * torch.finfo(torch.float32).eps * largest(want), name
+
+
+@jit
+def _copy_kernel(x_ptr, y_ptr, first, N, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Copies N values from x + first; without MASKED a whole block."""
+    i = tl.arange(0, BLOCK)
+    mask = i < N if MASKED else i >= 0
+    tl.store(y_ptr + i, tl.load(x_ptr + first + i, mask=mask), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_memory_outside_of_the_arguments_is_refused(dtype):
+    """Oracle: a tensor's first and last element, by its strides; masked lanes may point anywhere."""
+    buffer = torch.arange(64).to(dtype)
+    x, y = buffer[8:24:2], torch.zeros(16, dtype=dtype)  # elements 8 to 22
+    with interpreting():
+        _copy_kernel[(1,)](x, y, 0, 15, BLOCK=16, MASKED=True)
+        assert torch.equal(y[:15], buffer[8:23]) and y[15] == 0
+        for first, N, masked in ((0, 16, True), (1, 15, True), (-1, 3, True), (0, 15, False)):
+            with pytest.raises(InterpreterError, match="a load of"):
+                _copy_kernel[(1,)](x, y, first, N, BLOCK=16, MASKED=masked)
+        with pytest.raises(InterpreterError, match="a store of"):
+            _copy_kernel[(1,)](buffer, y[:3], 0, 4, BLOCK=16, MASKED=True)
+        with pytest.raises(InterpreterError, match="a load of"):
+            _copy_kernel[(1,)](buffer[:0], y, 0, 1, BLOCK=16, MASKED=True)
