@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+import timm
 import torch
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
@@ -113,6 +114,32 @@ def test_models_run_on_the_kernels(name):
         got = model(images)
         got_grads = gradients(model, got)
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
+
+
+@pytest.mark.parametrize("whose", ["ours", "timm"])
+def test_norms_of_heads_without_weights_are_norms(whose):
+    """Oracle: the untouched model on PyTorch; without the norms the logits are other ones by far."""
+    bare = functools.partial(nn.LayerNorm, elementwise_affine=False)
+    if whose == "timm":
+        model = timm.models.vision_transformer.VisionTransformer(
+            8, 2, 3, 5, embed_dim=24, depth=1, num_heads=2, qk_norm=True, norm_layer=bare
+        ).eval()
+        images = torch.randn(2, 3, 8, 8)
+    else:
+        model, images = model_and_images()
+        attn = model.blocks[0].attn
+        attn.q_norm, attn.k_norm = bare(attn.head_dim, eps=1e-6), bare(attn.head_dim, eps=1e-6)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.mul_(20)
+        want = model(images)
+        if whose == "timm":
+            f.optimize(model)
+        with interpreting():
+            got = model(images)
+        f.revert(model)
+        model.blocks[0].attn.q_norm = model.blocks[0].attn.k_norm = nn.Identity()
+        assert worst([model(images)], [want]) > 1e4 * TOLERANCE
+    assert worst([got], [want]) <= TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own

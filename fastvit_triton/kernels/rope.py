@@ -25,9 +25,9 @@ from . import attention as dense
 from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
 from .tile import jit, tl
 
-Norm = tuple[Tensor, Tensor | None, float]  # weight [D], bias [D], eps
+Norm = tuple[Tensor | None, Tensor | None, float]  # weight [D], bias [D], eps
 Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True when pairs interleave
-NONE: Norm = (None, None, 0.0)
+NONE = (None, None, None)  # no norm
 
 
 def attention_qkv(
@@ -48,7 +48,7 @@ def attention_qkv(
         qkv: [B, N, 3·H·D], ordered as [3, H, D].
         num_heads: H.
         scale: softmax scale; None means D^-0.5.
-        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels.
+        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels; weight and bias may be None.
         k_norm: the same for keys.
         rope: (cos, sin, interleaved), tables [N − prefix_tokens, D], or with leading axes H or B, H, where 1 stands
             for all; rotates queries and keys in channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
@@ -73,8 +73,7 @@ def attention_qkv(
         packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
         dense._check_mask(*packed.permute(2, 0, 3, 1, 4).unbind(0)[:2], bias, kv_lens)
         (q_weight, q_bias, q_eps), (k_weight, k_bias, k_eps) = q_norm or NONE, k_norm or NONE
-        if k_weight is not None and k_weight is q_weight:  # Dynamo takes no tensor twice
-            k_weight, k_bias = k_weight.view_as(k_weight), None if k_bias is None else k_bias.view_as(k_bias)
+        k_weight, k_bias = _again(k_weight, q_weight), _again(k_bias, q_bias)
         cos, sin, interleaved = rope or (None, None, False)
         o, lse = _Fn.apply(
             packed, q_weight, q_bias, k_weight, k_bias, cos, sin, bias, kv_lens,
@@ -130,6 +129,11 @@ def _check_rope(rope: Rope, B: int, H: int, T: int, D: int) -> None:
     expect("sin", sin, **dict(zip(axes, cos.shape, strict=True)))
 
 
+def _again(tensor: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The tensor, as a view of itself where it is the other one: Dynamo takes no tensor twice."""
+    return tensor if tensor is None or tensor is not other else tensor.view_as(tensor)
+
+
 @jit
 def _pairs(ptr, at, inside, other, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
     """Both members of each channel pair of the rows that start at `at` [M]: two fp32 tiles [M, HALF]."""
@@ -175,13 +179,15 @@ def _normed(a, b, eps, D: tl.constexpr, HALF: tl.constexpr):
 
 @jit
 def _norm(
-    a, b, weight_ptr, bias_ptr, eps, BIAS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr
-):
+    a, b, weight_ptr, bias_ptr, eps,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
     """Equation (1)."""
     a, b, _ = _normed(a, b, eps, D, HALF)
     start = tl.zeros([1], tl.int32)
-    scale_a, scale_b = _pairs(weight_ptr, start, start == 0, 0.0, D, HALF, MIXED)
-    a, b = a * scale_a, b * scale_b
+    if WEIGHT:
+        scale_a, scale_b = _pairs(weight_ptr, start, start == 0, 0.0, D, HALF, MIXED)
+        a, b = a * scale_a, b * scale_b
     if BIAS:
         shift_a, shift_b = _pairs(bias_ptr, start, start == 0, 0.0, D, HALF, MIXED)
         a, b = a + shift_a, b + shift_b
@@ -189,14 +195,18 @@ def _norm(
 
 
 @jit
-def _norm_grad(a, b, x_ptr, at, inside, w_ptr, eps, sums, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
+def _norm_grad(
+    a, b, x_ptr, at, inside, w_ptr, eps, sums,
+    WEIGHT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
     """Equation (5) for dz = (a, b), and `sums` with this tile's part of (6): dγ of both members, then dβ."""
     x_a, x_b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
     x_a, x_b, rstd = _normed(x_a, x_b, eps, D, HALF)
     sums = (sums[0] + tl.sum(a * x_a, 0), sums[1] + tl.sum(b * x_b, 0), sums[2] + tl.sum(a, 0), sums[3] + tl.sum(b, 0))
-    start = tl.zeros([1], tl.int32)
-    scale_a, scale_b = _pairs(w_ptr, start, start == 0, 0.0, D, HALF, MIXED)
-    a, b = a * scale_a, b * scale_b
+    if WEIGHT:
+        start = tl.zeros([1], tl.int32)
+        scale_a, scale_b = _pairs(w_ptr, start, start == 0, 0.0, D, HALF, MIXED)
+        a, b = a * scale_a, b * scale_b
     mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / D)[:, None]
     slope = ((tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)) / D)[:, None]
     return (a - mean - x_a * slope) * rstd[:, None], (b - mean - x_b * slope) * rstd[:, None], sums
@@ -214,7 +224,8 @@ def _angles(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, M
 def _fwd_kernel(
     x_ptr, y_ptr, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
-    Q_NORM: tl.constexpr, Q_BIAS: tl.constexpr, K_NORM: tl.constexpr, K_BIAS: tl.constexpr, ROPE: tl.constexpr,
+    Q_NORM: tl.constexpr, Q_WEIGHT: tl.constexpr, Q_BIAS: tl.constexpr,
+    K_NORM: tl.constexpr, K_WEIGHT: tl.constexpr, K_BIAS: tl.constexpr, ROPE: tl.constexpr,
     MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M tokens of one head's queries or keys. Equations (1) and (2)."""
@@ -225,10 +236,10 @@ def _fwd_kernel(
     a, b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
     if Q_NORM:
         if head < H:
-            a, b = _norm(a, b, q_weight_ptr, q_bias_ptr, q_eps, Q_BIAS, D, HALF, MIXED)
+            a, b = _norm(a, b, q_weight_ptr, q_bias_ptr, q_eps, Q_WEIGHT, Q_BIAS, D, HALF, MIXED)
     if K_NORM:
         if head >= H:
-            a, b = _norm(a, b, k_weight_ptr, k_bias_ptr, k_eps, K_BIAS, D, HALF, MIXED)
+            a, b = _norm(a, b, k_weight_ptr, k_bias_ptr, k_eps, K_WEIGHT, K_BIAS, D, HALF, MIXED)
     if ROPE:
         turns = inside & (n >= prefix)
         at = m // N * table_strides[0] + (head % H).to(tl.int64) * table_strides[1] + (n - prefix) * D
@@ -241,7 +252,7 @@ def _fwd_kernel(
 def _bwd_kernel(
     dy_ptr, x_ptr, dx_ptr, partial_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
+    Q_NORM: tl.constexpr, Q_WEIGHT: tl.constexpr, K_NORM: tl.constexpr, K_WEIGHT: tl.constexpr, ROPE: tl.constexpr,
     MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M tokens of all heads' queries, keys or (copied) values. Equations (4) to (6)."""
@@ -264,10 +275,10 @@ def _bwd_kernel(
                 a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
         if Q_NORM:
             if part == 0:
-                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, q_weight_ptr, q_eps, sums, D, HALF, MIXED)
+                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, q_weight_ptr, q_eps, sums, Q_WEIGHT, D, HALF, MIXED)
         if K_NORM:
             if part == 1:
-                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, k_weight_ptr, k_eps, sums, D, HALF, MIXED)
+                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, k_weight_ptr, k_eps, sums, K_WEIGHT, D, HALF, MIXED)
         _put_pairs(dx_ptr, at, inside, a, b, D, HALF, MIXED)
     if Q_NORM or K_NORM:
         if part < 2:
@@ -284,15 +295,16 @@ def _blocks(D: int) -> dict[str, int]:
 
 
 def _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
-    """What both kernels take, by name."""
+    """What both kernels take, by name; an eps of None means that there is no norm."""
     (B, N, _, H, D), (cos, sin) = qkv.shape, [t if t is None else t.contiguous() for t in (cos, sin)]
     if qkv.stride()[2:] != (H * D, D, 1):
         qkv = qkv.contiguous()
     return dict(
         x_ptr=qkv, x_strides=qkv.stride()[:2], q_weight_ptr=q_weight, k_weight_ptr=k_weight,
-        cos_ptr=cos, sin_ptr=sin, M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps, k_eps=k_eps,
+        cos_ptr=cos, sin_ptr=sin, M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps or 0.0, k_eps=k_eps or 0.0,
         table_strides=(0, 0) if cos is None else cos.expand(B, H, N - prefix, D).stride()[:2],
-        Q_NORM=q_weight is not None, K_NORM=k_weight is not None, ROPE=cos is not None, MIXED=interleaved,
+        Q_NORM=q_eps is not None, Q_WEIGHT=q_weight is not None,
+        K_NORM=k_eps is not None, K_WEIGHT=k_weight is not None, ROPE=cos is not None, MIXED=interleaved,
     )  # fmt: skip
 
 
@@ -328,7 +340,7 @@ def _bwd_fake(dy, *_):
     return dy.new_empty(dy.shape), dy.new_empty(2, 2, dy.shape[-1], dtype=torch.float32)
 
 
-TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float q_eps, float k_eps"
+TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float? q_eps, float? k_eps"
 NORMS = "Tensor? q_weight, Tensor? q_bias, Tensor? k_weight, Tensor? k_bias"
 WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
 _fwd_op = register("rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
@@ -344,7 +356,7 @@ class _Fn(torch.autograd.Function):
     ):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         ctx.settings, ctx.scale, turned = (interleaved, prefix, q_eps, k_eps), scale, None
-        if q_weight is not None or k_weight is not None or cos is not None:
+        if q_eps is not None or k_eps is not None or cos is not None:
             turned = _fwd_op(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, *ctx.settings)
             q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
         o, lse = dense._fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
@@ -368,6 +380,10 @@ class _Fn(torch.autograd.Function):
         return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 6
 
 
+# Which parts, weight and bias, the norms of queries and of keys have, by the number that a case gives.
+KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "b"))
+
+
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, N, D) = make(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
     arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
@@ -377,8 +393,10 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         angle = torch.cat((angle, angle), -1) if "halves" in case else angle.repeat_interleave(2, -1)
         rope = angle.cos().to(dtype), angle.sin().to(dtype), "halves" not in case
         arguments |= {"rope": rope, "prefix_tokens": case["prefix"]}
-    if "norms" in case:
-        arguments |= {name: (randn(D, shift=1.0, scale=0.1), randn(D), 1e-6) for name in ("q_norm", "k_norm")}
+    for name, kind in zip(("q_norm", "k_norm"), KINDS[case.get("norms", 0)], strict=True):
+        if kind is not None:
+            weight, bias = randn(D, shift=1.0, scale=0.1), randn(D)
+            arguments[name] = weight if "w" in kind else None, bias if "b" in kind else None, 1e-6
     return arguments
 
 
@@ -394,6 +412,10 @@ OP = Op(
         "rope": dict(B=1, H=2, N=50, D=32, prefix=1, norms=1),
         "halves": dict(B=2, H=3, N=21, D=72, prefix=5, halves=1),
         "normed": dict(B=2, H=1, N=9, D=33, norms=1),
+        "bare_norms": dict(B=2, H=2, N=9, D=33, norms=2),
+        "half_norms": dict(B=1, H=2, N=17, D=16, prefix=1, norms=3),
+        "queries_normed": dict(B=2, H=1, N=9, D=24, norms=4),
+        "keys_normed": dict(B=2, H=1, N=9, D=24, prefix=2, halves=1, norms=5),
         "images": dict(B=3, H=2, N=9, D=16, prefix=1, images=1),
     },
 )
