@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import dispatch, eager
+from . import check, dispatch, eager
+from .argument import number, whole
 from .eager import lead
 from .head import (
     dkdv_step,
@@ -145,20 +146,22 @@ def attention(
         bias: [G, H, Nq, Nk] added to the scores, or boolean with True for "attend"; batch row b uses group b mod G.
             Axes of size 1 broadcast. −inf masks a key.
         scale: multiplies q kᵀ; None means D^-0.5.
-        kv_lens: [B] valid keys per image; later keys are masked.
+        kv_lens: [B] integers, valid keys per image; later keys are masked. Negative means none, more than Nk all.
         return_lse: also return L of equation (3), which carries no gradient.
 
     Returns:
         [B, H, Nq, Dv]; with `return_lse` also L [B, H, Nq], fp32.
 
     Raises:
-        ValueError: an axis does not fit.
+        ValueError: a size or device does not fit.
+        TypeError: an argument is of another type or dtype.
     """
-    B, H, _, D = q.shape if q.dim() == 4 else (None,) * 4
-    expect("q", q, B=B, H=H, Nq=None, D=D)
-    expect("k", k, B=B, H=H, Nk=None, D=D)
-    expect("v", v, B=B, H=H, Nk=k.shape[2], Dv=None)
-    _check_mask(q, k, bias, kv_lens)
+    expect("q", q, B=None, H=None, Nq=None, D=None)
+    B, H, _, D = q.shape
+    expect("k", k, q, B=B, H=H, Nk=None, D=D)
+    expect("v", v, q, B=B, H=H, Nk=k.shape[2], Dv=None)
+    check.heads(q, k, v)
+    check.scores(q, (H, q.shape[2], k.shape[2]), bias, kv_lens, scale, return_lse)
     if usable(q, max(D, v.shape[3])):
         o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
         return (o, lse * math.log(2)) if return_lse else o
@@ -174,21 +177,28 @@ def varlen_attention(
         q: [T, H, D], the tokens of all images one after another.
         k: [T, H, D].
         v: [T, H, Dv].
-        cu_seqlens: [B + 1] integers, 0 first and T last: image b owns tokens cu_seqlens[b] to cu_seqlens[b + 1].
+        cu_seqlens: [B + 1] integers from 0 to at most T: image b owns tokens cu_seqlens[b] to cu_seqlens[b + 1].
         max_seqlen: upper bound of one image's tokens; a size for the launch, never read from the device.
         scale: softmax scale; None means D^-0.5.
 
     Returns:
-        [T, H, Dv]; tokens that belong to no image are undefined.
+        [T, H, Dv]; 0 for tokens that belong to no image.
 
     Raises:
-        ValueError: an axis does not fit.
+        ValueError: a size or device does not fit, or cu_seqlens does not cut T tokens into images of at most
+            max_seqlen. What cu_seqlens holds is read on a CPU, and on a GPU only with FASTVIT_TRITON_CHECK=1;
+            unread it is cut to T and max_seqlen, so that no memory outside of the tensors is touched.
+        TypeError: an argument is of another type or dtype.
     """
-    T, H, D = q.shape if q.dim() == 3 else (None,) * 3
-    expect("q", q, T=T, H=H, D=D)
-    expect("k", k, T=T, H=H, D=D)
-    expect("v", v, T=T, H=H, Dv=None)
-    expect("cu_seqlens", cu_seqlens, **{"B+1": None})
+    expect("q", q, T=None, H=None, D=None)
+    T, H, D = q.shape
+    expect("k", k, q, T=T, H=H, D=D)
+    expect("v", v, q, T=T, H=H, Dv=None)
+    check.heads(q, k, v)
+    whole("max_seqlen", max_seqlen, 0)
+    check.images(cu_seqlens, q, max_seqlen)
+    if scale is not None:
+        number("scale", scale)
     if usable(q, max(D, v.shape[2])):
         heads_first = (t.transpose(0, 1)[None] for t in cast(q, k, v))  # [1, H, T, D]
         o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, D**-0.5 if scale is None else scale)
@@ -223,21 +233,11 @@ def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
     """One attention over all tokens in which a token sees its own image only; `max_seqlen` is not needed here."""
-    image = torch.searchsorted(cu_seqlens[1:], torch.arange(len(q), device=q.device), right=True)  # [T]
-    same = image[:, None] == image[None, :]
+    tokens = torch.arange(len(q), device=q.device)
+    image = torch.searchsorted(cu_seqlens[1:].contiguous().to(tokens.dtype), tokens, right=True)  # [T]
+    same = (image[:, None] == image[None, :]) & (image < len(cu_seqlens) - 1)[:, None]
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
     return reference(q, k, v, same[None, None], scale)[0].transpose(0, 1)
-
-
-def _check_mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> None:
-    """Raises ValueError when bias or kv_lens do not fit."""
-    if bias is not None:
-        if bias.dim() != 4:
-            raise ValueError(f"bias must have axes [G, H, Nq, Nk], got shape {list(bias.shape)}")
-        axes = zip(("G", "H", "Nq", "Nk"), (bias.shape[0], *q.shape[1:3], k.shape[2]), bias.shape, strict=True)
-        expect("bias", bias, **{axis: None if got == 1 else size for axis, size, got in axes})
-    if kv_lens is not None:
-        expect("kv_lens", kv_lens, B=q.shape[0])
 
 
 def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:

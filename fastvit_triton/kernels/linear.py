@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import check, dispatch, eager, fold, layer_norm
+from .argument import flag
 from .check import Norm, Pair
 from .eager import ACTIVATIONS
 from .fold import Folded, fold_op
@@ -92,11 +93,13 @@ def linear(
         [..., F]; with `return_stats` also [M, tiles, 2] fp32.
 
     Raises:
-        ValueError: a size does not fit, or the activation is unknown.
+        ValueError: a size or device does not fit, or the activation is unknown.
+        TypeError: an argument is of another type or dtype.
     """
     check.projection(x, weight, bias, activation)
     check.norm(x, norm, stats, weight)
     check.branch(x, outputs(weight, activation), gamma, sample_scale, residual)
+    flag("return_stats", return_stats)
     if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
         operand, norm = before(x, norm)
         gain, shift, eps = (None, None, 0.0) if norm is None else norm
@@ -524,9 +527,10 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
 
 def _widest(x, gamma, residual):
     """The dtype of a branch's end, as PyTorch promotes it."""
+    dtype = x.dtype
     for t in (gamma, residual):
-        x = x if t is None or torch.promote_types(x.dtype, t.dtype) == x.dtype else t
-    return x.dtype
+        dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
+    return dtype
 
 
 def _product_grad(dy, x, width, pre, gamma, sample_scale, mean, rstd, activation, norm, summed, hidden=False):

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear
+from .argument import filled, flag, floating
 from .check import Norm, Pair
 from .fold import Folded, fold_op
 from .head import head, no_head, scores
@@ -70,14 +71,25 @@ def mlp(
         [..., D]; with `return_stats` also [M, tiles, 2] fp32.
 
     Raises:
-        ValueError: a size does not fit, or the activation is unknown.
+        ValueError: a size or device does not fit, or the activation is unknown.
+        TypeError: an argument is of another type or dtype.
     """
-    check.projection(x, *fc1, activation)
+    check.pair("fc1", fc1)
+    check.pair("fc2", fc2)
+    if activation is None:
+        raise ValueError("activation is None; an mlp without one is a linear layer")
+    check.projection(x, *fc1, activation, "fc1 ")
     check.norm(x, norm, stats, fc1[0])
-    expect("fc2 weight", fc2[0], D=None, F=linear.outputs(fc1[0], activation))
-    if fc2[1] is not None:
-        expect("fc2 bias", fc2[1], D=fc2[0].shape[0])
-    check.branch(x, fc2[0].shape[0], gamma, sample_scale, residual)
+    weight, bias = fc2
+    expect("fc2 weight", weight, x, D=None, F=linear.outputs(fc1[0], activation))
+    floating("fc2 weight", weight, x)
+    filled("fc2 weight", "D", weight.shape[0])
+    if bias is not None:
+        expect("fc2 bias", bias, x, D=weight.shape[0])
+        floating("fc2 bias", bias, x)
+    check.branch(x, weight.shape[0], gamma, sample_scale, residual)
+    flag("recompute", recompute)
+    flag("return_stats", return_stats)
     if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
         operand, norm = linear.before(x, norm)
         gain, shift, eps = (None, None, 0.0) if norm is None else norm

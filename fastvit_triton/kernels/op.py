@@ -155,6 +155,11 @@ def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
 
 
+def apart(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, as a view of itself where it is the other one: Dynamo takes no tensor twice."""
+    return tensor if tensor is None or tensor is not other else tensor.view_as(tensor)
+
+
 def folds(x: torch.Tensor) -> bool:
     """LayerNorm of x can be folded into the product behind it, and takes row statistics: x has the product's dtype."""
     kind = x.device.type
@@ -234,11 +239,20 @@ def make(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Calla
     return randn
 
 
-def expect(argument: str, tensor: torch.Tensor, **axes: int | None) -> None:
-    """Raises ValueError when a tensor's axes are not those given; None accepts any size.
+def expect(argument: str, tensor: torch.Tensor, beside: torch.Tensor | None = None, /, **axes: int | None) -> None:
+    """Raises where an argument is no dense tensor, lies elsewhere than `beside`, or has other axes than those given.
 
-    The sentence names the argument, the axis and both sizes.
+    The sentence names the argument and what was given; None accepts any size.
+
+    Raises:
+        TypeError: it is no dense tensor.
+        ValueError: its device or an axis does not fit.
     """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        given = f"one of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{argument} must be a dense tensor, got {given}")
+    if beside is not None and tensor.device != beside.device:
+        raise ValueError(f"{argument} lies on {tensor.device}, the tensors before it on {beside.device}; move it there")
     shape = tensor.shape
     if len(shape) == len(axes):
         for got, size in zip(shape, axes.values(), strict=True):
@@ -246,8 +260,8 @@ def expect(argument: str, tensor: torch.Tensor, **axes: int | None) -> None:
                 break
         else:
             return
-    if tensor.dim() != len(axes):
-        raise ValueError(f"{argument} must have axes [{', '.join(axes)}], got shape {list(tensor.shape)}")
-    for (axis, size), got in zip(axes.items(), tensor.shape, strict=True):
+    if len(shape) != len(axes):
+        raise ValueError(f"{argument} must have axes [{', '.join(axes)}], got shape {list(shape)}")
+    for (axis, size), got in zip(axes.items(), shape, strict=True):
         if size is not None and got != size:
-            raise ValueError(f"axis {axis} of {argument} must be {size}, got {got} in shape {list(tensor.shape)}")
+            raise ValueError(f"axis {axis} of {argument} must be {size}, got {got} in shape {list(shape)}")
