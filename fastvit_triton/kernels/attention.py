@@ -43,6 +43,7 @@ from .head import (
     head,
     head_step,
     image_of,
+    keys_of,
     no_head,
     p_and_dp,
     put_head,
@@ -259,13 +260,13 @@ def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> 
 @jit
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, l_ptr,
-    q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, G, tiles, scale,
+    q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, T, G, tiles, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; streams all keys. Equations (1) to (3)."""
-    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -306,13 +307,13 @@ def _fwd_kernel(
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, do_strides, l_strides, dq_strides,
-    H, Nq, Nk, G, tiles, scale, softmax_scale,
+    H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries; streams keys; writes Δ of equation (5) and dQ of (7)."""
-    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -354,14 +355,14 @@ def _bwd_dq_kernel(
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, dk_strides, dv_strides,
-    H, Nq, Nk, G, tiles, scale, softmax_scale,
+    H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one head; streams queries; writes dK and dV of equation (7)."""
     keys = Nk  # rows to write, masked ones too
-    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if not HAS_LENS:
         keys = Nk
     if tile * BLOCK_N >= keys:
@@ -406,7 +407,7 @@ def _bwd_dkdv_kernel(
 def _bwd_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, cu_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
-    H, Nq, Nk, tiles, scale, softmax_scale,
+    H, Nq, Nk, T, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
@@ -416,7 +417,7 @@ def _bwd_kernel(
     dQ of the first keys waits in its final place, read back by the threads that wrote it.
     """
     keys = Nk  # rows to write, masked ones too
-    _, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    _, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if not HAS_LENS:
         keys = Nk
     q_ptr, q_row = start_of(q_ptr, q_strides, b, h, start, UNIT)
@@ -471,7 +472,7 @@ def _bwd_dbias_kernel(
     for image in range(g, B, G):
         b, keys = tl.cast(image, tl.int64), Nk
         if HAS_LENS:
-            keys = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
+            keys = keys_of(lens_ptr + b, Nk)
         at = b * l_strides[0] + h * l_strides[1]
         q_at, q_row = start_of(q_ptr, q_strides, b, h, 0, UNIT)
         k_at, k_row = start_of(k_ptr, k_strides, b, h, 0, UNIT)
@@ -524,7 +525,7 @@ def _tail(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 
 
-def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
+def _arguments(q, k, v, bias, kv_lens, cu, max_seqlen, scale, lse, **others):
     """What the kernels take, by name: pointers, strides and sizes."""
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
     (D0, D1), (V0, V1) = split(D), split(Dv)
@@ -539,7 +540,7 @@ def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
     return pointers | strides | dict(
         bias_ptr=bias, bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
         l_ptr=lse, l_strides=_strides(lse, cu)[:2], lens_ptr=kv_lens, cu_ptr=cu,
-        H=H, Nq=Nq, Nk=Nk, scale=scale * math.log2(math.e), softmax_scale=scale,
+        H=H, Nq=Nq if cu is None else max_seqlen, Nk=Nk, T=Nq, scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
         HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=precision(q), UNIT=unit,
     )  # fmt: skip
@@ -566,13 +567,16 @@ def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
     if bias is kv_lens is cu is None and not dispatch.attention(_row, "fwd", q, k, v):
         return eager.attention(q, k, v, scale)
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
+    if cu is not None:  # tokens of no image
+        o.zero_()
+        lse.fill_(-math.inf)
     q, k, v = lead(q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     blocks = _blocks("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     if o.numel():
         safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
-        arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, o=o)
+        arguments = _arguments(q, k, v, bias, kv_lens, cu, max_seqlen, scale, lse, o=o)
         tail = _tail(Nk, blocks["BLOCK_N"], kv_lens is not None or cu is not None)
         _launch(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
     return o, lse
@@ -590,12 +594,14 @@ def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, lear
         return *eager.attention_grads(do, q, k, v, o, lse, scale, packed), q.new_empty(0)
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias)
     dq, dk, dv, dbias = outputs
+    for grad in () if cu is None else (dq, dk, dv):  # tokens of no image
+        grad.zero_()
     if packed:
         dq, dk, dv = dq.permute(2, 0, 3, 1, 4).unbind(0)
     do, q, k, v = lead(do, q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu is not None
-    arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
+    arguments = _arguments(q, k, v, bias, kv_lens, cu, max_seqlen, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
     whole = _whole(q, bias, ragged, Nk, width)
     if whole and q.numel() and k.numel():
         tail = _tail(Nq, whole["BLOCK_M"], cu is not None)
