@@ -31,7 +31,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import check, dispatch, eager
 from .argument import number, whole
@@ -50,7 +49,20 @@ from .head import (
     row_logs,
     start_of,
 )
-from .op import Op, cast, cdiv, config, expect, make, power_of_2, precision, register, split, usable
+from .op import (
+    Op,
+    cast,
+    cdiv,
+    config,
+    expect,
+    make,
+    once_differentiable,
+    power_of_2,
+    precision,
+    register,
+    split,
+    usable,
+)
 from .tile import jit, tl
 
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
@@ -216,10 +228,10 @@ def reference(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Equations (1) and (2) by PyTorch's fused attention; written out when L is asked for."""
+    """Equations (1) and (2) by PyTorch's fused attention, which has neither L nor tangents; else written out."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = _mask(q, k, bias, kv_lens)
-    if not return_lse:
+    if not return_lse and torch.autograd.forward_ad._current_level < 0:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = scale * (q @ k.mT).float() if q.dtype != torch.float64 else scale * (q @ k.mT)  # (1) [B, H, Nq, Nk]
     if mask is not None:
@@ -227,7 +239,8 @@ def reference(
     lse = scores.detach().logsumexp(-1)  # (3)
     empty = (lse == float("-inf"))[..., None]
     weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return weights.to(v.dtype) @ v, lse.float()  # (2)
+    o = weights.to(v.dtype) @ v  # (2)
+    return (o, lse.float()) if return_lse else o
 
 
 def reference_varlen(
@@ -670,7 +683,8 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     if "G" in case:
         arguments["bias"] = randn(case["G"], H, Nq, Nk)
     if "short" in case:
-        arguments["kv_lens"] = torch.tensor([Nk - case["short"] * (b % 2) for b in range(B)], device=device)
+        lens = [Nk - case["short"] * (b % 2) for b in range(B)]
+        arguments["kv_lens"] = torch.tensor(lens, dtype=torch.int64, device=device)
     return arguments
 
 
@@ -703,6 +717,9 @@ OP = Op(
         "giant": dict(B=1, H=1, Nq=17, Nk=33, D=88, Dv=88),
         "widest": dict(B=1, H=1, Nq=20, Nk=20, D=256, Dv=192),
         "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
+        "no_padded": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8, short=1),
+        "no_queries": dict(B=2, H=2, Nq=0, Nk=4, D=8, Dv=8),
+        "no_keys": dict(B=2, H=2, Nq=4, Nk=0, D=8, Dv=8),
     },
 )
 OP_VARLEN = Op(
@@ -711,5 +728,9 @@ OP_VARLEN = Op(
     reference=reference_varlen,
     cases={"three_images": dict(H=2, D=4, a=3, b=1, c=5)},
     inputs=_inputs_varlen,
-    ragged={"naflex": dict(H=2, D=32, a=70, b=1, c=129)},
+    ragged={
+        "naflex": dict(H=2, D=32, a=70, b=1, c=129),
+        "gap": dict(H=1, D=16, a=5, b=0, c=3),
+        "empty": dict(H=2, D=8, a=0, b=0, c=0),
+    },
 )

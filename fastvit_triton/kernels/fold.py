@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .argument import FLOATS, filled, floating, mixing
-from .op import Op, cdiv, expect, make, register, usable, whole_rows
+from .op import Op, cdiv, expect, make, once_differentiable, register, usable, whole_rows
 from .tile import jit, tl
 
 Parts = tuple[Tensor | None, ...]

@@ -19,10 +19,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .argument import added, autocasts, expect_rows, factors, norm_parameters
-from .op import Op, cdiv, make, power_of_2, register, usable, whole_rows
+from .op import Op, cdiv, make, once_differentiable, power_of_2, register, usable, whole_rows
 from .tile import jit, tl
 
 PROGRAMS = 512  # of the backward pass: each sums its rows' share of (5) and (6); fixed, so that sums repeat bit by bit
@@ -392,5 +391,5 @@ OP_ADD = Op(
     reference=reference_add,
     cases={"ragged": dict(B=3, N=2, D=5)},
     inputs=_inputs_add,
-    ragged={"vit_tiny": dict(B=2, N=49, D=192), "odd": dict(B=5, N=17, D=33)},
+    ragged={"vit_tiny": dict(B=2, N=49, D=192), "odd": dict(B=5, N=17, D=33), "empty": dict(B=0, N=3, D=8)},
 )

@@ -28,7 +28,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import check, dispatch, eager, fold, layer_norm
 from .argument import flag
@@ -36,7 +35,20 @@ from .check import Norm, Pair
 from .eager import ACTIVATIONS
 from .fold import Folded, fold_op
 from .layer_norm import merged
-from .op import Op, cast, cdiv, config, folds, make, power_of_2, precision, register, usable, whole_rows
+from .op import (
+    Op,
+    cast,
+    cdiv,
+    config,
+    folds,
+    make,
+    once_differentiable,
+    power_of_2,
+    precision,
+    register,
+    usable,
+    whole_rows,
+)
 from .tile import (
     activate,
     activate_grad,
@@ -746,5 +758,7 @@ OP = Op(
         "swiglu": dict(B=2, N=10, K=32, F=24, swiglu=1),
         "plain": dict(B=1, N=197, K=64, F=130),
         "empty": dict(B=0, N=3, K=8, F=4),
+        "empty_norm": dict(B=0, N=3, K=8, F=4, norm=1),
+        "empty_branch": dict(B=2, N=0, K=8, F=4, branch=1),
     },
 )

@@ -17,7 +17,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear
@@ -26,7 +25,7 @@ from .check import Norm, Pair
 from .fold import Folded, fold_op
 from .head import head, no_head, scores
 from .linear import finish, with_norm
-from .op import Op, cdiv, config, expect, make, register, split, usable
+from .op import Op, cdiv, config, expect, make, once_differentiable, register, split, usable
 from .tile import activate, jit, no_stats, put_stats, tl
 
 # Launch parameters of the one launch, by the width of a row as its two tiles have it, in bytes.
@@ -253,7 +252,7 @@ def _bwd(
     dh = linear._input_grad(dpre2, hidden, w2, gamma, None, None, None, False)
     again = h is None and need_2
     dpre1, made, sums1 = linear._product_grad(
-        dh.view(*x.shape[:-1], -1), x, len(w1), pre, None, None, mean, rstd, activation, norm, True, again
+        dh.view(*x.shape[:-1], w2.shape[1]), x, len(w1), pre, None, None, mean, rstd, activation, norm, True, again
     )  # (3)
     outputs = [None] * 7
     if need_x:
@@ -388,5 +387,7 @@ OP = Op(
         "small": dict(B=3, N=23, D=192, F=96, recompute=1),
         "odd_recompute": dict(B=3, N=5, D=33, F=70, recompute=1),
         "swiglu": dict(B=2, N=10, D=32, F=24, swiglu=1),
+        "empty": dict(B=0, N=3, D=8, F=16),
+        "empty_recompute": dict(B=2, N=0, D=8, F=16, recompute=1),
     },
 )

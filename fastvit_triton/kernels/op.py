@@ -36,6 +36,7 @@ class Op:
 BACKENDS = ("auto", "triton", "torch")
 LIBRARY = torch.library.Library("fastvit_triton", "DEF")
 TUNED = Path(__file__).parent / "tuned"
+ONCE = b"fastvit_triton's kernels can be differentiated once; FASTVIT_TRITON_BACKEND=torch gives second derivatives"
 target: str | None = None  # the compile report names the architecture that it compiles for here
 
 
@@ -81,8 +82,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         return "the switch FASTVIT_TRITON_BACKEND says torch"
     if tile.MISSING is not None:
         return f"Triton is not installed ({tile.MISSING})"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms (grad, vmap, jvp) see through PyTorch only"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "torch.func transforms (grad, vmap, jvp) and forward-mode AD see through PyTorch only"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{dtype} always runs on PyTorch"
     if head_dim > 256:
@@ -200,6 +201,24 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
         LIBRARY.impl(name, on_device, key)
     torch.library.register_fake(f"fastvit_triton::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fastvit_triton, name).default
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """The backward pass of a Function as one whose gradients refuse to be differentiated again.
+
+    PyTorch's own decorator gives constants, and no error, where the gradients that come in are constants.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx, *grads):
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # on under create_graph=True
+            return outputs
+        refuse = torch._C._functions.DelayedError(ONCE, len(outputs))
+        return refuse(*(t if t is None else t.detach().requires_grad_() for t in outputs))
+
+    return wrapper
 
 
 def cdiv(a: int, b: int) -> int:

@@ -20,11 +20,10 @@ Differs   The patch is flattened in (channel, row, column) order, as a convoluti
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, eager
 from .argument import FLOATS, filled, floating, mixing
-from .op import Op, cast, cdiv, config, expect, make, precision, register, usable
+from .op import Op, cast, cdiv, config, expect, make, once_differentiable, precision, register, usable
 from .tile import collected, columns, dealt_columns, dealt_rows, jit, tl
 
 # Launch parameters that fit every architecture; tuned/ has better ones for some.

@@ -18,13 +18,12 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import attention as dense
 from . import check, layer_norm
 from .argument import Norm
 from .check import Rope
-from .op import Op, apart, cast, cdiv, make, power_of_2, register, usable
+from .op import Op, apart, cast, cdiv, make, once_differentiable, power_of_2, register, usable
 from .tile import jit, tl
 
 
@@ -359,7 +358,7 @@ class _Fn(torch.autograd.Function):
         return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 6
 
 
-# Which parts, weight and bias, the norms of queries and of keys have, by the number that a case gives.
+# parts, weight and bias, of the norms of queries and keys, by the number that a case gives
 KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "b"))
 
 
@@ -396,5 +395,6 @@ OP = Op(
         "queries_normed": dict(B=2, H=1, N=9, D=24, norms=4),
         "keys_normed": dict(B=2, H=1, N=9, D=24, prefix=2, halves=1, norms=5),
         "images": dict(B=3, H=2, N=9, D=16, prefix=1, images=1),
+        "empty": dict(B=0, H=2, N=5, D=8, prefix=1, norms=1),
     },
 )
