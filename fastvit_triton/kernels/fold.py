@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .op import Op, cdiv, config, expect, make, register, usable, whole_rows
+from .argument import FLOATS, filled, floating, mixing
+from .op import Op, cdiv, config, expect, make, once_differentiable, register, usable, whole_rows
 from .tile import jit, tl
 
 Parts = tuple[Tensor | None, ...]
@@ -65,9 +65,12 @@ def fold(
         dtype: of the product, which is that of x.
 
     Raises:
-        ValueError: a size does not fit.
+        ValueError: a size or device does not fit.
+        TypeError: an argument is of another type or dtype.
     """
     check(weights, biases, norm_weight, norm_bias)
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype!r}")
     if usable(weights[0]) and weights[0].shape[1] <= MAX_K:
         return Folded(*_Fn.apply(dtype, norm_weight, norm_bias, *weights, *biases))
     return reference(weights, biases, norm_weight, norm_bias, dtype)
@@ -117,14 +120,28 @@ def reference(
 
 
 def check(weights: tuple[Tensor, ...], biases: Parts, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
-    """Raises ValueError when a size does not fit."""
+    """Raises ValueError or TypeError when the parts do not fit each other."""
+    for name, parts in (("weights", weights), ("biases", biases)):
+        if not isinstance(parts, (tuple, list)) or not parts:
+            raise TypeError(f"{name} must be a tuple, one for each projection, got {type(parts).__name__}")
+    if len(weights) != len(biases):
+        raise ValueError(f"biases must be {len(weights)}, as there are weights, got {len(biases)}")
+    K = None
     for weight, bias in zip(weights, biases, strict=True):
-        expect("weight", weight, F=None, K=weights[0].shape[1])
+        expect("weight", weight, weights[0], F=None, K=K)
+        floating("weight", weight)
+        if weight.dtype != weights[0].dtype:
+            raise TypeError(f"weights must have one dtype, got {weights[0].dtype} and {weight.dtype}")
+        filled("weight", "F", weight.shape[0])
+        K = weight.shape[1]
         if bias is not None:
-            expect("bias", bias, F=weight.shape[0])
+            expect("bias", bias, weight, F=weight.shape[0])
+            mixing("bias", bias, weight)
+    filled("weight", "K", K)
     for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if parameter is not None:
-            expect(name, parameter, K=weights[0].shape[1])
+            expect(name, parameter, weights[0], K=K)
+            mixing(name, parameter, weights[0])
 
 
 def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor | None]:

@@ -28,14 +28,27 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import check, dispatch, eager, fold, layer_norm
+from .argument import flag
 from .check import Norm, Pair
 from .eager import ACTIVATIONS
 from .fold import Folded
 from .layer_norm import merged
-from .op import Op, cast, cdiv, config, folds, make, power_of_2, precision, register, usable, whole_rows
+from .op import (
+    Op,
+    cast,
+    cdiv,
+    config,
+    folds,
+    make,
+    once_differentiable,
+    power_of_2,
+    precision,
+    register,
+    usable,
+    whole_rows,
+)
 from .tile import (
     activate,
     activate_grad,
@@ -92,11 +105,13 @@ def linear(
         [..., F]; with `return_stats` also [M, tiles, 2] fp32.
 
     Raises:
-        ValueError: a size does not fit, or the activation is unknown.
+        ValueError: a size or device does not fit, or the activation is unknown.
+        TypeError: an argument is of another type or dtype.
     """
     check.projection(x, weight, bias, activation)
     check.norm(x, norm, stats, weight)
     check.branch(x, outputs(weight, activation), gamma, sample_scale, residual)
+    flag("return_stats", return_stats)
     if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
         operand, norm = before(x, norm, weight)
         around = residual is operand  # torch.compile wants each tensor passed once
@@ -553,9 +568,10 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
 
 def _widest(x, gamma, residual):
     """The dtype of a branch's end, as PyTorch promotes it."""
+    dtype = x.dtype
     for t in (gamma, residual):
-        x = x if t is None or torch.promote_types(x.dtype, t.dtype) == x.dtype else t
-    return x.dtype
+        dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
+    return dtype
 
 
 def _product_grad(dy, x, width, pre, gamma, sample_scale, mean, rstd, activation, norm, summed, hidden=False):
@@ -769,5 +785,7 @@ OP = Op(
         "swiglu": dict(B=2, N=10, K=32, F=24, swiglu=1),
         "plain": dict(B=1, N=197, K=64, F=130),
         "empty": dict(B=0, N=3, K=8, F=4),
+        "empty_norm": dict(B=0, N=3, K=8, F=4, norm=1),
+        "empty_branch": dict(B=2, N=0, K=8, F=4, branch=1),
     },
 )

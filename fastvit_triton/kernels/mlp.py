@@ -17,15 +17,15 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear
+from .argument import filled, flag, floating
 from .check import Norm, Pair
 from .fold import Folded
 from .head import head, no_head, scores
 from .linear import finish, with_norm
-from .op import Op, cdiv, config, expect, make, register, split, usable
+from .op import Op, cdiv, config, expect, make, once_differentiable, register, split, usable
 from .tile import activate, jit, no_stats, put_stats, tl
 
 # Launch parameters of the one launch, by the width of a row as its two tiles have it, in bytes.
@@ -70,14 +70,25 @@ def mlp(
         [..., D]; with `return_stats` also [M, tiles, 2] fp32.
 
     Raises:
-        ValueError: a size does not fit, or the activation is unknown.
+        ValueError: a size or device does not fit, or the activation is unknown.
+        TypeError: an argument is of another type or dtype.
     """
-    check.projection(x, *fc1, activation)
+    check.pair("fc1", fc1)
+    check.pair("fc2", fc2)
+    if activation is None:
+        raise ValueError("activation is None; an mlp without one is a linear layer")
+    check.projection(x, *fc1, activation, "fc1 ")
     check.norm(x, norm, stats, fc1[0])
-    expect("fc2 weight", fc2[0], D=None, F=linear.outputs(fc1[0], activation))
-    if fc2[1] is not None:
-        expect("fc2 bias", fc2[1], D=fc2[0].shape[0])
-    check.branch(x, fc2[0].shape[0], gamma, sample_scale, residual)
+    weight, bias = fc2
+    expect("fc2 weight", weight, x, D=None, F=linear.outputs(fc1[0], activation))
+    floating("fc2 weight", weight, x)
+    filled("fc2 weight", "D", weight.shape[0])
+    if bias is not None:
+        expect("fc2 bias", bias, x, D=weight.shape[0])
+        floating("fc2 bias", bias, x)
+    check.branch(x, weight.shape[0], gamma, sample_scale, residual)
+    flag("recompute", recompute)
+    flag("return_stats", return_stats)
     if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
         operand, norm = linear.before(x, norm, fc1[0])
         around = residual is operand  # the usual case; torch.compile wants each tensor passed once
@@ -239,7 +250,7 @@ def _bwd(
     dh = linear._input_grad(dpre2, hidden, w2, gamma, None, None, None, False)
     again = h is None and need_2
     dpre1, made, sums1 = linear._product_grad(
-        dh.view(*x.shape[:-1], -1), x, len(w1), pre, None, None, mean, rstd, activation, norm, True, again
+        dh.view(*x.shape[:-1], w2.shape[1]), x, len(w1), pre, None, None, mean, rstd, activation, norm, True, again
     )  # (3)
     outputs = [None] * 7
     if need_x:
@@ -369,5 +380,7 @@ OP = Op(
         "small": dict(B=3, N=23, D=192, F=96, recompute=1),
         "odd_recompute": dict(B=3, N=5, D=33, F=70, recompute=1),
         "swiglu": dict(B=2, N=10, D=32, F=24, swiglu=1),
+        "empty": dict(B=0, N=3, D=8, F=16),
+        "empty_recompute": dict(B=2, N=0, D=8, F=16, recompute=1),
     },
 )
