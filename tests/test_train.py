@@ -295,7 +295,7 @@ def test_settings_of_a_resumed_run():
     saved = job.settle({"epochs": 7}, None)
     assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
     assert job.settle({"epochs": 7}, saved) == saved
-    with pytest.raises(ValueError, match="seed is -1; it must be at least 0"):
+    with pytest.raises(ValueError, match=r"seed is -1; use an integer in \[0, 2\^63\)"):
         job.settle({"seed": -1}, None)
     with pytest.raises(ValueError, match="epochs is 8, but the run to resume has 7; leave it out"):
         job.settle({"epochs": 8}, saved)

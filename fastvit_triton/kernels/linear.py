@@ -321,8 +321,9 @@ def _fwd_kernel(
     if HAS_NORM and TILES > 0:
         mean, rstd = merged(stats_ptr, m, in_m, eps, K, WIDTH, TILES, BLOCK_T)
         if SAVE:
-            tl.store(mean_ptr + m, mean, mask=in_m & (tile_f == 0))
-            tl.store(rstd_ptr + m, rstd, mask=in_m & (tile_f == 0))
+            once = m < tl.where(tile_f == 0, M, 0)
+            tl.store(mean_ptr + m, mean, mask=once)
+            tl.store(rstd_ptr + m, rstd, mask=once)
     elif HAS_NORM:
         mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
