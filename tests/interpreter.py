@@ -95,8 +95,9 @@ class Memory:
         self.starts = self.ends = np.empty(0, np.uint64)
 
     def open(self, arguments):
-        """Takes the tensors among the arguments; ranges that overlap, as views of one tensor do, become one."""
-        spans = sorted(_span(t) for t in arguments if isinstance(t, torch.Tensor) and t.numel())
+        """Takes the tensors among the arguments and in tuples; ranges that overlap, as views do, become one."""
+        given = (t for a in arguments for t in (a if isinstance(a, tuple) else (a,)))
+        spans = sorted(_span(t) for t in given if isinstance(t, torch.Tensor) and t.numel())
         merged = []
         for start, end in spans:
             if merged and start < merged[-1][1]:
