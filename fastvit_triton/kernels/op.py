@@ -182,8 +182,8 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
         # kernels step through vectors one by one; matrices are the launchers' business
         vectors = (isinstance(a, torch.Tensor) and a.dim() == 1 for a in arguments)
         arguments = [a.contiguous() if v else a for a, v in zip(arguments, vectors, strict=True)]
-        first = arguments[0]
-        device = (first[0] if isinstance(first, (list, tuple)) else first).device
+        given = (t for a in arguments for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        device = next(t.device for t in given if isinstance(t, torch.Tensor))
         if device.type == "cuda":
             with torch.cuda.device(device):
                 return launch(*arguments)
