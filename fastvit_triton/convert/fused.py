@@ -43,18 +43,25 @@ from .parts import (
 )
 
 
-def body(*kinds: str, needs: str = "", takes: str | None = None, weights: bool = False) -> Callable[[Reader], Reader]:
+def body(
+    *kinds: str,
+    needs: str = "",
+    takes: str | None = None,
+    call: Callable[[nn.Module], dict[str, object]] | None = None,
+    weights: bool = False,
+) -> Callable[[Reader], Reader]:
     """Declares a reader of these types, see `Forward`; `weights` for bodies that return (y, weights or None)."""
 
     def decorate(read: Reader) -> Reader:
-        declare(kinds, Forward(partial(_forward_weights if weights else _forward, read), needs, takes, read))
+        run = partial(_forward_weights if weights else _forward, read)
+        declare(kinds, Forward(run, needs, takes, read, call=call))
         return read
 
     return decorate
 
 
 def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) -> Tensor:
-    if inputs and fuses(inputs[0]):
+    if inputs and fuses(self, inputs[0]):
         parts = read(self, *inputs[1:], **named)
         if not isinstance(parts, str):
             return run(inputs[0], parts)
@@ -63,7 +70,7 @@ def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) ->
 
 def _forward_weights(read: Reader, self: nn.Module, *inputs: object, **named: object) -> tuple[Tensor, None]:
     x, *rest = inputs or (named.get("hidden_states"),)
-    if isinstance(x, Tensor) and fuses(x):
+    if isinstance(x, Tensor) and fuses(self, x):
         parts = read(self, *rest, **{n: v for n, v in named.items() if n != "hidden_states"})
         if not isinstance(parts, str):
             return run(x, parts), None
@@ -85,7 +92,7 @@ def _norm_reason(self: nn.Module) -> str | None:
 @whole("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
 def norm_forward(self: nn.Module, input: Tensor) -> Tensor:
     """LayerNorm over the last axis; [..., D] → [..., D]."""
-    weights = last_axis_norm(self) if fuses(input) else None
+    weights = last_axis_norm(self) if fuses(self, input) else None
     return original(self, input) if weights is None else normalized(input, weights)
 
 
