@@ -5,6 +5,7 @@ must run its own forward now. Whatever part cannot be read is called instead, so
 does its work.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -41,18 +42,25 @@ from .parts import (
 )
 
 
-def body(*kinds: str, needs: str = "", takes: str | None = None, weights: bool = False) -> Callable[[Reader], Reader]:
+def body(
+    *kinds: str,
+    needs: str = "",
+    takes: str | None = None,
+    call: Callable[[nn.Module], dict[str, object]] | None = None,
+    weights: bool = False,
+) -> Callable[[Reader], Reader]:
     """Declares a reader of these types, see `Forward`; `weights` for bodies that return (y, weights or None)."""
 
     def decorate(read: Reader) -> Reader:
-        declare(kinds, Forward(partial(_forward_weights if weights else _forward, read), needs, takes, read))
+        run = partial(_forward_weights if weights else _forward, read)
+        declare(kinds, Forward(run, needs, takes, read, call=call))
         return read
 
     return decorate
 
 
 def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) -> Tensor:
-    if inputs and fuses(inputs[0]):
+    if inputs and fuses(self, inputs[0]):
         parts = read(self, *inputs[1:], **named)
         if not isinstance(parts, str):
             return run(inputs[0], parts)
@@ -61,7 +69,7 @@ def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) ->
 
 def _forward_weights(read: Reader, self: nn.Module, *inputs: object, **named: object) -> tuple[Tensor, None]:
     x, *rest = inputs or (named.get("hidden_states"),)
-    if isinstance(x, Tensor) and fuses(x):
+    if isinstance(x, Tensor) and fuses(self, x):
         parts = read(self, *rest, **{n: v for n, v in named.items() if n != "hidden_states"})
         if not isinstance(parts, str):
             return run(x, parts), None
@@ -83,7 +91,7 @@ def _norm_reason(self: nn.Module) -> str | None:
 @whole("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
 def norm_forward(self: nn.Module, input: Tensor) -> Tensor:
     """LayerNorm over the last axis; [..., D] → [..., D]."""
-    weights = last_axis_norm(self) if fuses(input) else None
+    weights = last_axis_norm(self) if fuses(self, input) else None
     return original(self, input) if weights is None else normalized(input, weights)
 
 
@@ -110,7 +118,8 @@ def entry(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
     if weights is None or not all(readable(layer, LINEARS) for layer in layers):
         return None
     group = Group(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers), *weights[:2])
-    sources = tuple(t for t in (*group.weights, *group.biases, *weights[:2]) if t is not None)
+    read = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
+    sources = tuple(t for t in (*itertools.chain(*read), *weights[:2]) if t is not None)
     return Entry(norm, group, weights[2], sources)
 
 
@@ -211,7 +220,7 @@ def finish(
         weight, bias, folded = operands(layer.weight, layer.bias, folded)
         end = dict(gamma=gamma, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
         return linear(x, weight, bias, norm=folded, **end)
-    x = _normed(x, norm)
+    x = x if norm is None else norm(x)
     x = x if layer is None else layer(x)
     y = scaled(x if drop is None else drop(x), gamma, sample_scale)
     y = y if residual is None else y + residual
@@ -277,7 +286,7 @@ def _add(
     """The sum, and its row statistics where they are asked for and cheap."""
     body, norm, scale, drop_path, gamma, drop, call = branch
     folded = of_dtype(folded, x)
-    entering, stats = (_normed(x, norm), None) if folded is None else (x, stats)
+    entering, stats = (x, stats) if folded is not None else (x if norm is None else norm(x), None)
     if isinstance(parts, str):
         y = body(entering, **call or {})
         y = y[0] if isinstance(y, tuple) else y
@@ -291,7 +300,3 @@ def _add(
     y = y if drop is None else drop(y)
     y = scaled(y if scale is None else scale(y), gamma, None)
     return x + (y if drop_path is None else drop_path(y)), None
-
-
-def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    return x if norm is None else norm(x)

@@ -84,6 +84,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         return f"Triton is not installed ({tile.MISSING})"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func transforms (grad, vmap, jvp) and forward-mode AD see through PyTorch only"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace records PyTorch alone"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{dtype} always runs on PyTorch"
     if head_dim > 256:

@@ -11,19 +11,22 @@ from ..kernels.fold import Group
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 from ..kernels.op import usable
+from .calls import all_watched, patched
 from .freeze import Entry, FoldedNorm, operands
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
 
 
 def hooked(module: nn.Module) -> bool:
-    """Somebody watches this module's calls, or has put another forward in its place."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__
+    """A hook watches this module's calls, or another forward is in its place, its own or its class's."""
+    facts = module.__dict__
+    hooks = facts["_forward_hooks"] or facts["_forward_pre_hooks"]
+    hooks = hooks or facts["_backward_hooks"] or facts["_backward_pre_hooks"] or all_watched()
+    return bool(hooks) or "forward" in facts or patched(type(module))
 
 
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """The module and its parameters are exactly of these kinds, and nobody watches its calls."""
+    """The module and its parameters are exactly of these kinds, and its calls are as its class defines them."""
     own = all(p is None or type(p) in (nn.Parameter, Tensor) for p in module._parameters.values())
     return type(module) in kinds and own and not hooked(module)
 
