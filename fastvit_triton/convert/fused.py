@@ -107,11 +107,6 @@ def run(x: Tensor, parts: Attention | Mlp, norm: FoldedNorm | None = None, **end
     return (attend if isinstance(parts, Attention) else feed)(x, parts, norm, **end)
 
 
-def entering(parts: Attention | Mlp) -> tuple[Layer, ...]:
-    """The layers of a body that read its input."""
-    return parts.projections if isinstance(parts, Attention) else parts.fc1
-
-
 def entry(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
     """A LayerNorm and the layers behind it, for `fold_norms`; None where one of them must be called."""
     weights = None if norm is None else norm_weights(norm)
@@ -272,7 +267,8 @@ def _entry(branch: Branch, parts: Attention | Mlp | str) -> Entry | None:
     """The LayerNorm of a branch and the layers behind it; None where there is none to fold."""
     if isinstance(parts, str) or (branch.norm is not None and parts.first is not None):
         return None
-    return entry(branch.norm if parts.first is None else parts.first, entering(parts))
+    layers = parts.projections if isinstance(parts, Attention) else parts.fc1
+    return entry(branch.norm if parts.first is None else parts.first, layers)
 
 
 def _add(
