@@ -15,6 +15,7 @@ Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+LARGEST = 2.0**62  # of a number: its square is finite in float32, and as an int it is one of 64 bits
 CHECK = os.environ.get("FASTVIT_TRITON_CHECK", "0") not in ("", "0")  # values that lie on a GPU are checked too
 
 
@@ -72,12 +73,12 @@ def autocasts(x: Tensor) -> bool:
 
 
 def number(argument: str, value: float, least: float = -math.inf) -> None:
-    """Raises TypeError when a value is no number, ValueError when it is not finite or below `least`."""
+    """Raises TypeError when a value is no number, ValueError when it is below `least`, not finite or huge."""
     if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
-    if not (least <= value < math.inf and value > -math.inf):
-        limit = "finite" if least == -math.inf else f"finite and at least {least}"
-        raise ValueError(f"{argument} must be {limit}, got {value}")
+    if not (least <= value <= LARGEST and value >= -LARGEST):
+        limit = "" if least == -math.inf else f", at least {least}"
+        raise ValueError(f"{argument} must be finite{limit} and at most 2^62, got {value}")
 
 
 def whole(argument: str, value: int, least: int, most: int | None = None) -> None:

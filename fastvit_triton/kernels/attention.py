@@ -208,7 +208,7 @@ def varlen_attention(
     expect("k", k, q, T=T, H=H, D=D)
     expect("v", v, q, T=T, H=H, Dv=None)
     check.heads(q, k, v)
-    whole("max_seqlen", max_seqlen, 0)
+    whole("max_seqlen", max_seqlen, 0, 2**31 - 1)
     check.images(cu_seqlens, q, max_seqlen)
     if scale is not None:
         number("scale", scale)
@@ -580,8 +580,9 @@ def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
     if bias is kv_lens is cu is None and not dispatch.attention(_row, "fwd", q, k, v):
         return eager.attention(q, k, v, scale)
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
-    if cu is not None:  # tokens of no image
-        o.zero_()
+    if cu is not None:
+        max_seqlen = min(max_seqlen, q.shape[2])
+        o.zero_()  # tokens of no image
         lse.fill_(-math.inf)
     q, k, v = lead(q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
@@ -607,8 +608,10 @@ def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, lear
         return *eager.attention_grads(do, q, k, v, o, lse, scale, packed), q.new_empty(0)
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias)
     dq, dk, dv, dbias = outputs
-    for grad in () if cu is None else (dq, dk, dv):  # tokens of no image
-        grad.zero_()
+    if cu is not None:
+        max_seqlen = min(max_seqlen, q.shape[2])
+        for grad in (dq, dk, dv):
+            grad.zero_()
     if packed:
         dq, dk, dv = dq.permute(2, 0, 3, 1, 4).unbind(0)
     do, q, k, v = lead(do, q, k, v)

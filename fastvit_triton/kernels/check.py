@@ -41,7 +41,6 @@ def projection(
         if bias is not None:
             raise ValueError(f"{name}bias is given, but a folded weight holds its bias; pass None")
         weights, biases = (weight.weight,), (weight.const,)
-        expect("the folded column sums", weight.colsum, x, F=len(weight.weight))
     elif isinstance(weight, Tensor):
         weights, biases = (weight,), (bias,)
     else:
@@ -61,6 +60,8 @@ def projection(
             if not isinstance(weight, Folded):
                 floating(f"{name}bias", b, x)
     filled(f"{name}weight", "F", F)
+    if isinstance(weight, Folded):
+        expect(f"the column sums of the folded {name}weight", weight.colsum, x, F=F)
     if activation == "swiglu" and len(weights) == 1 and F % 2:
         raise ValueError(f"axis F of {name}weight must be even, gate and up, for activation 'swiglu', got {F}")
 

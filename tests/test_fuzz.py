@@ -1,0 +1,49 @@
+"""Wrong and strange arguments: one sentence of ours or the right numbers, and the same answer from both paths."""
+
+import json
+
+import pytest
+from interpreter import interpreting
+
+from benchmarks import fuzz
+from fastvit_triton.kernels import OPS
+
+
+def test_a_slice_of_the_calls():
+    """Oracle: float64 where a call is taken, and whose `raise` it was where not; PyTorch's answer for the kernels."""
+    plain = [fuzz.answer(number) for number in range(300)]
+    with interpreting():
+        kernels = [fuzz.answer(number) for number in range(20)]
+    assert fuzz.failures(plain, kernels) == []
+
+
+@pytest.mark.fuzz
+def test_all_calls():
+    """Oracle: as above; writes the committed result."""
+    assert fuzz.report() == []
+
+
+def test_committed_result_is_clean():
+    """Oracle: its own counts, which name nothing but answers that are allowed."""
+    result = json.loads(fuzz.RESULT.read_text())
+    assert result["calls"] >= 10_000 and result["kernel_calls"] >= 500 and result["failures"] == []
+    for half, calls in (("pytorch", result["calls"]), ("kernels", result["kernel_calls"])):
+        assert set(result[half]) == {op.name for op in OPS}
+        assert {came for counts in result[half].values() for came in counts} <= {"ok", *fuzz.SAID}
+        assert sum(sum(counts.values()) for counts in result[half].values()) == calls
+
+
+def test_a_process_that_dies_is_one_failure(monkeypatch):
+    """Oracle: the exit code of a worker that was told to end at its second call; the third is answered."""
+    monkeypatch.setattr(fuzz, "MODULE", ["-c", DYING])
+    rows = fuzz.on_kernels(range(3))
+    assert [row["came"] for row in rows] == ["ok", "crash", "ok"] and "code -11" in rows[1]["wrong"]
+
+
+DYING = """
+import json, os, signal, sys
+for number in range(*map(int, sys.argv[2:4])):
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    print(json.dumps(dict(number=number, op="linear", done=[], came="ok")), flush=True)
+"""
