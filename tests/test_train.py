@@ -301,22 +301,6 @@ def test_settings_of_a_resumed_run():
         job.settle({"epochs": 8}, saved)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "sentence"),
-    [
-        ("epochs", 0, "epochs is 0; it must be at least 1"),
-        ("batch_size", -1, "batch_size is -1; it must be at least 1"),
-        ("lr", 0.0, "lr is 0.0; it must be above 0"),
-        ("lr", math.nan, "lr is nan; it must be above 0"),
-        ("warmup", 1.0, "warmup is 1.0"),
-    ],
-)
-def test_recipes_refuse_nonsense(field: str, value: float, sentence: str):
-    """Oracle: the sentence."""
-    with pytest.raises(ValueError, match=sentence):
-        replace(DIGITS, **{field: value})
-
-
 @pytest.mark.parametrize("wrong", [0, 1, 16])
 def test_pictures_are_drawn_without_global_state(tmp_path: Path, wrong: int):
     """Oracle: PNG files of a sane size; red pixels where, and only where, something is wrong; pyplot untouched."""

@@ -85,6 +85,7 @@ def _hints(annotated: Callable) -> dict[str, Any]:
     return {name: hint for name, hint in inspect.get_annotations(annotated).items() if _plain(hint)}
 
 
+@functools.cache
 def _plain(hint: Any) -> bool:
     """Whether an annotation is about numbers, bool, str, dict and None alone."""
     if get_origin(hint) in (Annotated, Literal):
