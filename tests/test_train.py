@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
