@@ -253,6 +253,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="ViT-B in bfloat16 only")
     parser.add_argument("--report-only", action="store_true", help="exit with 0 in spite of violations")
     arguments = parser.parse_args()
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
     result, console = report(arguments.arch.split(","), arguments.quick), Console(width=180)
     for arch in result["parts"]:
         console.print(kernel_table(result, arch))
