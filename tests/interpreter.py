@@ -3,6 +3,8 @@
 TRITON_INTERPRET=1 decides at import and then forbids compiling; this context decides at launch. Triton's interpreter
 keeps bfloat16 as bit patterns and computes on those: casts and dot products are repaired here, and any other bfloat16
 arithmetic raises, because a kernel that needs it is wrong on purpose: values are cast to float32 right after a load.
+
+Every load and store is held to the memory of the launch's tensors: an unmasked lane outside of it raises.
 """
 
 import contextlib
@@ -86,20 +88,81 @@ def _rounding(original):
     return cast
 
 
+class Memory:
+    """The bytes that the tensors of the launch at hand cover, each from its first element to its last."""
+
+    def __init__(self):
+        self.starts = self.ends = np.empty(0, np.uint64)
+
+    def open(self, arguments):
+        """Takes the tensors among the arguments and in tuples; ranges that overlap, as views do, become one."""
+        given = (t for a in arguments for t in (a if isinstance(a, tuple) else (a,)))
+        spans = sorted(_span(t) for t in given if isinstance(t, torch.Tensor) and t.numel())
+        merged = []
+        for start, end in spans:
+            if merged and start < merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        self.starts, self.ends = np.array(merged, np.uint64).reshape(-1, 2).T
+
+    def hold(self, what, pointers, mask):
+        """Raises IndexError when an unmasked lane has an address outside."""
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        if not at.size:
+            return
+        size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        span = np.searchsorted(self.starts, at, "right").astype(np.int64) - 1
+        outside = span < 0 if len(self.ends) else np.ones(at.shape, bool)
+        outside |= at + np.uint64(size) > np.append(self.ends, np.uint64(0))[span]
+        if outside.any():
+            raise IndexError(f"{what} of {size} bytes at {int(at[outside][0])}, outside of the launch's tensors")
+
+
+def _span(tensor):
+    """[first byte, one past the last byte) of a tensor, whatever its strides."""
+    start, size = tensor.data_ptr(), tensor.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
+
+
+_memory = Memory()
+
+
+def _run(self, *arguments, grid, warmup=False, **options):
+    """A launch in the interpreter, with its tensors as the only memory."""
+    _memory.open([*arguments, *options.values()])
+    return _interpreted(self).run(*arguments, grid=grid, warmup=warmup, **options)
+
+
+def _loading(original):
+    def load(self, pointers, mask, *rest):
+        _memory.hold("a load", pointers, mask)
+        return original(self, pointers, mask, *rest)
+
+    return load
+
+
+def _storing(original):
+    def store(self, pointers, values, mask, *rest):
+        _memory.hold("a store", pointers, mask)
+        return original(self, pointers, values, mask, *rest)
+
+    return store
+
+
 @contextlib.contextmanager
 def interpreting():
     """Kernel launches and device calls go to the interpreter, and the package takes its Triton path on CPU tensors."""
     builder = interpreter.InterpreterBuilder
     dot = builder.create_dot
     patches = [
-        (
-            JITFunction,
-            "run",
-            lambda self, *a, grid, warmup=False, **k: _interpreted(self).run(*a, grid=grid, warmup=warmup, **k),
-        ),
+        (JITFunction, "run", _run),
         (JITFunction, "__call__", _call),
         (interpreter, "_patch_lang_tensor", _indexed(interpreter._patch_lang_tensor)),
         (builder, "create_dot", lambda self, a, b, d, *r: dot(self, _widened(a), _widened(b), d, *r)),
+        (builder, "create_masked_load", _loading(builder.create_masked_load)),
+        (builder, "create_masked_store", _storing(builder.create_masked_store)),
         (builder, "binary_op", _refusing("arithmetic", builder.binary_op)),
         (builder, "unary_op", _refusing("arithmetic", builder.unary_op)),
         (builder, "cast_impl", _rounding(builder.cast_impl)),

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import math
 import pickle
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from benchmarks.launches import recording
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert import parts
 from fastvit_triton.convert.forwards import FORWARDS
-from fastvit_triton.kernels import mlp, op
+from fastvit_triton.kernels import fold, mlp, op
 
 ROUNDINGS = 84  # as in test_models
 
@@ -290,32 +291,44 @@ NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "tim
 BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
 
 
-# launches beside the six: rotated or normed queries and keys, inner norms, a bias that is put together on each call,
-# or norms after the branches
-MORE = dict(timm_vit_qk_norm=3, timm_eva02=3, timm_eva=1, timm_beit=1, timm_beit_shared=1, torch_encoder_layer=1)
-MORE |= dict.fromkeys(("timm_dinov3", "timm_rope_vit", "hf_dinov3", "hf_dinov3_gated"), 1)
+# launches beside those of a plain block, (frozen, fold, norms): separate queries, keys, values are packed where there
+# is no fold; rotary positions or norms of queries and keys; inner norms, each with its fold and statistics; norms after
+# the branches
+SEPARATE = ("hf_vit", "hf_vit_eager", "hf_deit", "hf_mae", "hf_dinov2", "hf_dinov2_swiglu", "hf_clip", "hf_siglip")
+MORE = {name: (0, 0, 1) for name in SEPARATE} | dict.fromkeys(("timm_dinov3", "timm_rope_vit"), (1, 1, 1))
+MORE |= dict.fromkeys(("hf_dinov3", "hf_dinov3_gated"), (1, 1, 2)) | {
+    "timm_vit_qk_norm": (3, 5, 3),
+    "timm_eva02": (3, 5, 4),
+}
+MORE |= {"torch_encoder_layer": (1, 0, 0)}
+WAYS = ("frozen", "fold", "norms")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_is_six_launches(name, monkeypatch):
+def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
     """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual.
 
-    Rows as narrow as these would take the last two in one launch.
+    One more folds both LayerNorms where they are not kept; or they run, without row statistics, and one more packs
+    separate queries, keys and values. Rows as narrow as these would take the last two in one launch.
     """
     monkeypatch.setattr(mlp, "_whole", lambda *_: None)
+    monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0 if way == "fold" else math.inf))
     model, seen = build(name, torch.bfloat16).eval(), []
-    optimize(model)
+    optimize(model, freeze=way == "frozen")
     kinds = ("Block", "EvaBlock", "EncoderBlock", "Transformer", "TransformerEncoderLayer")
     blocks = [m for m in model.modules() if type(m).__name__ in kinds or type(m).__name__.endswith("Layer")]
     given = inputs(name, torch.bfloat16)
     with torch.no_grad(), recording("sm_90") as found:
-        outputs(model, given)  # folds weights, which are kept
+        outputs(model, given)  # folds weights, which frozen models keep
         for block in blocks:
             block.register_forward_pre_hook(lambda *_: seen.append(len(found)))
             block.register_forward_hook(lambda *_: seen.append(len(found) - seen.pop()))
         outputs(model, given)
-    two_blocks_and_a_norm = type(blocks[0]).__name__ == "Transformer"  # the second block gets statistics from the first
-    expected = 6 + 5 + 1 if two_blocks_and_a_norm else 6 + MORE.get(name, 0)
+    if type(blocks[0]).__name__ == "Transformer":  # two blocks and a norm; the second has statistics from the first
+        expected = {"frozen": 6 + 5 + 1, "fold": 7 + 6 + 1, "norms": 7 + 7 + 1}[way]
+    else:
+        expected = {"frozen": 6, "fold": 7, "norms": 7}[way] + MORE.get(name, (0, 0, 0))[WAYS.index(way)]
     assert seen == [expected] * len(blocks)
 
 

@@ -6,10 +6,13 @@ import json
 
 import pytest
 import torch
+import triton.language as tl
 from interpreter import interpreting, poisoned
+from triton import jit
+from triton.runtime.errors import InterpreterError
 
 from fastvit_triton import fold, kernels
-from fastvit_triton.kernels import OPS, layer_norm, linear, mlp
+from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp
 from fastvit_triton.kernels.op import TUNED
 
 # linear with row statistics of x from elsewhere, which leaves those of its output
@@ -146,3 +149,71 @@ def test_folded_beforehand_is_folded_inside(layer):
     assert truth.keys() == got.keys()
     for name, want in truth.items():
         assert largest(got[name] - want) <= 64 * torch.finfo(torch.float32).eps * largest(want), name
+
+
+CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the images that they come to
+    "past the end": ([0, 4, 10**6], 9, [(0, 4), (4, 9)]),
+    "negative": ([-1000, 4, 9], 5, [(0, 4), (4, 9)]),
+    "decreasing": ([0, 6, 3], 6, [(0, 6)]),
+    "tokens of no image": ([2, 4, 7], 3, [(2, 4), (4, 7)]),
+    "longer than max_seqlen": ([0, 6, 9], 3, [(0, 3), (6, 9)]),
+    "no tokens allowed": ([0, 6, 9], 0, []),
+    "beyond 32 bits": ([0, 2**33 + 4, 2**40], 9, [(0, 9)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CUTS)
+def test_lengths_that_were_not_checked_stay_inside(name, dtype):
+    """Oracle: each image that is left alone in float64, 0 elsewhere; the context holds every address to the tensors."""
+    ends, longest, images = CUTS[name]
+    q, k, v, do = (torch.randn(1, 2, 9, 16).to(dtype) for _ in range(4))
+    cu, ops = torch.tensor(ends), torch.ops.fastvit_triton
+    with interpreting(), poisoned():
+        o, lse = ops.attention_fwd(q, k, v, None, None, cu, longest, 0.25)
+        grads = ops.attention_bwd(do, q, k, v, None, None, cu, longest, 0.25, o, lse, False, False)[:3]
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    want = torch.zeros_like(wide[0])
+    for start, end in images:
+        want = want.slice_scatter(attention.reference(*(t[:, :, start:end] for t in wide), scale=0.25), 2, start, end)
+    wants = torch.autograd.grad(want, wide, do.double()) if images else [want] * 3
+    for got, expected in zip((o, *grads), (want, *wants), strict=True):
+        assert largest(got - expected) <= 16 * torch.finfo(dtype).eps * max(largest(expected), 1)
+
+
+@pytest.mark.parametrize("lens", [[-5, 2**40], [0, -(2**33)], [9, 3]])
+def test_key_lengths_that_were_not_checked_stay_inside(lens):
+    """Oracle: the reference on lengths between 0 and Nk; the gradient of a bias has a kernel of its own."""
+    arguments = {name: torch.randn(2, 1, 7, 8).requires_grad_() for name in "qkv"}
+    arguments["bias"] = torch.randn(1, 1, 7, 7).requires_grad_()
+    wide = {n: converted(t, torch.float64) for n, t in arguments.items()}
+    truth = results(attention.reference, wide | dict(kv_lens=torch.tensor(lens).clamp(0, 7)))
+    with interpreting():
+        got = results(attention.attention, arguments | dict(kv_lens=torch.tensor(lens)))
+    for name, want in truth.items():
+        assert largest(got[name] - want) <= 16 * torch.finfo(torch.float32).eps * largest(want).clamp(min=1), name
+
+
+@jit
+def _copy_kernel(x_ptr, y_ptr, first, N, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Copies N values from x + first; without MASKED a whole block."""
+    i = tl.arange(0, BLOCK)
+    mask = i < N if MASKED else i >= 0
+    tl.store(y_ptr + i, tl.load(x_ptr + first + i, mask=mask), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_memory_outside_of_the_arguments_is_refused(dtype):
+    """Oracle: a tensor's first and last element, by its strides; masked lanes may point anywhere."""
+    buffer = torch.arange(64).to(dtype)
+    x, y = buffer[8:24:2], torch.zeros(16, dtype=dtype)  # elements 8 to 22
+    with interpreting():
+        _copy_kernel[(1,)](x, y, 0, 15, BLOCK=16, MASKED=True)
+        assert torch.equal(y[:15], buffer[8:23]) and y[15] == 0
+        for first, N, masked in ((0, 16, True), (1, 15, True), (-1, 3, True), (0, 15, False)):
+            with pytest.raises(InterpreterError, match="a load of"):
+                _copy_kernel[(1,)](x, y, first, N, BLOCK=16, MASKED=masked)
+        with pytest.raises(InterpreterError, match="a store of"):
+            _copy_kernel[(1,)](buffer, y[:3], 0, 4, BLOCK=16, MASKED=True)
+        with pytest.raises(InterpreterError, match="a load of"):
+            _copy_kernel[(1,)](buffer[:0], y, 0, 1, BLOCK=16, MASKED=True)

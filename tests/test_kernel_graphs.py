@@ -8,13 +8,15 @@ import sys
 import types
 
 import pytest
+import timm
 import torch
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
-from test_interpreter import STATS, results
+from test_interpreter import STATS, leaves, results
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -115,6 +117,32 @@ def test_models_run_on_the_kernels(name):
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
 
 
+@pytest.mark.parametrize("whose", ["ours", "timm"])
+def test_norms_of_heads_without_weights_are_norms(whose):
+    """Oracle: the untouched model on PyTorch; without the norms the logits are other ones by far."""
+    bare = functools.partial(nn.LayerNorm, elementwise_affine=False)
+    if whose == "timm":
+        model = timm.models.vision_transformer.VisionTransformer(
+            8, 2, 3, 5, embed_dim=24, depth=1, num_heads=2, qk_norm=True, norm_layer=bare
+        ).eval()
+        images = torch.randn(2, 3, 8, 8)
+    else:
+        model, images = model_and_images()
+        attn = model.blocks[0].attn
+        attn.q_norm, attn.k_norm = bare(attn.head_dim, eps=1e-6), bare(attn.head_dim, eps=1e-6)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight.mul_(20)
+        want = model(images)
+        if whose == "timm":
+            f.optimize(model)
+        with interpreting():
+            got = model(images)
+        f.revert(model)
+        model.blocks[0].attn.q_norm = model.blocks[0].attn.k_norm = nn.Identity()
+        assert worst([model(images)], [want]) > 1e4 * TOLERANCE
+    assert worst([got], [want]) <= TOLERANCE
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_kernels_are_nodes_of_one_graph(dynamic):
@@ -162,14 +190,76 @@ def test_autocast_gives_eagers_dtypes(dtype):
         assert error <= 16 * torch.finfo(dtype).eps * float(tensor.detach().abs().max()), name
 
 
-def test_double_backward_is_refused():
-    """Oracle: PyTorch's own sentence for functions that are differentiable once."""
-    x = randn(2, 3, 5)
+@pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
+def test_double_backward_is_refused(op_):
+    """Oracle: one sentence, where PyTorch's decorator gives constants: the sum's gradient does not depend on x."""
+    arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")
+    learning = [t for value in arguments.values() for t in leaves(value) if t.requires_grad]
     with interpreting():
-        y = f.layer_norm(x, None, None, 1e-6)
-        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+        sums = [t.sum() for t in leaves(op_.run(**arguments)) if t.requires_grad]
+        grads = torch.autograd.grad(sums, learning, create_graph=True)
+        assert all(grad.requires_grad for grad in grads)
+        with pytest.raises(RuntimeError, match="can be differentiated once; FASTVIT_TRITON_BACKEND=torch gives"):
+            sum(grad.square().sum() for grad in grads).backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # forward_ad's own
+@pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
+def test_forward_mode_runs_pytorch(op_):
+    """Oracle: the same dual tensors where no kernel runs; outside of the level the kernels run again."""
+    arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")
+
+    def tangents():
+        def dual(value):
+            if isinstance(value, torch.Tensor):
+                value = value.detach()
+                return forward_ad.make_dual(value, value.cos()) if value.is_floating_point() else value
+            return tuple(dual(v) for v in value) if isinstance(value, tuple) else value
+
+        with forward_ad.dual_level():
+            outputs = leaves(op_.run(**{name: dual(value) for name, value in arguments.items()}))
+            return [forward_ad.unpack_dual(t).tangent for t in outputs]
+
+    want = tangents()
+    with interpreting(), Calls() as calls:
+        got = tangents()
+        assert not calls.found
+        op_.run(**arguments)
+    assert calls.found and all(t is not None for t in want[:1])
+    for a, b in zip(got, want, strict=True):
+        assert a is b is None or (a - b).abs().max() <= TOLERANCE * b.abs().max()
+
+
+@pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
+@pytest.mark.parametrize("backend", op.BACKENDS)
+def test_meta_tensors_give_shapes_under_every_switch(op_, backend):
+    """Oracle: shapes and dtypes of the same call on a CPU."""
+    arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")
+
+    def meta(value):
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return tuple(meta(v) for v in value) if isinstance(value, tuple) else value
+
+    want = [(t.shape, t.dtype) for t in leaves(op_.run(**arguments))]
+    try:
+        op.set_backend(backend)
+        made = list(leaves(op_.run(**{name: meta(value) for name, value in arguments.items()})))
+    finally:
+        op.set_backend(None)
+    assert [(t.shape, t.dtype) for t in made] == want and all(t.is_meta for t in made)
+
+
+@pytest.mark.parametrize("backend", op.BACKENDS)
+def test_a_model_on_meta_gives_shapes_under_every_switch(backend):
+    """Oracle: the number of classes."""
+    try:
+        op.set_backend(backend)
+        with torch.device("meta"):
+            model, images = model_and_images()
+        assert model(images).shape == (2, 10) and model(images).is_meta
+    finally:
+        op.set_backend(None)
 
 
 @pytest.mark.parametrize("F", [64, 200])

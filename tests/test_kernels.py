@@ -268,7 +268,7 @@ def test_patch_embed_folds_uint8_normalisation():
         (lambda: attention_qkv(randn(1, 4, 12), 2, rope=(randn(4, 2), randn(2, 4, 2), True)), "sin must have axes"),
         (lambda: varlen_attention(*[randn(3, 2, 4)] * 2, randn(4, 2, 4), torch.zeros(2), 1), "axis T of v must be 3"),
         (lambda: layer_norm(randn(2, 4), randn(3), None, 1e-6), "axis D of weight must be 4, got 3"),
-        (lambda: add_layer_norm(randn(2, 4), randn(2, 5), None, None, 1e-6), r"residual must have x's shape \[2, 4\]"),
+        (lambda: add_layer_norm(randn(2, 4), randn(2, 5), None, None, 1e-6), r"residual must have shape \[2, 4\]"),
         (lambda: linear(randn(2, 4), randn(3, 5)), "axis K of weight must be 4, got 5"),
         (lambda: linear(randn(2, 4), randn(3, 4), randn(4)), "axis F of bias must be 3, got 4"),
         (lambda: linear(randn(2, 4), randn(3, 4), residual=randn(2, 4)), r"residual must have shape \[2, 3\]"),

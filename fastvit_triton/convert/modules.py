@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from ..kernels.op import backend, why_not
+from ..layers.freeze import freeze as freeze_weights
+from ..layers.freeze import unfreeze
 from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
 from .forwards import Forward, fitting
 from .from_torch import CONV, STEMS
@@ -18,7 +20,9 @@ LEFT |= dict.fromkeys(from_transformers.INNER)  # parts of a candidate, none the
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class names that a user would ask about
 
 
-def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> Report:
+def optimize(
+    model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None, freeze: bool = False
+) -> Report:
     """Gives every module of a known type a fused forward, in place.
 
     Parameters stay the same objects under the same keys, classes stay as they are, and gradients are the original's, so
@@ -33,16 +37,19 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
         model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that holds some of these.
         filter_fn: called with a candidate and its path; only candidates for which it is true are converted, and a fused
             block calls the others.
+        freeze: the weights are final: also `fastvit_triton.freeze` the model.
 
     Returns:
         Report: what each candidate became, or why it was left; print it for a table.
 
     Raises:
-        TypeError: model is no nn.Module, or filter_fn cannot be called.
+        TypeError: model is no nn.Module, filter_fn cannot be called, or freeze is no bool.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
+    if not isinstance(freeze, bool):
+        raise TypeError(f"freeze is {freeze!r}; give True or False")
     from_transformers.register()
     rows, seen, inside = [], {}, []
     stems = {id(getattr(m, STEMS[kind(m)], None)) for m in model.modules() if kind(m) in STEMS}
@@ -62,6 +69,8 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
         rows.append(row)
         if row.became is not None:
             inside.append(path)
+    if freeze:
+        freeze_weights(model)
     parameter = next(model.parameters(), None)
     device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
     return Report(tuple(rows), device)
@@ -140,12 +149,13 @@ def _check(model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Takes every fused forward away again; instances are as they were before `optimize`.
+    """Takes every fused forward away again, and ends `freeze`; instances are as they were before `optimize`.
 
     Raises:
         TypeError: model is no nn.Module.
     """
     _check(model)
+    unfreeze(model)
     for module in model.modules():
         if ours(module.__dict__.get("forward")):
             del module.__dict__["forward"]

@@ -31,9 +31,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import dispatch, eager
+from . import check, dispatch, eager
+from .argument import number, whole
 from .eager import lead
 from .head import (
     dkdv_step,
@@ -42,13 +42,27 @@ from .head import (
     head,
     head_step,
     image_of,
+    keys_of,
     no_head,
     p_and_dp,
     put_head,
     row_logs,
     start_of,
 )
-from .op import Op, cast, cdiv, config, expect, make, power_of_2, precision, register, split, usable
+from .op import (
+    Op,
+    cast,
+    cdiv,
+    config,
+    expect,
+    make,
+    once_differentiable,
+    power_of_2,
+    precision,
+    register,
+    split,
+    usable,
+)
 from .tile import jit, tl
 
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
@@ -145,20 +159,22 @@ def attention(
         bias: [G, H, Nq, Nk] added to the scores, or boolean with True for "attend"; batch row b uses group b mod G.
             Axes of size 1 broadcast. −inf masks a key.
         scale: multiplies q kᵀ; None means D^-0.5.
-        kv_lens: [B] valid keys per image; later keys are masked.
+        kv_lens: [B] integers, valid keys per image; later keys are masked. Negative means none, more than Nk all.
         return_lse: also return L of equation (3), which carries no gradient.
 
     Returns:
         [B, H, Nq, Dv]; with `return_lse` also L [B, H, Nq], fp32.
 
     Raises:
-        ValueError: an axis does not fit.
+        ValueError: a size or device does not fit.
+        TypeError: an argument is of another type or dtype.
     """
-    B, H, _, D = q.shape if q.dim() == 4 else (None,) * 4
-    expect("q", q, B=B, H=H, Nq=None, D=D)
-    expect("k", k, B=B, H=H, Nk=None, D=D)
-    expect("v", v, B=B, H=H, Nk=k.shape[2], Dv=None)
-    _check_mask(q, k, bias, kv_lens)
+    expect("q", q, B=None, H=None, Nq=None, D=None)
+    B, H, _, D = q.shape
+    expect("k", k, q, B=B, H=H, Nk=None, D=D)
+    expect("v", v, q, B=B, H=H, Nk=k.shape[2], Dv=None)
+    check.heads(q, k, v)
+    check.scores(q, (H, q.shape[2], k.shape[2]), bias, kv_lens, scale, return_lse)
     if usable(q, max(D, v.shape[3])):
         o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
         return (o, lse * math.log(2)) if return_lse else o
@@ -174,21 +190,28 @@ def varlen_attention(
         q: [T, H, D], the tokens of all images one after another.
         k: [T, H, D].
         v: [T, H, Dv].
-        cu_seqlens: [B + 1] integers, 0 first and T last: image b owns tokens cu_seqlens[b] to cu_seqlens[b + 1].
+        cu_seqlens: [B + 1] integers from 0 to at most T: image b owns tokens cu_seqlens[b] to cu_seqlens[b + 1].
         max_seqlen: upper bound of one image's tokens; a size for the launch, never read from the device.
         scale: softmax scale; None means D^-0.5.
 
     Returns:
-        [T, H, Dv]; tokens that belong to no image are undefined.
+        [T, H, Dv]; 0 for tokens that belong to no image.
 
     Raises:
-        ValueError: an axis does not fit.
+        ValueError: a size or device does not fit, or cu_seqlens does not cut T tokens into images of at most
+            max_seqlen. What cu_seqlens holds is read on a CPU, and on a GPU only with FASTVIT_TRITON_CHECK=1;
+            unread it is cut to T and max_seqlen, so that no memory outside of the tensors is touched.
+        TypeError: an argument is of another type or dtype.
     """
-    T, H, D = q.shape if q.dim() == 3 else (None,) * 3
-    expect("q", q, T=T, H=H, D=D)
-    expect("k", k, T=T, H=H, D=D)
-    expect("v", v, T=T, H=H, Dv=None)
-    expect("cu_seqlens", cu_seqlens, **{"B+1": None})
+    expect("q", q, T=None, H=None, D=None)
+    T, H, D = q.shape
+    expect("k", k, q, T=T, H=H, D=D)
+    expect("v", v, q, T=T, H=H, Dv=None)
+    check.heads(q, k, v)
+    whole("max_seqlen", max_seqlen, 0)
+    check.images(cu_seqlens, q, max_seqlen)
+    if scale is not None:
+        number("scale", scale)
     if usable(q, max(D, v.shape[2])):
         heads_first = (t.transpose(0, 1)[None] for t in cast(q, k, v))  # [1, H, T, D]
         o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, D**-0.5 if scale is None else scale)
@@ -205,10 +228,10 @@ def reference(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Equations (1) and (2) by PyTorch's fused attention; written out when L is asked for."""
+    """Equations (1) and (2) by PyTorch's fused attention, which has neither L nor tangents; else written out."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = _mask(q, k, bias, kv_lens)
-    if not return_lse:
+    if not return_lse and torch.autograd.forward_ad._current_level < 0:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = scale * (q @ k.mT).float() if q.dtype != torch.float64 else scale * (q @ k.mT)  # (1) [B, H, Nq, Nk]
     if mask is not None:
@@ -216,28 +239,19 @@ def reference(
     lse = scores.detach().logsumexp(-1)  # (3)
     empty = (lse == float("-inf"))[..., None]
     weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return weights.to(v.dtype) @ v, lse.float()  # (2)
+    o = weights.to(v.dtype) @ v  # (2)
+    return (o, lse.float()) if return_lse else o
 
 
 def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
     """One attention over all tokens in which a token sees its own image only; `max_seqlen` is not needed here."""
-    image = torch.searchsorted(cu_seqlens[1:], torch.arange(len(q), device=q.device), right=True)  # [T]
-    same = image[:, None] == image[None, :]
+    tokens = torch.arange(len(q), device=q.device)
+    image = torch.searchsorted(cu_seqlens[1:].contiguous().to(tokens.dtype), tokens, right=True)  # [T]
+    same = (image[:, None] == image[None, :]) & (image < len(cu_seqlens) - 1)[:, None]
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
     return reference(q, k, v, same[None, None], scale)[0].transpose(0, 1)
-
-
-def _check_mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> None:
-    """Raises ValueError when bias or kv_lens do not fit."""
-    if bias is not None:
-        if bias.dim() != 4:
-            raise ValueError(f"bias must have axes [G, H, Nq, Nk], got shape {list(bias.shape)}")
-        axes = zip(("G", "H", "Nq", "Nk"), (bias.shape[0], *q.shape[1:3], k.shape[2]), bias.shape, strict=True)
-        expect("bias", bias, **{axis: None if got == 1 else size for axis, size, got in axes})
-    if kv_lens is not None:
-        expect("kv_lens", kv_lens, B=q.shape[0])
 
 
 def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:
@@ -259,13 +273,13 @@ def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> 
 @jit
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, l_ptr,
-    q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, G, tiles, scale,
+    q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, T, G, tiles, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head; streams all keys. Equations (1) to (3)."""
-    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -306,13 +320,13 @@ def _fwd_kernel(
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, do_strides, l_strides, dq_strides,
-    H, Nq, Nk, G, tiles, scale, softmax_scale,
+    H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries; streams keys; writes Δ of equation (5) and dQ of (7)."""
-    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -354,14 +368,14 @@ def _bwd_dq_kernel(
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, dk_strides, dv_strides,
-    H, Nq, Nk, G, tiles, scale, softmax_scale,
+    H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one head; streams queries; writes dK and dV of equation (7)."""
     keys = Nk  # rows to write, masked ones too
-    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if not HAS_LENS:
         keys = Nk
     if tile * BLOCK_N >= keys:
@@ -406,7 +420,7 @@ def _bwd_dkdv_kernel(
 def _bwd_kernel(
     q_ptr, k_ptr, v_ptr, lens_ptr, cu_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
-    H, Nq, Nk, tiles, scale, softmax_scale,
+    H, Nq, Nk, T, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
@@ -416,7 +430,7 @@ def _bwd_kernel(
     dQ of the first keys waits in its final place, read back by the threads that wrote it.
     """
     keys = Nk  # rows to write, masked ones too
-    _, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    _, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
     if not HAS_LENS:
         keys = Nk
     q_ptr, q_row = start_of(q_ptr, q_strides, b, h, start, UNIT)
@@ -471,7 +485,7 @@ def _bwd_dbias_kernel(
     for image in range(g, B, G):
         b, keys = tl.cast(image, tl.int64), Nk
         if HAS_LENS:
-            keys = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
+            keys = keys_of(lens_ptr + b, Nk)
         at = b * l_strides[0] + h * l_strides[1]
         q_at, q_row = start_of(q_ptr, q_strides, b, h, 0, UNIT)
         k_at, k_row = start_of(k_ptr, k_strides, b, h, 0, UNIT)
@@ -524,7 +538,7 @@ def _tail(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 
 
-def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
+def _arguments(q, k, v, bias, kv_lens, cu, max_seqlen, scale, lse, **others):
     """What the kernels take, by name: pointers, strides and sizes."""
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
     (D0, D1), (V0, V1) = split(D), split(Dv)
@@ -539,7 +553,7 @@ def _arguments(q, k, v, bias, kv_lens, cu, scale, lse, **others):
     return pointers | strides | dict(
         bias_ptr=bias, bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
         l_ptr=lse, l_strides=_strides(lse, cu)[:2], lens_ptr=kv_lens, cu_ptr=cu,
-        H=H, Nq=Nq, Nk=Nk, scale=scale * math.log2(math.e), softmax_scale=scale,
+        H=H, Nq=Nq if cu is None else max_seqlen, Nk=Nk, T=Nq, scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
         HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=precision(q), UNIT=unit,
     )  # fmt: skip
@@ -566,13 +580,16 @@ def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
     if bias is kv_lens is cu is None and not dispatch.attention(_row, "fwd", q, k, v):
         return eager.attention(q, k, v, scale)
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
+    if cu is not None:  # tokens of no image
+        o.zero_()
+        lse.fill_(-math.inf)
     q, k, v = lead(q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     blocks = _blocks("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     if o.numel():
         safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
-        arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, o=o)
+        arguments = _arguments(q, k, v, bias, kv_lens, cu, max_seqlen, scale, lse, o=o)
         tail = _tail(Nk, blocks["BLOCK_N"], kv_lens is not None or cu is not None)
         _launch(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
     return o, lse
@@ -590,12 +607,14 @@ def _bwd(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, lear
         return *eager.attention_grads(do, q, k, v, o, lse, scale, packed), q.new_empty(0)
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu, max_seqlen, scale, o, lse, packed, learn_bias)
     dq, dk, dv, dbias = outputs
+    for grad in () if cu is None else (dq, dk, dv):  # tokens of no image
+        grad.zero_()
     if packed:
         dq, dk, dv = dq.permute(2, 0, 3, 1, 4).unbind(0)
     do, q, k, v = lead(do, q, k, v)
     images, Nq, Nk, width = _sizes(q, k, v, cu, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu is not None
-    arguments = _arguments(q, k, v, bias, kv_lens, cu, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
+    arguments = _arguments(q, k, v, bias, kv_lens, cu, max_seqlen, scale, lse, do=do, o=o, dq=dq, dk=dk, dv=dv)
     whole = _whole(q, bias, ragged, Nk, width)
     if whole and q.numel() and k.numel():
         tail = _tail(Nq, whole["BLOCK_M"], cu is not None)
@@ -664,7 +683,8 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     if "G" in case:
         arguments["bias"] = randn(case["G"], H, Nq, Nk)
     if "short" in case:
-        arguments["kv_lens"] = torch.tensor([Nk - case["short"] * (b % 2) for b in range(B)], device=device)
+        lens = [Nk - case["short"] * (b % 2) for b in range(B)]
+        arguments["kv_lens"] = torch.tensor(lens, dtype=torch.int64, device=device)
     return arguments
 
 
@@ -697,6 +717,9 @@ OP = Op(
         "giant": dict(B=1, H=1, Nq=17, Nk=33, D=88, Dv=88),
         "widest": dict(B=1, H=1, Nq=20, Nk=20, D=256, Dv=192),
         "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
+        "no_padded": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8, short=1),
+        "no_queries": dict(B=2, H=2, Nq=0, Nk=4, D=8, Dv=8),
+        "no_keys": dict(B=2, H=2, Nq=4, Nk=0, D=8, Dv=8),
     },
 )
 OP_VARLEN = Op(
@@ -705,5 +728,9 @@ OP_VARLEN = Op(
     reference=reference_varlen,
     cases={"three_images": dict(H=2, D=4, a=3, b=1, c=5)},
     inputs=_inputs_varlen,
-    ragged={"naflex": dict(H=2, D=32, a=70, b=1, c=129)},
+    ragged={
+        "naflex": dict(H=2, D=32, a=70, b=1, c=129),
+        "gap": dict(H=1, D=16, a=5, b=0, c=3),
+        "empty": dict(H=2, D=8, a=0, b=0, c=0),
+    },
 )

@@ -10,18 +10,28 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
 
 
 @jit
-def image_of(pid, tiles, H, Nq, Nk, cu_ptr, lens_ptr, HAS_CU: tl.constexpr, HAS_LENS: tl.constexpr):
-    """Which tile, image and head a program owns, where the image starts and how many queries and keys it has."""
+def image_of(pid, tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU: tl.constexpr, HAS_LENS: tl.constexpr):
+    """Which tile, image and head a program owns, where the image starts and how many queries and keys it has.
+
+    Whatever cu_seqlens and kv_lens hold, an image lies inside T tokens and has at most Nq queries and Nk keys.
+    """
     b = (pid // tiles // H).to(tl.int64)
     h = (pid // tiles % H).to(tl.int64)
     start = tl.zeros([], tl.int64)
     if HAS_CU:
-        start = tl.load(cu_ptr + b).to(tl.int64)
-        Nq = (tl.load(cu_ptr + b + 1) - start).to(tl.int32)
+        start = tl.minimum(tl.maximum(tl.load(cu_ptr + b).to(tl.int64), 0), T)
+        end = tl.minimum(tl.maximum(tl.load(cu_ptr + b + 1).to(tl.int64), start), T)
+        Nq = tl.minimum(end - start, Nq).to(tl.int32)
         Nk = Nq
     if HAS_LENS:
-        Nk = tl.minimum(Nk, tl.load(lens_ptr + b).to(tl.int32))
+        Nk = keys_of(lens_ptr + b, Nk)
     return pid % tiles, b, h, start, Nq, Nk
+
+
+@jit
+def keys_of(at, Nk):
+    """How many of Nk keys an image has by its length at `at`: none to all of them, whatever stands there."""
+    return tl.minimum(tl.maximum(tl.load(at).to(tl.int64), 0), Nk).to(tl.int32)
 
 
 @jit

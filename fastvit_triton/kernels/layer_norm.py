@@ -19,9 +19,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .op import Op, cdiv, expect, make, power_of_2, register, usable, whole_rows
+from .argument import added, autocasts, expect_rows, factors, norm_parameters
+from .op import Op, cdiv, make, once_differentiable, power_of_2, register, usable, whole_rows
 from .tile import jit, tl
 
 PROGRAMS = 512  # of the backward pass: each sums its rows' share of (5) and (6); fixed, so that sums repeat bit by bit
@@ -41,11 +41,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         [..., D].
 
     Raises:
-        ValueError: weight or bias is not of size D.
+        ValueError: weight or bias is not of size D, a device does not fit, or eps is no finite number.
+        TypeError: an argument is of another type or dtype.
     """
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            expect(name, tensor, D=x.shape[-1])
+    expect_rows("x", x, "D")
+    norm_parameters(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
     if usable(x) and x.shape[-1] <= MAX_D:
         return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
     return reference(x, weight, bias, eps)
@@ -75,15 +75,15 @@ def add_layer_norm(
         (s, LN(s)), both [B, ..., D].
 
     Raises:
-        ValueError: a size does not fit.
+        ValueError: a size or device does not fit, or eps is no finite number.
+        TypeError: an argument is of another type or dtype.
     """
-    if x.shape != residual.shape:
-        raise ValueError(f"residual must have x's shape {list(x.shape)}, got {list(residual.shape)}")
-    for name, tensor in (("weight", weight), ("bias", bias), ("gamma", gamma)):
-        if tensor is not None:
-            expect(name, tensor, D=x.shape[-1])
-    if sample_scale is not None:
-        expect("sample_scale", sample_scale, B=x.shape[0])
+    expect_rows("x", x, "D")
+    added("residual", residual, x, x.shape)
+    factors(x, gamma, sample_scale, D=x.shape[-1])
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    dtype = dtype if gamma is None else torch.promote_types(dtype, gamma.dtype)
+    norm_parameters(x, dtype, (weight, bias, eps), D=x.shape[-1])
     if usable(x) and usable(residual) and x.shape[-1] <= MAX_D:
         return _Fn.apply(x, residual, weight, bias, eps, gamma, sample_scale)
     return reference_add(x, residual, weight, bias, eps, gamma, sample_scale)
@@ -91,7 +91,10 @@ def add_layer_norm(
 
 def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Equations (1) and (2)."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if all(p is None or p.dtype == x.dtype for p in (weight, bias)) or autocasts(x):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    weight, bias = (None if p is None else p.float() for p in (weight, bias))  # 16 bits beside float32
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 def reference_add(
@@ -113,14 +116,14 @@ def scaled(x: Tensor, gamma: Tensor | None, sample_scale: Tensor | None) -> Tens
     if gamma is not None:
         x = x * gamma
     if sample_scale is not None:
-        x = x * sample_scale.detach().view(-1, *[1] * (x.dim() - 1))
+        x = x * sample_scale.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 1))
     return x
 
 
 @torch.no_grad()
 def row_stats(y: Tensor) -> Tensor:
     """Row statistics that travel: y [..., F] to [M, 1, 2] fp32, sum and centred sum of squares of each row."""
-    rows = y.flatten(0, -2).float()
+    rows = y.reshape(-1, y.shape[-1]).float()
     total = rows.sum(-1)
     centred = (rows - rows.mean(-1, keepdim=True)).square().sum(-1)
     return torch.stack((total, centred), -1)[:, None]
@@ -388,5 +391,5 @@ OP_ADD = Op(
     reference=reference_add,
     cases={"ragged": dict(B=3, N=2, D=5)},
     inputs=_inputs_add,
-    ragged={"vit_tiny": dict(B=2, N=49, D=192), "odd": dict(B=5, N=17, D=33)},
+    ragged={"vit_tiny": dict(B=2, N=49, D=192), "odd": dict(B=5, N=17, D=33), "empty": dict(B=0, N=3, D=8)},
 )

@@ -28,13 +28,27 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import dispatch, eager, fold, layer_norm
+from . import check, dispatch, eager, fold, layer_norm
+from .argument import flag
+from .check import Norm, Pair
 from .eager import ACTIVATIONS
-from .fold import Folded, fold_op
+from .fold import Folded
 from .layer_norm import merged
-from .op import Op, cast, cdiv, config, expect, folds, make, power_of_2, precision, register, usable, whole_rows
+from .op import (
+    Op,
+    cast,
+    cdiv,
+    config,
+    folds,
+    make,
+    once_differentiable,
+    power_of_2,
+    precision,
+    register,
+    usable,
+    whole_rows,
+)
 from .tile import (
     activate,
     activate_grad,
@@ -48,10 +62,6 @@ from .tile import (
     put_stats,
     tl,
 )
-
-Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
-Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
-
 
 # Launch parameters of the product that fit every architecture; tuned/ has better ones for some.
 SPACE = {
@@ -95,20 +105,21 @@ def linear(
         [..., F]; with `return_stats` also [M, tiles, 2] fp32.
 
     Raises:
-        ValueError: a size does not fit, or the activation is unknown.
+        ValueError: a size or device does not fit, or the activation is unknown.
+        TypeError: an argument is of another type or dtype.
     """
-    check(x, weight, bias, activation)
-    check_norm(x, norm, stats, weight)
-    check_branch(x, outputs(weight, activation), gamma, sample_scale, residual)
+    check.projection(x, weight, bias, activation)
+    check.norm(x, norm, stats, weight)
+    check.branch(x, outputs(weight, activation), gamma, sample_scale, residual)
+    flag("return_stats", return_stats)
     if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
-        operand, norm = before(x, norm)
-        gain, shift, eps = (None, None, 0.0) if norm is None else norm
+        operand, norm = before(x, norm, weight)
         around = residual is operand  # torch.compile wants each tensor passed once
         keep = torch.is_grad_enabled()  # inside the Function gradients are always off
-        facts, residual = (activation, norm is not None, eps, around, keep, return_stats), None if around else residual
-        y, y_stats = _Fn.apply(
-            operand, *operands(weight, bias), gain, shift, stats, gamma, sample_scale, residual, facts
-        )
+        eps, residual = 0.0 if norm is None else norm[2], None if around else residual
+        facts = activation, norm is not None, eps, around, keep, return_stats
+        stats = None if norm is None else stats
+        y, y_stats = _Fn.apply(operand, *operands(weight, bias, norm), stats, gamma, sample_scale, residual, facts)
         return (y, y_stats) if return_stats else y
     return reference(
         x,
@@ -138,11 +149,14 @@ def reference(
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Equations (1) to (4); `stats` says nothing that x does not, so it is not read here."""
+    if isinstance(weight, Folded) and weight.source is not None:
+        (weight,), (bias,), *gains = weight.source
+        norm = (*gains, norm[2])
     if norm is not None:
         x = layer_norm.reference(x, *norm)  # (1)
     if isinstance(weight, Folded):
         weight, bias = weight.weight, weight.const.to(x.dtype)
-    y = F.linear(x, *operands(weight, bias)[:2])
+    y = F.linear(x, *operands(weight, bias, None)[:2])
     if activation == "swiglu":
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up  # (2')
@@ -153,20 +167,47 @@ def reference(
     return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
-def before(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+def before(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
     """x as the operand of the product, and the LayerNorm still to be folded in."""
-    if norm is not None and not folds(x):  # a float32 stream under autocast: LN keeps its precision
+    if norm is not None and not (folds(x) and (isinstance(weight, Folded) or fold.pays(x, _rows(weight)))):
+        # few rows, or a float32 stream under autocast, where LN keeps its precision
         return cast(layer_norm.layer_norm(x, *norm))[0], None
     return cast(x)[0], norm
 
 
-def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(weight, bias, column sums), a pair packed."""
+def _rows(weight: Tensor | Pair) -> int:
+    """Outputs of the product itself, gates and values."""
+    return len(weight) if isinstance(weight, Tensor) else sum(map(len, weight))
+
+
+def operands(
+    weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None
+) -> tuple[Tensor | None, ...]:
+    """What the Function takes: weight, bias and the norm's, which get gradients; W', column sums and constant or None.
+
+    What was folded without a source is itself weight and bias.
+    """
+    gain, shift, _ = norm or (None, None, 0.0)
     if isinstance(weight, Folded):
-        return weight.weight, weight.const, weight.colsum
-    if isinstance(weight, Tensor):
-        return weight, bias, None
-    return torch.cat(weight), None if bias is None else torch.cat(bias), None
+        folded, colsum, const, source = weight
+        if source is None:
+            return folded, const, gain, shift, None, colsum, None
+        (weight,), (bias,), gain, shift = source
+        return weight, bias, gain, shift, folded, colsum, const
+    if not isinstance(weight, Tensor):
+        weight, bias = torch.cat(weight), None if bias is None else torch.cat(bias)
+    return weight, bias, gain, shift, None, None, None
+
+
+def folded(x: Tensor, operands: tuple[Tensor | None, ...], norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(weight in x's dtype, constant, column sums or None) of the product, from `operands`; equation (5) if need be."""
+    weight, bias, gain, shift, folded, colsum, const = operands
+    if folded is not None:
+        return folded, const, colsum if norm else None
+    if norm and colsum is None:
+        (made,) = fold.run([fold.Group((weight,), (bias,), gain, shift)], x.dtype)
+        return made.weight, made.const, made.colsum
+    return weight.to(x.dtype), bias, colsum if norm else None
 
 
 def outputs(weight: Tensor | Pair | Folded, activation: str | None) -> int:
@@ -176,24 +217,6 @@ def outputs(weight: Tensor | Pair | Folded, activation: str | None) -> int:
     if not isinstance(weight, Tensor):
         return weight[0].shape[0]
     return weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
-
-
-def check(x: Tensor, weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, activation: str | None) -> None:
-    """Raises ValueError when weight, bias and x do not fit, or the activation is unknown."""
-    if activation is not None and activation != "swiglu" and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
-    if isinstance(weight, Folded):
-        if bias is not None:
-            raise ValueError(f"bias has shape {list(bias.shape)}, but a folded weight holds its bias; pass None")
-        weight = weight.weight
-    if not isinstance(weight, Tensor) and activation != "swiglu":
-        raise ValueError("weight is a pair; only activation='swiglu' takes a (gate, up) pair")
-    weights = (weight,) if isinstance(weight, Tensor) else weight
-    biases = (bias,) if isinstance(weight, Tensor) else (None, None) if bias is None else bias
-    for w, b in zip(weights, biases, strict=True):
-        expect("weight", w, F=weights[0].shape[0], K=x.shape[-1])
-        if b is not None:
-            expect("bias", b, F=w.shape[0])
 
 
 @jit
@@ -546,9 +569,10 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
 
 def _widest(x, gamma, residual):
     """The dtype of a branch's end, as PyTorch promotes it."""
+    dtype = x.dtype
     for t in (gamma, residual):
-        x = x if t is None or torch.promote_types(x.dtype, t.dtype) == x.dtype else t
-    return x.dtype
+        dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
+    return dtype
 
 
 def _product_grad(dy, x, width, pre, gamma, sample_scale, mean, rstd, activation, norm, summed, hidden=False):
@@ -586,7 +610,7 @@ def _input_grad(dpre, x, weight, gamma, norm_weight, mean, rstd, norm, dy=None):
         matrix = weight.to(x.dtype)
     else:
         matrix = weight.new_empty(weight.shape, dtype=x.dtype)
-        fold.launch(weight, None, norm_weight, None, gamma, matrix)
+        fold.launch((weight,), (None,), (norm_weight,), (None,), (gamma,), (matrix,), (None,), (None,))
     t = dpre @ matrix
     t = t if isinstance(size, float) else t * size
     if not norm:
@@ -691,12 +715,11 @@ class _Fn(torch.autograd.Function):
     """Ties linear_fwd to linear_bwd; saves x, the pre-activation where one is needed, and row statistics."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, colsum, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
+    def forward(
+        ctx, x, weight, bias, norm_weight, norm_bias, made, colsum, const, stats, gamma, scale, residual, facts
+    ):
         activation, norm, eps, around, keep, return_stats = facts
-        w, const = weight.to(x.dtype), bias
-        if norm and colsum is None:
-            w, colsum, const = fold_op(weight, bias, norm_weight, norm_bias, x.dtype)
-        colsum = colsum if norm else None
+        w, const, colsum = folded(x, (weight, bias, norm_weight, norm_bias, made, colsum, const), norm)
         save = keep and any(ctx.needs_input_grad)
         y, pre, mean, rstd, y_stats = _fwd_op(
             x, w, const, colsum, stats, eps, activation, gamma, scale, x if around else residual, save, return_stats
@@ -709,53 +732,26 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        need_x, need_weight, need_b, _, need_gain, need_shift, _, need_gamma, *_ = ctx.needs_input_grad
+        need_x, need_weight, need_b, need_gain, need_shift, *_, need_gamma, _, _, _ = ctx.needs_input_grad
         x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
         gamma = saved[1]
         needs = [need_x, need_weight or need_gain or need_shift or need_gamma, need_b]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual learns
-            return *[None] * 9, dresidual, None
+            return *[None] * 11, dresidual, None
         dx, dw, db, dgamma, dnorm = _bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
         return (
             dx if need_x else None,
             dw if need_weight else None,
             db.to(bias.dtype) if need_b else None,
-            None,
             dnorm[0].to(norm_weight.dtype) if need_gain else None,
             dnorm[1].to(norm_bias.dtype) if need_shift else None,
-            None,
+            *[None] * 4,
             dgamma.to(gamma.dtype) if need_gamma else None,
             None,
             dresidual,
             None,
         )
-
-
-def check_norm(x: Tensor, norm: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
-    """Raises ValueError when the LayerNorm's parameters, the row statistics or a folded weight do not fit x."""
-    for name, parameter in zip(("norm weight", "norm bias"), norm[:2] if norm else (), strict=False):
-        if parameter is not None:
-            expect(name, parameter, K=x.shape[-1])
-    if stats is not None:
-        expect("stats", stats, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
-    if isinstance(weight, Folded):
-        if norm is None or norm[0] is not None or norm[1] is not None:
-            raise ValueError("a folded weight holds the LayerNorm's weight and bias; pass norm=(None, None, eps)")
-        if weight.weight.dtype != x.dtype:
-            raise ValueError(f"weight was folded for {weight.weight.dtype}, x is {x.dtype}; fold it for x")
-
-
-def check_branch(
-    x: Tensor, channels: int, gamma: Tensor | None, sample_scale: Tensor | None, residual: Tensor | None
-) -> None:
-    """Raises ValueError when what ends a residual branch does not fit an output of that many channels."""
-    if gamma is not None:
-        expect("gamma", gamma, F=channels)
-    if sample_scale is not None:
-        expect("sample_scale", sample_scale, B=x.shape[0])
-    if residual is not None and residual.shape != (expected := (*x.shape[:-1], channels)):
-        raise ValueError(f"residual must have shape {list(expected)}, got {list(residual.shape)}")
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
@@ -790,5 +786,7 @@ OP = Op(
         "swiglu": dict(B=2, N=10, K=32, F=24, swiglu=1),
         "plain": dict(B=1, N=197, K=64, F=130),
         "empty": dict(B=0, N=3, K=8, F=4),
+        "empty_norm": dict(B=0, N=3, K=8, F=4, norm=1),
+        "empty_branch": dict(B=2, N=0, K=8, F=4, branch=1),
     },
 )

@@ -36,6 +36,7 @@ class Op:
 BACKENDS = ("auto", "triton", "torch")
 LIBRARY = torch.library.Library("fastvit_triton", "DEF")
 TUNED = Path(__file__).parent / "tuned"
+ONCE = b"fastvit_triton's kernels can be differentiated once; FASTVIT_TRITON_BACKEND=torch gives second derivatives"
 target: str | None = None  # the compile report names the architecture that it compiles for here
 
 
@@ -81,8 +82,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         return "the switch FASTVIT_TRITON_BACKEND says torch"
     if tile.MISSING is not None:
         return f"Triton is not installed ({tile.MISSING})"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms (grad, vmap, jvp) see through PyTorch only"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "torch.func transforms (grad, vmap, jvp) and forward-mode AD see through PyTorch only"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{dtype} always runs on PyTorch"
     if head_dim > 256:
@@ -155,6 +156,11 @@ def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
 
 
+def apart(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, as a view of itself where it is the other one: Dynamo takes no tensor twice."""
+    return tensor if tensor is None or tensor is not other else tensor.view_as(tensor)
+
+
 def folds(x: torch.Tensor) -> bool:
     """LayerNorm of x can be folded into the product behind it, and takes row statistics: x has the product's dtype."""
     kind = x.device.type
@@ -176,7 +182,8 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
         # kernels step through vectors one by one; matrices are the launchers' business
         vectors = (isinstance(a, torch.Tensor) and a.dim() == 1 for a in arguments)
         arguments = [a.contiguous() if v else a for a, v in zip(arguments, vectors, strict=True)]
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        first = arguments[0]
+        device = (first[0] if isinstance(first, (list, tuple)) else first).device
         if device.type == "cuda":
             with torch.cuda.device(device):
                 return launch(*arguments)
@@ -195,6 +202,24 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
         LIBRARY.impl(name, on_device, key)
     torch.library.register_fake(f"fastvit_triton::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fastvit_triton, name).default
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """The backward pass of a Function as one whose gradients refuse to be differentiated again.
+
+    PyTorch's own decorator gives constants, and no error, where the gradients that come in are constants.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx, *grads):
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # on under create_graph=True
+            return outputs
+        refuse = torch._C._functions.DelayedError(ONCE, len(outputs))
+        return refuse(*(t if t is None else t.detach().requires_grad_() for t in outputs))
+
+    return wrapper
 
 
 def cdiv(a: int, b: int) -> int:
@@ -234,11 +259,20 @@ def make(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Calla
     return randn
 
 
-def expect(argument: str, tensor: torch.Tensor, **axes: int | None) -> None:
-    """Raises ValueError when a tensor's axes are not those given; None accepts any size.
+def expect(argument: str, tensor: torch.Tensor, beside: torch.Tensor | None = None, /, **axes: int | None) -> None:
+    """Raises where an argument is no dense tensor, lies elsewhere than `beside`, or has other axes than those given.
 
-    The sentence names the argument, the axis and both sizes.
+    The sentence names the argument and what was given; None accepts any size.
+
+    Raises:
+        TypeError: it is no dense tensor.
+        ValueError: its device or an axis does not fit.
     """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        given = f"one of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{argument} must be a dense tensor, got {given}")
+    if beside is not None and tensor.device != beside.device:
+        raise ValueError(f"{argument} lies on {tensor.device}, the tensors before it on {beside.device}; move it there")
     shape = tensor.shape
     if len(shape) == len(axes):
         for got, size in zip(shape, axes.values(), strict=True):
@@ -246,8 +280,8 @@ def expect(argument: str, tensor: torch.Tensor, **axes: int | None) -> None:
                 break
         else:
             return
-    if tensor.dim() != len(axes):
-        raise ValueError(f"{argument} must have axes [{', '.join(axes)}], got shape {list(tensor.shape)}")
-    for (axis, size), got in zip(axes.items(), tensor.shape, strict=True):
+    if len(shape) != len(axes):
+        raise ValueError(f"{argument} must have axes [{', '.join(axes)}], got shape {list(shape)}")
+    for (axis, size), got in zip(axes.items(), shape, strict=True):
         if size is not None and got != size:
-            raise ValueError(f"axis {axis} of {argument} must be {size}, got {got} in shape {list(tensor.shape)}")
+            raise ValueError(f"axis {axis} of {argument} must be {size}, got {got} in shape {list(shape)}")

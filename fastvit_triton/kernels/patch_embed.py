@@ -20,10 +20,10 @@ Differs   The patch is flattened in (channel, row, column) order, as a convoluti
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, eager
-from .op import Op, cast, cdiv, config, expect, make, precision, register, usable
+from .argument import FLOATS, filled, floating, mixing
+from .op import Op, cast, cdiv, config, expect, make, once_differentiable, precision, register, usable
 from .tile import collected, columns, dealt_columns, dealt_rows, jit, tl
 
 # Launch parameters that fit every architecture; tuned/ has better ones for some.
@@ -49,37 +49,45 @@ def patch_embed(
     """Projects non-overlapping patches to tokens and adds positions and prefix tokens.
 
     Args:
-        image: [B, C, H, W], any memory format; uint8 needs `mean` and `std`.
+        image: [B, C, H, W], any memory format: of the weight's dtype, taken as it is, or uint8, normalised by equation
+            (4) with `mean` and `std`.
         weight: [D, C, P, P'], the convolution's weight.
         bias: [D], or None.
         pos: [1, N, D] added to the patch tokens, or [1, T + N, D] added to prefix tokens too.
         prefix: [1, T, D], class and register tokens, in order.
-        mean: [C], in units of 1 for white.
+        mean: [C], in units of 1 for white, on any device; for uint8 only.
         std: [C], likewise.
 
     Returns:
         [B, T + N, D], patches in row-major order.
 
     Raises:
-        ValueError: a size does not fit, or a uint8 image comes without mean and std.
+        ValueError: a size or device does not fit, a uint8 image comes without mean and std, or another with them.
+        TypeError: the image is neither uint8 nor floating point, or an argument is of another type or dtype.
     """
+    expect("weight", weight, D=None, C=None, P=None, **{"P'": None})
+    floating("weight", weight)
     D, C, *patch = weight.shape
-    expect("image", image, B=None, C=C, H=None, W=None)
+    for axis, size in zip(("D", "C", "P", "P'"), weight.shape, strict=True):
+        filled("weight", axis, size)
+    expect("image", image, weight, B=None, C=C, H=None, W=None)
     for axis, size, side in zip(("H", "W"), image.shape[2:], patch, strict=True):
-        if size % side:
+        if size % side or not size:
             raise ValueError(f"axis {axis} of image must be a multiple of the patch side {side}, got {size}")
+    _check_pixels(image, weight, mean, std)
     if bias is not None:
-        expect("bias", bias, D=D)
+        expect("bias", bias, weight, D=D)
+        floating("bias", bias, weight)
     if prefix is not None:
-        expect("prefix", prefix, **{"1": 1}, T=None, D=D)
+        expect("prefix", prefix, weight, **{"1": 1}, T=None, D=D)
+        mixing("prefix", prefix, weight)
     if pos is not None:
         patches = image.shape[2] // patch[0] * (image.shape[3] // patch[1])
         tokens = patches + (0 if prefix is None else prefix.shape[1])
-        expect("pos", pos, **{"1": 1}, N=None, D=D)
+        expect("pos", pos, weight, **{"1": 1}, N=None, D=D)
+        mixing("pos", pos, weight)
         if pos.shape[1] != patches and pos.shape[1] != tokens:
             raise ValueError(f"axis N of pos must be {patches} (patches) or {tokens} (with prefix), got {pos.shape[1]}")
-    if not image.is_floating_point() and (mean is None or std is None):
-        raise ValueError(f"image is {image.dtype} and needs mean and std; give both, or a floating-point image")
     if usable(weight):
         mean, std = (None if t is None else t.to(image.device) for t in (mean, std))
         return _Fn.apply(image, cast(weight)[0], bias, pos, prefix, mean, std)
@@ -97,11 +105,29 @@ def reference(
     std: Tensor | None = None,
 ) -> Tensor:
     """Equations (1) to (4); a convolution whose stride is its size is the projection of (2)."""
-    if not image.is_floating_point():
+    if image.dtype == torch.uint8:
         mean, std = (t.to(image.device, weight.dtype)[:, None, None] for t in (mean, std))
         image = (image.to(weight.dtype) / 255 - mean) / std  # (4)
     tokens = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)  # (2) [B, N, D]
     return assemble(tokens, pos, prefix)
+
+
+def _check_pixels(image: Tensor, weight: Tensor, mean: Tensor | None, std: Tensor | None) -> None:
+    """Raises ValueError or TypeError when the image's dtype, mean and std do not go together."""
+    if image.dtype != torch.uint8:
+        if image.dtype not in FLOATS:
+            raise TypeError(f"image must be uint8 or of the weight's dtype {weight.dtype}, got {image.dtype}")
+        floating("image", image, weight)
+        if mean is not None or std is not None:
+            raise ValueError(f"mean and std are for uint8 images, image is {image.dtype}; normalise it before the call")
+        return
+    if mean is None or std is None:
+        raise ValueError("image is torch.uint8 and needs mean and std; give both, or a floating-point image")
+    for name, tensor in (("mean", mean), ("std", std)):
+        expect(name, tensor, C=image.shape[1])
+        floating(name, tensor)
+        if tensor.device != image.device and tensor.device.type != "cpu":
+            raise ValueError(f"{name} lies on {tensor.device}, image on {image.device}; move it there")
 
 
 def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:

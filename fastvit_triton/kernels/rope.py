@@ -17,17 +17,14 @@ Sources   Su et al., RoFormer, arXiv:2104.09864, eq. 34; Henry et al., Query-key
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import attention as dense
-from .op import Op, cast, cdiv, expect, make, power_of_2, register, usable
+from . import check, layer_norm
+from .argument import Norm
+from .check import Rope
+from .op import Op, apart, cast, cdiv, make, once_differentiable, power_of_2, register, usable
 from .tile import jit, tl
-
-Norm = tuple[Tensor, Tensor | None, float]  # weight [D], bias [D], eps
-Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True when pairs interleave
-NONE: Norm = (None, None, 0.0)
 
 
 def attention_qkv(
@@ -48,33 +45,28 @@ def attention_qkv(
         qkv: [B, N, 3·H·D], ordered as [3, H, D].
         num_heads: H.
         scale: softmax scale; None means D^-0.5.
-        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels.
+        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels; weight and bias may be None.
         k_norm: the same for keys.
         rope: (cos, sin, interleaved), tables [N − prefix_tokens, D], or with leading axes H or B, H, where 1 stands
             for all; rotates queries and keys in channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
         prefix_tokens: leading tokens that `rope` leaves alone.
         bias: as in `attention`.
-        kv_lens: [B] valid tokens per image.
+        kv_lens: as in `attention`.
         return_lse: also return L [B, H, N].
 
     Returns:
         [B, N, H·D], heads merged; with `return_lse` also L [B, H, N], fp32.
 
     Raises:
-        ValueError: an axis does not fit.
+        ValueError: a size or device does not fit.
+        TypeError: an argument is of another type or dtype.
     """
-    expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})
-    if qkv.shape[2] % (3 * num_heads):
-        raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {qkv.shape[2]}")
-    D = qkv.shape[2] // (3 * num_heads)
-    if rope is not None:
-        _check_rope(rope, qkv.shape[0], num_heads, qkv.shape[1] - prefix_tokens, D)
+    D = check.packed(qkv, num_heads, q_norm, k_norm, rope, prefix_tokens)
+    check.scores(qkv, (num_heads, qkv.shape[1], qkv.shape[1]), bias, kv_lens, scale, return_lse)
     if usable(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
         packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
-        dense._check_mask(*packed.permute(2, 0, 3, 1, 4).unbind(0)[:2], bias, kv_lens)
-        (q_weight, q_bias, q_eps), (k_weight, k_bias, k_eps) = q_norm or NONE, k_norm or NONE
-        if k_weight is not None and k_weight is q_weight:  # Dynamo takes no tensor twice
-            k_weight, k_bias = k_weight.view_as(k_weight), None if k_bias is None else k_bias.view_as(k_bias)
+        (q_weight, q_bias, q_eps), (k_weight, k_bias, k_eps) = q_norm or (None,) * 3, k_norm or (None,) * 3
+        k_weight, k_bias = apart(k_weight, q_weight), apart(k_bias, q_bias)
         cos, sin, interleaved = rope or (None, None, False)
         o, lse = _Fn.apply(
             packed, q_weight, q_bias, k_weight, k_bias, cos, sin, bias, kv_lens,
@@ -100,9 +92,9 @@ def reference(
     """Split, norm, rotate, attend, merge."""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
     if q_norm is not None:
-        q = F.layer_norm(q, q.shape[-1:], *q_norm)
+        q = layer_norm.reference(q, *q_norm)
     if k_norm is not None:
-        k = F.layer_norm(k, k.shape[-1:], *k_norm)
+        k = layer_norm.reference(k, *k_norm)
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
     o = dense.attention(q, k, v, bias, scale, kv_lens, return_lse)
@@ -119,15 +111,6 @@ def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
         first, second = x.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
     return torch.cat((prefix, (x * cos + turned * sin).to(prefix.dtype)), 2)
-
-
-def _check_rope(rope: Rope, B: int, H: int, T: int, D: int) -> None:
-    """Raises ValueError when a table does not fit B images, H heads, T tokens or D channels."""
-    cos, sin, _ = rope
-    axes = dict([("B", B), ("H", H), ("N - prefix_tokens", T), ("D", D)][4 - min(max(cos.dim(), 2), 4) :])
-    shared = {a: None for a, size in zip(axes, cos.shape, strict=False) if size == 1 and a in ("B", "H")}
-    expect("cos", cos, **axes | shared)
-    expect("sin", sin, **dict(zip(axes, cos.shape, strict=True)))
 
 
 @jit
@@ -175,13 +158,15 @@ def _normed(a, b, eps, D: tl.constexpr, HALF: tl.constexpr):
 
 @jit
 def _norm(
-    a, b, weight_ptr, bias_ptr, eps, BIAS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr
-):
+    a, b, weight_ptr, bias_ptr, eps, NORM: tl.constexpr, BIAS: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
     """Equation (1)."""
     a, b, _ = _normed(a, b, eps, D, HALF)
     start = tl.zeros([1], tl.int32)
-    scale_a, scale_b = _pairs(weight_ptr, start, start == 0, 0.0, D, HALF, MIXED)
-    a, b = a * scale_a, b * scale_b
+    if NORM == 2:
+        scale_a, scale_b = _pairs(weight_ptr, start, start == 0, 0.0, D, HALF, MIXED)
+        a, b = a * scale_a, b * scale_b
     if BIAS:
         shift_a, shift_b = _pairs(bias_ptr, start, start == 0, 0.0, D, HALF, MIXED)
         a, b = a + shift_a, b + shift_b
@@ -189,14 +174,18 @@ def _norm(
 
 
 @jit
-def _norm_grad(a, b, x_ptr, at, inside, w_ptr, eps, sums, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
+def _norm_grad(
+    a, b, x_ptr, at, inside, w_ptr, eps, sums,
+    NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
     """Equation (5) for dz = (a, b), and `sums` with this tile's part of (6): dγ of both members, then dβ."""
     x_a, x_b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
     x_a, x_b, rstd = _normed(x_a, x_b, eps, D, HALF)
     sums = (sums[0] + tl.sum(a * x_a, 0), sums[1] + tl.sum(b * x_b, 0), sums[2] + tl.sum(a, 0), sums[3] + tl.sum(b, 0))
-    start = tl.zeros([1], tl.int32)
-    scale_a, scale_b = _pairs(w_ptr, start, start == 0, 0.0, D, HALF, MIXED)
-    a, b = a * scale_a, b * scale_b
+    if NORM == 2:
+        start = tl.zeros([1], tl.int32)
+        scale_a, scale_b = _pairs(w_ptr, start, start == 0, 0.0, D, HALF, MIXED)
+        a, b = a * scale_a, b * scale_b
     mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / D)[:, None]
     slope = ((tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)) / D)[:, None]
     return (a - mean - x_a * slope) * rstd[:, None], (b - mean - x_b * slope) * rstd[:, None], sums
@@ -223,12 +212,12 @@ def _fwd_kernel(
     n, inside = m % N, m < M
     at = m // N * x_strides[0] + n * x_strides[1] + head * D
     a, b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
-    if Q_NORM:
+    if Q_NORM > 0:
         if head < H:
-            a, b = _norm(a, b, q_weight_ptr, q_bias_ptr, q_eps, Q_BIAS, D, HALF, MIXED)
-    if K_NORM:
+            a, b = _norm(a, b, q_weight_ptr, q_bias_ptr, q_eps, Q_NORM, Q_BIAS, D, HALF, MIXED)
+    if K_NORM > 0:
         if head >= H:
-            a, b = _norm(a, b, k_weight_ptr, k_bias_ptr, k_eps, K_BIAS, D, HALF, MIXED)
+            a, b = _norm(a, b, k_weight_ptr, k_bias_ptr, k_eps, K_NORM, K_BIAS, D, HALF, MIXED)
     if ROPE:
         turns = inside & (n >= prefix)
         at = m // N * table_strides[0] + (head % H).to(tl.int64) * table_strides[1] + (n - prefix) * D
@@ -262,14 +251,14 @@ def _bwd_kernel(
                 row = m // N * table_strides[0] + tl.cast(h, tl.int64) * table_strides[1] + (n - prefix) * D
                 cos_a, cos_b, sin_a, sin_b = _angles(cos_ptr, sin_ptr, row, turns, D, HALF, MIXED)
                 a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
-        if Q_NORM:
+        if Q_NORM > 0:
             if part == 0:
-                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, q_weight_ptr, q_eps, sums, D, HALF, MIXED)
-        if K_NORM:
+                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, q_weight_ptr, q_eps, sums, Q_NORM, D, HALF, MIXED)
+        if K_NORM > 0:
             if part == 1:
-                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, k_weight_ptr, k_eps, sums, D, HALF, MIXED)
+                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, k_weight_ptr, k_eps, sums, K_NORM, D, HALF, MIXED)
         _put_pairs(dx_ptr, at, inside, a, b, D, HALF, MIXED)
-    if Q_NORM or K_NORM:
+    if Q_NORM + K_NORM > 0:
         if part < 2:
             at = (block * 4 + part * 2 + tl.zeros([1], tl.int32)) * D  # [BLOCK, query or key, weight or bias, D]
             all = at >= 0
@@ -284,15 +273,16 @@ def _blocks(D: int) -> dict[str, int]:
 
 
 def _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
-    """What both kernels take, by name."""
+    """What both kernels take, by name; a norm is 0, without a weight 1, with it 2."""
     (B, N, _, H, D), (cos, sin) = qkv.shape, [t if t is None else t.contiguous() for t in (cos, sin)]
     if qkv.stride()[2:] != (H * D, D, 1):
         qkv = qkv.contiguous()
     return dict(
         x_ptr=qkv, x_strides=qkv.stride()[:2], q_weight_ptr=q_weight, k_weight_ptr=k_weight,
-        cos_ptr=cos, sin_ptr=sin, M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps, k_eps=k_eps,
+        cos_ptr=cos, sin_ptr=sin, M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps or 0.0, k_eps=k_eps or 0.0,
         table_strides=(0, 0) if cos is None else cos.expand(B, H, N - prefix, D).stride()[:2],
-        Q_NORM=q_weight is not None, K_NORM=k_weight is not None, ROPE=cos is not None, MIXED=interleaved,
+        Q_NORM=0 if q_eps is None else 1 + (q_weight is not None),
+        K_NORM=0 if k_eps is None else 1 + (k_weight is not None), ROPE=cos is not None, MIXED=interleaved,
     )  # fmt: skip
 
 
@@ -328,7 +318,7 @@ def _bwd_fake(dy, *_):
     return dy.new_empty(dy.shape), dy.new_empty(2, 2, dy.shape[-1], dtype=torch.float32)
 
 
-TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float q_eps, float k_eps"
+TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float? q_eps, float? k_eps"
 NORMS = "Tensor? q_weight, Tensor? q_bias, Tensor? k_weight, Tensor? k_bias"
 WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
 _fwd_op = register("rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
@@ -344,7 +334,7 @@ class _Fn(torch.autograd.Function):
     ):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         ctx.settings, ctx.scale, turned = (interleaved, prefix, q_eps, k_eps), scale, None
-        if q_weight is not None or k_weight is not None or cos is not None:
+        if q_eps is not None or k_eps is not None or cos is not None:
             turned = _fwd_op(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, *ctx.settings)
             q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
         o, lse = dense._fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
@@ -368,6 +358,10 @@ class _Fn(torch.autograd.Function):
         return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 6
 
 
+# parts, weight and bias, of the norms of queries and keys, by the number that a case gives
+KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "b"))
+
+
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, N, D) = make(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
     arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
@@ -377,8 +371,10 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         angle = torch.cat((angle, angle), -1) if "halves" in case else angle.repeat_interleave(2, -1)
         rope = angle.cos().to(dtype), angle.sin().to(dtype), "halves" not in case
         arguments |= {"rope": rope, "prefix_tokens": case["prefix"]}
-    if "norms" in case:
-        arguments |= {name: (randn(D, shift=1.0, scale=0.1), randn(D), 1e-6) for name in ("q_norm", "k_norm")}
+    for name, kind in zip(("q_norm", "k_norm"), KINDS[case.get("norms", 0)], strict=True):
+        if kind is not None:
+            weight, bias = randn(D, shift=1.0, scale=0.1), randn(D)
+            arguments[name] = weight if "w" in kind else None, bias if "b" in kind else None, 1e-6
     return arguments
 
 
@@ -394,6 +390,11 @@ OP = Op(
         "rope": dict(B=1, H=2, N=50, D=32, prefix=1, norms=1),
         "halves": dict(B=2, H=3, N=21, D=72, prefix=5, halves=1),
         "normed": dict(B=2, H=1, N=9, D=33, norms=1),
+        "bare_norms": dict(B=2, H=2, N=9, D=33, norms=2),
+        "half_norms": dict(B=1, H=2, N=17, D=16, prefix=1, norms=3),
+        "queries_normed": dict(B=2, H=1, N=9, D=24, norms=4),
+        "keys_normed": dict(B=2, H=1, N=9, D=24, prefix=2, halves=1, norms=5),
         "images": dict(B=3, H=2, N=9, D=16, prefix=1, images=1),
+        "empty": dict(B=0, H=2, N=5, D=8, prefix=1, norms=1),
     },
 )

@@ -1,0 +1,217 @@
+"""Whether the arguments of a public function fit each other: what several of them share.
+
+Both paths take and refuse the same: these run before either is chosen. Shapes, dtypes and devices are always checked.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from .argument import (
+    Norm,
+    added,
+    expect_rows,
+    factors,
+    filled,
+    flag,
+    floating,
+    integers,
+    norm_parameters,
+    number,
+    readable,
+    whole,
+)
+from .eager import ACTIVATIONS
+from .fold import Folded
+from .op import cdiv, expect, power_of_2
+
+Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
+Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True when pairs interleave
+
+
+def projection(
+    x: Tensor, weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, activation: str | None, name: str = ""
+) -> None:
+    """Raises ValueError or TypeError when x [..., K], weight and bias do not fit, or the activation is unknown."""
+    expect_rows("x", x, "K")
+    known(activation)
+    if isinstance(weight, Folded):
+        if bias is not None:
+            raise ValueError(f"{name}bias is given, but a folded weight holds its bias; pass None")
+        weights, biases = (weight.weight,), (weight.const,)
+        expect("the folded column sums", weight.colsum, x, F=len(weight.weight))
+    elif isinstance(weight, Tensor):
+        weights, biases = (weight,), (bias,)
+    else:
+        pair(f"{name}weight", weight, "a tensor or a tuple of two")
+        if activation != "swiglu":
+            raise ValueError(f"{name}weight is a pair; only activation='swiglu' takes a (gate, up) pair")
+        if bias is not None:
+            pair(f"{name}bias", bias)
+        weights, biases = weight, bias or (None, None)
+    F = None
+    for w, b in zip(weights, biases, strict=True):
+        expect(f"{name}weight", w, x, F=F, K=x.shape[-1])
+        floating(f"{name}weight", w, x)
+        F = w.shape[0]
+        if b is not None or (len(biases) == 2 and bias is not None):
+            expect(f"{name}bias", b, x, F=F)
+            if not isinstance(weight, Folded):
+                floating(f"{name}bias", b, x)
+    filled(f"{name}weight", "F", F)
+    if activation == "swiglu" and len(weights) == 1 and F % 2:
+        raise ValueError(f"axis F of {name}weight must be even, gate and up, for activation 'swiglu', got {F}")
+
+
+def pair(argument: str, value: tuple, words: str = "a tuple of two") -> None:
+    """Raises TypeError when a value is not a tuple of two."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        given = f"a tuple of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+        raise TypeError(f"{argument} must be {words}, got {given}")
+
+
+def known(activation: str | None) -> None:
+    """Raises ValueError when there is no such activation."""
+    if activation is None or activation == "swiglu":
+        return
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
+
+
+def parameters(argument: str, given: Norm | None, x: Tensor, **axis: int) -> None:
+    """Raises ValueError or TypeError when (weight, bias, eps) are not those of a LayerNorm of x over that axis."""
+    if given is None:
+        return
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(f"{argument} must be a tuple (weight, bias, eps), got {type(given).__name__}")
+    if len(given) != 3:
+        raise ValueError(f"{argument} must be a tuple (weight, bias, eps), got {len(given)} values")
+    norm_parameters(x, x.dtype, given, f"{argument} ", **axis)
+
+
+def norm(x: Tensor, given: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
+    """Raises ValueError or TypeError when a LayerNorm, the row statistics or a folded weight do not fit x."""
+    parameters("norm", given, x, K=x.shape[-1])
+    if stats is not None:
+        expect("stats", stats, x, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
+        if stats.dtype != torch.float32:
+            raise TypeError(f"stats must be float32, got {stats.dtype}")
+        tiles, K = stats.shape[1], x.shape[-1]
+        if not 1 <= tiles <= K or not _covers(tiles, K):
+            raise ValueError(f"axis tiles of stats must be ⌈{K} / w⌉ for a power of two w, got {tiles}")
+    if isinstance(weight, Folded):
+        if given is None or given[0] is not None or given[1] is not None:
+            raise ValueError("a folded weight holds the LayerNorm's weight and bias; pass norm=(None, None, eps)")
+        if weight.weight.dtype != x.dtype:
+            raise ValueError(f"weight was folded for {weight.weight.dtype}, x is {x.dtype}; fold it for x")
+
+
+def _covers(tiles: int, K: int) -> bool:
+    """Tiles of some power of two are that many."""
+    return torch.compiler.is_compiling() or tiles == cdiv(K, power_of_2(cdiv(K, tiles)))
+
+
+def branch(
+    x: Tensor, channels: int, gamma: Tensor | None, sample_scale: Tensor | None, residual: Tensor | None
+) -> None:
+    """Raises ValueError or TypeError when what ends a residual branch does not fit an output of that many channels."""
+    factors(x, gamma, sample_scale, F=channels)
+    if residual is not None and residual is not x:
+        added("residual", residual, x, (*x.shape[:-1], channels))
+
+
+def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError or TypeError when heads are empty, or q, k and v have different dtypes."""
+    floating("q", q)
+    floating("k", k, q)
+    floating("v", v, q)
+    filled("q", "D", q.shape[-1])
+    filled("v", "Dv", v.shape[-1])
+
+
+def scores(
+    x: Tensor,
+    sizes: tuple[int, int, int],
+    bias: Tensor | None,
+    kv_lens: Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+) -> None:
+    """Raises ValueError or TypeError when what is done to scores does not fit x [B, ...] and sizes H, Nq, Nk."""
+    if bias is not None:
+        if isinstance(bias, Tensor) and bias.dim() == 4:
+            axes = zip(("G", "H", "Nq", "Nk"), (None, *sizes), bias.shape, strict=True)
+            expect("bias", bias, x, **{axis: None if got == 1 else size for axis, size, got in axes})
+            filled("bias", "G", bias.shape[0])
+        else:
+            expect("bias", bias, x, G=None, H=None, Nq=None, Nk=None)
+        if bias.dtype != torch.bool:
+            floating("bias", bias)
+    if kv_lens is not None:
+        expect("kv_lens", kv_lens, x, B=x.shape[0])
+        integers("kv_lens", kv_lens)
+    if scale is not None:
+        number("scale", scale)
+    flag("return_lse", return_lse)
+
+
+def packed(
+    qkv: Tensor, num_heads: int, q_norm: Norm | None, k_norm: Norm | None, rope: Rope | None, prefix_tokens: int
+) -> int:
+    """D, channels of a head; raises ValueError or TypeError when qkv [B, N, 3·H·D], its norms and rope do not fit."""
+    expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})
+    floating("qkv", qkv)
+    whole("num_heads", num_heads, 1)
+    B, N, width = qkv.shape
+    if width % (3 * num_heads) or not width:
+        raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {width}")
+    D = width // (3 * num_heads)
+    parameters("q_norm", q_norm, qkv, D=D)
+    parameters("k_norm", k_norm, qkv, D=D)
+    whole("prefix_tokens", prefix_tokens, 0, N)
+    if rope is not None:
+        rotation(rope, qkv, B, num_heads, N - prefix_tokens, D)
+    return D
+
+
+def rotation(rope: Rope, x: Tensor, B: int, H: int, T: int, D: int) -> None:
+    """Raises ValueError or TypeError when rotary tables do not fit B images, H heads, T tokens and D channels of x."""
+    if not isinstance(rope, (tuple, list)) or len(rope) != 3:
+        raise TypeError("rope must be a tuple (cos, sin, interleaved)")
+    cos, sin, interleaved = rope
+    rank = cos.dim() if isinstance(cos, Tensor) else 2
+    axes = dict([("B", B), ("H", H), ("N - prefix_tokens", T), ("D", D)][4 - min(max(rank, 2), 4) :])
+    shape = cos.shape if isinstance(cos, Tensor) else ()
+    shared = {a: None for a, size in zip(axes, shape, strict=False) if size == 1 and a in ("B", "H")}
+    expect("cos", cos, x, **axes | shared)
+    expect("sin", sin, x, **dict(zip(axes, cos.shape, strict=True)))
+    floating("cos", cos)
+    floating("sin", sin)
+    flag("interleaved of rope", interleaved)
+    if D % 2:
+        raise ValueError(f"rope turns pairs of channels, but a head has D = {D} of them; D must be even")
+
+
+def images(cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:
+    """Raises ValueError or TypeError when cu_seqlens do not cut x [T, ...] into images of at most max_seqlen tokens.
+
+    What it holds is read only where `readable`.
+    """
+    expect("cu_seqlens", cu_seqlens, x, **{"B+1": None})
+    integers("cu_seqlens", cu_seqlens)
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"axis B+1 of cu_seqlens must be at least 2, for one image, got {cu_seqlens.shape[0]}")
+    if not readable(cu_seqlens):
+        return
+    ends = cu_seqlens.tolist()
+    sizes = [b - a for a, b in itertools.pairwise(ends)]
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens must begin with 0, got {ends[0]}")
+    if min(sizes) < 0:
+        raise ValueError(f"cu_seqlens must not decrease, got {ends[sizes.index(min(sizes)) :][:2]}")
+    if ends[-1] > x.shape[0]:
+        raise ValueError(f"cu_seqlens must end with at most T = {x.shape[0]}, got {ends[-1]}")
+    if max(sizes) > max_seqlen:
+        raise ValueError(f"max_seqlen must be at least {max(sizes)}, the longest image, got {max_seqlen}")
