@@ -57,10 +57,15 @@ class Launch:
         return math.prod(self.grid)
 
     @property
+    def tensors(self) -> list[Pointer]:
+        """Its tensors, those of tuples among them."""
+        given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
+        return [t for t in given if isinstance(t, Pointer)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its tensors, each moved once."""
-        given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
-        return sum({(t.data_ptr(), t.shape): t.nbytes for t in given if isinstance(t, Pointer)}.values())
+        return sum({(t.data_ptr(), t.shape): t.nbytes for t in self.tensors}.values())
 
     @property
     def config(self) -> str:

@@ -155,6 +155,7 @@ def test_ends_of_ranges():
         ),
         ("head_bias", (-6.9, 0), (math.nan, math.inf)),
         ("shift", (0, 224), (225,)),
+        ("warmup", (0, 0.99), (1.0, -0.1)),  # of this recipe's run
     ):
         for value in allowed:
             assert getattr(shorten(FOLDER, **{name: value}), name) == value

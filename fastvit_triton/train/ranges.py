@@ -1,8 +1,8 @@
 """What the values of training may be, stated once: in the annotation of the field or argument that holds one.
 
-    clip: Norm | None           a number above 0, or None
-    schedule: Literal["own", "vit"]     one of these
-    betas: tuple[Share, Share]  two numbers in [0, 1)
+    clip: Positive | None               a number above 0, or None
+    decay: Literal["cosine", "linear"]  one of these
+    betas: tuple[Share, Share]          two numbers in [0, 1)
 
 `Annotated[float, "(0, 1]"]` is a number in that interval. NaN lies in no interval, and infinity in none of these.
 `check` compares one value with an annotation, `check_fields` a dataclass, and `checked` the arguments of each call.
@@ -85,6 +85,7 @@ def _hints(annotated: Callable) -> dict[str, Any]:
     return {name: hint for name, hint in inspect.get_annotations(annotated).items() if _plain(hint)}
 
 
+@functools.cache
 def _plain(hint: Any) -> bool:
     """Whether an annotation is about numbers, bool, str, dict and None alone."""
     if get_origin(hint) in (Annotated, Literal):
