@@ -1,5 +1,6 @@
 """Every Python example of the README runs as it is printed, one after another in an empty folder."""
 
+import json
 import re
 from pathlib import Path
 
@@ -54,3 +55,11 @@ def test_examples_show_what_the_package_is_for():
         "onnx.export(",
     ):
         assert call in shown
+
+
+def test_releases_that_passed_are_those_recorded():
+    """Oracle: the results file of the last run of all tests on the newest releases; nothing failed in it."""
+    row = json.loads((Path(__file__).parents[1] / "benchmarks/results/suites.json").read_text())["suite"][-1]
+    versions = [f"{name} {row[name]}" for name in ("torch", "triton", "timm", "transformers")]
+    assert row["failed"] == 0 and row["passed"] > 2500
+    assert f"{', '.join(versions[:-1])} and {versions[-1]}, the newest on {row['date']}" in README.replace("\n", " ")
