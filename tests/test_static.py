@@ -133,7 +133,7 @@ def test_recording_leaves_nothing_behind():
         torch.testing.assert_close(layer_norm(x, weight, None, 1e-6), torch.layer_norm(x, (8,), weight, None, 1e-6))
 
 
-@pytest.mark.parametrize("folder, parts", [(".", PARTS), ("triton-3.6.0", ["sm_90"])])
+@pytest.mark.parametrize("folder, parts", [(".", PARTS), ("triton-3.6.0", ["sm_90"]), ("triton-3.9.0", ["sm_90"])])
 def test_committed_report_is_of_these_sources_and_clean(folder, parts):
     """Oracle: the hash of the kernels and their tables as they are now; every part, nothing spilled, all fits."""
     committed = json.loads((static.RESULTS / folder / "static.json").read_text())
