@@ -148,7 +148,7 @@ def _attentions() -> Iterator[Case]:
         "bias N=257 D=80": lambda: heads(64, 257, 257, 80, 80, bias=new(1, 12, 257, 257)),
         "windows N=49 D=32": lambda: heads(4096, 49, 49, 32, 32, bias=new(64, 12, 49, 49)),
         "mask N=197 D=64": lambda: heads(256, 197, 197, 64, 64, bias=torch.empty(256, 1, 1, 197, dtype=torch.bool)),
-        "padded N=256 D=64": lambda: heads(256, 256, 256, 64, 64, kv_lens=torch.empty(256, dtype=torch.int32)),
+        "padded N=256 D=64": lambda: heads(256, 256, 256, 64, 64, kv_lens=torch.full((256,), 256, dtype=torch.int32)),
         "class token D=64": lambda: heads(256, 1, 197, 64, 64),
         "levit D=16 Dv=32": lambda: heads(256, 49, 196, 16, 32, bias=new(1, 12, 49, 196)),
     }
@@ -157,7 +157,8 @@ def _attentions() -> Iterator[Case]:
 
     def varlen():
         tokens = (new(BATCH * 197, 12, 64) for _ in range(3))
-        return varlen_attention, (*tokens, torch.empty(BATCH + 1, dtype=torch.int32), 256), {}
+        ends = 197 * torch.arange(BATCH + 1, dtype=torch.int32)  # values count: lengths that do not fit are refused
+        return varlen_attention, (*tokens, ends, 256), {}
 
     def turned(D: int, norms: bool, interleaved: bool):
         norm = (new(D), new(D), 1e-6)

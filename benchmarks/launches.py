@@ -57,10 +57,15 @@ class Launch:
         return math.prod(self.grid)
 
     @property
+    def tensors(self) -> list[Pointer]:
+        """Its tensors, those of tuples among them."""
+        given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
+        return [t for t in given if isinstance(t, Pointer)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its tensors, each moved once."""
-        tensors = {(v.data_ptr(), v.shape): v.nbytes for v in self.values.values() if isinstance(v, Pointer)}
-        return sum(tensors.values())
+        return sum({(t.data_ptr(), t.shape): t.nbytes for t in self.tensors}.values())
 
     @property
     def config(self) -> str:
@@ -81,7 +86,7 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     def run(self, *positional, grid, warmup=False, **named):
         values = {n: named.pop(n) for n in self.arg_names if n in named}
         values |= dict(zip(self.arg_names, positional, strict=False))
-        values = {n: Pointer(v) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+        values = {n: _pointers(v) for n, v in values.items()}
         grid = grid(values) if callable(grid) else grid
         found.append(Launch(self, tuple(grid), values, named))
 
@@ -104,6 +109,13 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         op.target = None
         for (owner, name, _), function in zip(patches, before, strict=True):
             setattr(owner, name, function) if function is not None else delattr(owner, name)
+
+
+def _pointers(value: object) -> object:
+    """A tensor, or those of a tuple, as pointers."""
+    if isinstance(value, tuple):
+        return tuple(map(_pointers, value))
+    return Pointer(value) if isinstance(value, torch.Tensor) else value
 
 
 def record(arch: str, function: Callable, *arguments: object, **options: object) -> dict[str, list[Launch]]:

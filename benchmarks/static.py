@@ -115,8 +115,7 @@ def bounds(launch: Launch, binary: Binary, part: Part) -> dict[str, float]:
 
 
 def _pipe_us(pipes: Pipes, launch: Launch, part: Part) -> dict[str, float]:
-    dtype = next(v.dtype for v in launch.values.values() if hasattr(v, "dtype"))
-    rate = part.tflops / (2 if dtype == torch.float32 else 1)
+    rate = part.tflops / (2 if launch.tensors[0].dtype == torch.float32 else 1)
     cycles = launch.programs / part.units / part.ghz / 1e3
     named = dict(exp=pipes.exp, issue=pipes.issue, shared=pipes.shared)
     return {"tensor": pipes.flops * launch.programs / rate / 1e6} | {n: c * cycles for n, c in named.items()}
@@ -253,6 +252,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="ViT-B in bfloat16 only")
     parser.add_argument("--report-only", action="store_true", help="exit with 0 in spite of violations")
     arguments = parser.parse_args()
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
     result, console = report(arguments.arch.split(","), arguments.quick), Console(width=180)
     for arch in result["parts"]:
         console.print(kernel_table(result, arch))

@@ -24,6 +24,7 @@ _PUBLIC = {
     "layer_norm": "kernels.layer_norm",
     "add_layer_norm": "kernels.layer_norm",
     "fold": "kernels.fold",
+    "freeze": "layers.freeze",
     "linear": "kernels.linear",
     "mlp": "kernels.mlp",
     "optimize": "convert",
@@ -35,6 +36,7 @@ _PUBLIC = {
     "load_weights": "weights",
     "revert": "convert",
     "save_weights": "weights",
+    "unfreeze": "layers.freeze",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "attention_qkv",
     "create_model",
     "fold",
+    "freeze",
     "layer_norm",
     "linear",
     "list_models",
@@ -55,6 +58,7 @@ __all__ = [
     "patch_embed",
     "revert",
     "save_weights",
+    "unfreeze",
     "varlen_attention",
 ]
 
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from .kernels.mlp import mlp
     from .kernels.patch_embed import patch_embed
     from .kernels.rope import attention_qkv
+    from .layers.freeze import freeze, unfreeze
     from .models import create_model, list_models
     from .models.config import ViTConfig
     from .weights import load_model, load_weights, save_weights

@@ -8,9 +8,18 @@ import pytest
 import torch
 
 import benchmarks  # noqa: F401  (before timm)
+from fastvit_triton.kernels import op
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test draws the same numbers, alone or in the suite."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def references():
+    """Fused forwards run on PyTorch, as FASTVIT_TRITON_BACKEND=torch asks."""
+    op.set_backend("torch")
+    yield
+    op.set_backend(None)

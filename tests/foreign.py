@@ -1,63 +1,76 @@
-"""Models of other packages, small, with random weights: what `optimize` is tested on."""
+"""Models of other packages, small, with random weights: what `optimize` is tested on.
 
-import timm
+A package is imported where one of its models is built: a release that lacks others of them can still be tried.
+"""
+
+from importlib import import_module
+
 import torch
-import transformers
-from timm.models import beit, cait, eva, naflexvit, swin_transformer
-from timm.models import vision_transformer as vit
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer
-from vit_pytorch import SimpleViT, ViT
 
 SIDE, PATCH = 32, 16  # 4 patches: ragged enough for every kernel, small enough for the interpreter
 TIMM = dict(img_size=SIDE, patch_size=PATCH, embed_dim=24, depth=2, num_heads=2, num_classes=5)
-HF = dict(
-    image_size=SIDE, patch_size=PATCH, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
-)
+TOWER = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+HF = dict(image_size=SIDE, patch_size=PATCH, **TOWER)
 DROPLESS = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 DINO_V3 = dict(num_register_tokens=2, pos_embed_rescale=None)  # without random positions in training
 ROTARY = dict(use_rot_pos_emb=True, use_abs_pos_emb=False, rope_type="dinov3", rope_rotate_half=True)
 
 
-def _distilled() -> nn.Module:
-    from timm.models.deit import VisionTransformerDistilled
+def _timm(name: str):
+    return import_module(f"timm.models.{name}")
 
-    return VisionTransformerDistilled(**TIMM)
+
+def _hf(model: str, config: str, **options: object) -> nn.Module:
+    package = import_module("transformers")
+    return getattr(package, model)(getattr(package, config)(**options))
+
+
+def _distilled() -> nn.Module:
+    return _timm("deit").VisionTransformerDistilled(**TIMM)
 
 
 def _dino(name: str, **more: object) -> nn.Module:
     size = {k: v for k, v in HF.items() if k != "intermediate_size"} if "Dinov2" in name else HF
-    return getattr(transformers, name + "Model")(getattr(transformers, name + "Config")(**size, **more))
+    return _hf(name + "Model", name + "Config", **size, **more)
 
 
 # timm's
 MODELS = {
-    "timm_vit": lambda: vit.VisionTransformer(**TIMM),
-    "timm_vit_qk_norm": lambda: vit.VisionTransformer(**TIMM, qk_norm=True, scale_attn_norm=True, scale_mlp_norm=True),
-    "timm_deit_distilled": _distilled,
-    "timm_deit3": lambda: vit.VisionTransformer(**TIMM, init_values=0.1, no_embed_class=True),
-    "timm_dinov2_reg": lambda: vit.VisionTransformer(
-        **TIMM, init_values=0.1, reg_tokens=2, mlp_layer=timm.layers.SwiGLUPacked, act_layer=nn.SiLU
+    "timm_vit": lambda: _timm("vision_transformer").VisionTransformer(**TIMM),
+    "timm_vit_qk_norm": lambda: _timm("vision_transformer").VisionTransformer(
+        **TIMM, qk_norm=True, scale_attn_norm=True, scale_mlp_norm=True
     ),
-    "timm_clip": lambda: vit.VisionTransformer(**TIMM, pre_norm=True, act_layer="quick_gelu", norm_layer=nn.LayerNorm),
-    "timm_siglip": lambda: vit.VisionTransformer(**TIMM, class_token=False, global_pool="map", act_layer="gelu_tanh"),
-    "timm_beit": lambda: beit.Beit(**TIMM, use_abs_pos_emb=False, use_rel_pos_bias=True, init_values=0.1),
-    "timm_beit_shared": lambda: beit.Beit(**TIMM, use_shared_rel_pos_bias=True, init_values=None),
-    "timm_eva02": lambda: eva.Eva(
+    "timm_deit_distilled": _distilled,
+    "timm_deit3": lambda: _timm("vision_transformer").VisionTransformer(**TIMM, init_values=0.1, no_embed_class=True),
+    "timm_dinov2_reg": lambda: _timm("vision_transformer").VisionTransformer(
+        **TIMM, init_values=0.1, reg_tokens=2, mlp_layer=import_module("timm.layers").SwiGLUPacked, act_layer=nn.SiLU
+    ),
+    "timm_clip": lambda: _timm("vision_transformer").VisionTransformer(
+        **TIMM, pre_norm=True, act_layer="quick_gelu", norm_layer=nn.LayerNorm
+    ),
+    "timm_siglip": lambda: _timm("vision_transformer").VisionTransformer(
+        **TIMM, class_token=False, global_pool="map", act_layer="gelu_tanh"
+    ),
+    "timm_beit": lambda: _timm("beit").Beit(**TIMM, use_abs_pos_emb=False, use_rel_pos_bias=True, init_values=0.1),
+    "timm_beit_shared": lambda: _timm("beit").Beit(**TIMM, use_shared_rel_pos_bias=True, init_values=None),
+    "timm_eva02": lambda: _timm("eva").Eva(
         **TIMM, qkv_fused=False, swiglu_mlp=True, scale_mlp=True, use_rot_pos_emb=True, scale_attn_inner=True
     ),
-    "timm_eva": lambda: eva.Eva(**TIMM, qkv_fused=True, init_values=0.1),
-    "timm_dinov3": lambda: eva.Eva(
+    "timm_eva": lambda: _timm("eva").Eva(**TIMM, qkv_fused=True, init_values=0.1),
+    "timm_dinov3": lambda: _timm("eva").Eva(
         **TIMM, **ROTARY, attn_type="rope", qkv_bias=False, init_values=0.1, num_reg_tokens=2, swiglu_mlp=True
     ),
-    "timm_rope_vit": lambda: eva.Eva(**TIMM, use_rot_pos_emb=True, rope_type="mixed", attn_type="rope", qk_norm=True),
-    "timm_naflex": lambda: naflexvit.NaFlexVit(
-        naflexvit.NaFlexVitCfg(
+    "timm_rope_vit": lambda: _timm("eva").Eva(
+        **TIMM, use_rot_pos_emb=True, rope_type="mixed", attn_type="rope", qk_norm=True
+    ),
+    "timm_naflex": lambda: _timm("naflexvit").NaFlexVit(
+        _timm("naflexvit").NaFlexVitCfg(
             patch_size=PATCH, embed_dim=24, depth=2, num_heads=2, class_token=True, reg_tokens=1, global_pool="avg"
         ),
         num_classes=5,
     ),
-    "timm_swin": lambda: swin_transformer.SwinTransformer(
+    "timm_swin": lambda: _timm("swin_transformer").SwinTransformer(
         img_size=32,
         patch_size=4,
         embed_dim=16,
@@ -67,26 +80,27 @@ MODELS = {
         num_classes=5,
         drop_path_rate=0.0,
     ),
-    "timm_cait": lambda: cait.Cait(**TIMM, init_values=0.1),
+    "timm_cait": lambda: _timm("cait").Cait(**TIMM, init_values=0.1),
     # transformers'
-    "hf_vit": lambda: transformers.ViTModel(transformers.ViTConfig(**HF, **DROPLESS)),
-    "hf_vit_eager": lambda: transformers.ViTModel(
-        transformers.ViTConfig(**HF, **DROPLESS, attn_implementation="eager")
-    ),
-    "hf_deit": lambda: transformers.DeiTModel(transformers.DeiTConfig(**HF, **DROPLESS)),
-    "hf_mae": lambda: transformers.ViTMAEModel(transformers.ViTMAEConfig(**HF, **DROPLESS, mask_ratio=0.5)),
+    "hf_vit": lambda: _hf("ViTModel", "ViTConfig", **HF, **DROPLESS),
+    "hf_vit_eager": lambda: _hf("ViTModel", "ViTConfig", **HF, **DROPLESS, attn_implementation="eager"),
+    "hf_deit": lambda: _hf("DeiTModel", "DeiTConfig", **HF, **DROPLESS),
+    "hf_mae": lambda: _hf("ViTMAEModel", "ViTMAEConfig", **HF, **DROPLESS, mask_ratio=0.5),
     "hf_dinov2": lambda: _dino("Dinov2", layerscale_value=0.5),
     "hf_dinov2_swiglu": lambda: _dino("Dinov2WithRegisters", use_swiglu_ffn=True, num_register_tokens=2),
     "hf_dinov3": lambda: _dino("DINOv3ViT", **DINO_V3),
     "hf_dinov3_gated": lambda: _dino("DINOv3ViT", **DINO_V3, use_gated_mlp=True, hidden_act="silu"),
-    "hf_clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**HF)),
-    "hf_siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**HF)),
+    "hf_clip": lambda: _hf("CLIPVisionModel", "CLIPVisionConfig", **HF),
+    "hf_siglip": lambda: _hf("SiglipVisionModel", "SiglipVisionConfig", **HF),
+    "hf_siglip2": lambda: _hf("Siglip2VisionModel", "Siglip2VisionConfig", **TOWER, patch_size=PATCH, num_patches=4),
     # torchvision's, vit-pytorch's, torch's
-    "torchvision_vit": lambda: VisionTransformer(SIDE, PATCH, 2, 2, 24, 48, num_classes=5),
-    "vit_pytorch_vit": lambda: ViT(
+    "torchvision_vit": lambda: import_module("torchvision.models").VisionTransformer(
+        SIDE, PATCH, 2, 2, 24, 48, num_classes=5
+    ),
+    "vit_pytorch_vit": lambda: import_module("vit_pytorch").ViT(
         image_size=SIDE, patch_size=PATCH, num_classes=5, dim=24, depth=2, heads=2, mlp_dim=48, dim_head=12
     ),
-    "vit_pytorch_simple": lambda: SimpleViT(
+    "vit_pytorch_simple": lambda: import_module("vit_pytorch").SimpleViT(
         image_size=SIDE, patch_size=PATCH, num_classes=5, dim=24, depth=2, heads=2, mlp_dim=48, dim_head=12
     ),
     "torch_encoder_layer": lambda: nn.TransformerEncoderLayer(24, 2, 48, 0.0, "gelu", batch_first=True),
@@ -97,21 +111,29 @@ MODELS = {
 TOKENS = ("torch_", "mlp_")
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+def redraw(model: nn.Module) -> nn.Module:
     """The model with every parameter drawn anew, so that no zero or one hides an error."""
-    model = MODELS[name]()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() in (0, 1, 3) else parameter[0].numel() ** -0.5
             norm = key.endswith("weight") and parameter.dim() == 1
             parameter.normal_(1.0 if norm else 0.0, spread)
-    return model.to(dtype)
+    return model
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The model by name, its parameters drawn anew."""
+    return redraw(MODELS[name]()).to(dtype)
 
 
 def inputs(name: str, dtype: torch.dtype = torch.float64) -> Tensor | dict[str, Tensor]:
-    """Two images, or tokens; NaFlexViT gets patches of images of different sizes."""
+    """Two images, or tokens; NaFlexViT and SigLIP 2 get patches of images of different sizes."""
     if name.startswith(TOKENS):
         return torch.randn(2, 5, 24, dtype=dtype)
+    if name == "hf_siglip2":
+        kept, sides = torch.tensor([[1] * 6, [1] * 4 + [0] * 2]), torch.tensor([[2, 3], [2, 2]])
+        patches = torch.randn(2, 6, PATCH * PATCH * 3, dtype=dtype)
+        return {"pixel_values": patches, "pixel_attention_mask": kept, "spatial_shapes": sides}
     if name == "timm_naflex":
         valid = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
         coordinates = torch.tensor([[[y, x] for y in range(2) for x in range(3)]] * 2)
@@ -133,7 +155,7 @@ def outputs(model: nn.Module, given: Tensor | dict[str, Tensor]) -> Tensor:
             1,
         )
     more = {"noise": torch.arange(4.0).expand(2, -1)} if type(model).__name__ == "ViTMAEModel" else {}
-    y = model(given, **more)
+    y = model(**given) if isinstance(given, dict) and "pixel_values" in given else model(given, **more)
     if isinstance(y, Tensor):
         return y
     return torch.cat(

@@ -95,8 +95,9 @@ class Memory:
         self.starts = self.ends = np.empty(0, np.uint64)
 
     def open(self, arguments):
-        """Takes the tensors among the arguments; ranges that overlap, as views of one tensor do, become one."""
-        spans = sorted(_span(t) for t in arguments if isinstance(t, torch.Tensor) and t.numel())
+        """Takes the tensors among the arguments and in tuples; ranges that overlap, as views do, become one."""
+        given = (t for a in arguments for t in (a if isinstance(a, tuple) else (a,)))
+        spans = sorted(_span(t) for t in given if isinstance(t, torch.Tensor) and t.numel())
         merged = []
         for start, end in spans:
             if merged and start < merged[-1][1]:
@@ -106,7 +107,11 @@ class Memory:
         self.starts, self.ends = np.array(merged, np.uint64).reshape(-1, 2).T
 
     def hold(self, what, pointers, mask):
-        """Raises IndexError when an unmasked lane has an address outside."""
+        """Raises IndexError when an unmasked lane has an address outside, TypeError on a mask that is not of bools."""
+        if mask.data.dtype != bool:  # a block & a scalar, spread as int32, which triton 3.9's interpreter refuses
+            raise TypeError(
+                f"{what} with a mask of {mask.data.dtype}: move its limit instead, m < tl.where(scalar, M, 0)"
+            )
         at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
         if not at.size:
             return

@@ -133,5 +133,5 @@ def test_drop_path_is_set_block_by_block():
     assert set_drop_path(model, 0.2, constant=True) == [0.2] * 4
     with pytest.raises(ValueError, match="no numbered blocks"):
         set_drop_path(torchvision.ops.StochasticDepth(0.1, "row"), 0.2)
-    with pytest.raises(ValueError, match=r"last is 1; a rate lies in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"last is 1; use a number in \[0, 1\)"):
         set_drop_path(model, 1)

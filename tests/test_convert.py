@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import math
 import pickle
 import subprocess
 import sys
@@ -21,19 +22,11 @@ from torchvision.models import VisionTransformer
 
 from benchmarks.launches import recording
 from fastvit_triton import optimize, revert
-from fastvit_triton.convert import parts
+from fastvit_triton.convert import fused, parts
 from fastvit_triton.convert.forwards import FORWARDS
-from fastvit_triton.kernels import mlp, op
+from fastvit_triton.kernels import fold, mlp, op
 
 ROUNDINGS = 84  # as in test_models
-
-
-@pytest.fixture
-def references():
-    """The fused forwards run on PyTorch, as FASTVIT_TRITON_BACKEND=torch asks."""
-    op.set_backend("torch")
-    yield
-    op.set_backend(None)
 
 
 @pytest.fixture
@@ -290,32 +283,44 @@ NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "tim
 BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
 
 
-# launches beside the six: rotated or normed queries and keys, inner norms, a bias that is put together on each call,
-# or norms after the branches
-MORE = dict(timm_vit_qk_norm=3, timm_eva02=3, timm_eva=1, timm_beit=1, timm_beit_shared=1, torch_encoder_layer=1)
-MORE |= dict.fromkeys(("timm_dinov3", "timm_rope_vit", "hf_dinov3", "hf_dinov3_gated"), 1)
+# launches beside those of a plain block, (frozen, fold, norms): separate queries, keys, values are packed where there
+# is no fold; rotary positions or norms of queries and keys; inner norms, each with its fold and statistics; norms after
+# the branches
+SEPARATE = ("vit", "vit_eager", "deit", "mae", "dinov2", "dinov2_swiglu", "clip", "siglip", "siglip2")
+MORE = {f"hf_{name}": (0, 0, 1) for name in SEPARATE} | dict.fromkeys(("timm_dinov3", "timm_rope_vit"), (1, 1, 1))
+MORE |= dict.fromkeys(("hf_dinov3", "hf_dinov3_gated"), (1, 1, 2)) | {
+    "timm_vit_qk_norm": (3, 5, 3),
+    "timm_eva02": (3, 5, 4),
+}
+MORE |= {"torch_encoder_layer": (1, 0, 0)}
+WAYS = ("frozen", "fold", "norms")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_is_six_launches(name, monkeypatch):
+def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
     """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual.
 
-    Rows as narrow as these would take the last two in one launch.
+    One more folds both LayerNorms where they are not kept; or they run, without row statistics, and one more packs
+    separate queries, keys and values. Rows as narrow as these would take the last two in one launch.
     """
     monkeypatch.setattr(mlp, "_whole", lambda *_: None)
+    monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0 if way == "fold" else math.inf))
     model, seen = build(name, torch.bfloat16).eval(), []
-    optimize(model)
+    optimize(model, freeze=way == "frozen")
     kinds = ("Block", "EvaBlock", "EncoderBlock", "Transformer", "TransformerEncoderLayer")
     blocks = [m for m in model.modules() if type(m).__name__ in kinds or type(m).__name__.endswith("Layer")]
     given = inputs(name, torch.bfloat16)
     with torch.no_grad(), recording("sm_90") as found:
-        outputs(model, given)  # folds weights, which are kept
+        outputs(model, given)  # folds weights, which frozen models keep
         for block in blocks:
             block.register_forward_pre_hook(lambda *_: seen.append(len(found)))
             block.register_forward_hook(lambda *_: seen.append(len(found) - seen.pop()))
         outputs(model, given)
-    two_blocks_and_a_norm = type(blocks[0]).__name__ == "Transformer"  # the second block gets statistics from the first
-    expected = 6 + 5 + 1 if two_blocks_and_a_norm else 6 + MORE.get(name, 0)
+    if type(blocks[0]).__name__ == "Transformer":  # two blocks and a norm; the second has statistics from the first
+        expected = {"frozen": 6 + 5 + 1, "fold": 7 + 6 + 1, "norms": 7 + 7 + 1}[way]
+    else:
+        expected = {"frozen": 6, "fold": 7, "norms": 7}[way] + MORE.get(name, (0, 0, 0))[WAYS.index(way)]
     assert seen == [expected] * len(blocks)
 
 
@@ -421,14 +426,15 @@ def test_report_says_what_became_of_each_candidate():
         "block.norm2": ("fused LayerNorm", "block", None),
         "block.mlp": ("fused MLP, Mish", "block", "activation Mish is called"),
         "gated": (None, None, "gated attention"),
-        "hooked": ("fused LayerNorm", None, "a hook watches it, so it is called"),
+        "hooked": ("LayerNorm kernel", None, "a hook watches it, so it is called"),
         "taken": (None, None, "another forward is in its place"),
         "other": (None, None, "unknown type"),
         "left": (None, None, "left out by filter_fn"),
-        "again": ("fused LayerNorm", None, "the same module as hooked"),
+        "again": ("LayerNorm kernel", None, "the same module as hooked"),
         "mlp": ("fused MLP, gelu", None, None),
     }
-    assert len(report.fused) == 8 and len(report.left) == 4
+    assert [row.path for row in report.norms] == ["hooked", "again"]
+    assert len(report.fused) == 6 and len(report.left) == 4
     assert "own forward while training: attention dropout 0.1 (inside block)" in str(report)
     assert "forward" not in model.left.__dict__ and "need a CUDA or ROCm GPU, this is cpu" in report.device
 
@@ -441,12 +447,13 @@ def test_report_prints_a_table():
         "module type runs",
         "patch_embed PatchEmbed fused patch projection",
         "blocks.* ×2 LayerScaleBlock fused block around its talking heads",
-        "blocks.*.norm1 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
+        "blocks.*.norm1 ×2 LayerNorm LayerNorm kernel (inside blocks.*)",
         "blocks.*.attn ×2 TalkingHeadAttn own forward · its heads mix their attention maps (inside blocks.*)",
         "blocks.*.norm2 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
     ]
     device = "Triton kernels need a CUDA or ROCm GPU, this is cpu; own forwards run here."
-    assert lines[-1] == f"20 of 22 candidates are fused. {device}"
+    norms = "5 LayerNorms run our kernel, which saves no launch"
+    assert lines[-1] == f"15 of 17 candidates are fused; {norms}. {device}"
     assert str(optimize(nn.Linear(2, 2))).endswith(f"0 of 0 candidates are fused. {device}")
 
 
@@ -821,12 +828,19 @@ def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
     torch._dynamo.reset()
 
 
+class Inner(nn.Module):
+    """Half of an attention, which the other half calls."""
+
+    def forward(self):
+        raise NotImplementedError
+
+
 class Nested(nn.Module):
     """The attention as older transformers build it: in two modules, the second with a dropout."""
 
     def __init__(self, attention, drop):
         super().__init__()
-        self.attention, self.output = nn.Module(), nn.Module()
+        self.attention, self.output = Inner(), Inner()
         self.attention.query, self.attention.key = attention.q_proj, attention.k_proj
         self.attention.value, self.attention.config = attention.v_proj, attention.config
         self.attention.num_attention_heads, self.attention.scaling = attention.num_attention_heads, attention.scaling
@@ -875,16 +889,16 @@ MASK = torch.linspace(-1, 1, 25, dtype=torch.float64).view(1, 1, 5, 5)
 )
 def test_parts_of_older_transformers(make, call, references, monkeypatch):
     """Oracle: their own forwards, from the same seed; those run where a mask is given, and nowhere else."""
+    own = fused.original
+    monkeypatch.setattr(fused, "original", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
     plain, x, ys, calls = make().double().train(), torch.randn(2, 5, 24, dtype=torch.float64), [], []
     model = copy.deepcopy(plain)
     (row,) = optimize(model).fused
     assert row.path == "" and row.why is None
-    own = type(plain).forward
-    monkeypatch.setattr(type(plain), "forward", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
     for owner in (model, plain):
         torch.manual_seed(1)
         ys.append(owner(x, **call))
-    assert same(*ys) and calls == ([model, plain] if call else [plain])
+    assert same(*ys) and calls == ([model] if call else [])
 
 
 def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):

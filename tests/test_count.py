@@ -1,5 +1,8 @@
 """What `doctor --model` says a model saves: counted from shapes, held to hand counts and to recorded launches."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +10,7 @@ from foreign import build
 from torch import nn
 
 from benchmarks.launches import recording
-from fastvit_triton import create_model, optimize
+from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.convert.count import Count, count, savings
 from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import op
@@ -60,28 +63,35 @@ def test_launches_of_blocks_are_those_recorded(name):
     block = BLOCKS[name](build(name, torch.bfloat16)).eval()
     optimize(block)
     x = torch.randn(2, 5, 24, dtype=torch.bfloat16)
-    with torch.no_grad(), recording("sm_90") as found:
-        block(x)  # folds weights, which are kept
-        del found[:]
-        block(x)
-    _, after = savings(block.to("meta"), x.to("meta"))
-    assert (after.launches, after.nbytes) == (len(found), sum(launch.nbytes for launch in found))
+    recorded = []
+    with torch.no_grad():
+        for prepare in (lambda: None, partial(freeze, block)):
+            prepare()
+            with recording("sm_90") as found:
+                block(x)  # folds
+                del found[:]
+                block(x)
+            recorded.append((len(found), sum(launch.nbytes for launch in found)))
+    _, *counted = savings(copy.deepcopy(block).to("meta"), x.to("meta"))
+    assert [(count.launches, count.nbytes) for count in counted] == recorded
 
 
 @pytest.mark.parametrize("name, after", [("vit_small_patch16_224", 5), ("vit_tiny_patch16_224", 4)])
-def test_a_block_is_ten_launches_before_and_five_after(name, after):
+@pytest.mark.parametrize("batch, more", [(1, 2), (8, 1)], ids=["few_rows", "many_rows"])
+def test_a_block_is_ten_launches_before_and_five_when_frozen(batch, more, name, after):
     """Oracle: the operators of an eager block, counted by eye, and the plan; three blocks less two.
 
-    ViT-Ti's rows are narrow enough for an MLP in one launch.
+    Where it is not frozen one launch folds both LayerNorms, or they run where rows are few. ViT-Ti's rows are narrow
+    enough for an MLP in one launch.
     """
 
     def both(depth):
         with torch.device("meta"):
             model = create_model(name, depth=depth).to(torch.bfloat16).eval()
-        return savings(model, empty(2, 3, 224, 224))
+        return savings(model, empty(batch, 3, 224, 224))
 
     three, two = both(3), both(2)
-    assert [a.launches - b.launches for a, b in zip(three, two, strict=True)] == [10, after]
+    assert [a.launches - b.launches for a, b in zip(three, two, strict=True)] == [10, after + more, after]
     assert three[1].nbytes < three[0].nbytes
 
 
@@ -90,8 +100,10 @@ def test_flops_are_those_of_the_cost_table():
     with torch.device("meta"):
         model = create_model("vit_base_patch16_224").to(torch.bfloat16).eval()
     cost = image_cost(224, 16, dim=768, depth=12, num_heads=12, head_dim=64, hidden=3072)
-    before, after = savings(model, empty(4, 3, 224, 224))
-    assert before.flops == after.flops == 4 * (cost.linear_flops + cost.attention_flops + 2 * 768 * 1000)
+    before, after, frozen = savings(model, empty(4, 3, 224, 224))
+    assert (
+        before.flops == after.flops == frozen.flops == 4 * (cost.linear_flops + cost.attention_flops + 2 * 768 * 1000)
+    )
 
 
 def test_everything_is_put_back():

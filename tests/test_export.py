@@ -140,3 +140,16 @@ def test_onnx_after_revert(name, tmp_path):
     (got, *_) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
     with torch.no_grad():
         assert_close(torch.from_numpy(got), first(model(images)), first(truth(images.double())))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_trace_records_pytorch_alone():
+    """Oracle: the operators in the graph of our model, traced where the kernels run, and the model's own output."""
+    model, truth = made(OURS)
+    images = torch.randn(2, 3, 32, 32)
+    with interpreting():
+        traced = torch.jit.trace(model, images, check_trace=False)
+    assert "fastvit_triton::" not in str(traced.inlined_graph)
+    with torch.no_grad():
+        want, exact = model(images), truth(images.double())
+        assert (traced(images) - want).norm() <= 2 * (want - exact).norm()

@@ -31,7 +31,7 @@ def test_ridge(rows: int, columns: int):
     assert torch.equal(fewshot.ridge(x, y, 0.5), dual if columns > rows else primal)
     gradient = x.mT @ (x @ primal - y) + 0.5 * primal
     CLOSE(gradient, torch.zeros_like(gradient))
-    with pytest.raises(ValueError, match="penalty is 0; it must be above 0"):
+    with pytest.raises(ValueError, match="penalty is 0; use a number above 0"):
         fewshot.ridge(x, y, 0)
 
 

@@ -28,14 +28,14 @@ ARROWS = {
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
     "measure": {"kernels", "models", "weights", "convert", "measure"},
     "cli": {"kernels", "models", "convert", "train", "weights", "explain", "measure", "files", "cli"},
-    "__init__": {"kernels", "convert", "models", "weights"},
+    "__init__": {"kernels", "convert", "layers", "models", "weights"},
 }
 LINES = {"kernels/attention.py": 800, "kernels/linear.py": 800, "kernels/": 400, "models/transformer.py": 300}
 LINES |= {"models/config.py": 300, "models/": 120, "": 300}
 BANNED = ("make_block_ptr", "tl.advance", "atomic_", "globals()[", "except Exception", "TODO")
 
-SURFACE = """ViTConfig __version__ add_layer_norm attention attention_qkv create_model fold layer_norm linear
-list_models load_model load_weights mlp optimize patch_embed revert save_weights varlen_attention""".split()
+SURFACE = """ViTConfig __version__ add_layer_norm attention attention_qkv create_model fold freeze layer_norm linear
+list_models load_model load_weights mlp optimize patch_embed revert save_weights unfreeze varlen_attention""".split()
 
 
 def owner(path: Path) -> str:

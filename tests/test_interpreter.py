@@ -217,3 +217,23 @@ def test_memory_outside_of_the_arguments_is_refused(dtype):
             _copy_kernel[(1,)](buffer, y[:3], 0, 4, BLOCK=16, MASKED=True)
         with pytest.raises(InterpreterError, match="a load of"):
             _copy_kernel[(1,)](buffer[:0], y, 0, 1, BLOCK=16, MASKED=True)
+
+
+@jit
+def _first_tile_kernel(x_ptr, y_ptr, tile, N, BLOCK: tl.constexpr, LIMIT: tl.constexpr):
+    """Copies N values for tile 0 and none for others, by a limit or by a mask of a block and a scalar."""
+    i = tl.arange(0, BLOCK)
+    mask = i < tl.where(tile == 0, N, 0) if LIMIT else (i < N) & (tile == 0)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=mask), mask=mask)
+
+
+def test_masks_that_the_newest_interpreter_refuses():
+    """Oracle: triton 3.9, where the mask of a block and a scalar raises as it does here; a limit is the same mask."""
+    x, y = torch.randn(8), torch.zeros(8)
+    with interpreting():
+        _first_tile_kernel[(1,)](x, y, 1, 5, BLOCK=8, LIMIT=True)
+        assert not y.any()
+        _first_tile_kernel[(1,)](x, y, 0, 5, BLOCK=8, LIMIT=True)
+        assert torch.equal(y, torch.where(torch.arange(8) < 5, x, 0))
+        with pytest.raises(InterpreterError, match="a load with a mask of int32"):
+            _first_tile_kernel[(1,)](x, y, 0, 5, BLOCK=8, LIMIT=False)

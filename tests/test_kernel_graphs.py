@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fastvit_triton as f
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, op
+from fastvit_triton.kernels import OPS, fold, op
 from fastvit_triton.kernels.layer_norm import row_stats
 
 
@@ -51,11 +51,21 @@ def recorded():
         for op_ in (*OPS, STATS):
             for case in op_.cases.values():
                 results(op_.run, op_.inputs(case, torch.float16, "cpu"))  # fp32 results stand out
+        with torch.no_grad():
+            for biases in ((None, None), (torch.randn(3).half(), None)):
+                fold.packed((torch.randn(3, 4).half(), torch.randn(2, 4).half()), biases)
 
     def kind(a):
         return a if isinstance(a, (bool, str)) else a is None
 
     return {(str(op_), *map(kind, arguments)): (op_, arguments) for op_, arguments in calls.found}
+
+
+def detached(argument):
+    """A tensor, or those of a list, as copies without gradients."""
+    if isinstance(argument, list):
+        return [detached(item) for item in argument]
+    return argument.detach().clone() if isinstance(argument, torch.Tensor) else argument
 
 
 @pytest.mark.parametrize("name", sorted(op.LIBRARY._op_defs))
@@ -64,9 +74,8 @@ def test_opcheck(name):
     calls = [call for (op_, *_), call in recorded().items() if op_ == f"{name.replace('::', '.')}.default"]
     assert calls, "no case of any op calls it"
     for op_, arguments in calls:
-        arguments = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in arguments)
         with interpreting():
-            outcome = torch.library.opcheck(op_, arguments)
+            outcome = torch.library.opcheck(op_, tuple(map(detached, arguments)))
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 

@@ -28,7 +28,7 @@ def test_smoothing_is_cross_entropys():
     assert loss.smooth(torch.tensor([1]), 4, 0.2).tolist() == [pytest.approx([0.05, 0.85, 0.05, 0.05])]
     blend = soft(3, 4)
     CLOSE(loss.smooth(blend, 4, 0.2), 0.8 * blend + 0.05)
-    with pytest.raises(ValueError, match=r"smoothing is 1.0; it must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"smoothing is 1.0; use a number in \[0, 1\)"):
         loss.smooth(y, 4, 1.0)
 
 

@@ -86,7 +86,7 @@ def test_nothing_hidden_reaches_the_encoder():
     assert torch.equal(model(images, noise)[0], first)
     images[:, :, :16] = 0
     assert not torch.equal(model(images, noise)[0], first)
-    with pytest.raises(ValueError, match=r"ratio is 1\.0; it must be above 0"):
+    with pytest.raises(ValueError, match=r"ratio is 1\.0; use a number in \(0, 1\)"):
         masked.MaskedAutoencoder(encoder, nn.Identity(), 8, ratio=1.0)
     with pytest.raises(ValueError, match="dim is 6; it must be divisible by 4"):
         masked.MaskedAutoencoder(encoder, nn.Identity(), 6)

@@ -126,10 +126,10 @@ def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.
     """Oracle: one sentence each, and no folder."""
     train = ("train", "--out", tmp_path / "out")
     assert "recipe is 'vit'; use one of digits, folder, vit-i1k" in refused(capsys, *train, "--recipe", "vit")
-    assert "--save-every is 0" in refused(capsys, *train, "--save-every", "0")
-    assert "--parts is 0" in refused(capsys, *train, "--parts", "0")
+    assert "--save-every is 0; use an integer of at least 1" in refused(capsys, *train, "--save-every", "0")
+    assert "parts is 0; use an integer of at least 1" in refused(capsys, *train, "--parts", "0")
     assert "the recipe's policy is for pictures in files" in refused(capsys, *train, "--recipe", "deit")
-    assert "decay is 1.5; it must be in [0, 1)" in refused(capsys, *train, "--average", "1.5")
+    assert "average is 1.5; use a number in [0, 1)" in refused(capsys, *train, "--average", "1.5")
     on_folder = (*train, "--data", folder, "--recipe", "vit-i1k", "--workers", "0")
     assert "warmup is 10000 of 300 steps" in refused(capsys, *on_folder, "--img-size", "16")
     assert "beside mixup or cutmix" in refused(capsys, *train, "--mixtoken", "1")
@@ -138,7 +138,7 @@ def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.
     assert "optimizer is 'adam'; use 'adamw'" in refused(capsys, *train, "--optimizer", "adam")
     assert "schedule is 'step'; use 'own'" in refused(capsys, *train, "--schedule", "step")
     assert "loss is 'mse'; use 'softmax'" in refused(capsys, *train, "--loss", "mse")
-    assert "rate lies in [0, 1)" in refused(capsys, *train, "--drop-path-rate", "1")
+    assert "drop_path_rate is 1.0; use a number in [0, 1)" in refused(capsys, *train, "--drop-path-rate", "1")
     assert not (tmp_path / "out").exists()
 
 

@@ -76,7 +76,7 @@ def test_layers_learn_at_their_own_rate():
     assert layer_of("heads.head.weight", 12) == 13 and layer_of("encoder.pos_embedding", 12) == 0
     with pytest.raises(ValueError, match="layer_decay needs numbered blocks"):
         parameter_groups(nn.Linear(2, 2), 0.1, 0.5)
-    with pytest.raises(ValueError, match=r"layer_decay is 1.5; it must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"layer_decay is 1.5; use a number in \(0, 1\]"):
         parameter_groups(model, 0.1, 1.5)
 
 
@@ -137,7 +137,7 @@ def test_moving_average(warmup: bool):
         one.update_parameters(model)
     assert torch.equal(average.module.weight, again.module.weight)
     assert warm_decay(1, 0.9999) == 2 / 11 and warm_decay(10**9, 0.9999) == 0.9999
-    with pytest.raises(ValueError, match=r"decay is 1.0; it must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"decay is 1.0; use a number in \[0, 1\)"):
         moving_average(model, 1.0)
 
 

@@ -113,6 +113,14 @@ def test_floor_of_attention():
     assert static.floor(launch, "inference", static.PARTS["sm_90"]) == pytest.approx(expected, rel=1e-3)
 
 
+def test_every_case_launches():
+    """Oracle: the functions' own checks, which the whole report would meet only after an hour of compiling."""
+    for case in cases():
+        function, arguments, options = case.build()
+        for found in record("sm_90", function, *arguments, **options).values():
+            assert all(launch.tensors and launch.nbytes for launch in found), case
+
+
 def test_recording_leaves_nothing_behind():
     """After recording and compiling, Triton, PyTorch and the interpreter work as before."""
     before = JITFunction.run, torch.Tensor.__matmul__, torch.Tensor.float

@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -295,26 +294,10 @@ def test_settings_of_a_resumed_run():
     saved = job.settle({"epochs": 7}, None)
     assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
     assert job.settle({"epochs": 7}, saved) == saved
-    with pytest.raises(ValueError, match="seed is -1; it must be at least 0"):
+    with pytest.raises(ValueError, match=r"seed is -1; use an integer in \[0, 2\^63\)"):
         job.settle({"seed": -1}, None)
     with pytest.raises(ValueError, match="epochs is 8, but the run to resume has 7; leave it out"):
         job.settle({"epochs": 8}, saved)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "sentence"),
-    [
-        ("epochs", 0, "epochs is 0; it must be at least 1"),
-        ("batch_size", -1, "batch_size is -1; it must be at least 1"),
-        ("lr", 0.0, "lr is 0.0; it must be above 0"),
-        ("lr", math.nan, "lr is nan; it must be above 0"),
-        ("warmup", 1.0, "warmup is 1.0"),
-    ],
-)
-def test_recipes_refuse_nonsense(field: str, value: float, sentence: str):
-    """Oracle: the sentence."""
-    with pytest.raises(ValueError, match=sentence):
-        replace(DIGITS, **{field: value})
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 16])

@@ -46,12 +46,13 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     from ..train.display import display
     from ..train.job import FILES, SETTINGS, plan, run, settle, summary
     from ..train.plan import masked_for, prepare
+    from ..train.ranges import Count, Number, check
     from ..train.recipes import Recipe
     from ..train.step import half
     from ..weights import load_weights, save_weights
 
-    if args.save_every is not None and args.save_every < 1:
-        raise ValueError(f"--save-every is {args.save_every}; save after at least 1 step")
+    check("--save-every", args.save_every, Count | None)
+    check("--workers", args.workers, Number)
     out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
     held = [name for name in FILES if (out / name).exists()]
     if args.resume and args.overwrite:
@@ -67,8 +68,6 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings = settle(given, state and state["settings"])
     recipe = Recipe(**{name: settings[name] for name in Recipe.__dataclass_fields__})
-    if settings["parts"] < 1:
-        raise ValueError(f"--parts is {settings['parts']}; a batch has at least 1 part")
     device = world.device
     torch.manual_seed(settings["seed"])
     options = {"workers": args.workers, "skip_bad_images": settings["skip_bad_images"], "world": world}

@@ -62,7 +62,7 @@ def _examine(found: Subject, name: str, batch: int) -> int:
     images = torch.empty(batch, *shape, dtype=torch.bfloat16, device="meta")
     given, named = ((images,), {}) if image is None else ((), {image: images})
     try:
-        pair = savings(model.to(torch.bfloat16), *given, **named)
+        counts = savings(model.to(torch.bfloat16), *given, **named)
     except (
         AttributeError,
         RuntimeError,
@@ -73,17 +73,18 @@ def _examine(found: Subject, name: str, batch: int) -> int:
         raise ValueError(f"what {name} saves cannot be counted from the shape of images alone: {first}") from error
     where = "a GPU where the kernels run" if why else "this GPU"
     say(f"\nOn {where}, {batch} images of {' × '.join(map(str, shape))}, bfloat16, inference:\n")
-    say(f"{'':16}{'PyTorch':>10}{'fused':>10}{'saved':>10}")
+    say(f"{'':16}{'PyTorch':>10}{'fused':>10}{'frozen':>10}{'saved':>10}")
     for label, field, unit, places in (
         ("launches a batch", "launches", 1, 0),
         ("MB an image", "nbytes", 1e6 * batch, 1),
         ("GFLOP an image", "flops", 1e9 * batch, 1),
     ):
-        before, after = (getattr(count, field) / unit for count in pair)
-        say(f"{label:16}" + "".join(f"{n:>10.{places}f}" for n in (before, after, before - after)))
+        before, after, frozen = (getattr(count, field) / unit for count in counts)
+        say(f"{label:16}" + "".join(f"{n:>10.{places}f}" for n in (before, after, frozen, before - frozen)))
     say(
         "\nCounted, not measured: an operator that writes memory is one launch, which reads its operands and writes "
-        "its results once; flops are those of matrix products and convolutions."
+        "its results once; flops are those of matrix products and convolutions. Frozen: after fastvit_triton.freeze, "
+        "which keeps LayerNorms folded into the projections behind them."
     )
     return 0
 

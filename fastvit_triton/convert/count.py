@@ -7,18 +7,20 @@ may save bytes; flops are those of matrix products and convolutions, 2 for a mul
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..kernels import op
+from ..layers.freeze import freeze
 
 ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -79,8 +81,8 @@ def count(function: Callable, *inputs: object, **named: object) -> Count:
     return operators.total
 
 
-def savings(model: Callable, *inputs: object, **named: object) -> tuple[Count, Count]:
-    """Inference of a model on the meta device: as PyTorch runs it, and on a GPU where the kernels run.
+def savings(model: nn.Module, *inputs: object, **named: object) -> tuple[Count, Count, Count]:
+    """Inference of a model on the meta device: as PyTorch runs it, with the kernels, and with them when it is frozen.
 
     Args:
         model: optimised, or one of ours.
@@ -94,8 +96,11 @@ def savings(model: Callable, *inputs: object, **named: object) -> tuple[Count, C
         with _in_place((op, "_switch", "auto")):
             before = count(model, *inputs, **named)
         with _in_place(*_a_gpu()):
-            model(*inputs, **named)  # folds weights, which are kept
-            return before, count(model, *inputs, **named)
+            after = count(model, *inputs, **named)
+            frozen = copy.deepcopy(model)
+            freeze(frozen)
+            frozen(*inputs, **named)  # folds
+            return before, after, count(frozen, *inputs, **named)
 
 
 def _a_gpu() -> list[tuple[object, str, object]]:

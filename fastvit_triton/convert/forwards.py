@@ -5,16 +5,18 @@ release. So a forward declares what it reads and takes; `optimize` compares that
 needs to ask again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from operator import attrgetter
 from typing import NamedTuple
 
 from torch import nn
 
+from ..layers.calls import patched
 from .parts import Attention, Mlp, kind
 
 Reader = Callable[..., Attention | Mlp | str]
+Folds = Callable[[nn.Module], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
 
 class Forward(NamedTuple):
@@ -27,6 +29,8 @@ class Forward(NamedTuple):
         read: reads a body, called with it and the rest of its arguments; None for types that are no bodies.
         became: what a report calls it; None where the parts say so.
         reason: why a module must run its own forward now; None where it need not.
+        call: named arguments that every call of this module has, as far as its own facts tell.
+        folds: pairs of a norm and the body or layer behind it, which takes the norm in where it can be read.
     """
 
     run: Callable
@@ -35,6 +39,8 @@ class Forward(NamedTuple):
     read: Reader | None = None
     became: str | None = None
     reason: Callable[[nn.Module], str | None] | None = None
+    call: Callable[[nn.Module], dict[str, object]] | None = None
+    folds: Folds | None = None
 
     def lacks(self, module: nn.Module) -> str | None:
         """What it would read and this instance does not have; None where that is nothing."""
@@ -44,14 +50,26 @@ class Forward(NamedTuple):
 
     def ignores(self, module: nn.Module) -> str | None:
         """What the instance's own forward takes and this one does not know; None where that is nothing."""
-        if self.takes is None:
+        if self.takes is None or patched(type(module)):  # which runs its own forward anyway
             return None
-        _, _, *rest = signature(type(module).forward).parameters.values()
-        named = (p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-        name = next((n for n in named if n not in self.takes.split()), None)
+        name = next((n for n in _arguments(type(module)) if n not in self.takes.split()), None)
         return None if name is None else f"it takes {name}, which its fused forward does not know"
 
 
+def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The names of what a class's own forward takes after its first input; a lookup from the second time."""
+    if cls not in _taken:
+        _taken[cls] = _arguments(cls)
+    return _taken[cls]
+
+
+def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
+    _, _, *rest = signature(cls.forward).parameters.values()  # the module, its first input
+    return tuple(p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+
+
+_arguments._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
+_taken: dict[type[nn.Module], tuple[str, ...]] = {}
 FORWARDS: dict[str, list[Forward]] = {}  # type → what its instances may be given, the newest release's first
 
 
@@ -76,11 +94,12 @@ def whole(
     needs: str = "",
     takes: str | None = None,
     reason: Callable[[nn.Module], str | None] | None = None,
+    folds: Folds | None = None,
 ) -> Callable[[Callable], Callable]:
     """Declares the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
-        declare(kinds, Forward(forward, needs, takes, None, became, reason))
+        declare(kinds, Forward(forward, needs, takes, None, became, reason, None, folds))
         return forward
 
     return decorate

@@ -74,7 +74,7 @@ def multihead(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of queries [B, N, D] to keys and values, where the attention weights are not asked for."""
     usual = query.dim() == 3 and not need_weights and not (is_causal and attn_mask is None)
-    if not usual or not fuses(query) or key.is_nested or multihead_reason(self) is not None:
+    if not usual or not fuses(self, query) or key.is_nested or multihead_reason(self) is not None:
         rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         return original(self, query, key, value, *rest)
     bias = _allowed(self, attn_mask, key_padding_mask)
@@ -116,6 +116,7 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
     "block",
     "torch.nn.modules.transformer.TransformerEncoderLayer",
     reason=lambda self: multihead_reason(self.self_attn),
+    folds=lambda self: [(self.norm1, self.self_attn), (self.norm2, self.linear1)] if self.norm_first else [],
 )
 def encoder_layer(
     self: nn.TransformerEncoderLayer,
@@ -126,7 +127,7 @@ def encoder_layer(
 ) -> Tensor:
     """Pre-norm or post-norm layer; [B, N, D] → [B, N, D], or [N, B, D] where the batch is not first."""
     parts = "unbatched, nested, or causal without a mask"
-    if src.dim() == 3 and fuses(src) and not (is_causal and src_mask is None) and not watched(self.self_attn):
+    if src.dim() == 3 and fuses(self, src) and not (is_causal and src_mask is None) and not watched(self.self_attn):
         parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
     if isinstance(parts, str):
         return original(self, src, src_mask, src_key_padding_mask, is_causal)
@@ -148,11 +149,12 @@ def encoder_layer(
     "pre-norm block",
     "torchvision.models.vision_transformer.EncoderBlock",
     reason=lambda self: multihead_reason(self.self_attention),
+    folds=lambda self: [(self.ln_1, self.self_attention), (self.ln_2, self.mlp)],
 )
 def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
     """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
     attn = self.self_attention
-    parts = "watched" if not fuses(input) or watched(attn) else multihead_parts(attn)
+    parts = "watched" if not fuses(self, input) or watched(attn) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, input)
     return add(input, Branch(parts._replace(drops=(self.dropout,)), self.ln_1), Branch(self.mlp, self.ln_2))
@@ -173,7 +175,7 @@ def patch_conv(conv: nn.Module) -> bool:
 def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
     """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
     even = input.dim() == 4 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
-    if not (even and fuses(input) and patch_conv(self)):
+    if not (even and fuses(self, input) and patch_conv(self)):
         return original(self, input)
     tokens = patch_embed(input, self.weight, self.bias)
     return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))

@@ -9,7 +9,7 @@ from ..kernels.attention import attention
 from .forwards import original, whole
 from .from_torch import STEMS, cross_attend, multihead_reason
 from .fused import Branch, add, body, fuses
-from .parts import Attention, Mlp, activation, kind, readable, scores_mask, watched
+from .parts import Attention, Mlp, activation, kind, readable, runs, scores_mask, watched
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
 
@@ -32,10 +32,13 @@ INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  #
 
 @body(
     *NESTED,
-    *_named("dinov3_vit.DINOv3ViTAttention", "clip.CLIPAttention", "siglip.SiglipAttention"),
+    *_named(
+        "dinov3_vit.DINOv3ViTAttention", "clip.CLIPAttention", "siglip.SiglipAttention", "siglip2.Siglip2Attention"
+    ),
     needs="q_proj k_proj v_proj o_proj|out_proj num_attention_heads|num_heads scaling|scale attention_dropout|dropout "
     "is_causal config",
     takes="attention_mask position_embeddings is_causal",
+    call=lambda self: {"is_causal": True} if type(self.config).__name__ == "CLIPTextConfig" else {},
     weights=True,
 )
 def attention_parts(
@@ -104,6 +107,7 @@ def _reason(
         "dinov2_with_registers.Dinov2WithRegistersMLP",
         "clip.CLIPMLP",
         "siglip.SiglipMLP",
+        "siglip2.Siglip2MLP",
     ),
     needs="fc1 activation_fn|activation fc2",
 )
@@ -160,10 +164,11 @@ def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, o
     *_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"),
     needs="attention mlp layernorm_before layernorm_after dropout gradient_checkpointing",
     takes="attention_mask",
+    folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.mlp)],
 )
 def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
-    if not fuses(hidden_states):
+    if not fuses(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
 
@@ -178,10 +183,11 @@ def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None,
     *_named("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
     needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 gradient_checkpointing",
     takes="attention_mask position_embeddings",
+    folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
 )
 def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
-    if not fuses(hidden_states):
+    if not fuses(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _dino_layer, hidden_states, *inputs, **named)
 
@@ -194,13 +200,14 @@ def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None
 
 @whole(
     "pre-norm block",
-    *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer"),
+    *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
     needs="self_attn layer_norm1 layer_norm2 mlp gradient_checkpointing",
     takes="attention_mask",
+    folds=lambda self: [(self.layer_norm1, self.self_attn), (self.layer_norm2, self.mlp)],
 )
 def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
-    if not fuses(hidden_states):
+    if not fuses(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _clip_layer, hidden_states, *inputs, **named)
 
@@ -210,17 +217,32 @@ def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None
     return add(x, attn, Branch(self.mlp, self.layer_norm2))
 
 
+def _pooling_reason(self: nn.Module, attention_mask: Tensor | None = None) -> str | None:
+    if watched(self.attention):
+        return "its attention is watched"
+    if attention_mask is not None and attention_mask.dim() != 2:
+        return "a mask that is not [B, N]"
+    return multihead_reason(self.attention)
+
+
 @whole(
     "attention pooling",
-    *_named("siglip.SiglipMultiheadAttentionPoolingHead"),
+    *_named("siglip.SiglipMultiheadAttentionPoolingHead", "siglip2.Siglip2MultiheadAttentionPoolingHead"),
     needs="probe attention.in_proj_weight layernorm mlp",
-    takes="",
+    takes="attention_mask",
+    reason=_pooling_reason,
+    folds=lambda self: [(self.layernorm, self.mlp)],
 )
-def pooling_head(self: nn.Module, hidden_state: Tensor) -> Tensor:
+def pooling_head(self: nn.Module, hidden_state: Tensor, *inputs: object, **named: object) -> Tensor:
     """One learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
-    if not fuses(hidden_state) or watched(self.attention) or multihead_reason(self.attention) is not None:
-        return original(self, hidden_state)
-    x = cross_attend(self.attention, self.probe.expand(hidden_state.shape[0], -1, -1), hidden_state, hidden_state)
+    if not fuses(self, hidden_state) or _pooling_reason(self, *inputs, **named) is not None:
+        return original(self, hidden_state, *inputs, **named)
+    return _pooling_head(self, hidden_state, *inputs, **named)
+
+
+def _pooling_head(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    kept = None if attention_mask is None else attention_mask[:, None, None].bool()  # [B, 1, 1, N]
+    x = cross_attend(self.attention, self.probe.expand(x.shape[0], -1, -1), x, x, kept)
     return add(x, Branch(self.mlp, self.layernorm))[:, 0]
 
 
@@ -259,7 +281,7 @@ def attention_forward(
     causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     grouped = query.shape[1] != key.shape[1]
     odd = any(more.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-    if causal or grouped or odd or dropout > 0 or not fuses(query):
+    if causal or grouped or odd or dropout > 0 or not runs(query):
         sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
         named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
         return sdpa(module, query, key, value, attention_mask, **named)

@@ -37,7 +37,7 @@ def feed_forward_parts(self: nn.Module) -> Mlp | str:
 @whole("blocks and last norm", "vit_pytorch.vit.Transformer", "vit_pytorch.simple_vit.Transformer")
 def transformer(self: nn.Module, x: Tensor) -> Tensor:
     """All blocks and the last norm; [B, N, D] → [B, N, D]."""
-    if not fuses(x):
+    if not fuses(self, x):
         return original(self, x)
     x = add(x, *(Branch(body) for pair in self.layers for body in pair))
     return self.norm(x)

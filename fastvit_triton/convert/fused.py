@@ -5,6 +5,7 @@ must run its own forward now. Whatever part cannot be read is called instead, so
 does its work.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -13,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
-from ..kernels.fold import Folded, packed
+from ..kernels.fold import Group, packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 from ..kernels.mlp import mlp
-from ..kernels.op import folds, usable
 from ..kernels.rope import attention_qkv, rotate
-from ..layers.seam import folded
+from ..layers.freeze import Entry, FoldedNorm, fold_norms, of_dtype, operands
 from .forwards import Forward, Reader, declare, original, whole
 from .parts import (
     IDENTITY,
@@ -28,7 +28,6 @@ from .parts import (
     Attention,
     Layer,
     Mlp,
-    Norm,
     draws,
     fuses,
     gain,
@@ -43,18 +42,25 @@ from .parts import (
 )
 
 
-def body(*kinds: str, needs: str = "", takes: str | None = None, weights: bool = False) -> Callable[[Reader], Reader]:
+def body(
+    *kinds: str,
+    needs: str = "",
+    takes: str | None = None,
+    call: Callable[[nn.Module], dict[str, object]] | None = None,
+    weights: bool = False,
+) -> Callable[[Reader], Reader]:
     """Declares a reader of these types, see `Forward`; `weights` for bodies that return (y, weights or None)."""
 
     def decorate(read: Reader) -> Reader:
-        declare(kinds, Forward(partial(_forward_weights if weights else _forward, read), needs, takes, read))
+        run = partial(_forward_weights if weights else _forward, read)
+        declare(kinds, Forward(run, needs, takes, read, call=call))
         return read
 
     return decorate
 
 
 def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) -> Tensor:
-    if inputs and fuses(inputs[0]):
+    if inputs and fuses(self, inputs[0]):
         parts = read(self, *inputs[1:], **named)
         if not isinstance(parts, str):
             return run(inputs[0], parts)
@@ -63,7 +69,7 @@ def _forward(read: Reader, self: nn.Module, *inputs: object, **named: object) ->
 
 def _forward_weights(read: Reader, self: nn.Module, *inputs: object, **named: object) -> tuple[Tensor, None]:
     x, *rest = inputs or (named.get("hidden_states"),)
-    if isinstance(x, Tensor) and fuses(x):
+    if isinstance(x, Tensor) and fuses(self, x):
         parts = read(self, *rest, **{n: v for n, v in named.items() if n != "hidden_states"})
         if not isinstance(parts, str):
             return run(x, parts), None
@@ -85,7 +91,7 @@ def _norm_reason(self: nn.Module) -> str | None:
 @whole("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
 def norm_forward(self: nn.Module, input: Tensor) -> Tensor:
     """LayerNorm over the last axis; [..., D] → [..., D]."""
-    weights = last_axis_norm(self) if fuses(input) else None
+    weights = last_axis_norm(self) if fuses(self, input) else None
     return original(self, input) if weights is None else normalized(input, weights)
 
 
@@ -96,16 +102,37 @@ def normalized(x: Tensor, weights: tuple[Tensor | None, Tensor | None, float]) -
     return layer_norm(x.float() if wide else x, *weights)
 
 
-def run(x: Tensor, parts: Attention | Mlp, norm: nn.Module | None = None, **end: object) -> Tensor:
-    """norm first, cheaper with row statistics of x, then the body; `end`, the arguments of `finish`, comes last."""
+def run(x: Tensor, parts: Attention | Mlp, norm: FoldedNorm | None = None, **end: object) -> Tensor:
+    """The body of x, behind a LayerNorm folded into the layers that read x; `end` are the arguments of `finish`."""
     return (attend if isinstance(parts, Attention) else feed)(x, parts, norm, **end)
 
 
+def entry(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
+    """A LayerNorm and the layers behind it, for `fold_norms`; None where one of them must be called."""
+    weights = None if norm is None else norm_weights(norm)
+    if weights is None or not all(readable(layer, LINEARS) for layer in layers):
+        return None
+    group = Group(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers), *weights[:2])
+    read = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
+    sources = tuple(t for t in (*itertools.chain(*read), *weights[:2]) if t is not None)
+    return Entry(norm, group, weights[2], sources)
+
+
+def enter(x: Tensor, norm: nn.Module | None, layers: tuple[Layer, ...]) -> tuple[Tensor, FoldedNorm | None]:
+    """(x, norm folded into the layers) or (norm(x), None) in front of these layers."""
+    if norm is None:
+        return x, None
+    (folded,) = fold_norms(x, entry(norm, layers))
+    return (norm(x), None) if folded is None else (x, folded)
+
+
 def attend(
-    x: Tensor, parts: Attention, norm: nn.Module | None = None, stats: Tensor | None = None, **end: object
+    x: Tensor, parts: Attention, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
 ) -> Tensor:
     """Self-attention of x [B, N, D]."""
-    qkv = project(x, parts.projections, norm if parts.first is None else parts.first, stats)
+    if parts.first is not None and norm is None:
+        x, norm = enter(x, parts.first, parts.projections)
+    qkv = product(x, parts.projections, norm, stats)
     plain = parts.norms is None
     q_norm, k_norm = (None, None) if plain else (norm_weights(n) for n in parts.norms)
     prefix = 0 if parts.rope is None else qkv.shape[1] - parts.rope[0].shape[-2]
@@ -120,24 +147,30 @@ def attend(
     return finish(o, parts.proj, parts.last, *parts.drops, **end)
 
 
-def feed(x: Tensor, parts: Mlp, norm: nn.Module | None = None, stats: Tensor | None = None, **end: object) -> Tensor:
+def feed(x: Tensor, parts: Mlp, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object) -> Tensor:
     """MLP of x [..., D]."""
-    norm = norm if parts.first is None else parts.first
-    known = isinstance(parts.act, str) and all(readable(fc, LINEARS) for fc in parts.fc1)
-    if not known:
-        x = _normed(x, norm)
-        h = [fc(x) for fc in parts.fc1]
+    if parts.first is not None and norm is None:
+        x, norm = enter(x, parts.first, parts.fc1)
+    if not (isinstance(parts.act, str) and all(readable(fc, LINEARS) for fc in parts.fc1)):
+        h = [product(x, (fc,)) for fc in parts.fc1] if norm is None else [product(x, parts.fc1, norm, stats)]
         h = nn.functional.silu(h[0]) * h[1] if len(h) == 2 else activated(h[0], parts.act)
     else:
-        x, weights = _read(x, norm)
-        fc1, weights = _folded(x, weights, parts.fc1)
+        weight, bias, folded = operands(*_pair(parts.fc1), norm)
         bare = parts.last is None or readable(parts.last, IDENTITY)
         if bare and readable(parts.fc2, LINEARS) and all(idle(d) for d in parts.drops):
             fc2 = parts.fc2.weight, parts.fc2.bias
-            return mlp(x, fc1, fc2, norm=weights, stats=stats, activation=parts.act, **end)
-        h = linear(x, *fc1, norm=weights, stats=stats, activation=parts.act)
+            return mlp(x, (weight, bias), fc2, norm=folded, stats=stats, activation=parts.act, **end)
+        h = linear(x, weight, bias, norm=folded, stats=stats, activation=parts.act)
     inner, outer = parts.drops
     return finish(h if inner is None else inner(h), parts.fc2, parts.last, outer, **end)
+
+
+def _pair(layers: tuple[Layer, ...]) -> tuple:
+    """Weights and biases of one layer, or of the gate and value of a SwiGLU."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    biases = tuple(layer.bias for layer in layers)
+    return tuple(layer.weight for layer in layers), None if all(b is None for b in biases) else biases
 
 
 def activated(h: Tensor, act: str | nn.Module) -> Tensor:
@@ -148,17 +181,22 @@ def activated(h: Tensor, act: str | nn.Module) -> Tensor:
     return ACTIVATIONS[act](h) if isinstance(act, str) else act(h)
 
 
-def project(x: Tensor, layers: tuple[Layer, ...], norm: nn.Module | None = None, stats: Tensor | None = None) -> Tensor:
+def project(x: Tensor, layers: tuple[Layer, ...], norm: nn.Module | None = None) -> Tensor:
+    """The layers' outputs for norm(x) side by side, [..., K] → [..., F]."""
+    x, folded = enter(x, norm, layers)
+    return product(x, layers, folded)
+
+
+def product(
+    x: Tensor, layers: tuple[Layer, ...], norm: FoldedNorm | None = None, stats: Tensor | None = None
+) -> Tensor:
     """The layers' outputs side by side, [..., K] → [..., F], as one product where all of them can be read."""
+    if norm is not None:
+        return linear(x, norm.folded, norm=(None, None, norm.eps), stats=stats)
     if not all(readable(layer, LINEARS) for layer in layers):
-        x = _normed(x, norm)
         outputs = [layer(x) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    x, weights = _read(x, norm)
-    (weight, bias), weights = _folded(x, weights, layers)
-    if isinstance(weight, tuple) and not isinstance(weight, Folded):
-        weight, bias = packed(weight, (None,) * len(weight) if bias is None else bias)
-    return linear(x, weight, bias, norm=weights, stats=stats)
+    return linear(x, *packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)))
 
 
 def finish(
@@ -173,11 +211,11 @@ def finish(
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     """sample_scale · gamma · drop(layer(norm(x))) + residual; with `return_stats` also its row statistics, or None."""
     if layer is not None and readable(layer, LINEARS) and idle(drop):
-        x, weights = _read(x, norm)
-        fc, weights = _folded(x, weights, (layer,))
+        x, folded = enter(x, norm, (layer,))
+        weight, bias, folded = operands(layer.weight, layer.bias, folded)
         end = dict(gamma=gamma, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
-        return linear(x, *fc, norm=weights, **end)
-    x = _normed(x, norm)
+        return linear(x, weight, bias, norm=folded, **end)
+    x = x if norm is None else norm(x)
     x = x if layer is None else layer(x)
     y = scaled(x if drop is None else drop(x), gamma, sample_scale)
     y = y if residual is None else y + residual
@@ -208,50 +246,53 @@ class Branch(NamedTuple):
 
 def add(x: Tensor, *branches: Branch) -> Tensor:
     """x [B, ..., D] plus each branch in turn, ended inside its body where nobody watches the parts."""
-    stats = None
-    for i, branch in enumerate(branches):
-        x, stats = _add(x, branch, stats, i + 1 < len(branches) and usable(x) and folds(x))
+    stats, last = None, len(branches) - 1
+    for i in range(0, len(branches), 2):  # the two LayerNorms of a block are folded in one launch
+        pair = [_parts(branch) for branch in branches[i : i + 2]]
+        norms = fold_norms(x, *(_entry(b, parts) for b, parts in zip(branches[i : i + 2], pair, strict=True)))
+        for j, (parts, norm) in enumerate(zip(pair, norms, strict=True), i):
+            x, stats = _add(x, branches[j], parts, norm, stats, norm is not None and j < last)
     return x
 
 
-def _add(x: Tensor, branch: Branch, stats: Tensor | None, return_stats: bool) -> tuple[Tensor, Tensor | None]:
+def _parts(branch: Branch) -> Attention | Mlp | str:
+    """The parts of a branch's body; in a word that it is called, or why it runs its own forward."""
+    if not isinstance(branch.body, nn.Module):
+        return branch.body
+    found = reader(branch.body)
+    return "called" if found is None else found(branch.body, **branch.call or {})
+
+
+def _entry(branch: Branch, parts: Attention | Mlp | str) -> Entry | None:
+    """The LayerNorm of a branch and the layers behind it; None where there is none to fold."""
+    if isinstance(parts, str) or (branch.norm is not None and parts.first is not None):
+        return None
+    layers = parts.projections if isinstance(parts, Attention) else parts.fc1
+    return entry(branch.norm if parts.first is None else parts.first, layers)
+
+
+def _add(
+    x: Tensor,
+    branch: Branch,
+    parts: Attention | Mlp | str,
+    folded: FoldedNorm | None,
+    stats: Tensor | None,
+    return_stats: bool,
+) -> tuple[Tensor, Tensor | None]:
     """The sum, and its row statistics where they are asked for and cheap."""
-    body, norm, scale, drop_path, gamma, drop, call = branch._replace(call=branch.call or {})
-    parts = body
-    if isinstance(body, nn.Module):
-        read = reader(body)
-        parts = "called" if read is None else read(body, **call)
+    body, norm, scale, drop_path, gamma, drop, call = branch
+    folded = of_dtype(folded, x)
+    entering, stats = (x, stats) if folded is not None else (x if norm is None else norm(x), None)
     if isinstance(parts, str):
-        y = body(_normed(x, norm), **call)
+        y = body(entering, **call or {})
         y = y[0] if isinstance(y, tuple) else y
     else:
         known, learned = gain(scale)
         if known and own(gamma) and draws(drop_path) and all(idle(d) for d in (*parts.drops, drop)):
             end = dict(gamma=gamma if learned is None else learned, sample_scale=sample_scale(drop_path, x))
-            y = run(x, parts, norm, stats=stats, residual=x, return_stats=return_stats, **end)
+            y = run(entering, parts, folded, stats=stats, residual=x, return_stats=return_stats, **end)
             return y if return_stats else (y, None)
-        y = run(x, parts, norm, stats=stats)
+        y = run(entering, parts, folded, stats=stats)
     y = y if drop is None else drop(y)
     y = scaled(y if scale is None else scale(y), gamma, None)
     return x + (y if drop_path is None else drop_path(y)), None
-
-
-def _read(x: Tensor, norm: nn.Module | None):
-    """(x, norm weights to fold), or (norm(x), None) where the norm must be called."""
-    weights = None if norm is None else norm_weights(norm)
-    return (x, weights) if norm is None or weights is not None else (norm(x), None)
-
-
-def _folded(x: Tensor, norm: Norm | None, layers: tuple[Layer, ...]):
-    """((weight, bias), norm) of layers side by side: folded with the norm where that is kept, else one or a tuple."""
-    weights, biases = tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)
-    made = None if norm is None else folded(x, norm, weights, biases)
-    if made is not None:
-        return (made, None), (None, None, norm[2])
-    if len(layers) == 1:
-        return (weights[0], biases[0]), norm
-    return (weights, None if all(b is None for b in biases) else biases), norm
-
-
-def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    return x if norm is None else norm(x)

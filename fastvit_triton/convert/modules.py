@@ -1,24 +1,31 @@
 """`optimize` and `revert`: foreign modules get fused forwards in place, one instance at a time."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from ..kernels.op import backend, why_not
-from . import from_timm, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
+from ..layers.calls import patched
+from ..layers.freeze import freeze as freeze_weights
+from ..layers.freeze import unfreeze
+from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
 from .forwards import Forward, fitting
 from .from_torch import CONV, STEMS
 from .outcome import Report, Row
-from .parts import LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
+from .parts import LAYER_NORMS, LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
 
 LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why
 LEFT |= dict.fromkeys(from_transformers.INNER)  # parts of a candidate, none themselves
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class names that a user would ask about
 
 
-def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> Report:
+def optimize(
+    model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None, freeze: bool = False
+) -> Report:
     """Gives every module of a known type a fused forward, in place.
 
     Parameters stay the same objects under the same keys, classes stay as they are, and gradients are the original's, so
@@ -33,20 +40,48 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
         model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that holds some of these.
         filter_fn: called with a candidate and its path; only candidates for which it is true are converted, and a fused
             block calls the others.
+        freeze: the weights are final: also `fastvit_triton.freeze` the model.
 
     Returns:
         Report: what each candidate became, or why it was left; print it for a table.
 
     Raises:
-        TypeError: model is no nn.Module, or filter_fn cannot be called.
+        TypeError: model is no nn.Module, filter_fn cannot be called, or freeze is no bool.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
+    if not isinstance(freeze, bool):
+        raise TypeError(f"freeze is {freeze!r}; give True or False")
     from_transformers.register()
-    rows, seen, inside = [], {}, []
-    stems = {id(getattr(m, STEMS[kind(m)], None)) for m in model.modules() if kind(m) in STEMS}
-    for path, module in model.named_modules(remove_duplicate=False):
+    with _all_or_nothing(model):
+        rows = _rows(model, filter_fn)
+    if freeze:
+        freeze_weights(model)
+    parameter = next(model.parameters(), None)
+    device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
+    return Report(rows, device)
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Whatever is raised inside, every instance then has the attributes that it had before."""
+    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for facts, earlier in before:
+            for name in facts.keys() - earlier.keys():
+                del facts[name]
+            facts.update(earlier)
+        raise
+
+
+def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> tuple[Row, ...]:
+    """Converts all that can be converted; one row for each candidate."""
+    rows, seen, inside, known = [], {}, [], dict(model.named_modules(remove_duplicate=False))
+    stems = {id(getattr(m, STEMS[kind(m)], None)) for m in known.values() if kind(m) in STEMS}
+    for path, module in known.items():
         if id(module) in seen:  # at another path
             first = seen[id(module)]
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
@@ -57,14 +92,31 @@ def optimize(model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | 
         if row is None:
             continue
         inside = [p for p in inside if path.startswith(p + "." if p else "")]
-        row = Row(row.path, row.type, row.became, inside[-1] if inside else None, row.why)
+        row = replace(row, within=inside[-1] if inside else None)
         seen[id(module)] = row
         rows.append(row)
         if row.became is not None:
             inside.append(path)
-    parameter = next(model.parameters(), None)
-    device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
-    return Report(tuple(rows), device)
+    fused = [known[row.path] for row in rows if row.became is not None]
+    folded = {id(norm) for module in fused for norm in _folded(module, {id(m) for m in fused})}
+    return tuple(_named(row, known[row.path], folded) for row in rows)
+
+
+def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
+    """The row; of a LayerNorm that stays a launch of its own, one that tells so."""
+    bare = row.became is not None and kind(module) in LAYER_NORMS and id(module) not in folded
+    return replace(row, became="LayerNorm kernel", bare=True) if bare else row
+
+
+def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
+    """The norms that the fused forward of this module takes into the product behind them."""
+    forward = fitting(module)
+    parts = _parts(forward, module)
+    if isinstance(parts, Attention | Mlp):
+        yield from (parts.first, parts.last, *(getattr(parts, "norms", None) or ()))
+    for norm, body in () if forward.folds is None else forward.folds(module):
+        if (id(body) in fused and not watched(body)) or (body is not None and readable(body, LINEARS)):
+            yield norm
 
 
 def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
@@ -79,7 +131,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return Row(path, cls, why=why) if asked else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
-    parts = _parts(forward, module)
+    parts = "the forward of its class was replaced" if patched(type(module)) else _parts(forward, module)
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
@@ -105,7 +157,7 @@ def _parts(forward: Forward, module: nn.Module) -> Attention | Mlp | str | None:
     """What the fused forward would find: a body's parts, a reason to run the module's own forward, or None."""
     if forward.read is not None:
         with torch.no_grad():
-            return forward.read(module)
+            return forward.read(module, **({} if forward.call is None else forward.call(module)))
     return None if forward.reason is None else forward.reason(module)
 
 
@@ -123,8 +175,8 @@ def _notes(forward: Forward, module: nn.Module, parts: Attention | Mlp | None) -
                 yield f"{type(norm).__name__} is called"
         if isinstance(parts, Mlp) and not isinstance(parts.act, str):
             yield f"activation {type(parts.act).__name__} is called"
-    was = {m: m.training for m in module.modules()}
     if forward.read is not None or forward.reason is not None:
+        was = {m: m.training for m in module.modules()}
         for m in was:
             m.training = True
         why = _parts(forward, module)
@@ -140,12 +192,16 @@ def _check(model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Takes every fused forward away again; instances are as they were before `optimize`.
+    """Takes every fused forward away again, and ends `freeze`; instances are as they were before `optimize`.
+
+    They are then what torch.jit.script takes, too.
 
     Raises:
         TypeError: model is no nn.Module.
     """
     _check(model)
-    for module in model.modules():
-        if ours(module.__dict__.get("forward")):
-            del module.__dict__["forward"]
+    unfreeze(model)
+    with _all_or_nothing(model):
+        for module in model.modules():
+            if ours(module.__dict__.get("forward")):
+                del module.__dict__["forward"]

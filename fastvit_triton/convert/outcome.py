@@ -12,8 +12,9 @@ class Row:
         path: its name in the model; "" for the model itself.
         type: its class.
         became: what runs in place of its forward; None where its own forward runs.
-        within: path of the fused module that reads through it, so that it is not called by itself; None for none.
+        within: path of the nearest fused module around it; None for none.
         why: why its own forward runs, or when it would; None where there is nothing to say.
+        bare: a LayerNorm that no fused module reads through: its kernel is one launch in place of one.
     """
 
     path: str
@@ -21,6 +22,7 @@ class Row:
     became: str | None = None
     within: str | None = None
     why: str | None = None
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,13 @@ class Report:
 
     @property
     def fused(self) -> tuple[Row, ...]:
-        """Candidates that run fused."""
-        return tuple(row for row in self.rows if row.became is not None)
+        """Candidates that run fused, which saves launches."""
+        return tuple(row for row in self.rows if row.became is not None and not row.bare)
+
+    @property
+    def norms(self) -> tuple[Row, ...]:
+        """LayerNorms that run our kernel by themselves, which saves no launch."""
+        return tuple(row for row in self.rows if row.bare)
 
     @property
     def left(self) -> tuple[Row, ...]:
@@ -56,7 +63,9 @@ class Report:
         table = [("module", "type", "runs"), *((f"{p} ×{n}" if n > 1 else p, t, r) for (p, t, r), n in lines.items())]
         wide = [max(len(line[i]) for line in table) for i in (0, 1)]
         text = [f"{path:<{wide[0]}}  {name:<{wide[1]}}  {runs}".rstrip() for path, name, runs in table]
-        total = f"{len(self.fused)} of {len(self.rows)} candidates are fused"
+        total = f"{len(self.fused)} of {len(self.fused) + len(self.left)} candidates are fused"
+        several = f"{len(self.norms)} LayerNorms run" if len(self.norms) > 1 else "1 LayerNorm runs"
+        total += f"; {several} our kernel, which saves no launch" if self.norms else ""
         return "\n".join([*text, f"{total}. {self.device}; own forwards run here." if self.device else f"{total}."])
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.op import backend, usable
+from ..layers.calls import all_watched, patched
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [D], bias [D], eps
 
@@ -21,6 +22,7 @@ class Packed(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+    sources: tuple[Tensor, ...] | None = None  # what the two were made from in this call; None: they are parameters
 
 
 Layer = nn.Module | Packed
@@ -75,7 +77,11 @@ class Mlp(NamedTuple):
 
 
 MASKED = -1e30  # below it a score is a mask: it would swallow the logarithm of the sum of a row's exponentials
-LAYER_NORMS = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+LAYER_NORMS = (
+    "torch.nn.modules.normalization.LayerNorm",
+    "timm.layers.norm.LayerNorm",
+    "timm.models.layers.norm.LayerNorm",
+)
 LINEARS = ("torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear")
 IDENTITY = ("torch.nn.modules.linear.Identity",)
 DROPOUT = ("torch.nn.modules.dropout.Dropout",)
@@ -83,6 +89,7 @@ ACTIVATIONS = {
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
     "timm.layers.activations.GELU": "gelu",
+    "timm.models.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
     "transformers.activations.GELUActivation": "gelu",
@@ -92,14 +99,15 @@ ACTIVATIONS = {
 }
 LAYER_SCALES = {
     "timm.layers.layer_scale.LayerScale": "gamma",
+    "timm.models.vision_transformer.LayerScale": "gamma",
     "transformers.models.dinov2.modeling_dinov2.Dinov2LayerScale": "lambda1",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayerScale": "lambda1",
     "transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTLayerScale": "lambda1",
 }
 PASSIVE = "transformers.utils.output_capturing"  # its hooks stay for ever and look at outputs only while asked to
-TIMM_DROP_PATH = "timm.layers.drop.DropPath"
 DROP_PATHS = (
-    TIMM_DROP_PATH,
+    "timm.layers.drop.DropPath",
+    "timm.models.layers.drop.DropPath",
     "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",
@@ -112,9 +120,14 @@ def kind(module: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def fuses(x: Tensor) -> bool:
-    """The fused forward applies to x: the kernels run there, or the switch asks for the references."""
-    return own(x) and not x.is_nested and (usable(x) or backend() == "torch")
+def runs(x: Tensor) -> bool:
+    """The kernels run for x, or the switch asks for the references, which torch.jit.trace is not shown."""
+    return own(x) and not x.is_nested and (usable(x) or (backend() == "torch" and not torch.jit.is_tracing()))
+
+
+def fuses(module: nn.Module, x: Tensor) -> bool:
+    """The fused forward of this module applies to x: no hook expects every module's call, and no patch its own."""
+    return runs(x) and not all_watched() and not patched(type(module))
 
 
 def ours(forward: object) -> bool:
@@ -123,7 +136,7 @@ def ours(forward: object) -> bool:
 
 
 def watched(module: nn.Module) -> bool:
-    """Somebody hooked this module, or has put another forward in its place."""
+    """A hook watches this module's calls, or another forward is in its place, its own or its class's."""
     facts = module.__dict__  # every call reads some twenty modules, and nn.Module's attributes are slow
     if facts["_forward_pre_hooks"] or facts["_backward_hooks"] or facts["_backward_pre_hooks"]:
         return True
@@ -131,7 +144,7 @@ def watched(module: nn.Module) -> bool:
         getattr(hook, "__module__", None) != PASSIVE for hook in facts["_forward_hooks"].values()
     ):
         return True
-    return "forward" in facts and not ours(facts["forward"])
+    return ("forward" in facts and not ours(facts["forward"])) or patched(type(module))
 
 
 def own(*tensors: Tensor | None) -> bool:
@@ -145,7 +158,7 @@ def own(*tensors: Tensor | None) -> bool:
 def readable(module: Layer, kinds: tuple[str, ...]) -> bool:
     """The module is exactly of these kinds, with plain parameters, and nobody watches its calls."""
     if type(module) is Packed:
-        return own(*module)
+        return own(module.weight, module.bias)
     return kind(module) in kinds and own(*module.__dict__["_parameters"].values()) and not watched(module)
 
 
@@ -195,7 +208,7 @@ def sample_scale(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
     if drop_path is None or not drop_path.training or getattr(drop_path, "drop_prob", 0.0) == 0.0:
         return None
     keep = 1 - drop_path.drop_prob
-    if kind(drop_path) == TIMM_DROP_PATH:
+    if hasattr(drop_path, "scale_by_keep"):  # timm's since 0.5
         kept = x.new_empty(x.shape[0]).bernoulli_(keep)
         return kept.div_(keep) if keep > 0 and drop_path.scale_by_keep else kept
     return torch.rand(x.shape[0], dtype=x.dtype, device=x.device).add(keep).floor().div(keep)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from threading import get_ident
 from typing import get_args, get_type_hints
 
 import torch
@@ -145,7 +146,7 @@ class Recording:
 
 @contextmanager
 def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
-    """Records what each attention reads while the model runs inside the `with`.
+    """Records what each attention reads while the model runs inside the `with`, in the same thread.
 
     Knows our models, and timm, transformers, torchvision, vit-pytorch and torch.nn attention, optimised or not. The
     fused path stays on: our blocks stay fused and are watched from outside, a foreign block calls its attention, which
@@ -172,16 +173,16 @@ def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
             if type(module) is layers.Attention and isinstance(block, layers.Block) and not gradients:
                 norm = None if isinstance(block, layers.PostNormBlock) else block.norm1
                 enter = partial(_enter, recording, path, partial(_own, module), norm)
-                handles.append(block.register_forward_pre_hook(lambda _, a, k, f=enter: f(a, k), with_kwargs=True))
+                handles.append(block.register_forward_pre_hook(_here(enter), with_kwargs=True))
             else:
                 enter = partial(_enter, recording, path, read, None)
-                handles.append(module.register_forward_pre_hook(lambda _, a, k, f=enter: f(a, k), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(_here(enter), with_kwargs=True))
             if gradients:
-                handles.append(module.register_forward_hook(partial(_leave, recording, path)))
+                handles.append(module.register_forward_hook(_here(partial(_leave, recording, path))))
             if block is not None and outer not in watched:
                 watched.add(outer)
                 after = partial(_after, recording, outer)
-                handles.append(block.register_forward_hook(after, with_kwargs=True))
+                handles.append(block.register_forward_hook(_here(after), with_kwargs=True))
         yield recording
     finally:
         for handle in handles:
@@ -242,8 +243,22 @@ def _multihead(
     return parts if isinstance(parts, str) else (query if module.batch_first else query.transpose(0, 1), parts, None)
 
 
+def _here(record: Callable[..., None]) -> Callable[..., None]:
+    """The hook for calls in this thread alone; another may run the model while a hook is half registered."""
+    thread = get_ident()
+    return lambda *call: record(*call) if get_ident() == thread else None
+
+
 @torch.no_grad()
-def _enter(recording: Recording, path: str, read: Callable, norm: nn.Module | None, inputs: tuple, named: dict) -> None:
+def _enter(
+    recording: Recording,
+    path: str,
+    read: Callable,
+    norm: nn.Module | None,
+    module: nn.Module,
+    inputs: tuple,
+    named: dict,
+) -> None:
     """Before an attention's call: keeps its input."""
     found = read(*inputs, **named)
     if found is not None:

@@ -1,28 +1,40 @@
-"""A LayerNorm folded into the projections behind it, so that the product reads x as it is.
+"""LayerNorms folded into the projections behind them, so that a product reads x as it is.
 
 Math      W' = W·diag(γ)    s_f = Σ_k W'_fk    c = W β + b                                   (1)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row of x  (2)
           The sums see the rounded W', so that a constant in x cancels exactly.
 Backward  dW = dW'·diag(γ) + dc βᵀ    db = dc    dγ = Σ_f dW'_f ∘ W_f    dβ = Wᵀ dc           (3)
           in PyTorch; s is a function of W' and carries no gradient of its own.
-Kernels   One, over whole rows of W. The backward pass of `linear` uses it for W' alone, rows times a gamma.
+Kernels   One, over whole rows of all projections of all norms given, packed as it writes them. The backward pass of
+          `linear` uses it for W' alone, rows times a gamma.
 Saved     W, γ, β.
-Cost      reads W once, writes W' once.
+Cost      reads W once, writes W' once: 2·F·K values where a LayerNorm of its own moves 2·M·K, hence `pays`.
 Sources   Ba et al., Layer Normalization, arXiv:1607.06450, eq. 4, multiplied out.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .argument import FLOATS, filled, floating, mixing
-from .op import Op, cdiv, expect, make, once_differentiable, register, usable, whole_rows
+from .op import Op, cdiv, config, expect, make, once_differentiable, register, usable, whole_rows
 from .tile import jit, tl
 
 Parts = tuple[Tensor | None, ...]
 
 MAX_K = 16384  # one program holds a whole row
+SPACE = {"border": dict(ROWS_PER_OUTPUT=1)}  # see `pays`; tuned/ may have others
+
+
+class Group(NamedTuple):
+    """A LayerNorm and the projections behind it, packed in this order."""
+
+    weights: tuple[Tensor, ...]  # [F_i, K]
+    biases: Parts  # [F_i], or None
+    norm_weight: Tensor | None  # [K]
+    norm_bias: Tensor | None  # [K]
 
 
 class Folded(NamedTuple):
@@ -31,6 +43,7 @@ class Folded(NamedTuple):
     weight: Tensor  # W' [F, K], rounded
     colsum: Tensor  # s [F], fp32
     const: Tensor  # c [F], fp32
+    source: Group | None = None  # one packed projection that gets the gradients; None: they flow through W' and c
 
 
 def fold(
@@ -42,7 +55,7 @@ def fold(
 ) -> Folded:
     """Equation (1): projections and the LayerNorm before them as one weight, for `linear` and `mlp`.
 
-    Differentiable; made once it serves until a source changes, which is for the caller to notice.
+    Differentiable. The result is not updated when a source changes.
 
     Args:
         weights: projections [F_i, K], packed in this order.
@@ -58,10 +71,34 @@ def fold(
     check(weights, biases, norm_weight, norm_bias)
     if dtype not in FLOATS:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype!r}")
-    weight, bias = packed(weights, biases)
-    if usable(weight) and weight.shape[1] <= MAX_K:
-        return Folded(*_Fn.apply(weight, bias, norm_weight, norm_bias, dtype))
-    return _reference(weight, bias, norm_weight, norm_bias, dtype)
+    if usable(weights[0]) and weights[0].shape[1] <= MAX_K:
+        return Folded(*_Fn.apply(dtype, norm_weight, norm_bias, *weights, *biases))
+    return reference(weights, biases, norm_weight, norm_bias, dtype)
+
+
+@torch.no_grad()
+def fold_groups(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
+    """Equation (1) for several LayerNorms of the same width in one launch, without gradients.
+
+    Raises:
+        ValueError: a size does not fit.
+    """
+    for group in groups:
+        check(*group)
+        expect("weight", group.weights[0], F=None, K=groups[0].weights[0].shape[1])
+    if usable(groups[0].weights[0]) and groups[0].weights[0].shape[1] <= MAX_K:
+        return run(groups, dtype)
+    return [reference(*group, dtype) for group in groups]
+
+
+def pays(x: Tensor, outputs: int) -> bool:
+    """Whether folding within a call is cheaper than a LayerNorm of x [..., K] before projections to that many outputs.
+
+    True while tracing: a compiled program reads no number of rows.
+    """
+    if torch.compiler.is_compiling() or not isinstance(rows := x.numel() // max(x.shape[-1], 1), int):
+        return True
+    return rows >= config("fold.border", SPACE["border"], x.device)["ROWS_PER_OUTPUT"] * outputs
 
 
 def reference(
@@ -72,11 +109,7 @@ def reference(
     dtype: torch.dtype,
 ) -> Folded:
     """Equation (1)."""
-    return _reference(*packed(weights, biases), norm_weight, norm_bias, dtype)
-
-
-def _reference(weight, bias, norm_weight, norm_bias, dtype):
-    """Equation (1) of one weight."""
+    weight, bias = packed(weights, biases)
     wide = torch.promote_types(weight.dtype, torch.float32)
     const = weight.new_zeros(weight.shape[0], dtype=wide) if bias is None else bias.to(wide)
     if norm_bias is not None:
@@ -112,9 +145,13 @@ def check(weights: tuple[Tensor, ...], biases: Parts, norm_weight: Tensor | None
 
 
 def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor | None]:
-    """Projections as one weight and one bias; a missing bias beside others is zero."""
+    """Projections as one weight and one bias; a missing bias beside others is zero. One launch without gradients."""
     if len(weights) == 1:
         return weights[0], biases[0]
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, *biases))
+    if usable(weights[0]) and weights[0].shape[1] <= MAX_K and not learns:
+        weight, bias = _pack_op(weights, biases)
+        return weight, bias if bias.numel() else None
     if all(b is None for b in biases):
         return torch.cat(weights), None
     pairs = zip(weights, biases, strict=True)
@@ -122,100 +159,157 @@ def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor |
 
 
 @jit
-def _fold_kernel(
-    w_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, gamma_ptr, folded_ptr, colsum_ptr, const_ptr, F, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_GAMMA: tl.constexpr,
-    SUMS: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+def _fold_rows(
+    w_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, gamma_ptr, folded_ptr, colsum_ptr, const_ptr, block, F,
+    K: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_F outputs. Equation (1).
-
-    Without SUMS, and with rows times gamma, it is the matrix that takes dpre to dx in `linear`.
-    """
-    f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
+    """Equation (1) for BLOCK_F outputs of one projection, rows times gamma; a pointer may be None."""
+    f = block.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     k = tl.arange(0, BLOCK_K)
     in_f, in_k = f < F, k < K
     inside = in_f[:, None] & in_k[None, :]
     w = tl.load(w_ptr + f[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)  # [BLOCK_F, BLOCK_K]
     const = tl.zeros([BLOCK_F], tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         const += tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
-    if HAS_SHIFT:
+    if norm_bias_ptr is not None:
         const += tl.sum(w * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :], 1)
-    if HAS_WEIGHT:
+    if norm_weight_ptr is not None:
         w *= tl.load(norm_weight_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-    if HAS_GAMMA:
+    if gamma_ptr is not None:
         w *= tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)[:, None]
     folded = w.to(folded_ptr.dtype.element_ty)
     tl.store(folded_ptr + f[:, None] * K + k[None, :], folded, mask=inside)
-    if SUMS:
+    if colsum_ptr is not None:
         tl.store(colsum_ptr + f, tl.sum(folded.to(tl.float32), 1), mask=in_f)
-        tl.store(const_ptr + f, const, mask=in_f)
+    if const_ptr is not None:
+        tl.store(const_ptr + f, const.to(const_ptr.dtype.element_ty), mask=in_f)
 
 
-def _fold(weight, bias, norm_weight, norm_bias, dtype):
-    """Equation (1): (W' [F, K] in `dtype`, its column sums [F] and the constant [F], fp32)."""
-    outputs = _fold_fake(weight, bias, norm_weight, norm_bias, dtype)
-    launch(weight, bias, norm_weight, norm_bias, None, *outputs)
+@jit
+def _fold_kernel(
+    w_ptrs, bias_ptrs, norm_weight_ptrs, norm_bias_ptrs, gamma_ptrs, folded_ptrs, colsum_ptrs, const_ptrs, F,
+    K: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_F outputs of one projection. Arguments are tuples, one entry a projection."""
+    block = tl.program_id(0)
+    for i in tl.static_range(len(w_ptrs)):
+        blocks = tl.cdiv(F[i], BLOCK_F)
+        if (block >= 0) & (block < blocks):
+            _fold_rows(
+                w_ptrs[i], bias_ptrs[i], norm_weight_ptrs[i], norm_bias_ptrs[i], gamma_ptrs[i], folded_ptrs[i],
+                colsum_ptrs[i], const_ptrs[i], block, F[i], K, BLOCK_F, BLOCK_K,
+            )  # fmt: skip
+        block -= blocks
+
+
+def _fold(weights, biases, norms, sizes, dtype):
+    """Equation (1): W' [F, K] in `dtype`, its column sums [F] and the constant [F] in fp32, of each group in turn.
+
+    `norms` are weight and bias of each LayerNorm in turn; `sizes` are the numbers of projections behind each.
+    """
+    outputs, columns, first = _fold_fake(weights, biases, norms, sizes, dtype), [], 0
+    for i, size in enumerate(sizes):
+        rows = [len(w) for w in weights[first : first + size]]
+        views = zip(*(t.split(rows) for t in outputs[3 * i : 3 * i + 3]), strict=True)
+        for j, (folded, colsum, const) in enumerate(views, first):
+            columns.append((weights[j], biases[j], *norms[2 * i : 2 * i + 2], None, folded, colsum, const))
+        first += size
+    launch(*zip(*columns, strict=True))
     return outputs
 
 
+def _pack(weights, biases):
+    """Projections as one weight [F, K] and one bias [F], which is empty if there is none."""
+    outputs, none = _pack_fake(weights, biases), (None,) * len(weights)
+    rows = [len(w) for w in weights]
+    parts = [t.split(rows) if t.numel() else none for t in outputs]
+    launch(weights, biases, none, none, none, parts[0], none, parts[1])
+    return outputs
+
+
+def _pack_fake(weights, biases):
+    F, bias = sum(len(w) for w in weights), next((b for b in biases if b is not None), None)
+    weight = weights[0].new_empty(F, weights[0].shape[1])
+    return weight, weight.new_empty(0) if bias is None else bias.new_empty(F)
+
+
 def launch(
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    gamma: Tensor | None,
-    folded: Tensor,
-    colsum: Tensor | None = None,
-    const: Tensor | None = None,
+    weights: Parts,
+    biases: Parts,
+    norm_weights: Parts,
+    norm_biases: Parts,
+    gammas: Parts,
+    folded: Parts,
+    colsums: Parts,
+    consts: Parts,
 ) -> None:
-    """Writes W', with rows times gamma [F] if given, and its sums if there is room for them."""
-    rows, block, options = whole_rows(weight.shape[1])
-    _fold_kernel[(cdiv(len(weight), rows),)](
-        weight.contiguous(), bias, norm_weight, norm_bias, gamma, folded, colsum, const, len(weight), K=weight.shape[1],
-        HAS_BIAS=bias is not None, HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None,
-        HAS_GAMMA=gamma is not None, SUMS=colsum is not None, BLOCK_F=rows, BLOCK_K=block, **options,
+    """Writes W' of each projection [F_i, K], with rows times gamma [F_i] if given, and its sums if there is room."""
+    sizes = tuple(len(w) for w in weights)
+    rows, block, options = whole_rows(weights[0].shape[1])
+    dense = [tuple(t if t is None else t.contiguous() for t in p) for p in (weights, biases, norm_weights, norm_biases)]
+    _fold_kernel[(sum(cdiv(size, rows) for size in sizes),)](
+        *dense, gammas, folded, colsums, consts, sizes,
+        K=weights[0].shape[1], BLOCK_F=rows, BLOCK_K=block, **options,
     )  # fmt: skip
 
 
-def _fold_fake(weight, bias, norm_weight, norm_bias, dtype):
-    colsum, const = (weight.new_empty(len(weight), dtype=torch.float32) for _ in range(2))
-    return weight.new_empty(weight.shape, dtype=dtype), colsum, const
+def _fold_fake(weights, biases, norms, sizes, dtype):
+    outputs, first = [], 0
+    for size in sizes:
+        F, K = sum(len(w) for w in weights[first : first + size]), weights[0].shape[1]
+        outputs.append(weights[0].new_empty(F, K, dtype=dtype))
+        outputs += [weights[0].new_empty(F, dtype=torch.float32) for _ in range(2)]
+        first += size
+    return outputs
 
 
-fold_op = register(
+_fold_op = register(
     "fold",
-    "(Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor[] weights, Tensor?[] biases, Tensor?[] norms, int[] sizes, ScalarType dtype) -> Tensor[]",
     _fold,
     _fold_fake,
 )
+
+
+_pack_op = register("pack", "(Tensor[] weights, Tensor?[] biases) -> (Tensor, Tensor)", _pack, _pack_fake)
+
+
+def run(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
+    """Equation (1) of each group by the kernel, in one launch."""
+    weights, biases = ([t for group in groups for t in group[i]] for i in range(2))
+    norms = [t for group in groups for t in group[2:]]
+    made = _fold_op(weights, biases, norms, [len(group.weights) for group in groups], dtype)
+    return [Folded(*made[i : i + 3]) for i in range(0, len(made), 3)]
 
 
 class _Fn(torch.autograd.Function):
     """Ties fold to equation (3)."""
 
     @staticmethod
-    def forward(ctx, weight, bias, norm_weight, norm_bias, dtype):
-        ctx.save_for_backward(weight, norm_weight, norm_bias)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        folded, colsum, const = fold_op(weight, bias, norm_weight, norm_bias, dtype)
-        ctx.mark_non_differentiable(colsum)
-        return folded, colsum, const
+    def forward(ctx, dtype, norm_weight, norm_bias, *parts):
+        weights, biases = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+        ctx.save_for_backward(norm_weight, norm_bias, *weights)
+        ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
+        (made,) = run([Group(weights, biases, norm_weight, norm_bias)], dtype)
+        ctx.mark_non_differentiable(made.colsum)
+        return made[:3]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dfolded, _, dconst):
-        weight, norm_weight, norm_bias = ctx.saved_tensors
-        dweight, wide = dfolded.float(), weight.float()
-        dgain = None if norm_weight is None else (dweight * wide).sum(0).to(norm_weight.dtype)
-        dshift = None if norm_bias is None else (dconst @ wide).to(norm_bias.dtype)
+        norm_weight, norm_bias, *weights = ctx.saved_tensors
+        weight, dweight = torch.cat(weights).float(), dfolded.float()
+        dgain = None if norm_weight is None else (dweight * weight).sum(0).to(norm_weight.dtype)
+        dshift = None if norm_bias is None else (dconst @ weight).to(norm_bias.dtype)
         if norm_weight is not None:
             dweight = dweight * norm_weight.float()
         if norm_bias is not None:
             dweight = dweight + dconst[:, None] * norm_bias.float()
-        dbias = None if ctx.bias_dtype is None else dconst.to(ctx.bias_dtype)
-        return dweight.to(weight.dtype), dbias, dgain, dshift, None
+        rows = [len(w) for w in weights]
+        dweights = [d.to(w.dtype) for d, w in zip(dweight.split(rows), weights, strict=True)]
+        pairs = zip(dconst.split(rows), ctx.bias_dtypes, strict=True)
+        return None, dgain, dshift, *dweights, *(None if dtype is None else d.to(dtype) for d, dtype in pairs)
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:

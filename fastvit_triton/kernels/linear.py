@@ -33,7 +33,7 @@ from . import check, dispatch, eager, fold, layer_norm
 from .argument import flag
 from .check import Norm, Pair
 from .eager import ACTIVATIONS
-from .fold import Folded, fold_op
+from .fold import Folded
 from .layer_norm import merged
 from .op import (
     Op,
@@ -113,14 +113,13 @@ def linear(
     check.branch(x, outputs(weight, activation), gamma, sample_scale, residual)
     flag("return_stats", return_stats)
     if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
-        operand, norm = before(x, norm)
-        gain, shift, eps = (None, None, 0.0) if norm is None else norm
+        operand, norm = before(x, norm, weight)
         around = residual is operand  # torch.compile wants each tensor passed once
         keep = torch.is_grad_enabled()  # inside the Function gradients are always off
-        facts, residual = (activation, norm is not None, eps, around, keep, return_stats), None if around else residual
-        y, y_stats = _Fn.apply(
-            operand, *operands(weight, bias), gain, shift, stats, gamma, sample_scale, residual, facts
-        )
+        eps, residual = 0.0 if norm is None else norm[2], None if around else residual
+        facts = activation, norm is not None, eps, around, keep, return_stats
+        stats = None if norm is None else stats
+        y, y_stats = _Fn.apply(operand, *operands(weight, bias, norm), stats, gamma, sample_scale, residual, facts)
         return (y, y_stats) if return_stats else y
     return reference(
         x,
@@ -150,11 +149,14 @@ def reference(
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Equations (1) to (4); `stats` says nothing that x does not, so it is not read here."""
+    if isinstance(weight, Folded) and weight.source is not None:
+        (weight,), (bias,), *gains = weight.source
+        norm = (*gains, norm[2])
     if norm is not None:
         x = layer_norm.reference(x, *norm)  # (1)
     if isinstance(weight, Folded):
         weight, bias = weight.weight, weight.const.to(x.dtype)
-    y = F.linear(x, *operands(weight, bias)[:2])
+    y = F.linear(x, *operands(weight, bias, None)[:2])
     if activation == "swiglu":
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up  # (2')
@@ -165,20 +167,47 @@ def reference(
     return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
-def before(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+def before(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
     """x as the operand of the product, and the LayerNorm still to be folded in."""
-    if norm is not None and not folds(x):  # a float32 stream under autocast: LN keeps its precision
+    if norm is not None and not (folds(x) and (isinstance(weight, Folded) or fold.pays(x, _rows(weight)))):
+        # few rows, or a float32 stream under autocast, where LN keeps its precision
         return cast(layer_norm.layer_norm(x, *norm))[0], None
     return cast(x)[0], norm
 
 
-def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(weight, bias, column sums), a pair packed."""
+def _rows(weight: Tensor | Pair) -> int:
+    """Outputs of the product itself, gates and values."""
+    return len(weight) if isinstance(weight, Tensor) else sum(map(len, weight))
+
+
+def operands(
+    weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None
+) -> tuple[Tensor | None, ...]:
+    """What the Function takes: weight, bias and the norm's, which get gradients; W', column sums and constant or None.
+
+    What was folded without a source is itself weight and bias.
+    """
+    gain, shift, _ = norm or (None, None, 0.0)
     if isinstance(weight, Folded):
-        return weight.weight, weight.const, weight.colsum
-    if isinstance(weight, Tensor):
-        return weight, bias, None
-    return torch.cat(weight), None if bias is None else torch.cat(bias), None
+        folded, colsum, const, source = weight
+        if source is None:
+            return folded, const, gain, shift, None, colsum, None
+        (weight,), (bias,), gain, shift = source
+        return weight, bias, gain, shift, folded, colsum, const
+    if not isinstance(weight, Tensor):
+        weight, bias = torch.cat(weight), None if bias is None else torch.cat(bias)
+    return weight, bias, gain, shift, None, None, None
+
+
+def folded(x: Tensor, operands: tuple[Tensor | None, ...], norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(weight in x's dtype, constant, column sums or None) of the product, from `operands`; equation (5) if need be."""
+    weight, bias, gain, shift, folded, colsum, const = operands
+    if folded is not None:
+        return folded, const, colsum if norm else None
+    if norm and colsum is None:
+        (made,) = fold.run([fold.Group((weight,), (bias,), gain, shift)], x.dtype)
+        return made.weight, made.const, made.colsum
+    return weight.to(x.dtype), bias, colsum if norm else None
 
 
 def outputs(weight: Tensor | Pair | Folded, activation: str | None) -> int:
@@ -292,8 +321,9 @@ def _fwd_kernel(
     if HAS_NORM and TILES > 0:
         mean, rstd = merged(stats_ptr, m, in_m, eps, K, WIDTH, TILES, BLOCK_T)
         if SAVE:
-            tl.store(mean_ptr + m, mean, mask=in_m & (tile_f == 0))
-            tl.store(rstd_ptr + m, rstd, mask=in_m & (tile_f == 0))
+            once = m < tl.where(tile_f == 0, M, 0)
+            tl.store(mean_ptr + m, mean, mask=once)
+            tl.store(rstd_ptr + m, rstd, mask=once)
     elif HAS_NORM:
         mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
@@ -580,7 +610,7 @@ def _input_grad(dpre, x, weight, gamma, norm_weight, mean, rstd, norm, dy=None):
         matrix = weight.to(x.dtype)
     else:
         matrix = weight.new_empty(weight.shape, dtype=x.dtype)
-        fold.launch(weight, None, norm_weight, None, gamma, matrix)
+        fold.launch((weight,), (None,), (norm_weight,), (None,), (gamma,), (matrix,), (None,), (None,))
     t = dpre @ matrix
     t = t if isinstance(size, float) else t * size
     if not norm:
@@ -685,12 +715,11 @@ class _Fn(torch.autograd.Function):
     """Ties linear_fwd to linear_bwd; saves x, the pre-activation where one is needed, and row statistics."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, colsum, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
+    def forward(
+        ctx, x, weight, bias, norm_weight, norm_bias, made, colsum, const, stats, gamma, scale, residual, facts
+    ):
         activation, norm, eps, around, keep, return_stats = facts
-        w, const = weight.to(x.dtype), bias
-        if norm and colsum is None:
-            w, colsum, const = fold_op(weight, bias, norm_weight, norm_bias, x.dtype)
-        colsum = colsum if norm else None
+        w, const, colsum = folded(x, (weight, bias, norm_weight, norm_bias, made, colsum, const), norm)
         save = keep and any(ctx.needs_input_grad)
         y, pre, mean, rstd, y_stats = _fwd_op(
             x, w, const, colsum, stats, eps, activation, gamma, scale, x if around else residual, save, return_stats
@@ -703,22 +732,21 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        need_x, need_weight, need_b, _, need_gain, need_shift, _, need_gamma, *_ = ctx.needs_input_grad
+        need_x, need_weight, need_b, need_gain, need_shift, *_, need_gamma, _, _, _ = ctx.needs_input_grad
         x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
         gamma = saved[1]
         needs = [need_x, need_weight or need_gain or need_shift or need_gamma, need_b]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual learns
-            return *[None] * 9, dresidual, None
+            return *[None] * 11, dresidual, None
         dx, dw, db, dgamma, dnorm = _bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
         return (
             dx if need_x else None,
             dw if need_weight else None,
             db.to(bias.dtype) if need_b else None,
-            None,
             dnorm[0].to(norm_weight.dtype) if need_gain else None,
             dnorm[1].to(norm_bias.dtype) if need_shift else None,
-            None,
+            *[None] * 4,
             dgamma.to(gamma.dtype) if need_gamma else None,
             None,
             dresidual,

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from . import check, layer_norm, linear
 from .argument import filled, flag, floating
 from .check import Norm, Pair
-from .fold import Folded, fold_op
+from .fold import Folded
 from .head import head, no_head, scores
 from .linear import finish, with_norm
 from .op import Op, cdiv, config, expect, make, once_differentiable, register, split, usable
@@ -90,15 +90,13 @@ def mlp(
     flag("recompute", recompute)
     flag("return_stats", return_stats)
     if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
-        operand, norm = linear.before(x, norm)
-        gain, shift, eps = (None, None, 0.0) if norm is None else norm
+        operand, norm = linear.before(x, norm, fc1[0])
         around = residual is operand  # the usual case; torch.compile wants each tensor passed once
         keep = torch.is_grad_enabled() and not recompute  # inside the Function gradients are always off
-        facts = activation, norm is not None, eps, around, recompute, keep, return_stats
-        residual = None if around else residual
-        y, y_stats = _Fn.apply(
-            operand, *linear.operands(*fc1), *fc2, gain, shift, stats, gamma, sample_scale, residual, facts
-        )
+        facts = activation, norm is not None, norm[2] if norm else 0.0, around, recompute, keep, return_stats
+        stats, residual = None if norm is None else stats, None if around else residual
+        first = linear.operands(*fc1, norm)
+        y, y_stats = _Fn.apply(operand, *fc2, *first, stats, gamma, sample_scale, residual, facts)
         return (y, y_stats) if return_stats else y
     return reference(
         x,
@@ -300,22 +298,23 @@ class _Fn(torch.autograd.Function):
     """Two linear_fwd or one mlp_fwd, one mlp_bwd; keeps the pre-activation, or nothing but x with `recompute`."""
 
     @staticmethod
-    def forward(ctx, x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, stats, gamma, scale, residual, facts):
-        *_, around, _, keep, return_stats = facts
+    def forward(
+        ctx, x, w2, b2, w1, b1, norm_weight, norm_bias, made, colsum, const, stats, gamma, scale, residual, facts
+    ):
+        activation, norm, eps, around, _, keep, return_stats = facts
         keep = keep and any(ctx.needs_input_grad)
         added = x if around else residual
-        if not keep and _whole(x, w2, facts[0]):
-            w, const, sums = _folded(x, w1, b1, colsum, norm_weight, norm_bias, facts)
-            y, y_stats = _fwd_op(
-                x, w, const, sums, w2.to(x.dtype), b2, gamma, scale, added, facts[2], facts[0], return_stats
-            )
+        first = linear.folded(x, (w1, b1, norm_weight, norm_bias, made, colsum, const), norm)
+        if not keep and _whole(x, w2, activation):
+            y, y_stats = _fwd_op(x, *first, w2.to(x.dtype), b2, gamma, scale, added, eps, activation, return_stats)
             pre = mean = rstd = None
         else:
-            h, pre, mean, rstd = _hidden(x, w1, b1, colsum, norm_weight, norm_bias, stats, facts, keep)
+            h, pre, mean, rstd = _hidden(x, first, stats, facts, keep)
             y, *_, y_stats = linear._fwd_op(
                 h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
             )
-        ctx.save_for_backward(x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd)
+        colsum = colsum if made is None else None  # with a source, `recompute` folds again
+        ctx.save_for_backward(x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, gamma, scale, pre, mean, rstd)
         ctx.facts, ctx.residual_dtype = facts, None if residual is None else residual.dtype
         ctx.mark_non_differentiable(y_stats)
         return y, y_stats
@@ -323,40 +322,34 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        x, w1, b1, colsum, w2, b2, norm_weight, norm_bias, gamma, scale, pre, mean, rstd = ctx.saved_tensors
+        x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, gamma, scale, pre, mean, rstd = ctx.saved_tensors
         activation, norm, _, around, recompute, *_ = ctx.facts
-        need = ctx.needs_input_grad
-        needs = [need[0], any(need[i] for i in (1, 2, 6, 7)), any(need[i] for i in (4, 5, 9))]
+        need_x, need_w2, need_b2, *need_1, _, _, _, _, need_gamma, _, _, _ = need = ctx.needs_input_grad
+        needs = [need_x, any(need_1), need_w2 or need_b2 or need_gamma]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual learns
-            return *[None] * 11, dresidual, None
+            return *[None] * 13, dresidual, None
         h = None
         if recompute:
-            h, pre, mean, rstd = _hidden(x, w1, b1, colsum, norm_weight, norm_bias, None, ctx.facts, True)
+            first = linear.folded(x, (w1, b1, norm_weight, norm_bias, None, colsum, None), norm)
+            h, pre, mean, rstd = _hidden(x, first, None, ctx.facts, True)
         dx, dw1, db1, dnorm, dw2, db2, dgamma = _bwd_op(
             dy, x, w1, b1, w2, b2, pre, h, gamma, scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
             needs,
         )  # fmt: skip
-        grads = dx, dw1, db1, None, dw2, db2, dnorm[:1], dnorm[1:], None, dgamma
-        parameters = x, w1, b1, None, w2, b2, norm_weight, norm_bias, None, gamma
+        none = [None] * 4  # of W', its column sums, its constant and the statistics
+        grads = dx, dw2, db2, dw1, db1, dnorm[:1], dnorm[1:], *none, dgamma
+        parameters = x, w2, b2, w1, b1, norm_weight, norm_bias, *none, gamma
         wanted = zip(grads, parameters, need, strict=False)
         return *(g.view(p.shape).to(p.dtype) if n else None for g, p, n in wanted), None, dresidual, None
 
 
-def _hidden(x, w1, b1, colsum, norm_weight, norm_bias, stats, facts, save):
-    """Equation (1): (h, pre, mean, rstd)."""
+def _hidden(x, first, stats, facts, save):
+    """Equation (1): (h, pre, mean, rstd), from what `linear.folded` gives for fc1."""
+    w, const, colsum = first
     activation, _, eps, *_ = facts
-    w, const, colsum = _folded(x, w1, b1, colsum, norm_weight, norm_bias, facts)
     h, pre, mean, rstd, _ = linear._fwd_op(x, w, const, colsum, stats, eps, activation, None, None, None, save, False)
     return h, pre, mean, rstd
-
-
-def _folded(x, w1, b1, colsum, norm_weight, norm_bias, facts):
-    """fc1 with the norm in it: (weight in x's dtype, constant, column sums)."""
-    w, const = w1.to(x.dtype), b1
-    if facts[1] and colsum is None:
-        w, colsum, const = fold_op(w1, b1, norm_weight, norm_bias, x.dtype)
-    return w, const, colsum if facts[1] else None
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:

@@ -84,6 +84,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         return f"Triton is not installed ({tile.MISSING})"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func transforms (grad, vmap, jvp) and forward-mode AD see through PyTorch only"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace records PyTorch alone"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{dtype} always runs on PyTorch"
     if head_dim > 256:
@@ -182,7 +184,8 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
         # kernels step through vectors one by one; matrices are the launchers' business
         vectors = (isinstance(a, torch.Tensor) and a.dim() == 1 for a in arguments)
         arguments = [a.contiguous() if v else a for a, v in zip(arguments, vectors, strict=True)]
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        given = (t for a in arguments for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        device = next(t.device for t in given if isinstance(t, torch.Tensor))
         if device.type == "cuda":
             with torch.cuda.device(device):
                 return launch(*arguments)

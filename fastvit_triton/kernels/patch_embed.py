@@ -201,7 +201,8 @@ def _fwd_kernel(
                 t = tl.cast(prefix, tl.int64)
                 token = tl.load(prefix_ptr + t * D + d, mask=in_d, other=0.0).to(tl.float32)
                 if HAS_POS:
-                    token += tl.load(pos_ptr + t * D + d, mask=in_d & (pos_first > 0), other=0.0).to(tl.float32)
+                    if pos_first > 0:
+                        token += tl.load(pos_ptr + t * D + d, mask=in_d, other=0.0).to(tl.float32)
                 row = tl.broadcast_to(token.to(tokens_ptr.dtype.element_ty)[None, :], [BLOCK_M, BLOCK_D])
                 at = tokens_ptr + (m.to(tl.int64) * (T + N) + t)[:, None] * D + d[None, :]
                 tl.store(at, row, mask=(m < B)[:, None] & in_d[None, :])

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.op import usable
 from ..kernels.rope import attention_qkv
+from .freeze import FoldedNorm, fold_norms
 from .mlp import Mlp
-from .seam import drops, norm_weights, plain, project
+from .seam import drops, entry, norm_weights, normalize, plain, project
 
 
 class Attention(nn.Module):
@@ -53,10 +54,14 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
         self.position = position
 
+    def entering(self) -> tuple[nn.Linear, ...]:
+        """The linear layers that read x."""
+        return (self.qkv,)
+
     def forward(
-        self, x: Tensor, *, norm: nn.Module | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [B, N, D] → [B, N, D]; `norm`, with the `stats` of x, comes first.
+        """x [B, N, D] → [B, N, D]; `norm`, folded into `entering` layers and with the `stats` of x, comes first.
 
         `branch` (gamma, sample_scale, residual, return_stats) comes last.
         """
@@ -151,4 +156,5 @@ class AttentionPool(nn.Module):
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         o = attention(q.expand(x.shape[0], -1, -1, -1), k, v).transpose(1, 2).flatten(2)
         x = project(o, self.proj)  # [B, 1, D]
-        return self.mlp(x, norm=self.norm, residual=x)[:, 0]
+        norm = fold_norms(x, entry(self.norm, self.mlp.entering()))[0] if usable(x) else None
+        return self.mlp(x if norm is not None else normalize(x, self.norm), norm=norm, residual=x)[:, 0]

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels.op import folds, usable
-from .seam import hooked, normalize, plain
+from ..kernels.op import usable
+from .freeze import Entry, FoldedNorm, fold_norms, of_dtype
+from .seam import entry, hooked, normalize, plain
 
 
 class LayerScale(nn.Module):
@@ -96,7 +97,8 @@ class Block(nn.Module):
 
     Args:
         dim: D, channels per token.
-        attn: called as `attn(x, norm=, gamma=, sample_scale=, residual=)`; see `Attention`.
+        attn: called as `attn(x, norm=, stats=, gamma=, sample_scale=, residual=, return_stats=)` where it is fused;
+            `norm` is None unless it has a method `entering`. See `Attention`.
         mlp: called in the same way; see `Mlp`.
         eps: LayerNorm epsilon.
         init_values: initial LayerScale; None for none.
@@ -131,9 +133,11 @@ class Block(nn.Module):
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
             return (x, None) if return_stats else x
-        fused = fused and folds(x)  # else nobody reads row statistics
-        x, stats = add_branch(x, self.attn, self.norm1, self.ls1, self.drop_path1, stats, fused)
-        x, stats = add_branch(x, self.mlp, self.norm2, self.ls2, self.drop_path2, stats, fused and return_stats)
+        attn = self.attn, self.norm1, self.ls1, self.drop_path1
+        mlp = self.mlp, self.norm2, self.ls2, self.drop_path2
+        first, second = fold_norms(x, _entry(*attn), _entry(*mlp)) if fused else (None, None)
+        x, stats = add_branch(x, *attn, first, stats, second is not None)
+        x, stats = add_branch(x, *mlp, second, stats, return_stats and first is not None)
         return (x, stats) if return_stats else x
 
 
@@ -169,25 +173,32 @@ def add_branch(
     norm: nn.Module | None,
     scale: nn.Module,
     drop_path: nn.Module,
+    folded: FoldedNorm | None = None,
     stats: Tensor | None = None,
     return_stats: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """x + drop_path(scale(body(norm(x)))) on x [B, N, D], ended inside `body` where nobody watches the parts.
 
-    Row statistics of x make its norm cheaper; those of the sum are returned if asked for and cheap, else None.
+    `folded` is the norm, folded into the body; row statistics of x make it cheaper. Those of the sum are returned if
+    asked for and cheap, else None.
     """
     if type(drop_path) is DropPath and (kept := drop_path.kept(x)) is not None:
         factor = 1 / (1 - drop_path.p)
         if not len(kept):  # one image, times 0: every parameter has a gradient, as DDP and weight decay expect
             kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
-        part, _ = add_branch(x[kept], body, norm, scale, Constant(factor))
+        part, _ = add_branch(x[kept], body, norm, scale, Constant(factor), folded)
         return x.index_copy(0, kept, part), None
-    if usable(x) and not hooked(body) and _plain_ends(scale, drop_path):
+    folded = of_dtype(folded, x)
+    if folded is None and norm is not None:
+        entering, stats = normalize(x, norm), None
+    else:
+        entering = x
+    if folded is not None or (usable(x) and _ends_inside(body, scale, drop_path)):
         gamma = scale.gamma if type(scale) is LayerScale else None
         sample_scale = None if type(drop_path) is nn.Identity else drop_path.sample_scale(x)
         y = body(
-            x,
-            norm=norm,
+            entering,
+            norm=folded,
             stats=stats,
             gamma=gamma,
             sample_scale=sample_scale,
@@ -195,8 +206,16 @@ def add_branch(
             return_stats=return_stats,
         )
         return y if return_stats else (y, None)
-    return x + drop_path(scale(body(x if norm is None else normalize(x, norm)))), None
+    return x + drop_path(scale(body(entering))), None
 
 
-def _plain_ends(scale: nn.Module, drop_path: nn.Module) -> bool:
-    return plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, Constant, nn.Identity)
+def _entry(body: nn.Module, norm: nn.Module, scale: nn.Module, drop_path: nn.Module) -> Entry | None:
+    """The norm of a branch and the layers behind it; None where one of the branch's modules must be called."""
+    layers = body.entering() if hasattr(body, "entering") and _ends_inside(body, scale, drop_path) else ()
+    return entry(norm, layers) if layers else None
+
+
+def _ends_inside(body: nn.Module, scale: nn.Module, drop_path: nn.Module) -> bool:
+    """The body may add the branch to its residual: no hook or replacement needs one of the three to be called."""
+    ends = plain(scale, LayerScale, nn.Identity) and plain(drop_path, DropPath, Constant, nn.Identity)
+    return ends and not hooked(body)

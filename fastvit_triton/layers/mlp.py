@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from ..kernels.linear import ACTIVATIONS
 from ..kernels.mlp import mlp
 from ..kernels.op import usable
-from .seam import before, drops, hooked, plain, project
+from .freeze import FoldedNorm, operands
+from .seam import drops, hooked, plain, project
 
 
 class Mlp(nn.Module):
@@ -29,25 +30,26 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden // 2 if act == "swiglu" else hidden, dim, bias=bias)
         self.drop2 = nn.Dropout(drop)
 
+    def entering(self) -> tuple[nn.Linear, ...]:
+        """The linear layers that read x."""
+        return (self.fc1,)
+
     def forward(
-        self, x: Tensor, *, norm: nn.Module | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [B, N, D] → [B, N, D]; `norm`, with the `stats` of x, comes first.
+        """x [B, N, D] → [B, N, D]; `norm`, folded into `entering` layers and with the `stats` of x, comes first.
 
         `branch` (gamma, sample_scale, residual, return_stats) comes last.
         """
-        if norm is not None and not (usable(x) and plain(norm, nn.LayerNorm)):
-            x, norm = norm(x), None
         if usable(x) and self._fusable():
-            *fc1, norm = before(x, norm, self.fc1)
-            return mlp(
-                x, tuple(fc1), (self.fc2.weight, self.fc2.bias), norm=norm, stats=stats, activation=self.act, **branch
-            )
+            weight, bias, folded = operands(self.fc1.weight, self.fc1.bias, norm)
+            fc2 = self.fc2.weight, self.fc2.bias
+            return mlp(x, (weight, bias), fc2, norm=folded, stats=stats, activation=self.act, **branch)
         if self.act == "swiglu":
-            gate, value = self.fc1(x if norm is None else norm(x)).chunk(2, -1)
+            gate, value = project(x, self.fc1, norm=norm, stats=stats).chunk(2, -1)
             h = self.drop1(nn.functional.silu(gate) * value)
         else:
-            h = project(x, self.fc1, norm=norm, activation=self.act, drop=self.drop1)
+            h = project(x, self.fc1, norm=norm, stats=stats, activation=self.act, drop=self.drop1)
         return project(h, self.fc2, drop=self.drop2, **branch)
 
     def _fusable(self) -> bool:

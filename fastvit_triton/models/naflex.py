@@ -9,11 +9,12 @@ Adds nothing: the weights are those of the `VisionTransformer` with the same con
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.attention import attention
 from ..kernels.linear import linear
 from ..layers import Attention, Block, normalize
+from ..layers.freeze import FoldedNorm
 from ..layers.seam import project
 from .config import ViTConfig
 from .transformer import VisionTransformer, build_block
@@ -25,7 +26,7 @@ class LengthAttention(Attention):
     kv_lens: Tensor | None = None
 
     def forward(
-        self, x: Tensor, *, norm: nn.Module | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [B, N, D] → [B, N, D], as `Attention`."""
         qkv = project(x, self.qkv, norm=norm, stats=stats)

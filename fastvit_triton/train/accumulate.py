@@ -6,14 +6,16 @@ from torch.amp import GradScaler
 
 from .objective import Objective
 from .parallel import reducing
+from .ranges import Count, checked
 
 
+@checked
 def accumulate(
     model: nn.Module,
     objective: Objective,
     images: Tensor,
     targets: Tensor,
-    parts: int = 1,
+    parts: Count = 1,
     amp: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     weight: Tensor | float = 1.0,
@@ -43,8 +45,8 @@ def accumulate(
         ValueError: there are no parts, or more than images.
     """
     count = images.shape[0]
-    if not 1 <= parts <= count:
-        raise ValueError(f"parts is {parts} for {count} images; it must be at least 1 and at most the images")
+    if parts > count:
+        raise ValueError(f"parts is {parts} for {count} images; it must be at most the images")
     total, answers = torch.zeros((), device=images.device), []
     pairs = zip(images.tensor_split(parts), targets.tensor_split(parts), strict=True)
     for number, (some_images, some_targets) in enumerate(pairs, 1):

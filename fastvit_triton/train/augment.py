@@ -6,14 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .ranges import NotNegative, Part, Probability, Share, Turn, checked
 
+
+@checked
 def random_affine(
-    images: Tensor, degrees: float = 0.0, zoom: float = 0.0, shear: float = 0.0, shift: float = 0.0
+    images: Tensor, degrees: Turn = 0.0, zoom: Share = 0.0, shear: Probability = 0.0, shift: NotNegative = 0.0
 ) -> Tensor:
     """Rotates, zooms, shears and shifts each image by its own random amount, in one `grid_sample`.
 
     A small data set runs out of poses long before the model runs out of capacity. Pixels from outside the image are
-    zero, so call this before normalisation, on images whose background is zero. Refuses nothing.
+    zero, so call this before normalisation, on images whose background is zero.
 
         x' = R(a) · Z · H · x + t,   a, zoom, shear, t uniform in ± their limit
 
@@ -41,12 +44,13 @@ def random_affine(
     return F.grid_sample(images, grid, align_corners=False)
 
 
+@checked
 def random_erasing(
     images: Tensor,
-    probability: float = 0.25,
-    min_area: float = 0.02,
-    max_area: float = 1 / 3,
-    min_aspect: float = 0.3,
+    probability: Probability = 0.25,
+    min_area: Part = 0.02,
+    max_area: Part = 1 / 3,
+    min_aspect: Part = 0.3,
 ) -> Tensor:
     """Fills a random box of some images with noise (Zhong et al., arXiv:1708.04896, algorithm 1).
 

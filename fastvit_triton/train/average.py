@@ -4,8 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from .ranges import Share, checked
 
-def moving_average(model: nn.Module, decay: float = 0.9999, warmup: bool = True) -> AveragedModel:
+
+@checked
+def moving_average(model: nn.Module, decay: Share = 0.9999, warmup: bool = True) -> AveragedModel:
     """An exponential moving average of a model's weights and buffers, in PyTorch's own `AveragedModel`.
 
         avg ← d_n avg + (1 − d_n) w,   d_n = min(decay, (1 + n) / (10 + n)) with warm-up, else decay
@@ -23,8 +26,6 @@ def moving_average(model: nn.Module, decay: float = 0.9999, warmup: bool = True)
     Raises:
         ValueError: the decay is outside [0, 1).
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"decay is {decay}; it must be in [0, 1), such as 0.9999")
 
     @torch.no_grad()
     def update(averages: list[Tensor], weights: list[Tensor], count: Tensor | int) -> None:

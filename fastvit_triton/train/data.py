@@ -16,6 +16,7 @@ from .folder import FolderBatches, scan
 from .image import Transform
 from .parallel import World
 from .policy import policy_of
+from .ranges import Count, Number, checked
 from .recipes import Recipe
 from .shards import is_shards, shards
 
@@ -73,12 +74,13 @@ class TensorBatches:
 
     dealt = False
 
+    @checked
     def __init__(
         self,
         images: Tensor,
         targets: Tensor,
         transform: Transform,
-        batch_size: int,
+        batch_size: Count,
         augment: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.images, self.targets, self.transform = images, targets, transform
@@ -108,8 +110,9 @@ class TensorBatches:
         return self.images[i]
 
 
+@checked
 def load(
-    name: str, recipe: Recipe, *, workers: int = 0, skip_bad_images: bool = False, world: World | None = None
+    name: str, recipe: Recipe, *, workers: Number = 0, skip_bad_images: bool = False, world: World | None = None
 ) -> Data:
     """The data set of that name: "digits", or the path of an image folder or of shards.
 
@@ -148,13 +151,14 @@ def load(
     return Data(name, classes, transform, train, test, test_once=name == "digits")
 
 
+@checked
 def load_test(
     name: str,
     classes: tuple[str, ...],
     transform: Transform,
-    batch_size: int,
+    batch_size: Count,
     *,
-    workers: int = 0,
+    workers: Number = 0,
     skip_bad_images: bool = False,
     world: World | None = None,
 ) -> Batches:

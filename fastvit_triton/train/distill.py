@@ -1,7 +1,11 @@
 """Losses that learn from a teacher (DeiT, Touvron et al., arXiv:2012.12877, section 3)."""
 
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import Tensor
+
+from .ranges import Positive, Probability, checked
 
 
 def hard_distillation(student: Tensor, distilled: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
@@ -19,14 +23,15 @@ def hard_distillation(student: Tensor, distilled: Tensor, teacher: Tensor, targe
     return (F.cross_entropy(student, target) + F.cross_entropy(distilled, teacher.argmax(-1))) / 2
 
 
+@checked
 def soft_distillation(
     student: Tensor,
     distilled: Tensor,
     teacher: Tensor,
     target: Tensor,
-    weight: float = 0.1,
-    tau: float = 3.0,
-    reduction: str = "batchmean",
+    weight: Probability = 0.1,
+    tau: Positive = 3.0,
+    reduction: Literal["batchmean", "official"] = "batchmean",
 ) -> Tensor:
     """(1 − λ) CE(student, target) + λ τ² KL(softmax(teacher / τ) ‖ softmax(distilled / τ)), equation 2.
 
@@ -45,8 +50,6 @@ def soft_distillation(
     Raises:
         ValueError: the reduction is unknown.
     """
-    if reduction not in ("batchmean", "official"):
-        raise ValueError(f"reduction is {reduction!r}; use 'batchmean' or 'official'")
     targets = F.log_softmax(teacher.detach() / tau, -1)
     divergence = F.kl_div(F.log_softmax(distilled / tau, -1), targets, reduction="batchmean", log_target=True)
     if reduction == "official":

@@ -4,11 +4,14 @@ import re
 
 from torch import nn
 
+from .ranges import Share, checked
+
 RATE = {"DropPath": ("p", "drop_prob"), "StochasticDepth": ("p",)}  # ours and timm's, torchvision's
 _NUMBER = re.compile(r"(^|\.)(?:blocks|layers?|encoder_layer)[._](\d+)(\.|$)")
 
 
-def set_drop_path(model: nn.Module, last: float, constant: bool = False, skip: bool = False) -> list[float]:
+@checked
+def set_drop_path(model: nn.Module, last: Share, constant: bool = False, skip: bool = False) -> list[float]:
     """Sets the rate at which each block skips its branches (Huang et al., arXiv:1603.09382, section 3, equation 4).
 
         rate of block i of L = last · i / (L − 1),   or `last` in all of them (DeiT III)
@@ -26,8 +29,6 @@ def set_drop_path(model: nn.Module, last: float, constant: bool = False, skip: b
     Raises:
         ValueError: the rate is outside [0, 1), or the model has nothing to set in some block.
     """
-    if not 0 <= last < 1:
-        raise ValueError(f"last is {last}; a rate lies in [0, 1)")
     blocks: dict[int, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if found := _NUMBER.search(name):

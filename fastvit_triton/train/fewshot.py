@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .ranges import Count, Number, Positive, checked
+
 BIAS = 100.0  # a constant feature so large that its weight is hardly penalised (big_vision, evaluators/fewshot_lsr.py)
 
 
@@ -42,7 +44,8 @@ def extract(
     return torch.cat(features), torch.cat(answers)
 
 
-def few(targets: Tensor, shots: int, seed: int = 0) -> Tensor:
+@checked
+def few(targets: Tensor, shots: Count, seed: Number = 0) -> Tensor:
     """Indices of `shots` random images of each class, fewer where a class has fewer.
 
     Args:
@@ -55,7 +58,8 @@ def few(targets: Tensor, shots: int, seed: int = 0) -> Tensor:
     return torch.cat([order[targets[order] == label][:shots] for label in targets.unique()])
 
 
-def ridge(features: Tensor, targets: Tensor, penalty: float, dual: bool | None = None) -> Tensor:
+@checked
+def ridge(features: Tensor, targets: Tensor, penalty: Positive, dual: bool | None = None) -> Tensor:
     """The minimiser of ‖X W − Y‖² + λ ‖W‖², through one symmetric eigendecomposition Q diag(e) Qᵀ.
 
         primal   W = Q (e + λ)⁻¹ Qᵀ Xᵀ Y,   XᵀX = Q e Qᵀ   [D, D]
@@ -75,8 +79,6 @@ def ridge(features: Tensor, targets: Tensor, penalty: float, dual: bool | None =
     Raises:
         ValueError: the penalty is not positive.
     """
-    if not penalty > 0:
-        raise ValueError(f"penalty is {penalty}; it must be above 0, such as 1024")
     rows, columns = features.shape
     if columns > rows if dual is None else dual:
         values, vectors = torch.linalg.eigh(features @ features.mT)
@@ -85,8 +87,9 @@ def ridge(features: Tensor, targets: Tensor, penalty: float, dual: bool | None =
     return (vectors / (values + penalty)) @ (vectors.mT @ (features.mT @ targets))
 
 
+@checked
 def few_shot(
-    features: Tensor, targets: Tensor, test_features: Tensor, classes: int, penalty: float = 2.0**10
+    features: Tensor, targets: Tensor, test_features: Tensor, classes: Count, penalty: Positive = 2.0**10
 ) -> Tensor:
     """Few-shot linear evaluation (ViT, arXiv:2010.11929, section 4.1 "Metrics"; big_vision, `fewshot_lsr`).
 
@@ -109,8 +112,14 @@ def few_shot(
     return test @ ridge(train, 2 * F.one_hot(targets, classes).double() - 1, penalty)
 
 
+@checked
 def nearest_neighbours(
-    features: Tensor, targets: Tensor, test_features: Tensor, classes: int, k: int = 20, temperature: float = 0.07
+    features: Tensor,
+    targets: Tensor,
+    test_features: Tensor,
+    classes: Count,
+    k: Count = 20,
+    temperature: Positive = 0.07,
 ) -> Tensor:
     """Votes of the k most similar training images (Wu et al., arXiv:1805.01978, section 3.4; DINO, eval_knn.py).
 
@@ -130,8 +139,8 @@ def nearest_neighbours(
     Raises:
         ValueError: there are fewer images than neighbours.
     """
-    if not 1 <= k <= features.shape[0]:
-        raise ValueError(f"k is {k} for {features.shape[0]} images; it must be at least 1 and at most the images")
+    if k > features.shape[0]:
+        raise ValueError(f"k is {k} for {features.shape[0]} images; it must be at most the images")
     bank = F.normalize(features, dim=1)
     votes = []
     for some in F.normalize(test_features, dim=1).split(1024):  # never an [M, N] matrix of a large set

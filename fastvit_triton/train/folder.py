@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .image import BROKEN, SUFFIXES, Transform, defect, listing, read
 from .parallel import World
+from .ranges import Count, Number, checked
 from .sampler import RepeatedAugmentation
 
 
@@ -95,6 +96,7 @@ class FolderBatches:
 
     dealt = True
 
+    @checked
     def __init__(
         self,
         root: Path,
@@ -102,11 +104,11 @@ class FolderBatches:
         targets: list[int],
         transform: Transform,
         *,
-        batch_size: int,
+        batch_size: Count,
         crop: dict | None = None,
-        workers: int = 0,
+        workers: Number = 0,
         skip_bad_images: bool = False,
-        repeats: int = 1,
+        repeats: Count = 1,
         decode: Callable[[Path], Image.Image] = read,
         check: Callable[[Path], str | None] | None = defect,
         world: World | None = None,

@@ -3,7 +3,7 @@
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from .policy import Policy
+from .ranges import Number, Part, Probability, Side, check_fields, checked
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -31,22 +32,24 @@ class Transform:
         crop: the centre part of the shorter side that is kept; 1 keeps it all.
     """
 
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    crop: float = 1.0
+    size: tuple[Side, Side]
+    mean: tuple[Probability, ...]
+    std: tuple[Part, ...]
+    crop: Part = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in ("size", "mean", "std"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} channels and std {len(self.std)}; pictures have 1 or 3")
 
+    @checked
     def __call__(
         self,
         picture: Image.Image,
-        seed: int | None = None,
-        min_area: float = 0.35,
+        seed: Annotated[Number | None, "the centre"] = None,
+        min_area: Part = 0.35,
         flip: bool = True,
         policy: Policy | None = None,
     ) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from .parallel import World
 from .plan import lr_for, objective_for, optimizer_for, product, score_for, step_for
 from .plots import draw_curves, draw_predictions
 from .published import PUBLISHED
+from .ranges import Count, Seed, check, checked
 from .recipes import DIGITS, FOLDER, Recipe, shorten
 from .step import Step
 from .together import Engine, engage, sound
@@ -75,15 +77,16 @@ class Plan:
     engine: Engine = field(default_factory=Engine)
 
 
+@checked
 def plan(
     model: nn.Module,
     data: Data,
     recipe: Recipe,
     *,
-    parts: int = 1,
+    parts: Count = 1,
     amp: torch.dtype | None = None,
     teacher: nn.Module | None = None,
-    distillation: str = "hard",
+    distillation: Literal["hard", "soft"] = "hard",
     parallel: str | None = None,
     world: World | None = None,
 ) -> Plan:
@@ -129,6 +132,7 @@ def follow(plan: Plan, start: Progress | None = None) -> Iterator[Progress]:
     )
 
 
+@checked
 def run(
     plan: Plan,
     out: Path,
@@ -136,7 +140,7 @@ def run(
     settings: dict,
     save: Callable[..., None],
     state: dict | None = None,
-    save_every: int | None = None,
+    save_every: Annotated[Count | None, "a state after each epoch only"] = None,
 ) -> Iterator[Progress]:
     """Trains as planned; `out` holds weights, states and log after each epoch, and pictures at the end.
 
@@ -222,8 +226,8 @@ def settle(given: dict, saved: dict | None) -> dict:
     for name in ("data", "weights", "teacher"):
         if given.get(name) is not None and given[name] != "digits":
             given[name] = str(Path(given[name]).resolve())
-    if not 0 <= given.get("seed", 0) < 2**63:
-        raise ValueError(f"seed is {given['seed']}; it must be at least 0 and below 2^63")
+    check("seed", given.get("seed", 0), Seed)
+    check("parts", given.get("parts", 1), Count)
     if saved is not None:
         for name, value in given.items():
             if value != saved[name]:

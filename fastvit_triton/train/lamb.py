@@ -1,10 +1,13 @@
 """LAMB: Adam whose step is as long, matrix by matrix, as the matrix itself. What DeiT III trains with."""
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from .ranges import NotNegative, Positive, Share, checked
 
 
 class Lamb(Optimizer):
@@ -24,14 +27,15 @@ class Lamb(Optimizer):
         max_grad_norm: c; None does not clip.
     """
 
+    @checked
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        max_grad_norm: float | None = 1.0,
+        lr: NotNegative = 1e-3,
+        betas: tuple[Share, Share] = (0.9, 0.999),
+        eps: NotNegative = 1e-6,
+        weight_decay: NotNegative = 0.01,
+        max_grad_norm: Annotated[Positive | None, "no clipping"] = 1.0,
     ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.max_grad_norm = max_grad_norm

@@ -15,6 +15,7 @@ from .checkpoint import generators, set_generators
 from .objective import Objective
 from .optim import set_lr
 from .parallel import World
+from .ranges import Count, checked
 from .step import Step
 
 
@@ -65,18 +66,19 @@ class Diverged(ValueError):
     """The loss was not finite for too long."""
 
 
+@checked
 def fit(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     optimizer: Optimizer,
     lr_at: Callable[[int], float],
     *,
-    epochs: int,
+    epochs: Count,
     start: Progress | None = None,
     step: Step | None = None,
     test: Callable[[nn.Module], Score],
     test_once: bool = False,
-    patience: int = 10,
+    patience: Count = 10,
 ) -> Iterator[Progress]:
     """Trains, one step per `next`, and evaluates after every epoch, or after the last one only.
 

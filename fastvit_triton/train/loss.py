@@ -3,11 +3,16 @@
 Soft targets are probabilities: what `smooth`, `mixup` and `cutmix` make of class numbers.
 """
 
+from typing import Annotated, Literal
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from .ranges import Count, Finite, NotNegative, Share, checked
 
-def smooth(targets: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
+
+@checked
+def smooth(targets: Tensor, classes: Count, smoothing: Share = 0.0) -> Tensor:
     """Label smoothing as soft targets: (1 − s) y + s / K (Szegedy et al., arXiv:1512.00567, section 7).
 
     Args:
@@ -21,8 +26,6 @@ def smooth(targets: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
     Raises:
         ValueError: the smoothing is no probability below 1.
     """
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing is {smoothing}; it must be in [0, 1), such as 0.1")
     soft = targets if targets.is_floating_point() else F.one_hot(targets, classes).float()
     return soft * (1 - smoothing) + smoothing / classes
 
@@ -40,8 +43,12 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return -(targets * F.log_softmax(logits, -1)).sum(-1).mean()
 
 
+@checked
 def binary_cross_entropy(
-    logits: Tensor, targets: Tensor, threshold: float | None = None, reduction: str = "mean"
+    logits: Tensor,
+    targets: Tensor,
+    threshold: Annotated[Finite | None, "the targets as they are"] = None,
+    reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
     """One yes-or-no question per class: −y log σ(z) − (1 − y) log σ(−z).
 
@@ -61,21 +68,20 @@ def binary_cross_entropy(
     Raises:
         ValueError: the reduction is unknown.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; use 'mean' (over classes too) or 'sum' (over classes)")
     if threshold is not None:
         targets = targets > threshold
     value = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))
     return value if reduction == "mean" else value * logits.shape[-1]
 
 
+@checked
 def token_label_loss(
     logits: Tensor,
     token_logits: Tensor,
     targets: Tensor,
     token_targets: Tensor,
-    weight: float = 1.0,
-    token_weight: float = 1.0,
+    weight: NotNegative = 1.0,
+    token_weight: NotNegative = 1.0,
 ) -> Tensor:
     """Every patch answers too: w CE(class token, y) + w' mean_i CE(token_i, y_i) (Jiang et al., arXiv:2104.10858).
 

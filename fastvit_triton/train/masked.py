@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .ranges import Count, Hidden, Probability, checked
+
 
 class MaskedPatchPrediction(nn.Module):
     """Predicts the mean colour of corrupted patches (ViT, arXiv:2010.11929, sections 4.6 and B.1.2).
@@ -18,10 +20,9 @@ class MaskedPatchPrediction(nn.Module):
         ratio: part of the patches that is corrupted; the paper's 0.5.
     """
 
-    def __init__(self, encoder: nn.Module, classes: int = 512, ratio: float = 0.5) -> None:
+    @checked
+    def __init__(self, encoder: nn.Module, classes: Count = 512, ratio: Hidden = 0.5) -> None:
         super().__init__()
-        if not 0 < ratio < 1:
-            raise ValueError(f"ratio is {ratio}; it must be above 0 and below 1, such as 0.5")
         self.encoder, self.ratio = encoder, ratio
         self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.embed_dim))
         self.predict = nn.Linear(encoder.embed_dim, classes)
@@ -48,10 +49,9 @@ class MaskedAutoencoder(nn.Module):
         ratio: part of the patches that is hidden.
     """
 
-    def __init__(self, encoder: nn.Module, decoder: nn.Module, dim: int, ratio: float = 0.75) -> None:
+    @checked
+    def __init__(self, encoder: nn.Module, decoder: nn.Module, dim: Count, ratio: Hidden = 0.75) -> None:
         super().__init__()
-        if not 0 < ratio < 1:
-            raise ValueError(f"ratio is {ratio}; it must be above 0 and below 1, such as 0.75")
         stem = encoder.patch_embed
         self.encoder, self.decoder, self.ratio = encoder, decoder, ratio
         self.decoder_embed = nn.Linear(encoder.embed_dim, dim)
@@ -104,8 +104,9 @@ def select(tokens: Tensor, indices: Tensor) -> Tensor:
     return tokens.gather(1, indices[..., None].expand(-1, -1, tokens.shape[2]))
 
 
+@checked
 def corrupt(
-    patches: Tensor, mask_token: Tensor, ratio: float = 0.5, masked: float = 0.8, swapped: float = 0.1
+    patches: Tensor, mask_token: Tensor, ratio: Probability = 0.5, masked: Probability = 0.8, swapped: Probability = 0.1
 ) -> tuple[Tensor, Tensor]:
     """Corrupts part of the patch embeddings, as BERT does words (arXiv:2010.11929, appendix B.1.2).
 
@@ -129,7 +130,8 @@ def corrupt(
     return torch.where(moved[..., None], others, patches), chosen
 
 
-def mean_colours(pixels: Tensor, patch_size: tuple[int, int], bits: int = 3) -> Tensor:
+@checked
+def mean_colours(pixels: Tensor, patch_size: tuple[Count, Count], bits: Count = 3) -> Tensor:
     """The mean colour of each patch in a few bits per channel, as one class (ViT, appendix B.1.2).
 
     Args:
@@ -157,8 +159,9 @@ def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return x.reshape(B, -1, P * Q * C)
 
 
+@checked
 def pixel_loss(
-    predicted: Tensor, images: Tensor, hidden: Tensor, patch_size: tuple[int, int], norm: bool = True
+    predicted: Tensor, images: Tensor, hidden: Tensor, patch_size: tuple[Count, Count], norm: bool = True
 ) -> Tensor:
     """Mean squared error of the hidden patches (MAE, arXiv:2111.06377; models_mae.py, `forward_loss`).
 

@@ -7,17 +7,19 @@ from torch import Tensor
 from torch.distributions import Beta
 
 from .loss import smooth
+from .ranges import Count, NotNegative, Number, Positive, Probability, Share, checked
 
-Box = tuple[int, int, int, int]  # top, bottom, left, right; bottom and right are one past the last
+Box = tuple[Number, Number, Number, Number]  # top, bottom, left, right; bottom and right are one past the last
 
 
-def mixup(images: Tensor, targets: Tensor, classes: int, alpha: float) -> tuple[Tensor, Tensor]:
+@checked
+def mixup(images: Tensor, targets: Tensor, classes: Count, alpha: NotNegative) -> tuple[Tensor, Tensor]:
     """Blends each image, and its label, with another of the batch (Zhang et al., arXiv:1710.09412, section 2).
 
         λ ~ Beta(alpha, alpha),   x' = λ x + (1 − λ) x[perm],   y' = λ y + (1 − λ) y[perm]
 
     A model that must answer in proportion cannot memorise. One λ serves the whole batch, as in timm. big_vision takes
-    max(λ, 1 − λ), which under a random permutation draws the same blends. Refuses nothing.
+    max(λ, 1 − λ), which under a random permutation draws the same blends.
 
     Args:
         images: [B, C, H, W].
@@ -36,12 +38,13 @@ def mixup(images: Tensor, targets: Tensor, classes: int, alpha: float) -> tuple[
     return images.lerp(images[order], 1 - share), soft.lerp(soft[order], 1 - share)
 
 
-def cutmix(images: Tensor, targets: Tensor, classes: int, alpha: float) -> tuple[Tensor, Tensor]:
+@checked
+def cutmix(images: Tensor, targets: Tensor, classes: Count, alpha: NotNegative) -> tuple[Tensor, Tensor]:
     """Pastes a box of another image of the batch into each (Yun et al., arXiv:1905.04899, equations 1 and 2).
 
         λ ~ Beta(alpha, alpha),   box of area (1 − λ) H W,   y' = λ' y + (1 − λ') y[perm]
 
-    λ' is the part of the image that is left, counted after the box is clipped at the border. Refuses nothing.
+    λ' is the part of the image that is left, counted after the box is clipped at the border.
 
     Args:
         images: [B, C, H, W].
@@ -63,15 +66,16 @@ def cutmix(images: Tensor, targets: Tensor, classes: int, alpha: float) -> tuple
     return images, soft.lerp(soft[order], area(box) / math.prod(size))
 
 
+@checked
 def mixup_or_cutmix(
     images: Tensor,
     targets: Tensor,
-    classes: int,
+    classes: Count,
     *,
-    mixup_alpha: float = 0.8,
-    cutmix_alpha: float = 1.0,
-    switch: float = 0.5,
-    smoothing: float = 0.1,
+    mixup_alpha: NotNegative = 0.8,
+    cutmix_alpha: NotNegative = 1.0,
+    switch: Probability = 0.5,
+    smoothing: Share = 0.1,
 ) -> tuple[Tensor, Tensor]:
     """One of the two for each batch, with smoothed labels: the DeiT recipe (arXiv:2012.12877, table 9).
 
@@ -95,8 +99,9 @@ def mixup_or_cutmix(
     return images, smooth(soft, classes, smoothing)
 
 
+@checked
 def mixtoken(
-    images: Tensor, targets: Tensor, classes: int, alpha: float, patch_size: tuple[int, int]
+    images: Tensor, targets: Tensor, classes: Count, alpha: Positive, patch_size: tuple[Count, Count]
 ) -> tuple[Tensor, Tensor]:
     """MixToken on pixels: a box of whole patches from the batch in reverse order (Jiang et al., arXiv:2104.10858).
 
@@ -122,7 +127,8 @@ def mixtoken(
     return images, mix_by_area(soft, box, grid)
 
 
-def mix_tokens(tokens: Tensor, box: Box, grid: tuple[int, int]) -> Tensor:
+@checked
+def mix_tokens(tokens: Tensor, box: Box, grid: tuple[Count, Count]) -> Tensor:
     """MixToken: pastes a box of patch tokens from the batch in reverse order (Jiang et al., arXiv:2104.10858).
 
     Between patch projection and positions, so that every token comes from one image. The same call on what the network
@@ -142,12 +148,14 @@ def mix_tokens(tokens: Tensor, box: Box, grid: tuple[int, int]) -> Tensor:
     return patches.flatten(1, 2)
 
 
-def mix_by_area(targets: Tensor, box: Box, grid: tuple[int, int]) -> Tensor:
+@checked
+def mix_by_area(targets: Tensor, box: Box, grid: tuple[Count, Count]) -> Tensor:
     """Class targets [B, K] after `mix_tokens`: λ y + (1 − λ) y[reversed], 1 − λ the box's part of the grid."""
     return targets.lerp(targets.flip(0), area(box) / math.prod(grid))
 
 
-def cut_box(size: tuple[int, int], share: float) -> Box:
+@checked
+def cut_box(size: tuple[Count, Count], share: Probability) -> Box:
     """A random box that leaves `share` of an area, less where the border clips it (arXiv:1905.04899, equation 2).
 
     Args:

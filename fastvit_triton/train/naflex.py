@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .masked import patchify
+from .ranges import Count, checked
 
 
 def fitting_grid(size: tuple[int, int], tokens: int, patch_size: tuple[int, int]) -> tuple[int, int]:
@@ -68,18 +69,19 @@ class TokenBudgetBatches:
         ValueError: a sequence does not fit into the budget.
     """
 
+    @checked
     def __init__(
         self,
         images: Sequence[Tensor],
         targets: Tensor,
-        patch_size: tuple[int, int],
-        budget: int,
-        lengths: tuple[int, ...] = (128, 256, 576, 784, 1024),
+        patch_size: tuple[Count, Count],
+        budget: Count,
+        lengths: tuple[Count, ...] = (128, 256, 576, 784, 1024),
         shuffle: bool = True,
         augment: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        if not lengths or not 0 < min(lengths) <= max(lengths) <= budget:
-            raise ValueError(f"lengths is {lengths} and budget {budget}; each length must be from 1 to the budget")
+        if max(lengths) > budget:
+            raise ValueError(f"lengths is {lengths} and budget {budget}; each length must be at most the budget")
         self.images, self.targets, self.patch_size = images, targets, patch_size
         self.shuffle, self.augment = shuffle, augment
         self.bad: dict[Path, str] = {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .masked import colour_loss, mean_colours, pixel_loss
+from .ranges import Count, checked
 
 Objective = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -45,7 +46,8 @@ def distilled(teacher: nn.Module, loss: Callable[[Tensor, Tensor, Tensor, Tensor
     return objective
 
 
-def masked_pixels(patch_size: tuple[int, int], norm: bool = True) -> Objective:
+@checked
+def masked_pixels(patch_size: tuple[Count, Count], norm: bool = True) -> Objective:
     """What `MaskedAutoencoder` learns by: `pixel_loss`; targets are not read."""
 
     def objective(model: nn.Module, images: Tensor, targets: Tensor) -> tuple[Tensor, None]:
@@ -55,7 +57,8 @@ def masked_pixels(patch_size: tuple[int, int], norm: bool = True) -> Objective:
     return objective
 
 
-def masked_colours(patch_size: tuple[int, int], restore: Callable[[Tensor], Tensor], bits: int = 3) -> Objective:
+@checked
+def masked_colours(patch_size: tuple[Count, Count], restore: Callable[[Tensor], Tensor], bits: Count = 3) -> Objective:
     """What `MaskedPatchPrediction` learns by: `colour_loss`; targets are not read.
 
     Args:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .ranges import Count, NotNegative, Number, Part, Positive, Share, checked
+
 # Positions and class, register, distillation and mask tokens, as timm, transformers, torchvision and vit-pytorch say.
 _FREE = re.compile(
     r"(^|[._])((cls|class|reg|register|dist|distillation|mask)_tokens?|pos(ition)?_embed(ding)?s?|\w*bias_table)(\.|$)"
@@ -16,8 +18,9 @@ _PATCH = re.compile(r"(^|\.)(patch_embed\w*|to_patch_embedding|conv_proj)(\.|$)"
 _BLOCK = re.compile(r"(^|\.)(blocks|layers?|encoder_layer)[._](\d+)\.")
 
 
+@checked
 def parameter_groups(
-    model: nn.Module, weight_decay: float, layer_decay: float = 1.0, patch_embed_scale: float = 1.0
+    model: nn.Module, weight_decay: NotNegative, layer_decay: Part = 1.0, patch_embed_scale: NotNegative = 1.0
 ) -> list[dict]:
     """Splits trainable parameters by weight decay, and by learning rate where it differs from layer to layer.
 
@@ -42,8 +45,6 @@ def parameter_groups(
     Raises:
         ValueError: the layer decay is outside (0, 1], or the model has no numbered blocks for it.
     """
-    if not 0 < layer_decay <= 1:
-        raise ValueError(f"layer_decay is {layer_decay}; it must be in (0, 1], such as 0.75")
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     depth = 1 + max((int(found[3]) for name in names if (found := _BLOCK.search(name))), default=-1)
@@ -69,25 +70,28 @@ def layer_of(name: str, depth: int) -> int:
     return 0 if _FREE.search(name) or _STEM.search(name) else depth + 1
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
+@checked
+def set_lr(optimizer: Optimizer, lr: NotNegative) -> None:
     """Gives every group this learning rate, times its own `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
+@checked
 def adamw(
     model: nn.Module,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    layer_decay: float = 1.0,
+    lr: NotNegative,
+    weight_decay: NotNegative,
+    betas: tuple[Share, Share] = (0.9, 0.999),
+    layer_decay: Part = 1.0,
 ) -> Optimizer:
     """AdamW over `parameter_groups`, with PyTorch's fused kernels, which exist on every device we train on."""
     groups = parameter_groups(model, weight_decay, layer_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
-def warmup_cosine(step: int, steps: int, warmup: int, peak: float, floor: float = 0.0) -> float:
+@checked
+def warmup_cosine(step: Number, steps: Count, warmup: Number, peak: NotNegative, floor: NotNegative = 0.0) -> float:
     """The learning rate of one step: a straight line up, then half a cosine down.
 
         step < warmup    peak · (step + 1) / (warmup + 1)
@@ -103,14 +107,15 @@ def warmup_cosine(step: int, steps: int, warmup: int, peak: float, floor: float 
         peak: largest rate.
         floor: rate at the end.
     """
-    if not 0 <= warmup < steps:
-        raise ValueError(f"warmup is {warmup} of {steps} steps; it must be at least 0 and shorter than the run")
+    if not warmup < steps:
+        raise ValueError(f"warmup is {warmup} of {steps} steps; it must be shorter than the run")
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def redraw_positions(model: nn.Module, std: float) -> None:
+@checked
+def redraw_positions(model: nn.Module, std: Positive) -> None:
     """Draws the learned position table anew from N(0, std²); a model without one is left alone.
 
     The usual 0.02 drowns beside tokens of deviation 0.5, and a short run on few images ends before it has grown.

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .ranges import Count, Number, check_fields
+
 CONTAINERS = ("blocks", "layers", "layer", "resblocks", "h")  # what models call the list of their blocks
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -39,9 +41,12 @@ class World:
         device: where this process computes.
     """
 
-    rank: int = 0
-    size: int = 1
+    rank: Number = 0
+    size: Count = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def first(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from .masked import MaskedAutoencoder, MaskedPatchPrediction
 from .mix import mixtoken, mixup_or_cutmix
 from .objective import Objective, distilled, masked_colours, masked_pixels, supervised
 from .optim import adamw, parameter_groups, redraw_positions, warmup_cosine
+from .ranges import Count, checked
 from .recipes import Recipe
 from .schedule import deit_schedule, mae_schedule, vit_schedule
 from .step import Step
@@ -30,18 +32,17 @@ DISTILLATION = {"hard": hard_distillation, "soft": soft_distillation}
 
 
 def optimizer_for(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's optimiser over the model's parameter groups. Refuses a name that is none of the three."""
+    """The recipe's optimiser over the model's parameter groups."""
     if recipe.optimizer == "adamw":
         return adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay)
     groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay)
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9)
-    if recipe.optimizer == "lamb":
-        return Lamb(groups, lr=recipe.lr, betas=recipe.betas, eps=1e-8)
-    raise ValueError(f"optimizer is {recipe.optimizer!r}; use 'adamw', 'sgd' or 'lamb'")
+    return Lamb(groups, lr=recipe.lr, betas=recipe.betas, eps=1e-8)
 
 
-def lr_for(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
+@checked
+def lr_for(recipe: Recipe, steps_per_epoch: Count) -> Callable[[int], float]:
     """Step of the whole run, from 0, to learning rate.
 
     DeiT changes its rate after each epoch; a run that `shorten` made shorter than the warm-up of a published one would
@@ -63,8 +64,6 @@ def lr_for(recipe: Recipe, steps_per_epoch: int) -> Callable[[int], float]:
         return partial(
             vit_schedule, steps=steps, warmup=warmup, peak=recipe.lr, decay=recipe.decay, linear_end=recipe.floor
         )
-    if recipe.schedule not in ("mae", "deit"):
-        raise ValueError(f"schedule is {recipe.schedule!r}; use 'own', 'vit', 'deit' or 'mae'")
     schedule = mae_schedule if recipe.schedule == "mae" else deit_schedule
     by_epoch = recipe.schedule == "deit" and recipe.warmup_unit == "epochs"
 
@@ -81,14 +80,13 @@ def loss_for(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
         raise ValueError(f"this recipe predicts {recipe.loss}; its loss belongs to the masked model")
     if recipe.loss == "softmax":
         return partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
-    if recipe.loss not in ("bce", "sigmoid"):
-        raise ValueError(f"loss is {recipe.loss!r}; use 'softmax', 'sigmoid', 'bce', 'pixels' or 'colours'")
     bce = dict(threshold=0.0, reduction="mean") if recipe.loss == "bce" else dict(reduction="sum")
     return partial(binary_cross_entropy, **bce)
 
 
+@checked
 def mix_for(
-    recipe: Recipe, classes: int, patch_size: tuple[int, int] = (16, 16)
+    recipe: Recipe, classes: Count, patch_size: tuple[Count, Count] = (16, 16)
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """Of images and class numbers: erases boxes, blends, and makes soft targets where they are needed; None for none.
 
@@ -119,8 +117,13 @@ def _erase(images: Tensor, targets: Tensor, probability: float, blend: Callable 
     return (images, targets) if blend is None else blend(images, targets)
 
 
+@checked
 def objective_for(
-    recipe: Recipe, model: nn.Module, transform: Transform, teacher: nn.Module | None = None, kind: str = "hard"
+    recipe: Recipe,
+    model: nn.Module,
+    transform: Transform,
+    teacher: nn.Module | None = None,
+    kind: Literal["hard", "soft"] = "hard",
 ) -> Objective:
     """What the recipe makes small.
 
@@ -137,8 +140,6 @@ def objective_for(
         return masked_colours(model.encoder.patch_embed.patch_size, transform.restore)
     if teacher is None:
         return supervised(loss_for(recipe))
-    if kind not in DISTILLATION:
-        raise ValueError(f"distillation is {kind!r}; use 'hard' or 'soft'")
     if recipe.loss != "softmax":
         raise ValueError(f"distillation is defined for a softmax; this recipe's loss is {recipe.loss!r}")
     loss = DISTILLATION[kind]
@@ -151,12 +152,13 @@ def objective_for(
     return distilled(teacher, smoothed)
 
 
+@checked
 def step_for(
     recipe: Recipe,
     model: nn.Module,
     objective: Objective,
-    classes: int,
-    parts: int = 1,
+    classes: Count,
+    parts: Count = 1,
     amp: torch.dtype | None = None,
 ) -> Step:
     """The recipe's update of one batch.

@@ -7,21 +7,26 @@ randomness is the generator's, so a picture's seed fixes what it becomes, in wha
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
+from .ranges import Count, NotNegative, Probability, checked
+
 Policy = Callable[[Image.Image, torch.Generator], Image.Image]
+Level = Annotated[int, "[0, 255]"]
 
 
+@checked
 def rand_augment(
     picture: Image.Image,
     generator: torch.Generator,
-    layers: int = 2,
-    magnitude: float = 9.0,
-    std: float = 0.5,
-    probability: float = 0.5,
-    fill: tuple[int, ...] = (124, 116, 104),
+    layers: Count = 2,
+    magnitude: Annotated[float, "[0, 10]"] = 9.0,
+    std: NotNegative = 0.5,
+    probability: Probability = 0.5,
+    fill: tuple[Level, ...] = (124, 116, 104),
 ) -> Image.Image:
     """RandAugment: a few operations, drawn evenly, all of one strength (Cubuk et al., arXiv:1909.13719, section 3).
 
@@ -53,7 +58,8 @@ def rand_augment(
     return picture
 
 
-def three_augment(picture: Image.Image, generator: torch.Generator, jitter: float = 0.3) -> Image.Image:
+@checked
+def three_augment(picture: Image.Image, generator: torch.Generator, jitter: Probability = 0.3) -> Image.Image:
     """3-Augment: one of grey, solarised and blurred, then colour jitter (DeiT III, arXiv:2204.07118, section 3.3).
 
     As in facebookresearch/deit, augment.py: solarised at 128, blur radius 0.1 to 2 pixels, brightness, contrast and
@@ -81,8 +87,13 @@ def three_augment(picture: Image.Image, generator: torch.Generator, jitter: floa
     return picture
 
 
+@checked
 def big_vision_augment(
-    picture: Image.Image, generator: torch.Generator, layers: int = 2, magnitude: float = 15.0, grey: int = 128
+    picture: Image.Image,
+    generator: torch.Generator,
+    layers: Count = 2,
+    magnitude: NotNegative = 15.0,
+    grey: Level = 128,
 ) -> Image.Image:
     """big_vision's `randaug(layers, magnitude)`, of AugReg and SimpleViT (big_vision/pp/autoaugment.py).
 
@@ -112,7 +123,7 @@ def big_vision_augment(
 
 def policy_of(name: str) -> Policy | None:
     """The policy that a recipe names: "timm", "three", "randaug(2,m)" or "" for none. Refuses others."""
-    if found := re.fullmatch(r"randaug\((\d+),([\d.]+)\)", name):
+    if found := re.fullmatch(r"randaug\(([1-9]\d?),(\d+(?:\.\d+)?)\)", name):
         return partial(big_vision_augment, layers=int(found[1]), magnitude=float(found[2]))
     policies = {"": None, "timm": rand_augment, "three": three_augment}
     if name not in policies:

@@ -2,8 +2,11 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
 from .image import IMAGENET_MEAN, IMAGENET_STD
+from .policy import policy_of
+from .ranges import Count, Finite, NotNegative, Part, Positive, Probability, Share, Side, Turn, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,10 @@ class Recipe:
         mask_ratio: part of the patches that is hidden from a model that must predict them.
         norm_pixels: normalise each patch that must be predicted.
         decoder: sizes of a masked autoencoder's decoder, arguments of `create_model`.
+
+    Raises:
+        ValueError: a value is of another type or outside of the range that its annotation states, see ranges.py, or
+            does not go with another.
     """
 
     source: str = ""
@@ -65,64 +72,70 @@ class Recipe:
     duration: str = ""
     model: str
     options: dict = field(default_factory=dict)
-    img_size: int = 224
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-    eval_crop: float = 0.9
-    batch_size: int
-    epochs: int | None = None
-    steps: int | None = None
-    warmup: float = 0.05
-    warmup_unit: str = "run"
-    optimizer: str = "adamw"
-    lr: float
-    lr_images: int | None = None
-    weight_decay: float = 0.05
-    betas: tuple[float, float] = (0.9, 0.999)
-    layer_decay: float = 1.0
-    schedule: str = "own"
-    decay: str = "cosine"
-    floor: float = 0.0
-    clip: float | None = None
-    loss: str = "softmax"
-    head_bias: float = 0.0
-    pos_std: float | None = None
-    label_smoothing: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mixtoken: float = 0.0
-    drop_path_rate: float = 0.0
+    img_size: Side = 224
+    mean: tuple[Probability, ...] = IMAGENET_MEAN
+    std: tuple[Part, ...] = IMAGENET_STD
+    eval_crop: Part = 0.9
+    batch_size: Count
+    epochs: Annotated[Count | None, "a length in steps"] = None
+    steps: Annotated[Count | None, "a length in epochs"] = None
+    warmup: NotNegative = 0.05
+    warmup_unit: Literal["steps", "epochs", "run"] = "run"
+    optimizer: Literal["adamw", "sgd", "lamb"] = "adamw"
+    lr: Positive
+    lr_images: Annotated[Count | None, "a rate for any batch"] = None
+    weight_decay: NotNegative = 0.05
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    layer_decay: Part = 1.0
+    schedule: Literal["own", "vit", "deit", "mae"] = "own"
+    decay: Literal["cosine", "linear"] = "cosine"
+    floor: NotNegative = 0.0
+    clip: Annotated[Positive | None, "no clipping"] = None
+    loss: Literal["softmax", "sigmoid", "bce", "pixels", "colours"] = "softmax"
+    head_bias: Finite = 0.0
+    pos_std: Annotated[Positive | None, "the model's own"] = None
+    label_smoothing: Share = 0.0
+    mixup: NotNegative = 0.0
+    cutmix: NotNegative = 0.0
+    mixtoken: NotNegative = 0.0
+    drop_path_rate: Share = 0.0
     drop_path_constant: bool = False
     policy: str = ""
-    erasing: float = 0.0
-    repeats: int = 1
-    degrees: float = 0.0
-    zoom: float = 0.0
-    shear: float = 0.0
-    shift: float = 0.0
-    min_area: float = 0.35
+    erasing: Probability = 0.0
+    repeats: Count = 1
+    degrees: Turn = 0.0
+    zoom: Share = 0.0
+    shear: Probability = 0.0
+    shift: NotNegative = 0.0
+    min_area: Part = 0.35
     flip: bool = True
-    average: float | None = None
-    mask_ratio: float = 0.0
+    average: Annotated[Share | None, "no average"] = None
+    mask_ratio: Share = 0.0
     norm_pixels: bool = False
     decoder: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        policy_of(self.policy)
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"epochs is {self.epochs} and steps is {self.steps}; give one of them")
-        for name in ("img_size", "epochs", "steps", "batch_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.mixtoken and (self.mixup or self.cutmix):
             raise ValueError(f"mixtoken is {self.mixtoken} beside mixup or cutmix; set those to 0, or leave it out")
-        if self.loss in ("pixels", "colours") and not 0 < self.mask_ratio < 1:
+        if self.loss in ("pixels", "colours") and not self.mask_ratio:
             raise ValueError(f"loss is {self.loss!r} and mask_ratio {self.mask_ratio}; hide a part, such as 0.75")
         if self.loss in ("bce", "sigmoid") and self.label_smoothing:
             raise ValueError(f"label_smoothing is {self.label_smoothing}; loss {self.loss!r} takes none, set it to 0")
-        if not 0 < self.lr < float("inf"):
-            raise ValueError(f"lr is {self.lr}; it must be above 0, such as 0.001")
-        if self.warmup_unit == "run" and not 0 <= self.warmup < 1:
+        if self.warmup_unit == "run" and not self.warmup < 1:
             raise ValueError(f"warmup is {self.warmup}; it is a part of the run, in [0, 1)")
+        if self.shift > self.img_size:
+            raise ValueError(f"shift is {self.shift}; it is in pixels, use at most img_size, {self.img_size}")
+        if not self.lr * self.weight_decay < 1:
+            raise ValueError(
+                f"weight_decay is {self.weight_decay} and lr {self.lr}; a step takes their product off each weight, "
+                "keep it below 1"
+            )
+        if len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} channels and std {len(self.std)}; give both the same")
 
     def epochs_of(self, steps_per_epoch: int) -> int:
         """Passes over a data set of so many steps."""
@@ -141,7 +154,11 @@ def shorten(recipe: Recipe, **given: object) -> Recipe:
     Args:
         recipe: to start from.
         **given: fields of `Recipe`.
+
+    Raises:
+        ValueError: a value is of another type than its field, or outside of its range.
     """
+    check_fields(Recipe, given)
     if {"epochs", "steps", "batch_size"} & given.keys() and "warmup" not in given and recipe.warmup_unit != "run":
         per_epoch = IMAGENET // recipe.batch_size
         length = recipe.steps or recipe.epochs * per_epoch

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
+from .ranges import Count, Number, checked
+
 
 class RepeatedAugmentation(Sampler[int]):
     """Each image several times in a row, dealt to the processes in turn: batches that hold one image's several looks.
@@ -23,11 +25,10 @@ class RepeatedAugmentation(Sampler[int]):
         ValueError: there is nothing to draw, or the rank is not among the processes.
     """
 
-    def __init__(self, count: int, repeats: int = 3, rank: int = 0, world_size: int = 1) -> None:
-        if count < 1 or repeats < 1:
-            raise ValueError(f"count is {count} and repeats {repeats}; both must be at least 1")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank} of {world_size} processes; it must be at least 0 and below them")
+    @checked
+    def __init__(self, count: Count, repeats: Count = 3, rank: Number = 0, world_size: Count = 1) -> None:
+        if rank >= world_size:
+            raise ValueError(f"rank is {rank} of {world_size} processes; it must be below them")
         self.count, self.repeats, self.rank, self.world_size, self.epoch = count, repeats, rank, world_size, 0
 
     def __len__(self) -> int:

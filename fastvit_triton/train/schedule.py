@@ -5,9 +5,13 @@ Each is a pure function of time. Bind all but the first argument and pass it to 
 """
 
 import math
+from typing import Literal
+
+from .ranges import NotNegative, Positive, checked
 
 
-def constant(step: int, warmup: int, peak: float) -> float:
+@checked
+def constant(step: NotNegative, warmup: NotNegative, peak: NotNegative) -> float:
     """peak · min(1, step / warmup).
 
     Args:
@@ -18,8 +22,14 @@ def constant(step: int, warmup: int, peak: float) -> float:
     return peak * min(1.0, step / warmup) if warmup else peak
 
 
+@checked
 def vit_schedule(
-    step: int, steps: int, warmup: int, peak: float, decay: str = "cosine", linear_end: float = 1e-5
+    step: NotNegative,
+    steps: Positive,
+    warmup: NotNegative,
+    peak: NotNegative,
+    decay: Literal["cosine", "linear"] = "cosine",
+    linear_end: NotNegative = 1e-5,
 ) -> float:
     """ViT (vision_transformer, vit_jax/utils.py) and big_vision (big_vision/utils.py), `create_learning_rate_schedule`.
 
@@ -41,16 +51,20 @@ def vit_schedule(
         ValueError: the warm-up is as long as the run, or the decay is unknown.
     """
     _check(warmup, steps)
-    if decay not in ("cosine", "linear"):
-        raise ValueError(f"decay is {decay!r}; use 'cosine' or 'linear'")
     progress = min(max((step - warmup) / (steps - warmup), 0.0), 1.0)
     if decay == "linear":
         return constant(step, warmup, linear_end + (peak - linear_end) * (1 - progress))
     return constant(step, warmup, peak * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+@checked
 def deit_schedule(
-    epoch: float, epochs: int, warmup: int, peak: float, floor: float = 1e-5, start: float = 1e-6
+    epoch: NotNegative,
+    epochs: Positive,
+    warmup: NotNegative,
+    peak: NotNegative,
+    floor: NotNegative = 1e-5,
+    start: NotNegative = 1e-6,
 ) -> float:
     """DeiT (facebookresearch/deit, main.py: timm's CosineLRScheduler without `warmup_prefix`).
 
@@ -79,7 +93,10 @@ def deit_schedule(
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(epoch / epochs, 1.0)))
 
 
-def mae_schedule(epoch: float, epochs: int, warmup: int, peak: float, floor: float = 0.0) -> float:
+@checked
+def mae_schedule(
+    epoch: NotNegative, epochs: Positive, warmup: NotNegative, peak: NotNegative, floor: NotNegative = 0.0
+) -> float:
     """MAE (facebookresearch/mae, util/lr_sched.py), set before every step with a fraction of an epoch.
 
         epoch < warmup   peak · epoch / warmup
@@ -101,6 +118,6 @@ def mae_schedule(epoch: float, epochs: int, warmup: int, peak: float, floor: flo
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (epoch - warmup) / (epochs - warmup)))
 
 
-def _check(warmup: int, length: int) -> None:
-    if not 0 <= warmup < length:
-        raise ValueError(f"warmup is {warmup} of {length}; it must be at least 0 and shorter than the run")
+def _check(warmup: float, length: float) -> None:
+    if not warmup < length:
+        raise ValueError(f"warmup is {warmup} of {length}; it must be shorter than the run")

@@ -24,21 +24,23 @@ from torch.optim import Optimizer
 
 from ..files import replacing
 from .parallel import World
+from .ranges import Count, Number, checked
 
 EXTRA, MANIFEST = "extra.pt", "manifest.json"
 _NAME = re.compile(r"step-(\d{9})")
 
 
+@checked
 def save_sharded(
     folder: Path,
-    step: int,
+    step: Number,
     model: nn.Module,
     optimizer: Optimizer,
     world: World,
     *,
     extra: dict | None = None,
     own: object = None,
-    keep: int = 2,
+    keep: Count = 2,
 ) -> Path:
     """Writes `folder/step-…` from all processes at once, and then removes older ones. All must call it.
 

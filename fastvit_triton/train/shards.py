@@ -23,6 +23,7 @@ from torch import Tensor
 from .folder import scan
 from .image import SUFFIXES, read
 from .parallel import World
+from .ranges import Count, Number, checked
 
 CLASSES = "classes.txt"
 
@@ -124,7 +125,8 @@ def windowed(counts: list[int], window: int = 64) -> Tensor:
     return torch.cat([group[torch.randperm(group.shape[0])] for group in groups])
 
 
-def pack(root: Path, out: Path, per_shard: int = 1000, seed: int = 0) -> None:
+@checked
+def pack(root: Path, out: Path, per_shard: Count = 1000, seed: Number = 0) -> None:
     """Writes an image folder as shards, each split in a random order, byte for byte.
 
     Args:
@@ -142,8 +144,6 @@ def pack(root: Path, out: Path, per_shard: int = 1000, seed: int = 0) -> None:
         raise ValueError("shards are written by webdataset; pip install webdataset") from error
     if out.exists():
         raise ValueError(f"{out} exists; give a new folder")
-    if per_shard < 1:
-        raise ValueError(f"per_shard is {per_shard}; a shard holds at least 1 picture")
     parts, classes = out.with_name(f".{out.name}.parts"), None
     shutil.rmtree(parts, ignore_errors=True)
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from .accumulate import accumulate
 from .objective import Objective, supervised
 from .parallel import World
+from .ranges import Count, Positive, check_fields, checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,16 @@ class Step:
 
     objective: Objective = field(default_factory=lambda: supervised(F.cross_entropy))
     mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    parts: int = 1
+    parts: Count = 1
     amp: torch.dtype | None = None
     scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
-    clip: float | None = None
+    clip: Annotated[Positive | None, "no clipping"] = None
     average: AveragedModel | None = None
     world: World = field(default_factory=World)
     dealt: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def __call__(
         self, model: nn.Module, optimizer: Optimizer, images: Tensor, targets: Tensor, key: int = 0
@@ -100,7 +105,8 @@ def agreement(logits: Tensor, targets: Tensor) -> Tensor:
     return (answers == targets).sum() if targets.ndim == 1 else targets.gather(1, answers[:, None]).sum()
 
 
-def half(device: torch.device, name: str = "auto") -> torch.dtype | None:
+@checked
+def half(device: torch.device, name: Literal["auto", "bfloat16", "float16", "float32"] = "auto") -> torch.dtype | None:
     """The autocast dtype of training and evaluation.
 
     Args:

@@ -1,0 +1,153 @@
+"""One release of timm or transformers, in a process of its own: prints what `optimize` makes of its models, as JSON."""
+
+import copy
+import inspect
+import json
+import platform
+import sys
+from importlib import import_module, metadata
+
+import torch
+from foreign import MODELS, SIDE, TIMM, inputs, outputs, redraw
+from interpreter import interpreting
+from torch import nn
+
+import benchmarks  # noqa: F401  (before timm)
+from fastvit_triton import optimize, revert
+from fastvit_triton.kernels import op
+
+ROUNDINGS = 84  # as in test_models
+RATES = dict(drop_path_rate=0.2)
+
+
+def fitted(module: str, name: str, **options: object) -> nn.Module:
+    """The class with those of the options that its release takes."""
+    cls = getattr(import_module(f"timm.models.{module}"), name)
+    known = set()
+    for base in cls.__mro__:
+        known |= set(inspect.signature(base.__init__).parameters) if base not in (nn.Module, object) else set()
+    return cls(**{key: value for key, value in options.items() if key in known})
+
+
+def deit() -> nn.Module:
+    """DeiT with its distillation token, which older releases build by an argument of VisionTransformer."""
+    try:
+        return fitted("deit", "VisionTransformerDistilled", **TIMM, **RATES)
+    except ImportError:
+        return fitted("vision_transformer", "VisionTransformer", **TIMM, **RATES, distilled=True)
+
+
+SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 1), num_heads=(2, 4), window_size=4, num_classes=5)
+PIT = dict(img_size=SIDE, patch_size=8, stride=4, base_dims=(12, 12), depth=(1, 1), heads=(2, 4), mlp_ratio=2)
+EVA = dict(qkv_fused=False, swiglu_mlp=True, scale_mlp=True, use_rot_pos_emb=True, scale_attn_inner=True)
+HF_MODELS = {n for n in MODELS if n.startswith("hf_")} - {"hf_vit_eager"}  # whose softmax is float32 in float64 too
+FAMILIES = {
+    "timm": {
+        "vit": lambda: fitted("vision_transformer", "VisionTransformer", **TIMM, **RATES),
+        "deit": deit,
+        "deit3": lambda: import_module("timm.models.vision_transformer").VisionTransformer(
+            **TIMM, **RATES, init_values=0.1
+        ),
+        "siglip": lambda: import_module("timm.models.vision_transformer").VisionTransformer(
+            **TIMM, **RATES, class_token=False, global_pool="map"
+        ),
+        "eva02": lambda: fitted("eva", "Eva", **TIMM, **RATES, **EVA),
+        "beit": lambda: fitted("beit", "Beit", **TIMM, **RATES, use_rel_pos_bias=True, init_values=0.1),
+        "swin": lambda: fitted("swin_transformer", "SwinTransformer", **SWIN, **RATES),
+        "pit": lambda: fitted("pit", "PoolingVisionTransformer", **PIT, **RATES, num_classes=5),
+        "cait": lambda: fitted("cait", "Cait", **TIMM, **RATES, init_values=0.1),
+    },
+    "transformers": {name.removeprefix("hf_"): make for name, make in MODELS.items() if name in HF_MODELS},
+}
+
+
+def gradients(model: nn.Module, given: object) -> dict[str, torch.Tensor]:
+    """The output and every gradient, from the same random numbers each time."""
+    torch.manual_seed(1)
+    y = outputs(model, given)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad((y * weights).sum(), list(learning.values()), allow_unused=True)
+    return {"output": y.detach()} | {n: g for n, g in zip(learning, found, strict=True) if g is not None}
+
+
+def differs(model: nn.Module, plain: nn.Module, given: object) -> str | None:
+    """What differs between the two in float64, where the references run; None for nothing."""
+    for train in (False, True):
+        got, want = (gradients(m.train(train), given) for m in (model, plain))
+        if got.keys() != want.keys():
+            return f"gradients of {sorted(got.keys() ^ want.keys())[0]}"
+        largest = max(float(g.norm()) for name, g in want.items() if name != "output")
+        for name, t in want.items():
+            size = float(t.norm()) if name == "output" else largest
+            if not float((got[name] - t).norm()) <= ROUNDINGS * torch.finfo(t.dtype).eps * size:
+                return f"{name} in {'training' if train else 'inference'}"
+    return None
+
+
+def strays(model: nn.Module, plain: nn.Module, exact: object) -> str | None:
+    """Whether the kernels' output in float32 is further from float64 than twice PyTorch's own."""
+    given = (
+        {k: v.float() if v.is_floating_point() else v for k, v in exact.items()} if isinstance(exact, dict) else None
+    )
+    given = exact.float() if given is None else given
+    truth, plain, model = plain.eval(), copy.deepcopy(plain).float().eval(), model.float().eval()
+    with torch.no_grad():
+        torch.manual_seed(1)
+        want = outputs(truth, exact)
+        torch.manual_seed(1)
+        own = (outputs(plain, given) - want).norm()
+        torch.manual_seed(1)
+        with interpreting():
+            error = (outputs(model, given) - want).norm()
+    allowed = 2 * (own + torch.finfo(torch.float32).eps * want.norm())
+    return None if error <= allowed else f"the kernels' output by {float(error):.2g} of {float(allowed):.2g}"
+
+
+def tried(name: str, make) -> dict[str, object]:
+    """What became of one family, and whether its numbers stayed."""
+    torch.manual_seed(0)
+    try:
+        plain = redraw(make()).double()
+    except Exception as error:  # a release without this model
+        return {"absent": sentence(error)}
+    given = inputs(f"hf_{name}")
+    model = copy.deepcopy(plain)
+    before = {path: dict(m.__dict__) for path, m in model.named_modules()}
+    report = optimize(model)
+    row = {"fused": len(report.fused), "norms": len(report.norms)}
+    row["left"] = sorted({f"{r.type}: {r.why}" for r in report.left})
+    try:
+        op.set_backend("torch")
+        wrong = differs(model, plain, given)
+        op.set_backend(None)
+        revert(model)
+        same = all(m.__dict__.keys() == before[path].keys() for path, m in model.named_modules())
+        optimize(model)
+        wrong = wrong or strays(model, plain, given) or (None if same else "attributes after revert")
+    except Exception as error:
+        wrong = sentence(error)
+    return row | {"equal": True if wrong is None else wrong}
+
+
+def sentence(error: Exception) -> str:
+    """An error in one line, without paths of this machine."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].split(" (/")[0]
+
+
+def main(package: str) -> None:
+    """Prints the record of this release."""
+    versions = {"torch": torch.__version__, "triton": metadata.version("triton"), "python": platform.python_version()}
+    record = {"package": package, "version": metadata.version(package), **versions}
+    try:
+        import_module(package)
+        import_module("timm.models" if package == "timm" else "transformers.models.vit.modeling_vit")
+    except Exception as error:
+        record["error"] = sentence(error)
+    else:
+        record["families"] = {name: tried(name, make) for name, make in FAMILIES[package].items()}
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,334 @@
+"""Weights that change between calls, however they are written, and models whose weights are final."""
+
+import contextlib
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from foreign import build, inputs, outputs
+from interpreter import interpreting
+
+from fastvit_triton import create_model, freeze, optimize, unfreeze
+from fastvit_triton.kernels import fold as fold_file
+from fastvit_triton.layers import freeze as freeze_file
+
+SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
+IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).sin()
+
+
+def model(depth: int = 1) -> torch.nn.Module:
+    """A small ViT with LayerScale; every parameter is random."""
+    torch.manual_seed(0)
+    net = create_model("vit_tiny_patch16_224", depth=depth, init_values=0.1, **SIZES).eval()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.normal_(0, 0.3)
+    return net
+
+
+@pytest.fixture(params=["fold", "norms"])
+def way(request, monkeypatch):
+    """Folding within the call whatever the number of rows, or never."""
+    border = 0 if request.param == "fold" else math.inf
+    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=border))
+    return request.param
+
+
+@contextlib.contextmanager
+def folding():
+    """Counts what is folded inside."""
+    made, launch = [], fold_file.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fold_file, "launch", lambda *given: made.append(len(given[0])) or launch(*given))
+        yield made
+
+
+def _optimizer(net):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def _average(net):
+    with torch.no_grad():
+        for p in net.parameters():
+            p.lerp_(torch.ones_like(p), 0.5)
+
+
+def _assign(net):
+    net.load_state_dict({name: t * 0.5 for name, t in net.state_dict().items()}, assign=True)
+
+
+def _load(net):
+    net.load_state_dict({name: t * 0.5 for name, t in net.state_dict().items()})
+
+
+def _norm_alone(net):
+    norm = next(m for m in net.modules() if isinstance(m, torch.nn.LayerNorm) and m.weight.requires_grad)
+    with torch.no_grad():
+        norm.bias.add_(1.0)
+
+
+def _gathered(net):
+    """What FSDP2 does when it gathers a parameter again: the same object, other memory."""
+    for p in net.parameters():
+        p.data = p.data * 0.5
+
+
+def _new_parameter(net):
+    for module in net.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                setattr(module, name, torch.nn.Parameter(p.detach() * 0.5))
+
+
+def _data_teacher(net):
+    """DINO's and I-JEPA's teacher: param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)."""
+    for p in net.parameters():
+        p.data.mul_(0.9).add_(0.1 * torch.ones_like(p))
+
+
+def _data_merge(net):
+    """How PEFT merges an adapter: base_layer.weight.data += delta."""
+    for p in net.parameters():
+        p.data += 0.1
+
+
+def _data_copy(net):
+    for p in net.parameters():
+        p.data.copy_(p.data * 0.5)
+
+
+def _numpy(net):
+    for p in net.parameters():
+        p.detach().numpy()[...] *= 0.5
+
+
+def _dlpack(net):
+    for p in net.parameters():
+        torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())).mul_(0.5)
+
+
+def _storage(net):
+    for p in net.parameters():
+        if p.numel():
+            p.untyped_storage().copy_((p.detach() * 0.5).untyped_storage())
+
+
+COUNTED = [_optimizer, _average, _assign, _load, _norm_alone, _gathered, _new_parameter]
+SILENT = [_data_teacher, _data_merge, _data_copy, _numpy, _dlpack, _storage]
+MODELS = {
+    "ours": (model, IMAGE),
+    "timm": (lambda: build("timm_deit3", torch.float32).eval(), inputs("timm_deit3").float()),
+}
+
+
+def changed(name: str, change, frozen: bool = False, again: bool = False):
+    """(before, after, what a fresh copy of the changed model gives) in the interpreter."""
+    make, image = MODELS[name]
+    net = make()
+    optimize(net)
+    if frozen:
+        freeze(net)
+    with interpreting():
+        with torch.no_grad():
+            before = net(image)
+        change(net)
+        if again:
+            freeze(net)
+        with torch.no_grad():
+            return before, net(image), copy.deepcopy(net)(image)
+
+
+CHANGED = [("ours", c) for c in (*COUNTED, *SILENT)] + [("timm", c) for c in (_optimizer, _assign, *SILENT[:2])]
+
+
+@pytest.mark.parametrize("name, change", CHANGED)
+def test_every_write_shows_in_the_next_call(name, change, way):
+    """Oracle: a fresh copy of the changed model, which has computed nothing yet, bit by bit."""
+    before, after, fresh = changed(name, change)
+    assert torch.equal(after, fresh) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("name, change", CHANGED)
+def test_frozen_models_notice_what_pytorch_counts(name, change, monkeypatch):
+    """Oracle: a fresh copy, which folds in its call; after other writes `freeze` is to be called again."""
+    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
+    before, after, fresh = changed(name, change, frozen=True, again=change in SILENT)
+    assert torch.equal(after, fresh) and not torch.equal(after, before)
+
+
+def test_frozen_models_fold_once():
+    """Oracle: launches counted: one a block, for both norms; then none, whatever the batch."""
+    net = model(depth=2)
+    freeze(net)
+    with interpreting(), torch.no_grad(), folding() as made:
+        net(IMAGE)
+        assert made == [2, 2]
+        net(IMAGE), net(IMAGE[:1])
+        with torch.inference_mode():
+            net(IMAGE)
+        assert made == [2, 2]
+        unfreeze(net)
+        net(IMAGE)
+        assert made == [2, 2]  # so few rows: LayerNorms
+
+
+@pytest.mark.parametrize("name", ["timm_deit3", "timm_beit", "hf_vit", "torchvision_vit", "vit_pytorch_vit"])
+def test_converted_models_freeze(name, monkeypatch):
+    """Oracle: the same model unfrozen, bit by bit; queries, keys and values in three layers are one fold."""
+    net, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+    optimize(net)
+    twin = copy.deepcopy(net)
+    optimize(net, freeze=True)
+    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
+    with interpreting(), torch.no_grad(), folding() as made:
+        want = outputs(twin, given)
+        per_call = len(made)
+        assert torch.equal(outputs(net, given), want) and len(made) == 2 * per_call >= 4
+        assert torch.equal(outputs(net, given), want) and len(made) == 2 * per_call
+
+
+def folds(net):
+    """The tensors that a frozen model keeps."""
+    kept = [freeze_file._frozen.get(m, {}) for m in net.modules()]
+    return [t for entries in kept for entry in entries.values() for t in entry.folded[:3]]
+
+
+def test_a_graph_may_own_the_folds():
+    """Oracle: addresses, which a captured graph reads: the folds stay there, alive, and hold the newest weights."""
+    net = model()
+    freeze(net)
+    with interpreting():
+        with torch.no_grad():
+            net(IMAGE)
+        kept = folds(net)
+        places, alive = [t.data_ptr() for t in kept], [weakref.ref(t) for t in kept]
+        assert len(kept) == 6
+        del kept
+        for disturb in (
+            lambda: net.train()(IMAGE),
+            lambda: net.eval()(IMAGE),
+            lambda: _average(net),
+            lambda: _load(net),
+        ):
+            disturb()
+            gc.collect()
+            assert all(ref() is not None for ref in alive)
+            with torch.no_grad():
+                assert torch.equal(net.eval()(IMAGE), net(IMAGE))
+            assert [t.data_ptr() for t in folds(net)] == places
+        with torch.no_grad():
+            qkv, norm = net.blocks[0].attn.qkv, net.blocks[0].norm1
+            assert torch.equal(folds(net)[0], qkv.weight * norm.weight)
+    unfreeze(net)
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_copies_and_pickles_are_not_frozen():
+    """Oracle: what they keep; a state dictionary has nothing more either."""
+    net = model()
+    keys = set(net.state_dict())
+    freeze(net)
+    with interpreting(), torch.no_grad():
+        net(IMAGE)
+        for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            assert torch.is_tensor(twin(IMAGE)) and not folds(twin)
+    assert folds(net) and set(net.state_dict()) == keys
+    assert all(set(m.__dict__) == set(n.__dict__) for m, n in zip(net.modules(), model().modules(), strict=True))
+
+
+def test_training_and_gradients_fold_within_the_call(monkeypatch):
+    """Oracle: the twin that is not frozen, bit by bit; a frozen backbone still passes gradients on to its input."""
+    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
+    net, twin = model(), model()
+    freeze(net)
+    with interpreting():
+        for learns, mode in ((True, True), (True, False), (False, False)):
+            grads = []
+            for owner in (net, twin):
+                image = IMAGE.clone().requires_grad_()
+                owner.train(mode).requires_grad_(learns).zero_grad()
+                owner(image).square().sum().backward()
+                grads.append([image.grad, *(p.grad for p in owner.parameters() if learns)])
+            assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+            assert bool(folds(net)) == (not learns)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_reach_what_was_folded(name, way):
+    """Oracle: float64 on the PyTorch path; error ≤ 2 · (float32's own there + one rounding of the largest gradient)."""
+    make, image = MODELS[name]
+    net, found = make().train(), {}
+    optimize(net)
+    exact = copy.deepcopy(net).double()
+    for key, owner, given, where in (
+        ("kernels", net, image, interpreting()),
+        ("plain", net, image, contextlib.nullcontext()),
+        ("exact", exact, image.double(), contextlib.nullcontext()),
+    ):
+        with where:
+            found[key] = torch.autograd.grad(owner(given).square().sum(), list(owner.parameters()))
+    size = max(float(g.norm()) for g in found["exact"]) * torch.finfo(torch.float32).eps
+    for got, plain, want in zip(*found.values(), strict=True):
+        assert float((got - want).norm()) <= 2 * (float((plain - want).norm()) + size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_fold_is_for_one_dtype(dtype, monkeypatch):
+    """Oracle: a fresh copy under the same autocast; a float32 LayerScale widens the stream after the first branch."""
+    monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
+    net, image = model(), IMAGE.to(dtype)
+    freeze(net)
+    with interpreting(), torch.no_grad():
+        net(IMAGE)
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(net.blocks(net.patch_embed(IMAGE)), copy.deepcopy(net).blocks(net.patch_embed(IMAGE)))
+        half, x = copy.deepcopy(net).to(dtype), net.patch_embed(IMAGE)
+        freeze(half)
+        assert half(image).dtype == dtype
+        assert {t.dtype for t in folds(half)} == {dtype, torch.float32}
+        net.to(dtype)
+        assert torch.equal(net(image), half(image)) and x.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+def test_a_compiled_model_folds_in_each_call():
+    """Oracle: the model itself, whose weights change without a trace between two calls of the compiled program."""
+    net = model()
+    freeze(net)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with interpreting(), torch.no_grad(), folding() as made:
+        compiled(IMAGE)
+        assert made == [2] and not folds(net)
+        _data_teacher(net)
+        got = compiled(IMAGE)
+        assert made == [2] * 2 and not folds(net)
+        freeze(net)
+        want = net(IMAGE)
+    torch._dynamo.reset()
+    assert float((got - want).abs().max()) <= 64 * torch.finfo(torch.float32).eps * float(want.abs().max())
+
+
+def test_the_border_is_data(monkeypatch):
+    """Oracle: bytes. A fold moves 2·F·K values, a LayerNorm 2·M·K; a table may say otherwise."""
+    x = torch.empty(4, 10, 16)
+    assert fold_file.pays(x, 40) and not fold_file.pays(x, 41)
+    monkeypatch.setattr(fold_file, "config", lambda row, default, device: {"ROWS_PER_OUTPUT": 0.5})
+    assert fold_file.pays(x, 80) and not fold_file.pays(x, 81)
+
+
+def test_bad_input_is_named():
+    """One sentence: the argument, what was given, what would do."""
+    for call in (freeze, unfreeze):
+        with pytest.raises(TypeError, match=r"model is str; give an nn.Module"):
+            call("vit_base_patch16_224")
+    with pytest.raises(TypeError, match="freeze is 'yes'; give True or False"):
+        optimize(torch.nn.Linear(2, 2), freeze="yes")
+    unfreeze(model())  # not frozen: nothing happens
