@@ -118,7 +118,7 @@ def check(model, given, run=lambda model, given: model(given), dynamic=None, ful
 
 
 # Candidates that are no attention of ours, by model: talking heads, a latent query.
-NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "torch_multihead": 1}
+NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "hf_siglip2": 1, "torch_multihead": 1}
 
 
 @pytest.mark.parametrize("name", MODELS)

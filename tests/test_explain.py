@@ -17,7 +17,7 @@ import torch
 from foreign import build, inputs, outputs
 from interpreter import interpreting
 from PIL import Image
-from test_convert import Recorder, references, same, twins  # noqa: F401  (a fixture)
+from test_convert import Recorder, same, twins
 from test_data import truncate
 
 from fastvit_triton import create_model, explain, optimize, save_weights
@@ -170,7 +170,7 @@ def test_foreign_maps_are_their_own(name, path, request):
 
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_map_gradients_are_autograds(name, optimised, references):  # noqa: F811
+def test_map_gradients_are_autograds(name, optimised, references):
     """Oracle: autograd through the package's own probabilities in float64, by a random cotangent."""
     truth, plain, model, exactly, given = twins(name, False)
     if optimised:
@@ -480,7 +480,7 @@ def test_report_holds_everything(page: Path):
     assert "50,176" in text and "published" in text
 
 
-def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, references):  # noqa: F811
+def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, references):
     """Oracle: the figures that such a model has; rotary positions come as bands."""
     for name, expected in (("timm_siglip", "positions"), ("timm_dinov3", "bands"), ("hf_vit", "positions")):
         model = build(name, torch.float32).eval()

@@ -18,6 +18,7 @@ from fastvit_triton import (
     varlen_attention,
 )
 from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels.argument import readable
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.linear import ACTIVATIONS
 from fastvit_triton.kernels.op import backend, set_backend, why_not
@@ -299,6 +300,129 @@ def test_wrong_shapes_raise_one_sentence(call, words):
     with pytest.raises(ValueError, match=words) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+PACKED = [torch.randn(6, 2, 8)] * 3
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "error, call, words",
+    [
+        (TypeError, lambda: attention([1.0], *PACKED[1:]), "q must be a dense tensor, got list"),
+        (TypeError, lambda: linear(randn(2, 4), "w"), "weight must be a tensor or a tuple of two, got str"),
+        (
+            TypeError,
+            lambda: layer_norm(torch.ones(2, 4).int(), None, None, 1e-6),
+            "x must be float32, .* got torch.int32",
+        ),
+        (
+            TypeError,
+            lambda: linear(torch.ones(2, 4), randn(3, 4)),
+            "weight is torch.float64, .* torch.float32; give both",
+        ),
+        (TypeError, lambda: attention(*[randn(1, 2, 3, 4)] * 3, scale="x"), "scale must be a number, got str"),
+        (
+            ValueError,
+            lambda: layer_norm(randn(2, 4), None, None, math.nan),
+            "eps must be finite, at least 0 .* got nan",
+        ),
+        (
+            ValueError,
+            lambda: layer_norm(torch.tensor(1.0), None, None, 1e-6),
+            r"x must have axes \[..., D\], got shape",
+        ),
+        (ValueError, lambda: linear(randn(2, 4), randn(3, 4).to("meta")), "weight lies on meta, .* on cpu; move it"),
+        (ValueError, lambda: linear(randn(2, 8), randn(5, 8), activation="swiglu"), "axis F of weight must be even"),
+        (
+            ValueError,
+            lambda: linear(randn(2, 8), randn(5, 8), norm=(None, None)),
+            "norm must be a tuple .* got 2 values",
+        ),
+        (
+            ValueError,
+            lambda: linear(randn(2, 8), randn(5, 8), stats=torch.ones(2, 0, 2)),
+            "axis tiles of stats must be",
+        ),
+        (TypeError, lambda: linear(randn(2, 8), randn(5, 8), stats=randn(2, 1, 2)), "stats must be float32, got"),
+        (ValueError, lambda: attention_qkv(randn(1, 2, 24), 0), "num_heads must be at least 1, got 0"),
+        (TypeError, lambda: attention_qkv(randn(1, 2, 24), 2.0), "num_heads must be an int, got float"),
+        (
+            ValueError,
+            lambda: attention_qkv(randn(1, 2, 24), 1, prefix_tokens=-3),
+            "prefix_tokens must be between 0 and 2",
+        ),
+        (
+            ValueError,
+            lambda: attention_qkv(randn(1, 2, 24), 1, q_norm=(randn(3), None, 1e-6)),
+            "axis D of q_norm weight",
+        ),
+        (ValueError, lambda: attention_qkv(randn(1, 2, 21), 1, rope=(randn(2, 7),) * 2 + (True,)), "D = 7 .* be even"),
+        (
+            TypeError,
+            lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(1)),
+            "kv_lens must be int64, .* got torch.float32",
+        ),
+        (
+            ValueError,
+            lambda: varlen_attention(*PACKED, torch.tensor([0]), 6),
+            "must be at least 2, for one image, got 1",
+        ),
+        (ValueError, lambda: varlen_attention(*PACKED, torch.tensor([1, 6]), 6), "cu_seqlens must begin with 0, got 1"),
+        (ValueError, lambda: varlen_attention(*PACKED, torch.tensor([0, 5, 3]), 6), r"must not decrease, got \[5, 3\]"),
+        (ValueError, lambda: varlen_attention(*PACKED, torch.tensor([0, 7]), 9), "must end with at most T = 6, got 7"),
+        (
+            ValueError,
+            lambda: varlen_attention(*PACKED, torch.tensor([0, 2, 6]), 3),
+            "max_seqlen must be at least 4, .* 3",
+        ),
+        (
+            TypeError,
+            lambda: varlen_attention(*PACKED, torch.ones(2), 6),
+            "cu_seqlens must be int64, .* got torch.float32",
+        ),
+        (ValueError, lambda: patch_embed(randn(1, 3, 4, 4), randn(2, 3, 0, 0)), "axis P of weight must be at least 1"),
+        (
+            TypeError,
+            lambda: patch_embed(
+                torch.ones(1, 3, 4, 4, dtype=torch.int16), randn(2, 3, 2, 2), mean=randn(3), std=randn(3)
+            ),
+            "image must be uint8 or of the weight's dtype torch.float64, got torch.int16",
+        ),
+        (
+            ValueError,
+            lambda: patch_embed(randn(1, 3, 4, 4), randn(2, 3, 2, 2), mean=randn(3), std=randn(3)),
+            "mean and std are for uint8 images, image is torch.float64",
+        ),
+    ],
+)
+def test_wrong_kinds_and_values_raise_one_sentence(backend, error, call, words):
+    """Oracle: one line that names the argument and what was given, before either path is taken."""
+    try:
+        set_backend(backend)
+        with pytest.raises(error, match=words) as found:
+            call()
+    finally:
+        set_backend(None)
+    assert "\n" not in str(found.value)
+
+
+def test_values_are_read_where_nothing_traces(monkeypatch):
+    """Oracle: where a tensor lies and what sees the call; a fake tensor, a mode and a transform have no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    lengths = torch.tensor([0, 3])
+    assert readable(lengths) and not readable(lengths.to("meta"))
+    with FakeTensorMode() as mode:
+        assert not readable(mode.from_tensor(lengths))
+    with FlopCounterMode(display=False):
+        assert not readable(lengths)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(readable(lengths)) or x)(torch.ones(2))
+    assert seen == [False]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not readable(lengths)
 
 
 def test_switch_and_reasons(monkeypatch):

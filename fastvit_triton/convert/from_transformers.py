@@ -1,4 +1,4 @@
-"""transformers' vision towers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP."""
+"""transformers' vision towers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
 
 import sys
 from functools import partial

@@ -31,10 +31,15 @@ def optimize(
     Parameters stay the same objects under the same keys, classes stay as they are, and gradients are the original's, so
     optimisers, checkpoints, EMA copies, DDP and FSDP2 go on working. Each call decides anew: where the kernels cannot
     run (a CPU, float64), or where attention would need dropout or a causal mask, the module runs its own forward; parts
-    that are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. A module that
+    that are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. The original
+    code runs under hooks of all modules (`torch.nn.modules.module.register_module_forward_hook` and its kin), where a
+    class's `forward` was replaced, and under torch.fx and torch.jit.trace, which record the original's graph.
+    torch.jit.script reads source code and raises an AttributeError on an optimised model: `revert` first. A module that
     its package's release builds otherwise than the fused forward expects is left alone, as the report says. Where
     transformers is loaded, its attention interface also learns the name "fastvit_triton". Shallow copies, as
     nn.DataParallel makes them, share their original's forward: use DistributedDataParallel, or `revert` first.
+
+    An exception, also one of filter_fn, leaves every module as it was.
 
     Args:
         model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that holds some of these.

@@ -2,7 +2,8 @@
 
 No package is imported to recognise its modules: a type is known by its module and name. A module is read through only
 where that changes nothing: its type is exact (a LoRA, quantised, parametrised or wrapped layer has another), its
-parameters are plain, and nobody hooked it. Otherwise it is called, as its own package would call it.
+parameters are plain, and neither a hook nor another forward changes its call. Otherwise it is called, as its own
+package would call it.
 """
 
 from functools import partial

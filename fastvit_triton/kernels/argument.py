@@ -19,6 +19,17 @@ LARGEST = 2.0**62  # of a number: its square is finite in float32, and as an int
 CHECK = os.environ.get("FASTVIT_TRITON_CHECK", "0") not in ("", "0")  # values that lie on a GPU are checked too
 
 
+def fits(tensor: Tensor, like: Tensor, *shape: int) -> bool:
+    """A tensor of that shape with the dtype and device of `like`: the usual case, which needs no further look."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.shape == shape
+        and tensor.dtype == like.dtype
+        and tensor.device == like.device
+        and tensor.layout is torch.strided
+    )
+
+
 def filled(argument: str, axis: str, size: int) -> None:
     """Raises ValueError when an axis that must not be empty is."""
     if size < 1:
@@ -29,8 +40,9 @@ def expect_rows(argument: str, x: Tensor, axis: str) -> None:
     """Raises where x is no tensor [..., axis] of floating point numbers with at least one channel."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or not x.shape:
         expect(argument, x, **{"...": None, axis: None})
-    filled(argument, axis, x.shape[-1])
-    floating(argument, x)
+    if x.shape[-1] < 1 or x.dtype not in FLOATS:
+        filled(argument, axis, x.shape[-1])
+        floating(argument, x)
 
 
 def floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> None:
@@ -74,7 +86,7 @@ def autocasts(x: Tensor) -> bool:
 
 def number(argument: str, value: float, least: float = -math.inf) -> None:
     """Raises TypeError when a value is no number, ValueError when it is below `least`, not finite or huge."""
-    if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+    if type(value) is not float and not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
     if not (least <= value <= LARGEST and value >= -LARGEST):
         limit = "" if least == -math.inf else f", at least {least}"
@@ -83,7 +95,7 @@ def number(argument: str, value: float, least: float = -math.inf) -> None:
 
 def whole(argument: str, value: int, least: int, most: int | None = None) -> None:
     """Raises TypeError when a value is no int, ValueError when it is not between `least` and `most`."""
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+    if type(value) is not int and (not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool)):
         raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
     if value < least or (most is not None and value > most):
         limits = f"at least {least}" if most is None else f"between {least} and {most}"
@@ -111,10 +123,11 @@ def readable(tensor: Tensor) -> bool:
 def norm_parameters(x: Tensor, dtype: torch.dtype, given: Norm, name: str = "", **axis: int) -> None:
     """Raises where (weight, bias, eps) are not those of a LayerNorm of rows like x's, in that dtype, over one axis."""
     weight, bias, eps = given
-    if weight is not None:
+    usual = x.dtype == dtype
+    if weight is not None and not (usual and fits(weight, x, *axis.values())):
         expect(f"{name}weight", weight, x, **axis)
         normalizing(f"{name}weight", weight, dtype)
-    if bias is not None:
+    if bias is not None and not (usual and fits(bias, x, *axis.values())):
         expect(f"{name}bias", bias, x, **axis)
         normalizing(f"{name}bias", bias, dtype)
     number(f"{name}eps", eps, 0)
@@ -122,18 +135,21 @@ def norm_parameters(x: Tensor, dtype: torch.dtype, given: Norm, name: str = "", 
 
 def factors(x: Tensor, gamma: Tensor | None, sample_scale: Tensor | None, **axis: int) -> None:
     """Raises where LayerScale, a value for each channel, or drop-path, one for each image of x, do not fit."""
-    if gamma is not None:
+    if gamma is not None and not fits(gamma, x, *axis.values()):
         expect("gamma", gamma, x, **axis)
         mixing("gamma", gamma, x)
     if sample_scale is not None:
         if x.dim() < 2:
             raise ValueError(f"x must have axes [B, ..., D] where sample_scale is given, got shape {list(x.shape)}")
-        expect("sample_scale", sample_scale, x, B=x.shape[0])
-        mixing("sample_scale", sample_scale, x)
+        if not fits(sample_scale, x, x.shape[0]):
+            expect("sample_scale", sample_scale, x, B=x.shape[0])
+            mixing("sample_scale", sample_scale, x)
 
 
 def added(argument: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
     """Raises where a tensor does not have that shape, or cannot be added to x."""
+    if fits(tensor, x, *shape):
+        return
     if not isinstance(tensor, Tensor) or tensor.dim() != len(shape):
         expect(argument, tensor, None, **{f"axis {i}": None for i in range(len(shape))})
     if tensor.shape != shape:

@@ -15,6 +15,7 @@ from .argument import (
     expect_rows,
     factors,
     filled,
+    fits,
     flag,
     floating,
     integers,
@@ -37,6 +38,10 @@ def projection(
     """Raises ValueError or TypeError when x [..., K], weight and bias do not fit, or the activation is unknown."""
     expect_rows("x", x, "K")
     known(activation)
+    if isinstance(weight, Tensor) and weight.dim() == 2 and activation != "swiglu":
+        F = weight.shape[0]
+        if F and fits(weight, x, F, x.shape[-1]) and (bias is None or fits(bias, x, F)):
+            return
     if isinstance(weight, Folded):
         if bias is not None:
             raise ValueError(f"{name}bias is given, but a folded weight holds its bias; pass None")
@@ -81,10 +86,8 @@ def known(activation: str | None) -> None:
         raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
 
 
-def parameters(argument: str, given: Norm | None, x: Tensor, **axis: int) -> None:
+def parameters(argument: str, given: Norm, x: Tensor, **axis: int) -> None:
     """Raises ValueError or TypeError when (weight, bias, eps) are not those of a LayerNorm of x over that axis."""
-    if given is None:
-        return
     if not isinstance(given, (tuple, list)):
         raise TypeError(f"{argument} must be a tuple (weight, bias, eps), got {type(given).__name__}")
     if len(given) != 3:
@@ -94,7 +97,8 @@ def parameters(argument: str, given: Norm | None, x: Tensor, **axis: int) -> Non
 
 def norm(x: Tensor, given: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
     """Raises ValueError or TypeError when a LayerNorm, the row statistics or a folded weight do not fit x."""
-    parameters("norm", given, x, K=x.shape[-1])
+    if given is not None:
+        parameters("norm", given, x, K=x.shape[-1])
     if stats is not None:
         expect("stats", stats, x, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
         if stats.dtype != torch.float32:
@@ -169,8 +173,10 @@ def packed(
     if width % (3 * num_heads) or not width:
         raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {width}")
     D = width // (3 * num_heads)
-    parameters("q_norm", q_norm, qkv, D=D)
-    parameters("k_norm", k_norm, qkv, D=D)
+    if q_norm is not None:
+        parameters("q_norm", q_norm, qkv, D=D)
+    if k_norm is not None:
+        parameters("k_norm", k_norm, qkv, D=D)
     whole("prefix_tokens", prefix_tokens, 0, N)
     if rope is not None:
         rotation(rope, qkv, B, num_heads, N - prefix_tokens, D)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear
-from .argument import filled, flag, floating
+from .argument import filled, fits, flag, floating
 from .check import Norm, Pair
 from .fold import Folded
 from .head import head, no_head, scores
@@ -83,7 +83,7 @@ def mlp(
     expect("fc2 weight", weight, x, D=None, F=linear.outputs(fc1[0], activation))
     floating("fc2 weight", weight, x)
     filled("fc2 weight", "D", weight.shape[0])
-    if bias is not None:
+    if bias is not None and not fits(bias, x, weight.shape[0]):
         expect("fc2 bias", bias, x, D=weight.shape[0])
         floating("fc2 bias", bias, x)
     check.branch(x, weight.shape[0], gamma, sample_scale, residual)
