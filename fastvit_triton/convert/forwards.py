@@ -8,11 +8,11 @@ needs to ask again.
 from collections.abc import Callable, Iterable
 from inspect import signature
 from operator import attrgetter
+from types import FunctionType
 from typing import NamedTuple
 
 from torch import nn
 
-from ..layers.calls import patched
 from .parts import Attention, Mlp, kind
 
 Reader = Callable[..., Attention | Mlp | str]
@@ -50,7 +50,7 @@ class Forward(NamedTuple):
 
     def ignores(self, module: nn.Module) -> str | None:
         """What the instance's own forward takes and this one does not know; None where that is nothing."""
-        if self.takes is None or patched(type(module)):  # which runs its own forward anyway
+        if self.takes is None:
             return None
         name = next((n for n in _arguments(type(module)) if n not in self.takes.split()), None)
         return None if name is None else f"it takes {name}, which its fused forward does not know"
@@ -64,7 +64,9 @@ def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
-    _, _, *rest = signature(cls.forward).parameters.values()  # the module, its first input
+    if not isinstance(cls.forward, FunctionType):  # a patch, which runs in any case
+        return ()
+    rest = list(signature(cls.forward).parameters.values())[2:]  # after the module and its first input
     return tuple(p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
