@@ -269,7 +269,7 @@ def main() -> None:
         print(example(options.number, options.seed), answer(options.number, options.seed), sep="\n")
         print(*on_kernels(range(options.number, options.number + 1), options.seed))
         return
-    report(options.seed)
+    sys.exit("\n".join(report(options.seed)) or 0)
 
 
 def report(seed: int = SEED) -> list[str]:
