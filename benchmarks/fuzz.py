@@ -187,17 +187,28 @@ def answer(number: int, seed: int = SEED) -> dict:
         return row
     dtypes = {t.dtype for t in (*tensors, *got.values()) if t.is_floating_point()} & set(DTYPES)
     dtype = max(dtypes, key=lambda d: torch.finfo(d).eps)
+    wide = _wide(arguments)
     with on_torch():
-        truth = outcome(op.reference, _wide(arguments), None)
-        baseline = outcome(op.reference, arguments, None)
+        truth = outcome(op.reference, wide, named_leaves(wide) or None)
+        baseline = outcome(op.reference, arguments, learning or None)
     for name in [n for n, t in truth.items() if "return_stats" in arguments and t.shape != got[n].shape]:
         del truth[name], baseline[name], got[name]  # statistics of tiles
     for name, want in truth.items():  # −inf, the L of a row without keys, has no distance
         same = want.isinf() & (got[name] == want)
         for named in (truth, baseline, got):
             named[name] = named[name].masked_fill(same, 0)
-    said = verdict(got, truth, baseline, dtype)
+    said = verdict(*map(_gradients_joined, (got, truth, baseline)), dtype)
     return row if said.match else row | dict(wrong=f"{said.worst} is off by {said.error:.3g} of its budget")
+
+
+def _gradients_joined(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs, and all gradients as one tensor: they share a budget, for they go through one rounded output.
+
+    Attention's Δ is a sum over the stored output, whose rounding a large scale carries into the smaller gradients.
+    """
+    outputs = {name: t for name, t in found.items() if name.startswith("output")}
+    gradients = [t.double().flatten() for name, t in found.items() if name not in outputs]
+    return outputs | ({"gradients": torch.cat(gradients)} if gradients else {})
 
 
 def _wide(value: object) -> object:
@@ -205,7 +216,7 @@ def _wide(value: object) -> object:
     if isinstance(value, dict):
         return {name: _wide(v) for name, v in value.items()}
     if isinstance(value, torch.Tensor):
-        return value.detach().double() if value.is_floating_point() else value
+        return value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):
         return type(value)._make(map(_wide, value)) if hasattr(value, "_make") else type(value)(map(_wide, value))
     return torch.float64 if isinstance(value, torch.dtype) else value
