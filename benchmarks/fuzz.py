@@ -197,17 +197,18 @@ def answer(number: int, seed: int = SEED) -> dict:
         same = want.isinf() & (got[name] == want)
         for named in (truth, baseline, got):
             named[name] = named[name].masked_fill(same, 0)
-    said = verdict(*map(_gradients_joined, (got, truth, baseline)), dtype)
+    both = truth.keys() & baseline.keys() & got.keys()  # of nothing one path may give zeros and the other none
+    said = verdict(*(_gradients_joined(found, both) for found in (got, truth, baseline)), dtype)
     return row if said.match else row | dict(wrong=f"{said.worst} is off by {said.error:.3g} of its budget")
 
 
-def _gradients_joined(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outputs, and all gradients as one tensor: they share a budget, for they go through one rounded output.
+def _gradients_joined(found: dict[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
+    """Outputs, and the named gradients as one tensor: they share a budget, for they go through one rounded output.
 
     Attention's Δ is a sum over the stored output, whose rounding a large scale carries into the smaller gradients.
     """
     outputs = {name: t for name, t in found.items() if name.startswith("output")}
-    gradients = [t.double().flatten() for name, t in found.items() if name not in outputs]
+    gradients = [found[name].double().flatten() for name in sorted(names - outputs.keys())]
     return outputs | ({"gradients": torch.cat(gradients)} if gradients else {})
 
 

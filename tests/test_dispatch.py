@@ -17,6 +17,8 @@ from fastvit_triton.kernels import dispatch, eager, layer_norm, op
 from fastvit_triton.kernels import linear as linear_file
 from fastvit_triton.kernels import patch_embed as patch_embed_file
 
+pytestmark = pytest.mark.usefixtures("always_folded")
+
 OPS = torch.ops.fastvit_triton
 HALF = torch.bfloat16
 LONG = {"attention_qkv-vit", "attention-windows", "attention-padded", "attention-bias_wide"}  # or not for dispatch

@@ -15,6 +15,8 @@ from fastvit_triton import fold, kernels
 from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp
 from fastvit_triton.kernels.op import TUNED
 
+pytestmark = pytest.mark.usefixtures("always_folded")
+
 # linear with row statistics of x from elsewhere, which leaves those of its output
 STATS = dataclasses.replace(
     linear.OP,

@@ -25,6 +25,8 @@ from fastvit_triton import create_model
 from fastvit_triton.kernels import OPS, fold, op
 from fastvit_triton.kernels.layer_norm import row_stats
 
+pytestmark = pytest.mark.usefixtures("always_folded")
+
 
 def randn(*shape, dtype=torch.float32):
     """A leaf that requires gradients."""
