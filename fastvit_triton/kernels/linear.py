@@ -292,7 +292,7 @@ def finish(
     rounded = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + m[:, None] * F + f[None, :], rounded, mask=inside)
     if STATS:
-        count, total, spread = add_stats(rounded.to(tl.float32), inside, f, F, count, total, spread)
+        count, total, spread = add_stats(rounded.to(tl.float32), f, F, count, total, spread)
     return count, total, spread
 
 

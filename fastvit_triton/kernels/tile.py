@@ -105,17 +105,18 @@ def no_stats(M: tl.constexpr, RUNS: tl.constexpr):
 
 
 @jit
-def add_stats(y, inside, f, F, count, total, spread):
+def add_stats(y, f, F, count, total, spread):
     """Row statistics of y [M, columns f] in runs that a thread holds, joined to those before (Chan et al., 1979)."""
     M: tl.constexpr = y.shape[0]
     RUNS: tl.constexpr = total.shape[1]
     WIDTH: tl.constexpr = y.shape[1] // RUNS
     first = tl.min(tl.reshape(f, [RUNS, WIDTH]), 1)
     size = tl.maximum(tl.minimum(F - first, WIDTH), 0).to(tl.float32)[None, :]
-    y = tl.reshape(tl.where(inside, y, 0.0), [M, RUNS, WIDTH])
+    in_f = tl.reshape(f < F, [1, RUNS, WIDTH])
+    y = tl.where(in_f, tl.reshape(y, [M, RUNS, WIDTH]), 0.0)
     here = tl.sum(y, 2)
     mean = here / tl.maximum(size, 1.0)
-    centred = tl.where(tl.reshape(inside, [M, RUNS, WIDTH]), y - mean[:, :, None], 0.0)
+    centred = tl.where(in_f, y - mean[:, :, None], 0.0)
     between = mean - total / tl.maximum(count, 1.0)
     spread += tl.sum(centred * centred, 2) + between * between * (count * size / tl.maximum(count + size, 1.0))
     return count + size, total + here, spread
