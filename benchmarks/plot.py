@@ -48,6 +48,8 @@ def load(folder: Path = RESULTS) -> Results:
     cpu = []
     for path in sorted(folder.glob("*.json")):
         held = json.loads(path.read_text())
+        if isinstance(held, list):  # of releases or suites, not a measurement
+            continue
         if "benchmarks.cpu" in held.get("command", "") and "packages" in held:
             cpu.append(held)
         if "part" in held and held.get("dry_run") is False and held.get("gpu"):

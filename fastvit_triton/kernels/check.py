@@ -25,7 +25,8 @@ from .argument import (
     whole,
 )
 from .eager import ACTIVATIONS
-from .fold import Folded
+from .fold import Folded, Group
+from .fold import check as check_group
 from .op import cdiv, expect, power_of_2
 
 Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
@@ -67,8 +68,18 @@ def projection(
     filled(f"{name}weight", "F", F)
     if isinstance(weight, Folded):
         expect(f"the column sums of the folded {name}weight", weight.colsum, x, F=F)
+        if weight.source is not None:
+            sources(f"the source of the folded {name}weight", weight.source, x, F)
     if activation == "swiglu" and len(weights) == 1 and F % 2:
         raise ValueError(f"axis F of {name}weight must be even, gate and up, for activation 'swiglu', got {F}")
+
+
+def sources(argument: str, value: Group, x: Tensor, F: int) -> None:
+    """Raises TypeError or ValueError when a value is not one projection of x [..., K] to F channels and its norm."""
+    if not isinstance(value, Group) or len(value.weights) != 1:
+        raise TypeError(f"{argument} must be what `fold` packed, or None, got {type(value).__name__}")
+    check_group(*value)
+    expect(argument, value.weights[0], x, F=F, K=x.shape[-1])
 
 
 def pair(argument: str, value: tuple, words: str = "a tuple of two") -> None:
