@@ -160,6 +160,22 @@ def test_deadlines(part):
     assert held["not_reached"] == ["slow (begun)", "later"] and held["rows"] == [{"case": "quick"}]
 
 
+def test_an_alarm_while_a_deadline_ends_leaves_none_behind(monkeypatch):
+    """Oracle: the process's own timer and handler, where the alarm comes in the middle of turning it off."""
+    handler, turn, came = signal.getsignal(signal.SIGALRM), signal.setitimer, []
+
+    def interrupted(which, seconds, again=0.0):
+        if not seconds and not came:
+            came.append(1)
+            raise Late("now")
+        return turn(which, seconds, again)
+
+    monkeypatch.setattr(signal, "setitimer", interrupted)
+    with Deadline(60):
+        pass
+    assert came and signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
+
+
 def test_deadlines_nest_and_leave_no_alarm():
     """Oracle: the process's own timer and handler; the sooner of two deadlines interrupts, and the outer goes on."""
     handler, outer = signal.getsignal(signal.SIGALRM), Deadline(20)

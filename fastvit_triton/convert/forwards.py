@@ -70,7 +70,7 @@ def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
-_arguments._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
+arguments._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
 _taken: dict[type[nn.Module], tuple[str, ...]] = {}
 FORWARDS: dict[str, list[Forward]] = {}  # type → what its instances may be given, the newest release's first
 

@@ -19,6 +19,9 @@ def patched(cls: type[nn.Module]) -> bool:
     return _known.get(cls) is not cls.forward and not _defined(cls)
 
 
+patched._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
+
+
 def _defined(cls: type[nn.Module]) -> bool:
     """The forward found is the one written in the body of the class that holds it, decorators of its package included.
 
@@ -35,9 +38,6 @@ def _defined(cls: type[nn.Module]) -> bool:
     if defined:
         _known[cls] = cls.forward
     return defined
-
-
-_defined._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
 
 
 def _home(function: Callable) -> str:

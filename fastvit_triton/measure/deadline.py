@@ -51,14 +51,24 @@ class Deadline:
         before = self._outer.pop()
         if before is not None:
             handler, left, since = before
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
+            _stop(handler)
             if left:  # somebody outside waits too
                 _alarm(left - (time.monotonic() - since))
 
 
 def _alarm(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), AGAIN)
+
+
+def _stop(handler: object) -> None:
+    """No alarm from now on, not even one that comes while this is done: left running, it would never end."""
+    while True:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            return
+        except Late:
+            continue
 
 
 def _late(*_: object) -> None:
