@@ -300,7 +300,7 @@ def test_a_dynamic_batch_compiles_once(gpu):
     assert len(eager.graphs) == graphs and {"patch_embed", "attention_qkv", "mlp"} <= eager.became
 
 
-def test_a_block_is_five_launches():
+def test_a_block_is_five_launches(always_folded):
     """Oracle: launches of three blocks less those of two, in bf16 inference; nothing but views lies between."""
 
     def launches(depth):

@@ -107,7 +107,7 @@ class Rewriter:
         try:
             with self.fake, self.regions.modes(anchor):
                 got = match.function(*_values(match.args), **_values(match.kwargs))
-        except (ValueError, RuntimeError) as error:  # the function, or PyTorch in it, says what does not fit
+        except (TypeError, ValueError, RuntimeError) as error:  # the function, or PyTorch, says what does not fit
             return str(error).partition("\n")[0]
         if got.dtype != want.dtype or not equal(tuple(got.shape), tuple(want.shape)):
             return f"it would give {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
