@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import math
 import pickle
@@ -738,6 +739,9 @@ def test_data_parallel_wrappers(wrap, references):
                 fully_shard(block)
             wrapped = fully_shard(model)
         wrapped(given).square().sum().backward()
+        torch.distributed.barrier()
+        del wrapped
+        gc.collect()  # an engine that outlives the group ends its threads, which may still wait for the interpreter
     finally:
         torch.distributed.destroy_process_group()
     plain(given).square().sum().backward()
