@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.launches import compiled, record
 from fastvit_triton.kernels import OPS, attention, fold, layer_norm, linear, mlp, patch_embed
 
+pytestmark = pytest.mark.usefixtures("always_folded")
+
 CASES = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
 CASES += [
     pytest.param(linear.OP, dict(B=1, N=5, K=6, F=4), id="linear-one_image"),
@@ -220,7 +222,8 @@ SLIPS = {
     "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
     "layer_norm._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
     "layer_norm._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
-    "fold._fold_kernel": ("const += tl.sum", "const -= tl.sum", fold.OP, "one"),
+    "fold._fold_rows": ("const += tl.sum", "const -= tl.sum", fold.OP, "one"),
+    "fold._fold_kernel": ("block -= blocks", "block += blocks", fold.OP, "three"),
     "linear.merged": ("count - mean", "count + mean", STATS, "norm_gelu"),
     "linear.finish": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
     "linear._fwd_kernel": ("tl.arange(0, BLOCK_F // PARTS)", "1 + tl.arange(0, BLOCK_F // PARTS)", linear.OP, "branch"),
