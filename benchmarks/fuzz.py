@@ -197,18 +197,19 @@ def answer(number: int, seed: int = SEED) -> dict:
         same = want.isinf() & (got[name] == want)
         for named in (truth, baseline, got):
             named[name] = named[name].masked_fill(same, 0)
-    both = truth.keys() & baseline.keys() & got.keys()  # of nothing one path may give zeros and the other none
-    said = verdict(*(_gradients_joined(found, both) for found in (got, truth, baseline)), dtype)
+    every = got | baseline | truth
+    said = verdict(*(_gradients_joined(found, every) for found in (got, truth, baseline)), dtype)
     return row if said.match else row | dict(wrong=f"{said.worst} is off by {said.error:.3g} of its budget")
 
 
-def _gradients_joined(found: dict[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
-    """Outputs, and the named gradients as one tensor: they share a budget, for they go through one rounded output.
+def _gradients_joined(found: dict[str, torch.Tensor], every: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs, and `every` gradient as one tensor, zeros for one that is None: they share a budget.
 
     Attention's Δ is a sum over the stored output, whose rounding a large scale carries into the smaller gradients.
     """
     outputs = {name: t for name, t in found.items() if name.startswith("output")}
-    gradients = [found[name].double().flatten() for name in sorted(names - outputs.keys())]
+    learning = sorted(name for name in every if not name.startswith("output"))
+    gradients = [found.get(name, torch.zeros_like(every[name])).double().flatten() for name in learning]
     return outputs | ({"gradients": torch.cat(gradients)} if gradients else {})
 
 
