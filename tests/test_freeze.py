@@ -231,6 +231,24 @@ def test_a_graph_may_own_the_folds():
     assert not any(ref() is not None for ref in alive)
 
 
+def test_another_tensor_at_the_same_address_is_folded_again():
+    """Oracle: the constants by hand. The second bias has the address and count of writes of the first, which is gone."""
+    norm = torch.nn.LayerNorm(8).eval().requires_grad_(False)
+    x, weight, memory = torch.zeros(2, 8), torch.zeros(4, 8), torch.ones(4).numpy()
+    freeze(norm)
+
+    def constants():
+        bias = torch.from_numpy(memory)
+        group = fold_file.Group((weight,), (bias,), norm.weight, norm.bias)
+        entry = freeze_file.Entry(norm, group, norm.eps, (weight, bias, norm.weight, norm.bias))
+        return freeze_file.fold_norms(x, entry)[0].folded.const.clone()
+
+    with interpreting(), torch.no_grad():
+        assert torch.equal(constants(), torch.ones(4))
+        memory[:] = 2
+        assert torch.equal(constants(), torch.full((4,), 2.0))
+
+
 def test_copies_and_pickles_are_not_frozen():
     """Oracle: what they keep; a state dictionary has nothing more either."""
     net = model()
