@@ -232,7 +232,7 @@ def test_a_graph_may_own_the_folds():
 
 
 def test_another_tensor_at_the_same_address_is_folded_again():
-    """Oracle: the constants by hand. The second bias has the address and count of writes of the first, which is gone."""
+    """Oracle: the constants by hand. The second bias has the address and count of writes of the first, now gone."""
     norm = torch.nn.LayerNorm(8).eval().requires_grad_(False)
     x, weight, memory = torch.zeros(2, 8), torch.zeros(4, 8), torch.ones(4).numpy()
     freeze(norm)
