@@ -126,6 +126,7 @@ def tried(name: str, make) -> dict[str, object]:
         optimize(model)
         wrong = wrong or strays(model, plain, given) or (None if same else "attributes after revert")
     except Exception as error:
+        op.set_backend(None)
         wrong = sentence(error)
     return row | {"equal": True if wrong is None else wrong}
 

@@ -149,13 +149,15 @@ def _is_final(entry: Entry) -> bool:
 def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
     """The folds that these frozen entries keep, after folding those whose sources have changed."""
     keys = [(x.dtype, *map(id, e.group.weights)) for e in entries]
-    stale = [(key, e) for key, e in zip(keys, entries, strict=True) if not _is_fresh(_frozen[e.norm].get(key), e)]
+    places = [_frozen.get(e.norm, {}) for e in entries]  # another thread may unfreeze meanwhile
+    todo = zip(places, keys, entries, strict=True)
+    stale = [(kept, key, e) for kept, key, e in todo if not _is_fresh(kept.get(key), e)]
     if stale and x.is_cuda and torch.cuda.is_current_stream_capturing():
         return fold_groups([e.group for e in entries], x.dtype)  # what a graph captures has not run yet
     if stale:
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be written to again
-            for (key, entry), new in zip(stale, fold_groups([e.group for _, e in stale], x.dtype), strict=True):
-                kept = _frozen[entry.norm]
+            made = fold_groups([e.group for *_, e in stale], x.dtype)
+            for (kept, key, entry), new in zip(stale, made, strict=True):
                 old = kept.pop(key, None)
                 if old is not None and all(_like(a, b) for a, b in zip(old.folded[:3], new[:3], strict=True)):
                     for a, b in zip(old.folded[:3], new[:3], strict=True):
@@ -166,7 +168,7 @@ def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
                 kept[key] = _Kept(new, tuple(map(weakref.ref, entry.sources)), _state(entry))
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()  # other streams and threads read these folds, too
-    return [_frozen[e.norm][key].folded for key, e in zip(keys, entries, strict=True)]
+    return [kept[key].folded for kept, key in zip(places, keys, strict=True)]
 
 
 def _is_fresh(kept: _Kept | None, entry: Entry) -> bool:
