@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_triton import create_model
-from fastvit_triton.kernels import dispatch, op
+from fastvit_triton.kernels import dispatch, launch
 from fastvit_triton.measure.deadline import Deadline
 from fastvit_triton.measure.match import Named, converted, leaves, verdict
 from fastvit_triton.measure.timing import alternate
@@ -70,17 +70,17 @@ def asking(architecture: str) -> Iterator[Calls]:
     def remember(key: tuple, row: Callable, x: torch.Tensor, described: tuple | None) -> bool:
         if described is not None:
             shape, work = described
-            asked.append((row(), shape, dispatch.rule(architecture, x.dtype, op.precision(x) == "ieee", work)))
+            asked.append((row(), shape, dispatch.rule(architecture, x.dtype, launch.precision(x) == "ieee", work)))
         return True
 
-    original, calls = dispatch._remember, Calls()
-    dispatch._remember = remember
+    original, calls = dispatch.remember, Calls()
+    dispatch.remember = remember
     dispatch.forget()
     try:
         with _Watch(asked, calls):
             yield calls
     finally:
-        dispatch._remember = original
+        dispatch.remember = original
         dispatch.forget()
 
 

@@ -15,8 +15,9 @@ from functools import partial
 import torch
 
 from fastvit_triton.kernels import OPS, fold
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.arms import forcing, switched
+from fastvit_triton.measure.arms import forcing
 from fastvit_triton.measure.deadline import told
 from fastvit_triton.measure.match import Named, converted, leaves, named_leaves, outcome, verdict
 
@@ -83,7 +84,7 @@ def kernels_on(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
-        with switched("triton"):  # not what the dispatcher would take
+        with using_backend("triton"):  # not what the dispatcher would take
             yield
         return
     sys.path.insert(0, str(ROOT / "tests"))

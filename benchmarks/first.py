@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from fastvit_triton import create_model, layer_norm
-from fastvit_triton.measure.arms import Arm, Case, on, switched
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.measure.arms import Arm, Case, on
 from fastvit_triton.measure.timing import alternate, rate, wait
 
 from . import models, ops, tune
@@ -156,7 +157,7 @@ def profile(part: Part, device: torch.device) -> None:
         D = block.norm1.weight.shape[0]
         x = torch.randn(2 if part.dry else 256, 197, D, device=device, dtype=torch.bfloat16, requires_grad=True)
         for backend in ("torch", here(device)):
-            with switched(backend):
+            with using_backend(backend):
                 for _ in range(3):
                     block(x).sum().backward()
                 kinds = [torch.profiler.ProfilerActivity.CPU]

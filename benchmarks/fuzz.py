@@ -9,7 +9,6 @@ interpreter, in processes of their own, so that a crash is one failure.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import linecache
@@ -19,7 +18,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +25,7 @@ import torch
 import fastvit_triton
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.fold import fold
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.op import Op
@@ -188,7 +187,7 @@ def answer(number: int, seed: int = SEED) -> dict:
     dtypes = {t.dtype for t in (*tensors, *got.values()) if t.is_floating_point()} & set(DTYPES)
     dtype = max(dtypes, key=lambda d: torch.finfo(d).eps)
     wide = _wide(arguments)
-    with on_torch():
+    with using_backend("torch"):
         truth = outcome(op.reference, wide, named_leaves(wide) or None)
         baseline = outcome(op.reference, arguments, learning or None)
     for name in [n for n, t in truth.items() if "return_stats" in arguments and t.shape != got[n].shape]:
@@ -222,17 +221,6 @@ def _wide(value: object) -> object:
     if isinstance(value, (tuple, list)):
         return type(value)._make(map(_wide, value)) if hasattr(value, "_make") else type(value)(map(_wide, value))
     return torch.float64 if isinstance(value, torch.dtype) else value
-
-
-@contextlib.contextmanager
-def on_torch() -> Iterator[None]:
-    """Inside, the functions take the PyTorch path."""
-    before = fastvit_triton.kernels.op.backend()
-    fastvit_triton.kernels.op.set_backend("torch")
-    try:
-        yield
-    finally:
-        fastvit_triton.kernels.op.set_backend(before)
 
 
 def on_kernels(numbers: range, seed: int = SEED) -> list[dict]:

@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from fastvit_triton.kernels import op
+from fastvit_triton import kernels
+from fastvit_triton.kernels.backend import using_backend
 
 TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -48,8 +49,8 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """File and function."""
-        return f"{self.kernel.fn.__module__.rsplit('.', 1)[-1]}.{self.kernel.fn.__name__}"
+        """Operation and function."""
+        return f"{self.kernel.fn.__module__.rsplit('.', 1)[-1].removesuffix('_backward')}.{self.kernel.fn.__name__}"
 
     @property
     def programs(self) -> int:
@@ -100,13 +101,12 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     before = [owner.__dict__.get(name) for owner, name, _ in patches]
     for owner, name, function in patches:
         setattr(owner, name, function)
-    op.set_backend("triton")
-    op.target = arch
+    kernels.launch.target = arch
     try:
-        yield found
+        with using_backend("triton"):
+            yield found
     finally:
-        op.set_backend(None)
-        op.target = None
+        kernels.launch.target = None
         for (owner, name, _), function in zip(patches, before, strict=True):
             setattr(owner, name, function) if function is not None else delattr(owner, name)
 

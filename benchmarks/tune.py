@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from fastvit_triton.files import replacing
-from fastvit_triton.kernels import dispatch, op
+from fastvit_triton.kernels import dispatch, launch
+from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.arms import switched
 from fastvit_triton.measure.deadline import Deadline, noting, told
 from fastvit_triton.measure.match import converted, leaves, named_leaves, outcome, verdict
 from fastvit_triton.measure.timing import alternate
@@ -50,18 +50,18 @@ class _Asked(dict):
 @contextlib.contextmanager
 def trying(rows: dict[str, Config]) -> Iterator[_Asked]:
     """Inside, these rows stand before the table's; yields what was looked up."""
-    original, asked = op._table, _Asked(rows)
+    original, asked = launch.table, _Asked(rows)
 
     def table(architecture: str) -> _Asked:
         for name, row in original(architecture).items():
             asked.setdefault(name, row)
         return asked
 
-    op._table = table
+    launch.table = table
     try:
         yield asked
     finally:
-        op._table = original
+        launch.table = original
 
 
 def candidates(target: Target, call: Callable[[], object]) -> tuple[str, list[Config]]:
@@ -194,7 +194,7 @@ def write(
     arch: str,
     found: dict[str, Config],
     provenance: str,
-    folder: Path = op.TUNED,
+    folder: Path = launch.TUNED,
     choices: Sequence[dict] = (),
     **facts: object,
 ) -> list[str]:
@@ -205,7 +205,7 @@ def write(
     lines = ",\n".join(f' "{name}": {json.dumps(row)}' for name, row in sorted(table.items()))
     with replacing(path) as temporary:
         temporary.write_text("{\n" + lines + "\n}\n")
-    op._table.cache_clear()
+    launch.table.cache_clear()
     dispatch.forget()
     return taken
 
@@ -219,7 +219,7 @@ def chosen(rows: list[dict]) -> dict[str, Config]:
     return found
 
 
-def adopt(path: Path, folder: Path = op.TUNED) -> list[str]:
+def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
     """Takes what a result file of `benchmarks.gpu` measured into the table of its architecture.
 
     Raises:
@@ -235,7 +235,7 @@ def adopt(path: Path, folder: Path = op.TUNED) -> list[str]:
 
 def run(part: Part, device: torch.device, around: Callable) -> None:
     """The sweep as a part of the GPU script, then the choices with what it found; `--adopt` takes its file."""
-    arch = op._architecture(device.type, device.index)
+    arch = launch.architecture(device)
     for target in targets(part.dry):
         name = f"{target.row} {' '.join(f'{k}={v}' for k, v in target.shape.items())}"
         if part.deadline.left < CHOICES and not part.dry:
@@ -252,7 +252,7 @@ def run(part: Part, device: torch.device, around: Callable) -> None:
 def main() -> None:
     """Tunes and rewrites the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = op._architecture("cuda", 0) if torch.cuda.is_available() else "sm_90"
+    here = launch.architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else "sm_90"
     parser.add_argument("--arch", default=here, help="whose table is rewritten; predicted unless it is here")
     parser.add_argument("--seconds", type=float, default=300.0, help="no new row after so long")
     parser.add_argument("--check", action="store_true", help="print what would be written, and write nothing")
@@ -267,7 +267,7 @@ def main() -> None:
         if deadline.over:
             break
         if here:
-            kernels = partial(switched, "triton")
+            kernels = partial(using_backend, "triton")
             row = measure(target, torch.bfloat16, torch.device("cuda", 0), deadline, kernels)
         else:
             row = predict(target, arguments.arch)
@@ -276,7 +276,7 @@ def main() -> None:
     if here:
         with tempfile.TemporaryDirectory() as folder:
             part = Part("choices", Path(folder), deadline)
-            choose.run(part, arguments.arch, torch.device("cuda", 0), partial(switched, "triton"))
+            choose.run(part, arguments.arch, torch.device("cuda", 0), partial(using_backend, "triton"))
         choices = [row for row in part.rows if "who" in row]
     else:
         choices = choose.predicted(arguments.arch)

@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 # Public name → where it lives. Loaded on first use: importing the package costs nothing and needs no Triton.
 _PUBLIC = {
     "attention": "kernels.attention",
-    "attention_qkv": "kernels.rope",
+    "attention_qkv": "kernels.attention_qkv",
     "varlen_attention": "kernels.attention",
     "layer_norm": "kernels.layer_norm",
     "add_layer_norm": "kernels.layer_norm",
@@ -65,12 +65,12 @@ __all__ = [
 if TYPE_CHECKING:
     from .convert import optimize, revert
     from .kernels.attention import attention, varlen_attention
+    from .kernels.attention_qkv import attention_qkv
     from .kernels.fold import fold
     from .kernels.layer_norm import add_layer_norm, layer_norm
     from .kernels.linear import linear
     from .kernels.mlp import mlp
     from .kernels.patch_embed import patch_embed
-    from .kernels.rope import attention_qkv
     from .layers.freeze import freeze, unfreeze
     from .models import create_model, list_models
     from .models.config import ViTConfig

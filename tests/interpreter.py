@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from fastvit_triton.kernels import op
+from fastvit_triton.kernels.backend import using_backend
 
 _MADE = {}
 
@@ -177,13 +177,12 @@ def interpreting():
     before = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in patches]
     for owner, name, function in patches:
         setattr(owner, name, function)
-    op.set_backend("triton")
     try:
-        with knobs.runtime.scope(), np.errstate(over="ignore"):  # exp2 overflows to infinity without a word on a GPU
+        # exp2 overflows to infinity without a word on a GPU
+        with using_backend("triton"), knobs.runtime.scope(), np.errstate(over="ignore"):
             knobs.runtime.interpret = True
             yield
     finally:
-        op.set_backend(None)
         for owner, name, function in before:
             setattr(owner, name, function) if function is not None else delattr(owner, name)
 

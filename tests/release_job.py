@@ -14,7 +14,7 @@ from torch import nn
 
 import benchmarks  # noqa: F401  (before timm)
 from fastvit_triton import optimize, revert
-from fastvit_triton.kernels import op
+from fastvit_triton.kernels import backend
 
 ROUNDINGS = 84  # as in test_models
 RATES = dict(drop_path_rate=0.2)
@@ -118,15 +118,13 @@ def tried(name: str, make) -> dict[str, object]:
     row = {"fused": len(report.fused), "norms": len(report.norms)}
     row["left"] = sorted({f"{r.type}: {r.why}" for r in report.left})
     try:
-        op.set_backend("torch")
-        wrong = differs(model, plain, given)
-        op.set_backend(None)
+        with backend.using_backend("torch"):
+            wrong = differs(model, plain, given)
         revert(model)
         same = all(m.__dict__.keys() == before[path].keys() for path, m in model.named_modules())
         optimize(model)
         wrong = wrong or strays(model, plain, given) or (None if same else "attributes after revert")
     except Exception as error:
-        op.set_backend(None)
         wrong = sentence(error)
     return row | {"equal": True if wrong is None else wrong}
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from benchmarks import choose, compare, cpu, gpu, models, ops, plot, record, tune
 from benchmarks.launches import recording
 from benchmarks.record import ROOT, Part
-from fastvit_triton.measure import arms, deadline, timing
+from fastvit_triton.measure import deadline, timing
 from fastvit_triton.measure.arms import Arm, Case, measure
 from fastvit_triton.measure.deadline import Deadline, Late
 from fastvit_triton.measure.match import verdict
@@ -362,10 +362,10 @@ def test_adopting_a_sweep(tmp_path):
 def test_trying_changes_the_launch_and_nothing_after():
     """Oracle: what `config` answers inside and outside."""
     device, row = torch.device("cpu"), "linear.fwd.half"
-    before = tune.op.config(row, {"X": 1}, device)
+    before = tune.launch.config(row, {"X": 1}, device)
     with tune.trying({row: {"X": 7}}) as asked:
-        assert tune.op.config(row, {"X": 1}, device)["X"] == 7
-    assert tune.op.config(row, {"X": 1}, device) == before and row in asked.seen
+        assert tune.launch.config(row, {"X": 1}, device)["X"] == 7
+    assert tune.launch.config(row, {"X": 1}, device) == before and row in asked.seen
 
 
 def test_the_lists_of_arms_are_true():
@@ -515,12 +515,3 @@ def test_unknown_markers_and_parts_raise(tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--out", str(tmp_path), "--dry-run", "--only", "nonsense"])
     assert "--only names nonsense" in capsys.readouterr().err
-
-
-def test_the_switch_is_what_it_was():
-    """Oracle: the package's own switch before and after, also after an error."""
-    before = arms.op._switch
-    with pytest.raises(KeyError), arms.switched("torch"):
-        assert arms.op.backend() == "torch"
-        raise KeyError
-    assert arms.op._switch == before

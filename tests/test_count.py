@@ -13,7 +13,7 @@ from benchmarks.launches import recording
 from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.convert.count import Count, count, savings
 from fastvit_triton.explain.costs import image_cost
-from fastvit_triton.kernels import op
+from fastvit_triton.kernels import backend, launch, tile
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -115,19 +115,16 @@ def test_everything_is_put_back():
 
     def facts():
         held = F.scaled_dot_product_attention, torch.is_autocast_enabled
-        return (op._switch, op.target, op.why_not, op.tile.MISSING, *held)
+        return (backend._switch, launch.target, backend.why_not, tile.MISSING, *held)
 
-    op.set_backend("torch")
-    try:
+    with backend.using_backend("torch"):
         before = facts()
         with pytest.raises(RuntimeError, match="meta"):
             savings(Reader(), empty(2, 3))
         with torch.device("meta"):
             savings(create_model("vit_digits_patch2_8").to(torch.bfloat16), empty(2, 1, 8, 8))
         assert facts() == before
-    finally:
-        op.set_backend(None)
-    assert op.why_not(torch.device("meta"), torch.bfloat16) is not None
+    assert backend.why_not(torch.device("meta"), torch.bfloat16) is not None
 
 
 def test_counts_need_no_triton(monkeypatch):
@@ -135,5 +132,5 @@ def test_counts_need_no_triton(monkeypatch):
     with torch.device("meta"):
         model = create_model("vit_tiny_patch16_224", depth=1).to(torch.bfloat16).eval()
     with_it = savings(model, empty(2, 3, 224, 224))
-    monkeypatch.setattr(op.tile, "MISSING", "blocked")
+    monkeypatch.setattr(tile, "MISSING", "blocked")
     assert savings(model, empty(2, 3, 224, 224)) == with_it

@@ -13,7 +13,7 @@ from benchmarks import choose
 from benchmarks.launches import record, recording
 from fastvit_triton import attention, linear
 from fastvit_triton.kernels import attention as attention_file
-from fastvit_triton.kernels import dispatch, eager, layer_norm, op
+from fastvit_triton.kernels import attention_launch, backend, dispatch, eager, launch, layer_norm
 from fastvit_triton.kernels import linear as linear_file
 from fastvit_triton.kernels import patch_embed as patch_embed_file
 
@@ -32,13 +32,13 @@ def elsewhere(monkeypatch, tmp_path):
 
     def become(architecture: str, table: dict | None = None) -> None:
         (tmp_path / f"{architecture}.json").write_text(json.dumps(table or {}))
-        monkeypatch.setattr(op, "TUNED", tmp_path)
-        monkeypatch.setattr(op, "target", architecture)
+        monkeypatch.setattr(launch, "TUNED", tmp_path)
+        monkeypatch.setattr(launch, "target", architecture)
         dispatch.forget()
 
     yield become
     dispatch.forget()
-    op._table.cache_clear()
+    launch.table.cache_clear()
 
 
 def sized(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -53,7 +53,7 @@ def product(
     x = sized(256, 197, D, dtype=dtype)
     around = activation, None, None, sized(256, 197, F, dtype=dtype) if residual else None, False
     colsum = sized(F, dtype=torch.float32) if norm else None
-    return dispatch.linear(linear_file._row, x, sized(F, D, dtype=dtype), colsum, None, around, False)
+    return dispatch.linear(linear_file.tuned_row, x, sized(F, D, dtype=dtype), colsum, None, around, False)
 
 
 def heads(N: int, D: int = 64, dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
@@ -64,7 +64,7 @@ def stem(D: int, dtype: torch.dtype = HALF, kernel: str = "fwd") -> bool:
     """Whether the stem of a ViT on 256 images is ours."""
     given = sized(256, 3, 224, 224, dtype=dtype), sized(D, 3, 16, 16, dtype=dtype)
     pos, prefix = sized(1, 197, D, dtype=dtype), sized(1, 1, D, dtype=dtype)
-    return dispatch.patch_embed(patch_embed_file._row(kernel, given[1]), *given, pos, prefix)
+    return dispatch.patch_embed(patch_embed_file.tuned_row(kernel, given[1]), *given, pos, prefix)
 
 
 def test_without_a_table_ours_must_move_fewer_bytes_where_bytes_count(elsewhere):
@@ -78,10 +78,10 @@ def test_without_a_table_ours_must_move_fewer_bytes_where_bytes_count(elsewhere)
     assert product(192, 576, norm=True) and product(192, 192, residual=True) and stem(192)
     assert not product(768, 2304, norm=True) and not product(768, 768, residual=True) and not stem(768)
     assert not product(192, 192) and not product(192, 192, dtype=torch.float16)
-    assert not dispatch.attention(attention_file._row, "fwd", *heads(197))
-    assert dispatch.attention(attention_file._row, "bwd_dq", *heads(197), True)
-    assert not dispatch.attention(attention_file._row, "bwd_dq", *heads(197))
-    assert not dispatch.attention(attention_file._row, "bwd_dq", *heads(577), True)  # bound by its flops
+    assert not dispatch.attention(attention_launch.tuned_row, "fwd", *heads(197))
+    assert dispatch.attention(attention_launch.tuned_row, "bwd_dq", *heads(197), True)
+    assert not dispatch.attention(attention_launch.tuned_row, "bwd_dq", *heads(197))
+    assert not dispatch.attention(attention_launch.tuned_row, "bwd_dq", *heads(577), True)  # bound by its flops
     elsewhere("sm_86")  # 76 flops a byte: the same layer is bound by its flops there
     assert not product(192, 576, norm=True)
     elsewhere("sm_75")  # unknown parts are taken for the slowest one
@@ -101,16 +101,16 @@ def test_float32_products_are_pytorchs_unless_they_may_round(elsewhere):
         torch.set_float32_matmul_precision(before)
 
 
-def test_whoever_asks_for_kernels_gets_them(elsewhere, monkeypatch):
+def test_switch_triton_overrides_the_tables(elsewhere, monkeypatch, switch):
     """Oracle: the switch, the interpreter, what is forced, and operations that SDPA has no kernel with L for."""
     elsewhere("sm_90")
     assert not product(768, 2304)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "triton")
-    op.set_backend(None)
+    backend.set_backend(None)
     dispatch.forget()  # as in a new process
-    assert product(768, 2304) and dispatch.attention(attention_file._row, "fwd", *heads(197))
+    assert product(768, 2304) and dispatch.attention(attention_launch.tuned_row, "fwd", *heads(197))
     monkeypatch.delenv("FASTVIT_TRITON_BACKEND")
-    op.set_backend(None)
+    backend.set_backend(None)
     dispatch.forget()
     with interpreting():
         assert product(768, 2304) and stem(768)
@@ -118,13 +118,13 @@ def test_whoever_asks_for_kernels_gets_them(elsewhere, monkeypatch):
     assert product(768, 2304)
     monkeypatch.undo()
     elsewhere("sm_90")
-    assert dispatch.attention(attention_file._row, "fwd", *heads(197, 33))
+    assert dispatch.attention(attention_launch.tuned_row, "fwd", *heads(197, 33))
     q, k, v = heads(197)
-    assert dispatch.attention(attention_file._row, "fwd", q, k, v[..., :32])
+    assert dispatch.attention(attention_launch.tuned_row, "fwd", q, k, v[..., :32])
     torch.use_deterministic_algorithms(True)
     try:
-        assert dispatch.attention(attention_file._row, "bwd_dq", q, k, v)
-        assert not dispatch.attention(attention_file._row, "fwd", q, k, v)
+        assert dispatch.attention(attention_launch.tuned_row, "bwd_dq", q, k, v)
+        assert not dispatch.attention(attention_launch.tuned_row, "fwd", q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -143,20 +143,20 @@ def test_tables_come_before_the_rule_and_measured_before_predicted(elsewhere):
     )
     assert product(768, 2304, norm=True) and not product(768, 3072, norm=True)
     assert not product(192, 576, norm=True) and product(192, 384, norm=True)
-    assert dispatch.attention(attention_file._row, "fwd", *heads(197, dtype=torch.float32))
-    assert not dispatch.attention(attention_file._row, "fwd", *heads(577, dtype=torch.float32))
+    assert dispatch.attention(attention_launch.tuned_row, "fwd", *heads(197, dtype=torch.float32))
+    assert not dispatch.attention(attention_launch.tuned_row, "fwd", *heads(577, dtype=torch.float32))
 
 
 def test_committed_tables_say_only_what_dispatch_reads():
     """Oracle: the two provenances and the two answers."""
-    for path in op.TUNED.glob("*.json"):
+    for path in launch.TUNED.glob("*.json"):
         for name, row in json.loads(path.read_text()).items():
             column = row.get("choice", {})
             assert column.keys() <= {"measured", "predicted"}, name
             assert all(who in ("ours", "torch") for said in column.values() for who in said.values()), name
 
 
-@pytest.mark.parametrize("architecture", sorted(path.stem for path in op.TUNED.glob("*.json")))
+@pytest.mark.parametrize("architecture", sorted(path.stem for path in launch.TUNED.glob("*.json")))
 def test_committed_predictions_are_what_the_rule_says(architecture):
     """Oracle: the rule, asked by a layer and the stem of ViT-S; `python -m benchmarks.tune --choices` writes them."""
     column, device = dispatch.choices(architecture), torch.device("cpu")
@@ -242,7 +242,7 @@ def test_log_sum_exp_and_row_statistics_are_the_same(monkeypatch):
             assert largest(got - lse) <= 8 * eps * largest(lse)
             y, stats = linear(x, weight, residual=residual, return_stats=True)
             rows = y.double().flatten(0, 1)
-            tiles, width = stats.shape[1], op.power_of_2(op.cdiv(70, stats.shape[1]))
+            tiles, width = stats.shape[1], launch.power_of_2(launch.cdiv(70, stats.shape[1]))
             count = torch.tensor([min(width, 70 - t * width) for t in range(tiles)])
             mean = stats[..., 0].double().sum(1) / 70
             spread = stats[..., 1].double() + count * (stats[..., 0].double() / count - mean[:, None]) ** 2

@@ -13,7 +13,7 @@ from triton.runtime.errors import InterpreterError
 
 from fastvit_triton import fold, kernels
 from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp
-from fastvit_triton.kernels.op import TUNED
+from fastvit_triton.kernels.launch import TUNED
 
 pytestmark = pytest.mark.usefixtures("always_folded")
 
@@ -94,7 +94,7 @@ def tables():
 @pytest.mark.parametrize("op, case", EVERY)
 def test_launch_parameters_of_a_table_give_the_same(op, case, architecture, monkeypatch):
     """Oracle: as above. Blocks, and the order in which rows are dealt, are those of the architecture."""
-    monkeypatch.setattr(kernels.op, "target", architecture)
+    monkeypatch.setattr(kernels.launch, "target", architecture)
     assert outside(op, op.inputs(case, torch.float16, "cpu"), torch.float16) == []
 
 

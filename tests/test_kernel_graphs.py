@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fastvit_triton as f
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, fold, op
+from fastvit_triton.kernels import OPS, backend, fold, op
 from fastvit_triton.kernels.layer_norm import row_stats
 
 pytestmark = pytest.mark.usefixtures("always_folded")
@@ -242,8 +242,8 @@ def test_forward_mode_runs_pytorch(op_):
 
 
 @pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
-@pytest.mark.parametrize("backend", op.BACKENDS)
-def test_meta_tensors_give_shapes_under_every_switch(op_, backend):
+@pytest.mark.parametrize("name", backend.BACKENDS)
+def test_meta_tensors_give_shapes_under_every_switch(op_, name):
     """Oracle: shapes and dtypes of the same call on a CPU."""
     arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")
 
@@ -253,24 +253,18 @@ def test_meta_tensors_give_shapes_under_every_switch(op_, backend):
         return tuple(meta(v) for v in value) if isinstance(value, tuple) else value
 
     want = [(t.shape, t.dtype) for t in leaves(op_.run(**arguments))]
-    try:
-        op.set_backend(backend)
+    with backend.using_backend(name):
         made = list(leaves(op_.run(**{name: meta(value) for name, value in arguments.items()})))
-    finally:
-        op.set_backend(None)
     assert [(t.shape, t.dtype) for t in made] == want and all(t.is_meta for t in made)
 
 
-@pytest.mark.parametrize("backend", op.BACKENDS)
-def test_a_model_on_meta_gives_shapes_under_every_switch(backend):
+@pytest.mark.parametrize("name", backend.BACKENDS)
+def test_a_model_on_meta_gives_shapes_under_every_switch(name):
     """Oracle: the number of classes."""
-    try:
-        op.set_backend(backend)
+    with backend.using_backend(name):
         with torch.device("meta"):
             model, images = model_and_images()
         assert model(images).shape == (2, 10) and model(images).is_meta
-    finally:
-        op.set_backend(None)
 
 
 @pytest.mark.parametrize("F", [64, 200])
@@ -438,7 +432,7 @@ def test_launches_enter_their_tensors_device(monkeypatch):
 
 VARIABLES = """
 import torch, fastvit_triton as f
-from fastvit_triton.kernels.op import set_backend
+from fastvit_triton.kernels.backend import set_backend
 x, weight = torch.randn(2, 5, 3 * 8), torch.randn(6, 24)
 def run():
     o = f.attention_qkv(x, 2)

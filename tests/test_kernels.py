@@ -19,9 +19,9 @@ from fastvit_triton import (
 )
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.argument import readable
+from fastvit_triton.kernels.backend import backend, set_backend, using_backend, why_not
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.linear import ACTIVATIONS
-from fastvit_triton.kernels.op import backend, set_backend, why_not
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
 EPS64 = torch.finfo(torch.float64).eps
@@ -137,7 +137,7 @@ def test_attention_qkv_splits_as_three_separate_projections():
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rope_rotates_pairs_and_keeps_the_prefix(interleaved):
     """Oracle: complex multiplication of channel pairs by exp(i·angle)."""
-    from fastvit_triton.kernels.rope import rotate
+    from fastvit_triton.kernels.attention_qkv import rotate
 
     x, angle = randn(1, 2, 5, 6), randn(4, 3)
     table = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
@@ -398,12 +398,8 @@ PACKED = [torch.randn(6, 2, 8)] * 3
 )
 def test_wrong_kinds_and_values_raise_one_sentence(backend, error, call, words):
     """Oracle: one line that names the argument and what was given, before either path is taken."""
-    try:
-        set_backend(backend)
-        with pytest.raises(error, match=words) as found:
-            call()
-    finally:
-        set_backend(None)
+    with using_backend(backend), pytest.raises(error, match=words) as found:
+        call()
     assert "\n" not in str(found.value)
 
 
@@ -425,7 +421,7 @@ def test_values_are_read_where_nothing_traces(monkeypatch):
     assert not readable(lengths)
 
 
-def test_switch_and_reasons(monkeypatch):
+def test_switch_and_reasons(monkeypatch, switch):
     """Oracle: the words of FASTVIT_TRITON_BACKEND, read at import, and a reason wherever no kernel runs."""
     assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
@@ -439,5 +435,3 @@ def test_switch_and_reasons(monkeypatch):
     set_backend(None)
     with pytest.raises(ValueError, match="use one of auto, triton, torch"):
         backend()
-    monkeypatch.delenv("FASTVIT_TRITON_BACKEND")
-    set_backend(None)

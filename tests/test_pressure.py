@@ -14,7 +14,17 @@ from test_interpreter import STATS, converted, largest, leaves, outside, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.launches import compiled, record
-from fastvit_triton.kernels import OPS, attention, fold, layer_norm, linear, mlp, patch_embed
+from fastvit_triton.kernels import (
+    OPS,
+    attention,
+    attention_backward,
+    fold,
+    layer_norm,
+    linear,
+    linear_backward,
+    mlp,
+    patch_embed,
+)
 
 pytestmark = pytest.mark.usefixtures("always_folded")
 
@@ -23,7 +33,8 @@ CASES += [
     pytest.param(linear.OP, dict(B=1, N=5, K=6, F=4), id="linear-one_image"),
     pytest.param(patch_embed.OP, dict(B=1, C=3, H=6, W=9, P=3, D=5, T=2, pos_prefix=2), id="patch_embed-wide_patch"),
 ]
-MODULES = {m.__name__.rsplit(".", 1)[1]: m for m in (attention, fold, layer_norm, linear, mlp, patch_embed)}
+FILES = (attention, attention_backward, fold, layer_norm, linear, linear_backward, mlp, patch_embed)
+MODULES = {m.__name__.rsplit(".", 1)[1]: m for m in FILES}
 STEP = 2**30  # values: two steps leave 32 bits, while a step itself still is a 32-bit stride
 
 
@@ -215,10 +226,10 @@ def test_relu_lets_nan_through():
 # kernel: what one reads in it, what a slip would have made of that, and the op and case that must notice
 SLIPS = {
     "attention._fwd_kernel": ("1.0 / some", "-1.0 / some", attention.OP, "bias"),
-    "attention._bwd_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "class_token"),
-    "attention._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
-    "attention._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
-    "attention._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
+    "attention_backward._bwd_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "class_token"),
+    "attention_backward._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
+    "attention_backward._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
+    "attention_backward._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
     "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
     "layer_norm._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
     "layer_norm._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
@@ -227,9 +238,9 @@ SLIPS = {
     "linear.merged": ("count - mean", "count + mean", STATS, "norm_gelu"),
     "linear.finish": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
     "linear._fwd_kernel": ("tl.arange(0, BLOCK_F // PARTS)", "1 + tl.arange(0, BLOCK_F // PARTS)", linear.OP, "branch"),
-    "linear._bwd_weight_kernel": ("dw += dbias", "dw -= dbias", linear.OP, "norm_gelu"),
-    "linear._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
-    "linear._bwd_norm_kernel": ("- normed *", "+ normed *", linear.OP, "norm_gelu"),
+    "linear_backward._bwd_weight_kernel": ("dw += dbias", "dw -= dbias", linear.OP, "norm_gelu"),
+    "linear_backward._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
+    "linear_backward._bwd_norm_kernel": ("- normed *", "+ normed *", linear.OP, "norm_gelu"),
     "mlp._fwd_kernel": ("a - mean[:, None]", "a + mean[:, None]", mlp.OP, "recompute"),
     "patch_embed._fwd_kernel": ("y += tl.load(bias_ptr", "y -= tl.load(bias_ptr", patch_embed.OP, "after"),
     "patch_embed._bwd_weight_kernel": ("(at, acc", "(at, -acc", patch_embed.OP, "after"),
@@ -252,7 +263,7 @@ def test_one_wrong_sign_is_seen(kernel, monkeypatch):
     """Oracle: the comparison with float64 itself, which holds for the kernel as it is and must not for its copy."""
     old, new, op_, case = SLIPS[kernel]
     file, name = kernel.split(".")
-    in_16_bits = ("attention._bwd_kernel", "mlp._fwd_kernel")  # whole heads and whole MLPs
+    in_16_bits = ("attention_backward._bwd_kernel", "mlp._fwd_kernel")  # whole heads and whole MLPs
     dtype = torch.float16 if kernel in in_16_bits else torch.float32
     module, arguments = MODULES[file], op_.inputs(op_.cases[case], dtype, "cpu")
     assert outside(op_, arguments, dtype) == []

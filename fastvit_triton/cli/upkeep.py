@@ -20,7 +20,7 @@ def doctor(args: argparse.Namespace) -> int:
         raise ValueError("--img-size belongs to a --model; name one")
 
     from ..kernels import OPS
-    from ..kernels.op import backend, why_not
+    from ..kernels.backend import backend, why_not
 
     device, dtypes = choose("auto"), (torch.float32, torch.float16, torch.bfloat16)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -48,7 +48,7 @@ def _examine(found: Subject, name: str, batch: int) -> int:
 
     from ..convert import optimize
     from ..convert.count import savings
-    from ..kernels.op import why_not
+    from ..kernels.backend import why_not
 
     if batch < 1:
         raise ValueError(f"--batch-size is {batch}; it must be at least 1")

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from ..kernels.attention import attention
-from ..kernels.rope import attention_qkv
+from ..kernels.attention_qkv import attention_qkv
 from .graph import equal, kind, known, order, read, shape, up, value
 from .patterns import Call, Match
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from ..kernels.op import why_not
+from ..kernels.backend import why_not
 from .graph import kind, value
 from .rewrite import Rewriter
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..kernels import op
+from ..kernels import backend, launch, tile
 from ..layers.freeze import freeze
 
 ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -93,9 +93,9 @@ def savings(model: nn.Module, *inputs: object, **named: object) -> tuple[Count, 
         RuntimeError: the model reads a number that only real tensors hold.
     """
     with torch.no_grad():
-        with _in_place((op, "_switch", "auto")):
+        with backend.using_backend("auto"):
             before = count(model, *inputs, **named)
-        with _in_place(*_a_gpu()):
+        with backend.using_backend("triton"), _in_place(*_a_gpu()):
             after = count(model, *inputs, **named)
             frozen = copy.deepcopy(model)
             freeze(frozen)
@@ -105,12 +105,11 @@ def savings(model: nn.Module, *inputs: object, **named: object) -> tuple[Count, 
 
 def _a_gpu() -> list[tuple[object, str, object]]:
     """What makes the meta device one where the kernels run: the rules are those of an interpreter's CPU."""
-    why_not, cpu = op.why_not, torch.device("cpu")
+    why_not, cpu = backend.why_not, torch.device("cpu")
     return [
-        (op, "_switch", "triton"),
-        (op, "target", "sm_90"),
-        (op, "why_not", lambda device, dtype, head_dim=0: why_not(cpu, dtype, head_dim)),
-        (op.tile, "MISSING", None),  # nothing is compiled
+        (launch, "target", "sm_90"),
+        (backend, "why_not", lambda device, dtype, head_dim=0: why_not(cpu, dtype, head_dim)),
+        (tile, "MISSING", None),  # nothing is compiled
         (torch, "is_autocast_enabled", lambda *_: False),  # which does not know the meta device
     ]
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
+from ..kernels.attention_qkv import attention_qkv, rotate
 from ..kernels.fold import Group, packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 from ..kernels.mlp import mlp
-from ..kernels.rope import attention_qkv, rotate
 from ..layers.freeze import Entry, FoldedNorm, fold_norms, of_dtype, operands
 from .forwards import Forward, Reader, declare, original, whole
 from .parts import (

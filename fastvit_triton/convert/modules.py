@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..kernels.op import backend, why_not
+from ..kernels.backend import backend, why_not
 from ..layers.calls import patched
 from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.op import backend, usable
+from ..kernels.backend import backend, usable
 from ..layers.calls import all_watched, patched
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [D], bias [D], eps

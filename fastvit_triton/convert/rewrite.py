@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..kernels.backend import why_not
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
-from ..kernels.op import why_not
 from .attention_patterns import attend, attend_packed, unlike_self_attention
 from .graph import Regions, equal, kind, operands, order, outside, read, shape, tensors, value
 from .patterns import Call, Match, branch, embed, normalize

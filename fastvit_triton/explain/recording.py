@@ -24,7 +24,7 @@ from ..convert.fused import finish, project
 from ..convert.modules import fitting  # where every family has declared its own
 from ..convert.parts import Attention, head_norms, kind
 from ..kernels.attention import attention
-from ..kernels.rope import rotate
+from ..kernels.attention_qkv import rotate
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
 ROWS = 256  # queries that `blocks` yields at a time

@@ -1,6 +1,6 @@
 """What is computed. `OPS` is the list that tests, benchmarks and the doctor walk; an op is added by naming it here."""
 
-from . import attention, fold, layer_norm, linear, mlp, patch_embed, rope
+from . import attention, attention_qkv, fold, layer_norm, linear, mlp, patch_embed
 
 OPS = (
     attention.OP,
@@ -11,5 +11,5 @@ OPS = (
     linear.OP,
     mlp.OP,
     patch_embed.OP,
-    rope.OP,
+    attention_qkv.OP,
 )

@@ -27,7 +27,8 @@ from .argument import (
 from .eager import ACTIVATIONS
 from .fold import Folded, Group
 from .fold import check as check_group
-from .op import cdiv, expect, power_of_2
+from .launch import cdiv, power_of_2
+from .op import expect
 
 Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
 Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True when pairs interleave

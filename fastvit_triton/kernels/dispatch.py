@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import op
+from . import backend, launch
 
 SAVED = 0.15
 # 16-bit flops that a part does while it moves a byte, from the data sheets of the smallest known ratio by architecture:
@@ -57,7 +57,7 @@ def attention(row: Callable[..., str], kernel: str, q: Tensor, k: Tensor, v: Ten
         D = q.shape[3]
         alone = D % 8 or D != v.shape[3] or not q.numel() or not k.numel()  # SDPA has no kernel that tells L
         work = None if alone or repeats else _attention(kernel, q, k, packed)
-        found = _remember(key, lambda: row(kernel, q, None, D)[0], q, work)
+        found = remember(key, lambda: row(kernel, q, None, D)[0], q, work)
     return found
 
 
@@ -99,7 +99,7 @@ def linear(
     if found is None:
         F = len(weight) // 2 if activation == "swiglu" else len(weight)
         work = _linear(x, weight, colsum, stats, activation, ends, save) if x.numel() else None
-        found = _remember(key, lambda: row(x, F, activation, gamma, residual), x, work)
+        found = remember(key, lambda: row(x, F, activation, gamma, residual), x, work)
     return found
 
 
@@ -118,25 +118,25 @@ def patch_embed(row: str, image: Tensor, weight: Tensor, pos: Tensor | None, pre
     found = _made.get(key)
     if found is None:
         work = _patch_embed(row, image, weight, pos, prefix) if image.numel() else None
-        found = _remember(key, lambda: row, weight, work)
+        found = remember(key, lambda: row, weight, work)
     return found
 
 
 def _state(x: Tensor) -> tuple:
     """What else a choice depends on."""
-    return forced, op._switch, op.target, x.dtype == torch.float32 and torch.get_float32_matmul_precision()
+    return forced, backend.backend(), launch.target, x.dtype == torch.float32 and torch.get_float32_matmul_precision()
 
 
-def _remember(key: tuple, row: Callable[[], str], x: Tensor, described: tuple[str, Work] | None) -> bool:
+def remember(key: tuple, row: Callable[[], str], x: Tensor, described: tuple[str, Work] | None) -> bool:
     """Whether the kernels run; `described` is the shape's name and what it costs, None where nobody else could."""
     if len(_made) >= MOST:
         _made.clear()
-    if described is None or forced is not None or op.backend() == "triton":
+    if described is None or forced is not None or backend.backend() == "triton":
         _made[key] = described is None or forced is not False
     else:
-        architecture = op.target or op._architecture(x.device.type, x.device.index)
+        architecture = launch.architecture(x.device)
         _made[key] = (
-            decide(row(), described[0], architecture, x.dtype, op.precision(x) == "ieee", described[1]) == "ours"
+            decide(row(), described[0], architecture, x.dtype, launch.precision(x) == "ieee", described[1]) == "ours"
         )
     return _made[key]
 
@@ -169,7 +169,7 @@ def rule(architecture: str, dtype: torch.dtype, exact: bool, work: Work) -> str:
 @functools.cache
 def choices(architecture: str) -> dict[str, dict[str, dict[str, str]]]:
     """Row → provenance → shape → who, of an architecture's table."""
-    path = op.TUNED / f"{architecture}.json"
+    path = launch.TUNED / f"{architecture}.json"
     rows = json.loads(path.read_text()) if path.exists() else {}
     return {name: row["choice"] for name, row in rows.items() if "choice" in row}
 
@@ -182,7 +182,7 @@ def forget() -> None:
 
 def _class(n: int) -> int:
     """A size as tables name it: the power of two from n up."""
-    return op.power_of_2(n)
+    return launch.power_of_2(n)
 
 
 def _attention(kernel, q, k, packed):
@@ -227,7 +227,7 @@ def _patch_embed(row, image, weight, pos, prefix):
     shape, flops = f"K={K} D={D} M={_class(B * N)}", 2.0 * B * N * K * D
     if ".bwd." in row:  # eager has to make the gradient of tokens an image
         floor = pixels + tokens + K * D * size
-        parts = op.cdiv(B * N, 4096) * K * D * 4
+        parts = launch.cdiv(B * N, 4096) * K * D * 4
         return shape, Work(flops, floor, floor + 2 * parts, floor + 2 * tokens)
     whole = tokens + B * T * D * size
     floor = pixels + K * D * size + whole

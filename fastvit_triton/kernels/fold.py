@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from .argument import FLOATS, filled, floating, mixing
-from .op import Op, cdiv, config, expect, make, once_differentiable, register, usable, whole_rows
+from .backend import usable
+from .launch import cdiv, config, whole_rows
+from .op import Op, expect, make, once_differentiable, register
 from .tile import jit, tl
 
 Parts = tuple[Tensor | None, ...]

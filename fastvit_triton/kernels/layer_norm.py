@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .argument import added, autocasts, expect_rows, factors, norm_parameters
-from .op import Op, cdiv, make, once_differentiable, power_of_2, register, usable, whole_rows
+from .backend import usable
+from .launch import cdiv, power_of_2, whole_rows
+from .op import Op, make, once_differentiable, register
 from .tile import jit, tl
 
 PROGRAMS = 512  # of the backward pass: each sums its rows' share of (5) and (6); fixed, so that sums repeat bit by bit
@@ -248,7 +250,7 @@ def _bwd_kernel(
         tl.store(at + 2 * D, dgamma, mask=in_d)
 
 
-def _stats(x, mean, rstd, eps):
+def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
     """Writes the mean and 1/√(σ² + ε) of every row of x [M, K]."""
     rows, block, options = whole_rows(x.shape[1])
     _stats_kernel[(cdiv(len(x), rows),)](

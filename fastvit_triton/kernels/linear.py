@@ -7,12 +7,7 @@ Math      x̂ = LN(x) when `norm` is given, else x                              
           stats = (Σ y, Σ (y − mean y)²) over each tile of columns           [M, tiles, 2]   (4)
 Folded    W' = W·diag(γ), its column sums s and the constant c, as in `fold`                 (5)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row       (6)
-Backward  dpre = sample_scale·gamma·dy ∘ act'(pre)    g = r·dpre                    (7)
-          G = gᵀ x − (gᵀ μ) 1ᵀ    dW = G·diag(γ) + db βᵀ    dγ = Σ_f G_f ∘ W_f    dβ = Wᵀ db   (8)
-          t = g W'    dx = t − mean(t) − x̂·mean(t ∘ x̂)                              (9)
-          gamma without activation: dgamma = Σ_k dW'_k ∘ W_k + db' ∘ b from the gradients dW', db'
-          without gamma, so that pre need not be kept                                       (10)
-          sample_scale is a draw, not a parameter: it gets no gradient.
+Backward  equations (7) to (10) of `linear_backward`.
 Kernels   The product with its epilogue, the row statistics, the folding and the elementwise halves of (7) and (9) are
           Triton; the three matrix products of the backward pass are torch.matmul. LN is folded when x already has the
           dtype of the product (not under autocast with a float32 stream); else it is a kernel of its own. On Hopper
@@ -31,27 +26,16 @@ from torch import Tensor
 
 from . import check, dispatch, eager, fold, layer_norm
 from .argument import flag
+from .backend import usable
 from .check import Norm, Pair
 from .eager import ACTIVATIONS
 from .fold import Folded
+from .launch import cdiv, config, power_of_2, precision
 from .layer_norm import merged
-from .op import (
-    Op,
-    cast,
-    cdiv,
-    config,
-    folds,
-    make,
-    once_differentiable,
-    power_of_2,
-    precision,
-    register,
-    usable,
-    whole_rows,
-)
+from .linear_backward import bwd_op
+from .op import Op, cast, folds, make, once_differentiable, register
 from .tile import (
     activate,
-    activate_grad,
     add_stats,
     collected,
     columns,
@@ -349,173 +333,20 @@ def _fwd_kernel(
         put_stats(y_stats_ptr + (m * tiles_f + tile_f) * 2, in_m, count, total, spread)
 
 
-@jit
-def _bwd_kernel(
-    dy_ptr, pre_ptr, gamma_ptr, scale_ptr, mean_ptr, rstd_ptr, dpre_ptr, h_ptr, partial_ptr, M, rows_per_image, F,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_SCALE: tl.constexpr,
-    COPY: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    """One program: ROWS rows of BLOCK_F outputs. dpre of equation (7), h again if HIDDEN, and its sums over rows.
-
-    Sums stand in [programs, 3, outputs]: of dpre, of g·μ and, in the first F, of gamma's gradient.
-    """
-    f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
-    in_f = f < F
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    W = 2 * F if ACTIVATION == "swiglu" else F
-    EXACT: tl.constexpr = dpre_ptr.dtype.element_ty == tl.float32
-    gamma = tl.full([BLOCK_F], 1.0, tl.float32)
-    if HAS_GAMMA:
-        gamma = tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)
-    dbias = tl.zeros([BLOCK_F], tl.float32)
-    dbias_up = tl.zeros([BLOCK_F], tl.float32)
-    dgamma = tl.zeros([BLOCK_F], tl.float32)
-    weighted = tl.zeros([BLOCK_F], tl.float32)
-    weighted_up = tl.zeros([BLOCK_F], tl.float32)
-    for step in range(0, ROWS, BLOCK_M):
-        m = start + step + tl.arange(0, BLOCK_M)
-        in_m = m < M
-        inside = in_m[:, None] & in_f[None, :]
-        g = tl.load(dy_ptr + m[:, None] * F + f[None, :], mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_F]
-        if HAS_SCALE:
-            g *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
-        mean = tl.load(mean_ptr + m, mask=in_m, other=0.0) if HAS_NORM else tl.zeros([BLOCK_M], tl.float32)
-        rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0) if HAS_NORM else tl.zeros([BLOCK_M], tl.float32)
-        at = m[:, None] * W + f[None, :]
-        if ACTIVATION is not None:
-            pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            act = activate(pre, ACTIVATION, EXACT)
-            up = tl.full([BLOCK_M, BLOCK_F], 1.0, tl.float32)
-            if ACTIVATION == "swiglu":
-                up = tl.load(pre_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
-            if HIDDEN:
-                tl.store(h_ptr + m[:, None] * F + f[None, :], (act * up).to(h_ptr.dtype.element_ty), mask=inside)
-            if HAS_GAMMA:
-                dgamma += tl.sum(g * act * up, 0)
-                g *= gamma[None, :]
-            if ACTIVATION == "swiglu":
-                dup = g * act
-                dbias_up += tl.sum(dup, 0)
-                if HAS_NORM:
-                    dup = (dup * rstd[:, None]).to(dpre_ptr.dtype.element_ty).to(tl.float32)
-                    weighted_up += tl.sum(dup * mean[:, None], 0)
-                tl.store(dpre_ptr + at + F, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
-            g *= up * activate_grad(pre, ACTIVATION, EXACT)
-        dbias += tl.sum(g, 0)
-        if HAS_NORM:  # g = rstd·dpre, rounded before it is summed against μ, so that a constant in x cancels
-            g = (g * rstd[:, None]).to(dpre_ptr.dtype.element_ty).to(tl.float32)
-            weighted += tl.sum(g * mean[:, None], 0)
-        if COPY:
-            tl.store(dpre_ptr + at, g.to(dpre_ptr.dtype.element_ty), mask=inside)
-    at = partial_ptr + tl.program_id(0).to(tl.int64) * 3 * W + f
-    tl.store(at, dbias, mask=in_f)
-    if HAS_NORM:
-        tl.store(at + W, weighted, mask=in_f)
-    if HAS_GAMMA:
-        tl.store(at + 2 * W, dgamma, mask=in_f)
-    if ACTIVATION == "swiglu":
-        tl.store(at + F, dbias_up, mask=in_f)
-        if HAS_NORM:
-            tl.store(at + W + F, weighted_up, mask=in_f)
-
-
-@jit
-def _bwd_norm_kernel(
-    t_ptr, x_ptr, mean_ptr, rstd_ptr, dy_ptr, dx_ptr, M,
-    K: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M rows. dx of equation (9) from t = g W', plus dy if x is the residual too."""
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    at = m[:, None] * K + k[None, :]
-    t = tl.load(t_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.load(mean_ptr + m, mask=m < M, other=0.0)
-    rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)
-    normed = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
-    dx = t - (tl.sum(t, 1) / K)[:, None] - normed * (tl.sum(t * normed, 1) / K)[:, None]
-    if ADD:
-        dx += tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-
-
-@jit
-def _bwd_weight_kernel(
-    g_ptr, w_ptr, bias_ptr, partial_ptr, norm_weight_ptr, norm_bias_ptr, gamma_ptr,
-    dw_ptr, dbias_ptr, dgamma_ptr, dnorm_ptr, F, K, gammas, programs,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    HAS_GAMMA: tl.constexpr, LATE: tl.constexpr, SUMMED: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_F outputs. dW, db and dgamma by equations (8) and (10), and its share of dγ and dβ."""
-    f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
-    in_f = f < F
-    dbias = tl.zeros([BLOCK_F], tl.float32)
-    weighted = tl.zeros([BLOCK_F], tl.float32)
-    dgamma = tl.zeros([BLOCK_F], tl.float32)
-    if SUMMED:
-        for start in range(0, programs, BLOCK_P):
-            p = start + tl.arange(0, BLOCK_P)
-            inside = (p < programs)[:, None] & in_f[None, :]
-            at = partial_ptr + p.to(tl.int64)[:, None] * 3 * F + f[None, :]
-            dbias += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
-            if HAS_NORM:
-                weighted += tl.sum(tl.load(at + F, mask=inside, other=0.0), 0)
-            if HAS_GAMMA and not LATE:
-                dgamma += tl.sum(tl.load(at + 2 * F, mask=inside & (f < gammas)[None, :], other=0.0), 0)
-    gamma = tl.full([BLOCK_F], 1.0, tl.float32)
-    if LATE:
-        gamma = tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            dgamma = dbias * tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        in_k = k < K
-        inside = in_f[:, None] & in_k[None, :]
-        at = f[:, None] * K + k[None, :]
-        g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_F, BLOCK_K]
-        w = tl.load(w_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_NORM:  # (8): g becomes dpreᵀ x̂
-            g = tl.where(inside, g - weighted[:, None], 0.0)
-        dw = g
-        if HAS_WEIGHT:
-            dw *= tl.load(norm_weight_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-        if HAS_SHIFT:
-            dw += dbias[:, None] * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-        if LATE:
-            dgamma += tl.sum(dw * w, 1)
-        tl.store(dw_ptr + at, (gamma[:, None] * dw).to(dw_ptr.dtype.element_ty), mask=inside)
-        if HAS_NORM:
-            at = dnorm_ptr + tl.program_id(0).to(tl.int64) * 2 * K + k
-            tl.store(at, tl.sum(gamma[:, None] * g * w, 0), mask=in_k)
-            tl.store(at + K, tl.sum((gamma * dbias)[:, None] * w, 0), mask=in_k)
-    tl.store(dbias_ptr + f, gamma * dbias, mask=in_f)
-    if HAS_GAMMA:
-        tl.store(dgamma_ptr + f, dgamma, mask=f < gammas)
-
-
-def _row(x, F, activation, gamma, residual):
+def tuned_row(x: Tensor, F: int, activation: str | None, gamma: Tensor | None, residual: Tensor | None) -> str:
     """Name in tuned/ of the product's launch parameters.
 
     A 16-bit product that ends in float32 needs registers; so do outputs whose rows are not 32-byte aligned.
     """
-    kind = "half" if _widest(x, gamma, residual) == x.dtype else "wide"
+    kind = "half" if output_dtype(x, gamma, residual) == x.dtype else "wide"
     kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
     return f"linear.fwd.{'fp32' if x.dtype == torch.float32 else kind}"
 
 
 def _blocks(x, F, activation, gamma, residual):
     """Launch parameters of the product."""
-    row = _row(x, F, activation, gamma, residual)
+    row = tuned_row(x, F, activation, gamma, residual)
     return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)
-
-
-def _mm32(a, b):
-    """a b, summed and returned in fp32."""
-    if a.dtype != torch.float32 and a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32) if torch.version.hip is None else (a @ b).float()
-    return a.float() @ b.float()
 
 
 def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats):
@@ -524,7 +355,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
         x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats
     )
     around = activation, gamma, sample_scale, residual
-    if not dispatch.linear(_row, x, weight, colsum, stats, (*around, return_stats), save):
+    if not dispatch.linear(tuned_row, x, weight, colsum, stats, (*around, return_stats), save):
         return eager.linear(x, weight, const, colsum, eps, around, save, outputs)
     y, pre, mean, rstd, y_stats = outputs
     F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
@@ -536,7 +367,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
         return outputs
     if colsum is not None and stats is None:
         rows = rows.contiguous()
-        layer_norm._stats(rows, mean, rstd, eps)
+        layer_norm.write_stats(rows, mean, rstd, eps)
     elif colsum is not None:
         stats, tiles = stats.contiguous(), stats.shape[1]
     tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
@@ -559,7 +390,7 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
     shape = (M, cdiv(F_, _blocks(x, F_, activation, gamma, residual)["BLOCK_F"]), 2) if return_stats else (0,)
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
-        x.new_empty(*x.shape[:-1], F_, dtype=_widest(x, gamma, residual)),
+        x.new_empty(*x.shape[:-1], F_, dtype=output_dtype(x, gamma, residual)),
         pre,
         mean,
         rstd,
@@ -567,7 +398,7 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
     )
 
 
-def _widest(x, gamma, residual):
+def output_dtype(x: Tensor, gamma: Tensor | None, residual: Tensor | None) -> torch.dtype:
     """The dtype of a branch's end, as PyTorch promotes it."""
     dtype = x.dtype
     for t in (gamma, residual):
@@ -575,139 +406,13 @@ def _widest(x, gamma, residual):
     return dtype
 
 
-def _product_grad(dy, x, width, pre, gamma, sample_scale, mean, rstd, activation, norm, summed, hidden=False):
-    """(dpre [M, width] of equation (7), h [M, F] again if `hidden`, sums over rows [programs, 3, width]).
-
-    With `norm` g stands in place of dpre. Without an activation gamma is left to equation (10), and dy may be dpre.
-    """
-    F_, dy = dy.shape[-1], dy.contiguous()
-    M = math.prod(dy.shape[:-1])
-    late = activation is None
-    copy = not late or norm or sample_scale is not None or dy.dtype != x.dtype
-    if not M or not (copy or summed):
-        empty = torch.zeros(1, 3, width, dtype=torch.float32, device=x.device) if summed else None
-        return dy.view(M, F_).to(x.dtype) if late else x.new_empty(M, width), x.new_empty(M, F_), empty
-    dpre = x.new_empty(M, width) if copy else dy.view(M, F_)
-    h = x.new_empty(M, F_) if hidden else None
-    per = max(64, power_of_2(cdiv(M, 256)))
-    programs = cdiv(M, per)
-    partial = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
-    _bwd_kernel[(programs, cdiv(F_, 64))](
-        dy, pre, gamma, sample_scale, mean, rstd, dpre, h, partial, M, cdiv(M, x.shape[0]), F_, ACTIVATION=activation,
-        HAS_NORM=norm, HAS_GAMMA=gamma is not None and not late, HAS_SCALE=sample_scale is not None, COPY=copy,
-        HIDDEN=hidden, ROWS=per, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    return dpre, h, partial
-
-
-def _input_grad(dpre, x, weight, gamma, norm_weight, mean, rstd, norm, dy=None):
-    """dx of equation (9), or dpre W; with gamma where equation (10) left it out, plus dy if given."""
-    size = 1.0
-    if gamma is not None and x.dtype == torch.float16:  # a power of two: 1e-6 times a weight would underflow
-        size = gamma.float().abs().amax().clamp_min(1e-30).log2().floor().exp2()
-        gamma = gamma.float() / size
-    if gamma is None and norm_weight is None:
-        matrix = weight.to(x.dtype)
-    else:
-        matrix = weight.new_empty(weight.shape, dtype=x.dtype)
-        fold.launch((weight,), (None,), (norm_weight,), (None,), (gamma,), (matrix,), (None,), (None,))
-    t = dpre @ matrix
-    t = t if isinstance(size, float) else t * size
-    if not norm:
-        return (t if dy is None else t + dy.reshape(t.shape)).view(x.shape).to(x.dtype)
-    rows, dx = x.reshape(t.shape).contiguous(), torch.empty_like(t)
-    per, block, options = whole_rows(x.shape[-1])
-    if len(t):
-        _bwd_norm_kernel[(cdiv(len(t), per),)](
-            t, rows, mean, rstd, dy if dy is None else dy.contiguous(), dx, len(t),
-            K=x.shape[-1], ADD=dy is not None, BLOCK_M=per, BLOCK_K=block, **options,
-        )  # fmt: skip
-    return dx.view(x.shape)
-
-
-def _weight_grad(dpre, x, weight, bias, gamma, norm_weight, norm_bias, partial, activation, norm):
-    """(dweight, dbias, dgamma, (dγ, dβ) [2, K]) by equations (8) and (10); None for what does not exist."""
-    rows = x.reshape(-1, x.shape[-1])
-    late = gamma is not None and activation is None
-    if not norm and not late:
-        dweight = dpre.T @ rows if weight.dtype == x.dtype else _mm32(dpre.T, rows).to(weight.dtype)
-        return dweight, *_row_sums(partial, bias, gamma), None
-    g, (F_, K) = _mm32(dpre.T, rows), weight.shape
-    gammas, programs = 0 if gamma is None else len(gamma), cdiv(F_, 16)
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    dbias, dgamma = g.new_empty(F_), g.new_empty(gammas)
-    dnorm = g.new_empty(programs if norm else 0, 2, K)
-    _bwd_weight_kernel[(programs,)](
-        g, weight.contiguous(), bias, partial, norm_weight, norm_bias, gamma, dweight, dbias, dgamma, dnorm,
-        F_, K, gammas, 0 if partial is None else len(partial), HAS_BIAS=bias is not None, HAS_NORM=norm,
-        HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None, HAS_GAMMA=gamma is not None, LATE=late,
-        SUMMED=partial is not None, BLOCK_F=16, BLOCK_K=64, BLOCK_P=32, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    return dweight, None if bias is None else dbias, dgamma if gammas else None, dnorm.sum(0) if norm else None
-
-
-def _row_sums(partial, bias, gamma):
-    """(dbias, dgamma) from the sums of `_product_grad` alone; None where there is no such parameter."""
-    return (
-        None if bias is None else partial[:, 0].sum(0),
-        None if gamma is None else partial[:, 2, : len(gamma)].sum(0),
-    )
-
-
-def _bwd(
-    dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around, needs
-):
-    """(dx, dweight, dbias, dgamma, dnorm [2, K]); `needs` are x, the weights (with gamma and the norm's) and bias."""
-    need_x, need_w, need_b = needs
-    summed = (need_w or need_b) and (norm or bias is not None or gamma is not None)
-    dpre, _, partial = _product_grad(dy, x, len(weight), pre, gamma, sample_scale, mean, rstd, activation, norm, summed)
-    late = gamma if activation is None else None
-    dx, dweight, dbias, dgamma, dnorm = (None,) * 5
-    if need_x:
-        dx = _input_grad(dpre, x, weight, late, norm_weight, mean, rstd, norm, dy if around else None)
-    if need_w:
-        dweight, dbias, dgamma, dnorm = _weight_grad(
-            dpre, x, weight, bias, gamma, norm_weight, norm_bias, partial, activation, norm
-        )
-    elif need_b:
-        dbias, _ = _row_sums(partial, bias, None)
-    return tuple(x.new_empty(0) if t is None else t for t in (dx, dweight, dbias, dgamma, dnorm))
-
-
-def _bwd_fake(
-    dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around, needs
-):
-    need_x, need_w, need_b = needs
-    grads = torch.empty_like(x) if need_x else None, *_weight_grad_like(x, weight, bias, gamma, norm, need_w, need_b)
-    return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
-
-
-def _weight_grad_like(x, weight, bias, gamma, norm, need_w, need_b):
-    """Tensors like the results of `_weight_grad`, or of `_row_sums` alone; None for what does not exist."""
-    sums = dict(dtype=torch.float32)
-    return (
-        weight.new_empty(weight.shape) if need_w else None,
-        x.new_empty(weight.shape[:1], **sums) if bias is not None and (need_w or need_b) else None,
-        x.new_empty(gamma.shape, **sums) if gamma is not None and need_w else None,
-        x.new_empty((2, x.shape[-1]), **sums) if norm and need_w else None,
-    )
-
-
-_fwd_op = register(
+fwd_op = register(
     "linear_fwd",
     "(Tensor x, Tensor weight, Tensor? const, Tensor? colsum, Tensor? stats, float eps, str? activation, "
     "Tensor? gamma, Tensor? sample_scale, Tensor? residual, bool save, bool return_stats) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
-)
-_bwd_op = register(
-    "linear_bwd",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor pre, Tensor? gamma, Tensor? sample_scale, Tensor mean, "
-    "Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, bool norm, bool around, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
 )
 
 
@@ -721,7 +426,7 @@ class _Fn(torch.autograd.Function):
         activation, norm, eps, around, keep, return_stats = facts
         w, const, colsum = folded(x, (weight, bias, norm_weight, norm_bias, made, colsum, const), norm)
         save = keep and any(ctx.needs_input_grad)
-        y, pre, mean, rstd, y_stats = _fwd_op(
+        y, pre, mean, rstd, y_stats = fwd_op(
             x, w, const, colsum, stats, eps, activation, gamma, scale, x if around else residual, save, return_stats
         )
         ctx.save_for_backward(x, weight, bias, pre, gamma, scale, mean, rstd, norm_weight, norm_bias)
@@ -739,7 +444,7 @@ class _Fn(torch.autograd.Function):
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual learns
             return *[None] * 11, dresidual, None
-        dx, dw, db, dgamma, dnorm = _bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
+        dx, dw, db, dgamma, dnorm = bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
         return (
             dx if need_x else None,
             dw if need_weight else None,

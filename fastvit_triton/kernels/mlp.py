@@ -21,11 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear
 from .argument import filled, fits, flag, floating
+from .attention_inner import head, no_head, scores
+from .backend import usable
 from .check import Norm, Pair
 from .fold import Folded
-from .head import head, no_head, scores
+from .launch import cdiv, config, split
 from .linear import finish, with_norm
-from .op import Op, cdiv, config, expect, make, once_differentiable, register, split, usable
+from .linear_backward import input_grad, product_grad, weight_grad, weight_grad_like
+from .op import Op, expect, make, once_differentiable, register
 from .tile import activate, jit, no_stats, put_stats, tl
 
 # Launch parameters of the one launch, by the width of a row as its two tiles have it, in bytes.
@@ -223,7 +226,7 @@ def _fwd(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activ
 
 def _fwd_fake(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activation, return_stats):
     M = math.prod(x.shape[:-1])
-    y = x.new_empty(x.shape, dtype=linear._widest(x, gamma, residual))
+    y = x.new_empty(x.shape, dtype=linear.output_dtype(x, gamma, residual))
     return y, x.new_empty((M, 1, 2) if return_stats else (0,), dtype=torch.float32)
 
 
@@ -243,24 +246,24 @@ def _bwd(
 ):  # fmt: skip
     """(dx, dw1, db1, dnorm [2, D], dw2, db2, dgamma); `needs` are x and the parameters of fc1 and of fc2."""
     need_x, need_1, need_2 = needs
-    dpre2, _, sums = linear._product_grad(
+    dpre2, _, sums = product_grad(
         dy, x, len(w2), None, gamma, sample_scale, None, None, None, False, b2 is not None and need_2
     )
     hidden = x.new_empty(len(dpre2), w2.shape[1])  # for its shape and dtype
-    dh = linear._input_grad(dpre2, hidden, w2, gamma, None, None, None, False)
+    dh = input_grad(dpre2, hidden, w2, gamma, None, None, None, False)
     again = h is None and need_2
-    dpre1, made, sums1 = linear._product_grad(
+    dpre1, made, sums1 = product_grad(
         dh.view(*x.shape[:-1], w2.shape[1]), x, len(w1), pre, None, None, mean, rstd, activation, norm, True, again
     )  # (3)
     outputs = [None] * 7
     if need_x:
-        outputs[0] = linear._input_grad(dpre1, x, w1, None, norm_weight, mean, rstd, norm, dy if around else None)
+        outputs[0] = input_grad(dpre1, x, w1, None, norm_weight, mean, rstd, norm, dy if around else None)
     if need_1:
-        outputs[1], outputs[2], _, outputs[3] = linear._weight_grad(
+        outputs[1], outputs[2], _, outputs[3] = weight_grad(
             dpre1, x, w1, b1, None, norm_weight, norm_bias, sums1, activation, norm
         )
     if need_2:
-        outputs[4], outputs[5], outputs[6], _ = linear._weight_grad(
+        outputs[4], outputs[5], outputs[6], _ = weight_grad(
             dpre2, made if again else h, w2, b2, gamma, None, None, sums, None, False
         )
     return tuple(x.new_empty(0) if t is None else t for t in outputs)
@@ -271,8 +274,8 @@ def _bwd_fake(
     needs,
 ):  # fmt: skip
     need_x, need_1, need_2 = needs
-    dw1, db1, _, dnorm = linear._weight_grad_like(x, w1, b1, None, norm, need_1, need_1)
-    dw2, db2, dgamma, _ = linear._weight_grad_like(x, w2, b2, gamma, False, need_2, need_2)
+    dw1, db1, _, dnorm = weight_grad_like(x, w1, b1, None, norm, need_1, need_1)
+    dw2, db2, dgamma, _ = weight_grad_like(x, w2, b2, gamma, False, need_2, need_2)
     grads = torch.empty_like(x) if need_x else None, dw1, db1, dnorm, dw2, db2, dgamma
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
@@ -310,7 +313,7 @@ class _Fn(torch.autograd.Function):
             pre = mean = rstd = None
         else:
             h, pre, mean, rstd = _hidden(x, first, stats, facts, keep)
-            y, *_, y_stats = linear._fwd_op(
+            y, *_, y_stats = linear.fwd_op(
                 h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
             )
         colsum = colsum if made is None else None  # with a source, `recompute` folds again
@@ -348,7 +351,7 @@ def _hidden(x, first, stats, facts, save):
     """Equation (1): (h, pre, mean, rstd), from what `linear.folded` gives for fc1."""
     w, const, colsum = first
     activation, _, eps, *_ = facts
-    h, pre, mean, rstd, _ = linear._fwd_op(x, w, const, colsum, stats, eps, activation, None, None, None, save, False)
+    h, pre, mean, rstd, _ = linear.fwd_op(x, w, const, colsum, stats, eps, activation, None, None, None, save, False)
     return h, pre, mean, rstd
 
 

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from . import dispatch, eager
 from .argument import FLOATS, filled, floating, mixing
-from .op import Op, cast, cdiv, config, expect, make, once_differentiable, precision, register, usable
+from .backend import usable
+from .launch import cdiv, config, precision
+from .op import Op, cast, expect, make, once_differentiable, register
 from .tile import collected, columns, dealt_columns, dealt_rows, jit, tl
 
 # Launch parameters that fit every architecture; tuned/ has better ones for some.
@@ -229,14 +231,14 @@ def _bwd_weight_kernel(
     tl.store(at, acc, mask=(d < D)[:, None] & (k < K)[None, :])
 
 
-def _row(kernel, weight):
+def tuned_row(kernel: str, weight: Tensor) -> str:
     """Name in tuned/ of the launch parameters."""
     return f"patch_embed.{kernel}.{'fp32' if weight.dtype == torch.float32 else 'half'}"
 
 
 def _blocks(kernel, weight):
     """Launch parameters."""
-    row = _row(kernel, weight)
+    row = tuned_row(kernel, weight)
     return config(row, SPACE[row.removeprefix("patch_embed.")], weight.device)
 
 
@@ -257,7 +259,7 @@ def _centred(mean, std):
 def _fwd(image, weight, bias, pos, prefix, mean, std):
     """Tokens [B, T + N, D]."""
     tokens, shared = _fwd_fake(image, weight, bias, pos, prefix, mean, std), _sizes(image, weight, prefix)
-    if not dispatch.patch_embed(_row("fwd", weight), image, weight, pos, prefix):
+    if not dispatch.patch_embed(tuned_row("fwd", weight), image, weight, pos, prefix):
         projected = eager.patch_embed(image, weight, bias, mean, std)
         return assemble(projected, pos, prefix).to(tokens.dtype).contiguous()
     M, D, blocks = len(image) * shared["N"], shared["D"], _blocks("fwd", weight)
@@ -285,7 +287,7 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 def _bwd(dtokens, image, weight, prefix, mean, std):
     """dE [D, C, P, P'] in fp32."""
     shared, blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
-    if not dispatch.patch_embed(_row("bwd", weight), image, weight, None, prefix):
+    if not dispatch.patch_embed(tuned_row("bwd", weight), image, weight, None, prefix):
         return eager.patch_weight_grad(dtokens[:, shared["T"] :], image, weight, mean, std)
     M, D, K = len(image) * shared["N"], shared["D"], shared["K"]
     parts = cdiv(M, ROWS)

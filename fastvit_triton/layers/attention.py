@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
-from ..kernels.op import usable
-from ..kernels.rope import attention_qkv
+from ..kernels.attention_qkv import attention_qkv
+from ..kernels.backend import usable
 from .freeze import FoldedNorm, fold_norms
 from .mlp import Mlp
 from .seam import drops, entry, norm_weights, normalize, plain, project

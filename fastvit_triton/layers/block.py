@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels.op import usable
+from ..kernels.backend import usable
 from .freeze import Entry, FoldedNorm, fold_norms, of_dtype
 from .seam import entry, hooked, normalize, plain
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.backend import usable
 from ..kernels.fold import Folded, Group, fold_groups, packed, pays
-from ..kernels.op import folds, usable
+from ..kernels.op import folds
 
 _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → its folds by dtype and weights
 

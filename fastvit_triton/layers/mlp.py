@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
+from ..kernels.backend import usable
 from ..kernels.linear import ACTIVATIONS
 from ..kernels.mlp import mlp
-from ..kernels.op import usable
 from .freeze import FoldedNorm, operands
 from .seam import drops, hooked, plain, project
 

@@ -7,10 +7,10 @@ Otherwise it is called, as in any PyTorch model.
 
 from torch import Tensor, nn
 
+from ..kernels.backend import usable
 from ..kernels.fold import Group
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
-from ..kernels.op import usable
 from .calls import all_watched, patched
 from .freeze import Entry, FoldedNorm, operands
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from ..convert.backend import backend as rewriting  # whose import registers the name, installed or not
-from ..kernels import dispatch, op
+from ..kernels import dispatch
+from ..kernels.backend import using_backend
 from .deadline import Deadline, noting
 from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
 from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
@@ -62,17 +63,6 @@ class Case:
 
 
 @contextlib.contextmanager
-def switched(backend: str) -> Iterator[None]:
-    """The package's switch inside; what it was before, after."""
-    before = op._switch
-    op.set_backend(backend)
-    try:
-        yield
-    finally:
-        op.set_backend(before)
-
-
-@contextlib.contextmanager
 def forcing(kernels: bool = True) -> Iterator[None]:
     """Inside, ops that launch on a GPU take our kernels (or never do), whatever the dispatcher would choose."""
     before, dispatch.forced = dispatch.forced, kernels
@@ -86,7 +76,7 @@ def on(backend: str, function: Callable) -> Callable:
     """The function under the package's switch."""
 
     def call(*arguments: object, **named: object) -> object:
-        with switched(backend):
+        with using_backend(backend):
             return function(*arguments, **named)
 
     return call

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..kernels.backend import using_backend
 from ..models import create_model, list_models
 from ..weights import load_weights
-from .arms import Arm, Case, absent, compiled, forcing, switched
+from .arms import Arm, Case, absent, compiled, forcing
 from .match import Named
 from .peers import (
     TORCHVISION,
@@ -95,7 +96,7 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
         base = base.to(dtype).train(run.training).requires_grad_(run.training)
         truth = copy.deepcopy(base).double()
         arms = list(_arms(run, base, first, dtype, device))
-    truth = Forward(truth, partial(switched, "torch"))
+    truth = Forward(truth, partial(using_backend, "torch"))
     size = base.config.in_chans, *base.patch_embed.img_size
     return _finished(run, dtype, device, arms, truth, size, (flops(base) * run.batch, None))
 
@@ -186,7 +187,7 @@ def least_bytes(case: Case, copies: int) -> int:
 def _arms(
     run: Run, base: nn.Module, first: nn.Module | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Arm]:
-    plain, auto = partial(switched, "torch"), partial(switched, "auto")
+    plain, auto = partial(using_backend, "torch"), partial(using_backend, "auto")
     yield Arm("eager", None, Forward(base, plain))
     yield Arm("ours eager", None, Forward(base, auto))
     yield Arm("torch.compile", None, Forward(base, plain, run=compiled(base)))

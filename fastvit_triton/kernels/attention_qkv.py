@@ -22,8 +22,10 @@ from torch import Tensor
 from . import attention as dense
 from . import check, layer_norm
 from .argument import Norm
+from .backend import usable
 from .check import Rope
-from .op import Op, apart, cast, cdiv, make, once_differentiable, power_of_2, register, usable
+from .launch import cdiv, power_of_2
+from .op import Op, apart, cast, make, once_differentiable, register
 from .tile import jit, tl
 
 
@@ -337,7 +339,7 @@ class _Fn(torch.autograd.Function):
         if q_eps is not None or k_eps is not None or cos is not None:
             turned = _fwd_op(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, *ctx.settings)
             q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
-        o, lse = dense._fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
+        o, lse = dense.fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
         ctx.save_for_backward(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, turned, bias, kv_lens, o, lse)
         ctx.mark_non_differentiable(lse)
         return o, lse
@@ -350,7 +352,7 @@ class _Fn(torch.autograd.Function):
         if turned is not None:
             q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
         learn_bias, dnorms = ctx.needs_input_grad[7], [None] * 4
-        dqkv, _, _, dbias = dense._bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
+        dqkv, _, _, dbias = dense.bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
         if turned is not None:
             dqkv, sums = _bwd_op(dqkv, qkv, q_weight, k_weight, cos, sin, *ctx.settings)
             norms = zip((q_weight, q_bias, k_weight, k_bias), sums.flatten(0, 1).unbind(0), strict=True)

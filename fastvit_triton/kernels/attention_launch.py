@@ -1,0 +1,168 @@
+"""Launch parameters and arguments of the attention kernels, forward and backward."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .launch import config, power_of_2, precision, split
+
+ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu, SymInt max_seqlen, float scale"
+WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
+
+
+# Launch parameters by kernel, apart with a bias and with "ieee" products: the first row whose limit holds the wider
+# head, in bytes. Every row fits every architecture; none spills but those for fp32 heads of more than 64 channels.
+SPACE = {
+    "fwd": (
+        (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
+        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_bias": (
+        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_ieee": (
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq": (
+        (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
+        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_bias": (
+        (64, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3)),
+        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (320, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_ieee": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_bias_ieee": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv": (
+        (128, dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_bias": (
+        (192, dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_ieee": (
+        (128, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd": ((128, dict(BLOCK_M=16, BLOCK_N=128, num_warps=8, num_stages=1)),),
+    "bwd_dbias": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dbias_ieee": (
+        (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+}
+
+
+def tuned_row(kernel: str, q: Tensor, bias: Tensor | None, width: int) -> tuple[str, dict[str, int]]:
+    """Name in tuned/ and default of the launch parameters for a head of this width (D or Dv, in whole tiles)."""
+    ieee, biased = "_ieee" if precision(q) == "ieee" else "", "" if bias is None else "_bias"
+    name = next(name for name in (kernel + biased + ieee, kernel + ieee, kernel) if name in SPACE)
+    size, kind = width * q.element_size(), "fp32." if q.dtype == torch.float32 else ""
+    default = next(row for limit, row in SPACE[name] if size <= limit)
+    return f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default
+
+
+def blocks_of(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
+    """Launch parameters: the row of SPACE, or of tuned/."""
+    block = config(*tuned_row(kernel, q, bias, width), q.device)
+    if kernel == "fwd":
+        block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
+    return block
+
+
+def whole_head(q: Tensor, bias: Tensor | None, ragged: bool, Nk: int, width: int) -> dict[str, int] | None:
+    """Launch parameters where one program takes all gradients of a head; None for the two kernels.
+
+    More than two blocks of keys would round dQ too often. A row with BLOCK_N = 0 always means the two kernels.
+    """
+    (limit, default), size = SPACE["bwd"][-1], width * q.element_size()
+    if bias is not None or q.dtype == torch.float32 or size > limit or width != power_of_2(width):
+        return None
+    blocks = config(f"attention.bwd.{'ragged.' if ragged else ''}{size}", default, q.device)
+    return blocks if Nk <= 2 * blocks["BLOCK_N"] else None
+
+
+def tail_block(N: int, block: int, ragged: bool) -> int:
+    """Width of the masked block after the full ones: 0 if none, a whole block where only the device knows N."""
+    rest = N % block
+    return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
+
+
+def arguments_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    kv_lens: Tensor | None,
+    cu: Tensor | None,
+    max_seqlen: int,
+    scale: float,
+    lse: Tensor,
+    **others: Tensor,
+) -> dict[str, object]:
+    """What the kernels take, by name: pointers, strides and sizes."""
+    (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
+    (D0, D1), (V0, V1) = split(D), split(Dv)
+    if bias is not None:
+        bias = bias.expand(bias.shape[0], H, Nq, Nk)
+    tensors = dict(q=q, k=k, v=v, **others)
+    strides = {name: strides_of(t, cu) for name, t in tensors.items()}
+    unit = 16 // q.element_size()
+    unit = unit if all(stride % unit == 0 for each in strides.values() for stride in each) else 1
+    pointers = {f"{name}_ptr": t for name, t in tensors.items()}
+    strides = {f"{name}_strides": tuple(stride // unit for stride in each) for name, each in strides.items()}
+    return pointers | strides | dict(
+        bias_ptr=bias, bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
+        l_ptr=lse, l_strides=strides_of(lse, cu)[:2], lens_ptr=kv_lens, cu_ptr=cu,
+        H=H, Nq=Nq if cu is None else max_seqlen, Nk=Nk, T=Nq, scale=scale * math.log2(math.e), softmax_scale=scale,
+        D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
+        HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=precision(q), UNIT=unit,
+    )  # fmt: skip
+
+
+def run(kernel: object, programs: int, blocks: dict[str, int], **arguments: object) -> None:
+    """Runs a kernel with those of the arguments that it takes."""
+    kernel[(programs,)](**{name: arguments[name] for name in kernel.arg_names if name in arguments}, **blocks)
+
+
+def strides_of(t: Tensor, cu: Tensor | None) -> tuple[int, int, int]:
+    """Of batch, head and token; packed images [1, H, T, D] have no batch."""
+    return (0 if cu is not None else t.stride(0), t.stride(1), t.stride(2))
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, max_seqlen: int) -> tuple[int, int, int, int]:
+    """Images, queries and keys of the longest image, and the wider head in whole tiles."""
+    images, Nq, Nk = (q.shape[0], q.shape[2], k.shape[2]) if cu is None else (len(cu) - 1, max_seqlen, max_seqlen)
+    return images, Nq, Nk, max(sum(split(q.shape[3])), sum(split(v.shape[3])))
