@@ -184,7 +184,7 @@ def _linears() -> Iterator[Case]:
 
     def branch(D: int = D):
         keep = torch.empty(BATCH, dtype=torch.bfloat16)
-        return dict(norm=(new(D), new(D), 1e-6), gamma=new(D), sample_scale=keep, residual=new(*M, D))
+        return dict(norm=(new(D), new(D), 1e-6), layer_scale=new(D), sample_scale=keep, residual=new(*M, D))
 
     def narrow(D: int):
         return mlp, (new(*M, D), *layers(4 * D, 1, D)), branch(D) | dict(recompute=True, return_stats=True)

@@ -84,7 +84,7 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
         found = dict(scale=0.5)
     elif op == "linear" and "activation" not in given:
         activation = draw.choice(("gelu_tanh", "quick_gelu", "relu", "silu", None))
-        found = dict(return_stats=True, activation=activation, residual=None, gamma=None)
+        found = dict(return_stats=True, activation=activation, residual=None, layer_scale=None)
     elif op == "mlp":
         found = dict(return_stats=True, residual=given["x"])
     elif op == "patch_embed":

@@ -459,7 +459,7 @@ CASES = {
     "swiglu, gate last": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[1]) * h[0], LEFT),
     "residual broadcast": (lambda x: F.linear(x, W24) + x[:1], LEFT),
     "residual scaled": (lambda x: torch.add(x, F.linear(x, W24), alpha=2), LEFT),
-    "gamma": (lambda x: x + W24[0] * F.linear(x, W24), {"linear"}),
+    "layer_scale": (lambda x: x + W24[0] * F.linear(x, W24), {"linear"}),
     "a scale for each token": (lambda x: x + x[..., :1] * F.linear(x, W24), LEFT),
     "a scale that learns": (lambda x: x + x[:, :1, :1] * F.linear(x, W24), LEFT),
     "bare": (lambda x: F.linear(x, W24), LEFT),

@@ -194,7 +194,7 @@ def test_converted_models_freeze(name, monkeypatch):
         assert torch.equal(outputs(net, given), want) and len(made) == 2 * per_call
 
 
-def folds(net):
+def can_fold_norm(net):
     """The tensors that a frozen model keeps."""
     kept = [freeze_file._frozen.get(m, {}) for m in net.modules()]
     return [t for entries in kept for entry in entries.values() for t in entry.folded[:3]]
@@ -207,7 +207,7 @@ def test_a_graph_may_own_the_folds():
     with interpreting():
         with torch.no_grad():
             net(IMAGE)
-        kept = folds(net)
+        kept = can_fold_norm(net)
         places, alive = [t.data_ptr() for t in kept], [weakref.ref(t) for t in kept]
         assert len(kept) == 6
         del kept
@@ -222,10 +222,10 @@ def test_a_graph_may_own_the_folds():
             assert all(ref() is not None for ref in alive)
             with torch.no_grad():
                 assert torch.equal(net.eval()(IMAGE), net(IMAGE))
-            assert [t.data_ptr() for t in folds(net)] == places
+            assert [t.data_ptr() for t in can_fold_norm(net)] == places
         with torch.no_grad():
             qkv, norm = net.blocks[0].attn.qkv, net.blocks[0].norm1
-            assert torch.equal(folds(net)[0], qkv.weight * norm.weight)
+            assert torch.equal(can_fold_norm(net)[0], qkv.weight * norm.weight)
     unfreeze(net)
     gc.collect()
     assert not any(ref() is not None for ref in alive)
@@ -257,8 +257,8 @@ def test_copies_and_pickles_are_not_frozen():
     with interpreting(), torch.no_grad():
         net(IMAGE)
         for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-            assert torch.is_tensor(twin(IMAGE)) and not folds(twin)
-    assert folds(net) and set(net.state_dict()) == keys
+            assert torch.is_tensor(twin(IMAGE)) and not can_fold_norm(twin)
+    assert can_fold_norm(net) and set(net.state_dict()) == keys
     assert all(set(m.__dict__) == set(n.__dict__) for m, n in zip(net.modules(), model().modules(), strict=True))
 
 
@@ -276,7 +276,7 @@ def test_training_and_gradients_fold_within_the_call(monkeypatch):
                 owner(image).square().sum().backward()
                 grads.append([image.grad, *(p.grad for p in owner.parameters() if learns)])
             assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-            assert bool(folds(net)) == (not learns)
+            assert bool(can_fold_norm(net)) == (not learns)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -311,7 +311,7 @@ def test_a_fold_is_for_one_dtype(dtype, monkeypatch):
         half, x = copy.deepcopy(net).to(dtype), net.patch_embed(IMAGE)
         freeze(half)
         assert half(image).dtype == dtype
-        assert {t.dtype for t in folds(half)} == {dtype, torch.float32}
+        assert {t.dtype for t in can_fold_norm(half)} == {dtype, torch.float32}
         net.to(dtype)
         assert torch.equal(net(image), half(image)) and x.dtype == torch.float32
 
@@ -324,10 +324,10 @@ def test_a_compiled_model_folds_in_each_call():
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     with interpreting(), torch.no_grad(), folding() as made:
         compiled(IMAGE)
-        assert made == [2] and not folds(net)
+        assert made == [2] and not can_fold_norm(net)
         _data_teacher(net)
         got = compiled(IMAGE)
-        assert made == [2] * 2 and not folds(net)
+        assert made == [2] * 2 and not can_fold_norm(net)
         freeze(net)
         want = net(IMAGE)
     torch._dynamo.reset()

@@ -290,13 +290,13 @@ def column(size):
 STRIDED = {
     "weight": lambda x: f.linear(x, torch.randn(7, 6).t()),
     "fc1": lambda x: f.mlp(x, (torch.randn(7, 7).t(), None), (torch.randn(7, 7).t(), column(7))),
-    "bias and gamma": lambda x: f.linear(x, torch.randn(6, 7), column(6), gamma=column(6)),
+    "bias and gamma": lambda x: f.linear(x, torch.randn(6, 7), column(6), layer_scale=column(6)),
     "sample_scale": lambda x: f.linear(x, torch.randn(6, 7), sample_scale=torch.tensor(2.0).expand(2)),
     "norm": lambda x: f.layer_norm(x, column(7), column(7), 1e-6),
     "folded norm": lambda x: f.linear(x, torch.randn(6, 7), norm=(column(7), column(7), 1e-6)),
     "kv_lens": lambda x: f.attention(*[x.view(2, 1, 3, 7)] * 3, kv_lens=torch.tensor([[1, 9], [3, 9]])[:, 0]),
     "patch bias": lambda x: f.patch_embed(x.view(2, 1, 3, 7), torch.randn(5, 1, 3, 7), column(5)),
-    "fp32 gamma": lambda x: f.linear(x.bfloat16(), torch.randn(6, 7).bfloat16(), gamma=torch.randn(6)),
+    "fp32 gamma": lambda x: f.linear(x.bfloat16(), torch.randn(6, 7).bfloat16(), layer_scale=torch.randn(6)),
     "fp32 prefix": lambda x: f.patch_embed(
         x.bfloat16().view(2, 1, 3, 7), torch.randn(5, 1, 3, 7).bfloat16(), prefix=torch.randn(1, 2, 5)
     ),
@@ -319,14 +319,14 @@ def test_operands_of_any_stride_and_dtype(name):
 
 @pytest.mark.parametrize("size", [1e-4, 1e-6])
 def test_small_layer_scale_keeps_fp16_gradients(size):
-    """Oracle: float64. Budget: ten roundings of fp16; gamma times a weight alone would underflow."""
-    gamma = torch.full((8,), size).half()
+    """Oracle: float64. Budget: ten roundings of fp16; layer_scale times a weight alone would underflow."""
+    layer_scale = torch.full((8,), size).half()
     tensors = [torch.randn(2, 3, 8), torch.randn(16, 8) * 0.05, torch.randn(8, 16) * 0.05]
     grads = []
     for dtype, context in ((torch.float64, contextlib.nullcontext()), (torch.float16, interpreting())):
         x, w1, w2 = (t.to(torch.float16).to(dtype).requires_grad_() for t in tensors)
         with context:
-            y = f.mlp(x, (w1, None), (w2, None), gamma=gamma.to(dtype))
+            y = f.mlp(x, (w1, None), (w2, None), layer_scale=layer_scale.to(dtype))
             grads.append(torch.autograd.grad(y, w1, torch.full_like(y, 1024.0)))
     assert worst([grads[1][0].double()], [grads[0][0]]) <= 10 * torch.finfo(torch.float16).eps
 

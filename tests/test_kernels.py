@@ -169,9 +169,14 @@ def test_layer_norm_is_equations_1_and_2():
 
 def test_add_layer_norm_is_equation_3():
     """Oracle: the sum written out, then F.layer_norm."""
-    x, residual, gamma, keep = randn(2, 3, 7), randn(2, 3, 7), randn(7), torch.tensor([0.0, 2.0], dtype=torch.float64)
-    total, normed = add_layer_norm(x, residual, None, None, 1e-6, gamma, keep)
-    want = residual + keep[:, None, None] * gamma * x
+    x, residual, layer_scale, keep = (
+        randn(2, 3, 7),
+        randn(2, 3, 7),
+        randn(7),
+        torch.tensor([0.0, 2.0], dtype=torch.float64),
+    )
+    total, normed = add_layer_norm(x, residual, None, None, 1e-6, layer_scale, keep)
+    want = residual + keep[:, None, None] * layer_scale * x
     assert close64(total, want) and close64(normed, F.layer_norm(want, (7,), eps=1e-6))
 
 
@@ -193,11 +198,11 @@ def test_activations_are_their_papers_formulas():
 def test_linear_is_equations_1_to_4():
     """Oracle: each step written out."""
     x, weight, bias, g, b = randn(2, 3, 5), randn(4, 5), randn(4), randn(5), randn(5)
-    gamma, keep, residual = randn(4), torch.tensor([0.0, 2.0], dtype=torch.float64), randn(2, 3, 4)
-    branch = dict(gamma=gamma, sample_scale=keep, residual=residual)
+    layer_scale, keep, residual = randn(4), torch.tensor([0.0, 2.0], dtype=torch.float64), randn(2, 3, 4)
+    branch = dict(layer_scale=layer_scale, sample_scale=keep, residual=residual)
     y, stats = linear(x, weight, bias, norm=(g, b, 1e-5), activation="relu", **branch, return_stats=True)
     normed = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt() * g + b
-    want = keep[:, None, None] * gamma * (normed @ weight.T + bias).clamp(min=0) + residual
+    want = keep[:, None, None] * layer_scale * (normed @ weight.T + bias).clamp(min=0) + residual
     assert close64(y, want)
     rows = want.flatten(0, 1)
     assert stats.shape == (6, 1, 2) and stats.dtype == torch.float32

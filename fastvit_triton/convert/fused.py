@@ -204,33 +204,33 @@ def finish(
     layer: nn.Module | None,
     norm: nn.Module | None = None,
     drop: nn.Module | None = None,
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """sample_scale · gamma · drop(layer(norm(x))) + residual; with `return_stats` also its row statistics, or None."""
+    """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also row statistics or None."""
     if layer is not None and readable(layer, LINEARS) and idle(drop):
         x, folded = enter(x, norm, (layer,))
         weight, bias, folded = operands(layer.weight, layer.bias, folded)
-        end = dict(gamma=gamma, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
+        end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
         return linear(x, weight, bias, norm=folded, **end)
     x = x if norm is None else norm(x)
     x = x if layer is None else layer(x)
-    y = scaled(x if drop is None else drop(x), gamma, sample_scale)
+    y = scaled(x if drop is None else drop(x), layer_scale, sample_scale)
     y = y if residual is None else y + residual
     return (y, None) if return_stats else y
 
 
 class Branch(NamedTuple):
-    """What a block adds to its stream: drop_path(gamma · scale(drop(body(norm(x), **call)))).
+    """What a block adds to its stream: drop_path(layer_scale · scale(drop(body(norm(x), **call)))).
 
     Attributes:
         body: attention or MLP, or its parts.
         norm: module applied to x first.
         scale: LayerScale, as a module.
         drop_path: stochastic depth.
-        gamma: LayerScale, as the block's own parameter [D].
+        layer_scale: LayerScale, as the block's own parameter [D].
         drop: dropout of the branch that the block, not the body, holds.
         call: the rest of the body's arguments.
     """
@@ -239,7 +239,7 @@ class Branch(NamedTuple):
     norm: nn.Module | None = None
     scale: nn.Module | None = None
     drop_path: nn.Module | None = None
-    gamma: Tensor | None = None
+    layer_scale: Tensor | None = None
     drop: nn.Module | None = None
     call: dict[str, object] | None = None
 
@@ -280,7 +280,7 @@ def _add(
     return_stats: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum, and its row statistics where they are asked for and cheap."""
-    body, norm, scale, drop_path, gamma, drop, call = branch
+    body, norm, scale, drop_path, layer_scale, drop, call = branch
     folded = of_dtype(folded, x)
     entering, stats = (x, stats) if folded is not None else (x if norm is None else norm(x), None)
     if isinstance(parts, str):
@@ -288,11 +288,11 @@ def _add(
         y = y[0] if isinstance(y, tuple) else y
     else:
         known, learned = gain(scale)
-        if known and own(gamma) and draws(drop_path) and all(idle(d) for d in (*parts.drops, drop)):
-            end = dict(gamma=gamma if learned is None else learned, sample_scale=sample_scale(drop_path, x))
+        if known and own(layer_scale) and draws(drop_path) and all(idle(d) for d in (*parts.drops, drop)):
+            end = dict(layer_scale=layer_scale if learned is None else learned, sample_scale=sample_scale(drop_path, x))
             y = run(entering, parts, folded, stats=stats, residual=x, return_stats=return_stats, **end)
             return y if return_stats else (y, None)
         y = run(entering, parts, folded, stats=stats)
     y = y if drop is None else drop(y)
-    y = scaled(y if scale is None else scale(y), gamma, None)
+    y = scaled(y if scale is None else scale(y), layer_scale, None)
     return x + (y if drop_path is None else drop_path(y)), None

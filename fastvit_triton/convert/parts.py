@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.backend import backend, usable
+from ..kernels.backend import backend, kernels_available
 from ..layers.calls import all_watched, patched
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # weight [D], bias [D], eps
@@ -123,7 +123,9 @@ def kind(module: nn.Module) -> str:
 
 def runs(x: Tensor) -> bool:
     """The kernels run for x, or the switch asks for the references, which torch.jit.trace is not shown."""
-    return own(x) and not x.is_nested and (usable(x) or (backend() == "torch" and not torch.jit.is_tracing()))
+    return (
+        own(x) and not x.is_nested and (kernels_available(x) or (backend() == "torch" and not torch.jit.is_tracing()))
+    )
 
 
 def fuses(module: nn.Module, x: Tensor) -> bool:
@@ -192,11 +194,11 @@ def idle(drop: nn.Module | None) -> bool:
 
 
 def gain(scale: nn.Module | None) -> tuple[bool, Tensor | None]:
-    """(known, gamma [D]) of a LayerScale; an identity has no gamma."""
+    """(known, layer_scale [D]) of a LayerScale; an identity has no layer_scale."""
     if scale is None or readable(scale, IDENTITY):
         return True, None
-    gamma = scale._parameters.get(LAYER_SCALES.get(kind(scale)))
-    return (True, gamma) if gamma is not None and readable(scale, (kind(scale),)) else (False, None)
+    layer_scale = scale._parameters.get(LAYER_SCALES.get(kind(scale)))
+    return (True, layer_scale) if layer_scale is not None and readable(scale, (kind(scale),)) else (False, None)
 
 
 def draws(drop_path: nn.Module | None) -> bool:

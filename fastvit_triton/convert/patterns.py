@@ -49,7 +49,7 @@ def branch(anchor: fx.Node) -> Iterator[Match | str]:
 
 
 def _ends(anchor: fx.Node) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
-    """(node, gamma and sample_scale and residual, nodes passed) for what the end of a branch may stand behind."""
+    """(node, layer_scale and sample_scale and residual, nodes passed) for what the end of a branch may stand behind."""
     if kind(anchor) != "add":
         yield from _scales(anchor, {}, [])
         return
@@ -70,8 +70,8 @@ def _scales(node: fx.Node, ends: dict, passed: list[fx.Node]) -> Iterator[tuple[
             size, sizes = shape(factor), shape(node)
             if value(factor) is None or value(rest) is None or not equal(shape(rest), sizes):
                 continue
-            if "gamma" not in ends and equal(size, sizes[-1:]):
-                yield from _scales(rest, ends | {"gamma": factor}, [*passed, node])
+            if "layer_scale" not in ends and equal(size, sizes[-1:]):
+                yield from _scales(rest, ends | {"layer_scale": factor}, [*passed, node])
             drawn = len(sizes) > 1 and equal(size, (sizes[0], *[1] * (len(sizes) - 1)))
             if "sample_scale" not in ends and drawn and not value(factor).requires_grad:
                 scale = Call(torch.flatten, (factor,))

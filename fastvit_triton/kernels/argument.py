@@ -133,11 +133,11 @@ def norm_parameters(x: Tensor, dtype: torch.dtype, given: Norm, name: str = "", 
     number(f"{name}eps", eps, 0)
 
 
-def factors(x: Tensor, gamma: Tensor | None, sample_scale: Tensor | None, **axis: int) -> None:
+def factors(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | None, **axis: int) -> None:
     """Raises where LayerScale, a value for each channel, or drop-path, one for each image of x, do not fit."""
-    if gamma is not None and not fits(gamma, x, *axis.values()):
-        expect("gamma", gamma, x, **axis)
-        mixing("gamma", gamma, x)
+    if layer_scale is not None and not fits(layer_scale, x, *axis.values()):
+        expect("layer_scale", layer_scale, x, **axis)
+        mixing("layer_scale", layer_scale, x)
     if sample_scale is not None:
         if x.dim() < 2:
             raise ValueError(f"x must have axes [B, ..., D] where sample_scale is given, got shape {list(x.shape)}")

@@ -37,7 +37,7 @@ from .attention_inner import (
     start_of,
 )
 from .attention_launch import ARGUMENTS, arguments_of, blocks_of, run, sizes_of, tail_block, tuned_row
-from .backend import usable
+from .backend import kernels_available
 from .eager import lead
 from .launch import cdiv
 from .op import Op, cast, expect, make, once_differentiable, register
@@ -78,7 +78,7 @@ def attention(
     expect("v", v, q, B=B, H=H, Nk=k.shape[2], Dv=None)
     check.heads(q, k, v)
     check.scores(q, (H, q.shape[2], k.shape[2]), bias, kv_lens, scale, return_lse)
-    if usable(q, max(D, v.shape[3])):
+    if kernels_available(q, max(D, v.shape[3])):
         o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
         return (o, lse * math.log(2)) if return_lse else o
     return reference(q, k, v, bias, scale, kv_lens, return_lse)
@@ -115,7 +115,7 @@ def varlen_attention(
     check.images(cu_seqlens, q, max_seqlen)
     if scale is not None:
         number("scale", scale)
-    if usable(q, max(D, v.shape[2])):
+    if kernels_available(q, max(D, v.shape[2])):
         heads_first = (t.transpose(0, 1)[None] for t in cast(q, k, v))  # [1, H, T, D]
         o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, D**-0.5 if scale is None else scale)
         return o[0].transpose(0, 1)

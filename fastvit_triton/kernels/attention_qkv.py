@@ -22,7 +22,7 @@ from torch import Tensor
 from . import attention as dense
 from . import check, layer_norm
 from .argument import Norm
-from .backend import usable
+from .backend import kernels_available
 from .check import Rope
 from .launch import cdiv, power_of_2
 from .op import Op, apart, cast, make, once_differentiable, register
@@ -65,7 +65,7 @@ def attention_qkv(
     """
     D = check.packed(qkv, num_heads, q_norm, k_norm, rope, prefix_tokens)
     check.scores(qkv, (num_heads, qkv.shape[1], qkv.shape[1]), bias, kv_lens, scale, return_lse)
-    if usable(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
+    if kernels_available(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
         packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
         (q_weight, q_bias, q_eps), (k_weight, k_bias, k_eps) = q_norm or (None,) * 3, k_norm or (None,) * 3
         k_weight, k_bias = apart(k_weight, q_weight), apart(k_bias, q_bias)

@@ -100,7 +100,7 @@ _too_old._dynamo_marked_constant = True  # torch.compiler.assume_constant_result
 _floor = functools.cache(_too_old)
 
 
-def usable(x: torch.Tensor, head_dim: int = 0) -> bool:
+def kernels_available(x: torch.Tensor, head_dim: int = 0) -> bool:
     """The Triton path applies to x. Reads only device, dtype, head dimension and the switch, so Dynamo folds it."""
     if x.device.type == "cpu" and _switch in ("auto", "torch"):  # the commonest answer, asked many times a model
         return False

@@ -131,10 +131,10 @@ def _covers(tiles: int, K: int) -> bool:
 
 
 def branch(
-    x: Tensor, channels: int, gamma: Tensor | None, sample_scale: Tensor | None, residual: Tensor | None
+    x: Tensor, channels: int, layer_scale: Tensor | None, sample_scale: Tensor | None, residual: Tensor | None
 ) -> None:
     """Raises ValueError or TypeError when what ends a residual branch does not fit an output of that many channels."""
-    factors(x, gamma, sample_scale, F=channels)
+    factors(x, layer_scale, sample_scale, F=channels)
     if residual is not None and residual is not x:
         added("residual", residual, x, (*x.shape[:-1], channels))
 

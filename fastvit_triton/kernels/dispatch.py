@@ -73,16 +73,16 @@ def linear(
     """Whether our kernel does the product of `linear` with what stands around it.
 
     Args:
-        row: (x, F, activation, gamma, residual) → the row's name.
+        row: (x, F, activation, layer_scale, residual) → the row's name.
         x: [..., K].
         weight: [F, K], or [2F, K] for "swiglu".
         colsum: given when a LayerNorm is folded in.
         stats: its row statistics, or None.
-        around: (activation, gamma, sample_scale, residual, return_stats).
+        around: (activation, layer_scale, sample_scale, residual, return_stats).
         save: the pre-activation is kept.
     """
-    activation, gamma, scale, residual, return_stats = around
-    ends = (gamma is not None, scale is not None, residual is not None, return_stats)
+    activation, layer_scale, scale, residual, return_stats = around
+    ends = (layer_scale is not None, scale is not None, residual is not None, return_stats)
     key = (
         x.numel(),
         weight.shape,
@@ -91,7 +91,7 @@ def linear(
         activation,
         ends,
         save,
-        *(None if t is None else t.dtype for t in (x, gamma, residual)),
+        *(None if t is None else t.dtype for t in (x, layer_scale, residual)),
         x.device,
         *_state(x),
     )
@@ -99,7 +99,7 @@ def linear(
     if found is None:
         F = len(weight) // 2 if activation == "swiglu" else len(weight)
         work = _linear(x, weight, colsum, stats, activation, ends, save) if x.numel() else None
-        found = remember(key, lambda: row(x, F, activation, gamma, residual), x, work)
+        found = remember(key, lambda: row(x, F, activation, layer_scale, residual), x, work)
     return found
 
 
@@ -206,16 +206,16 @@ def _linear(x, weight, colsum, stats, activation, ends, save):
     """Bytes: a LayerNorm reads and writes x, an elementwise operator reads what it takes and writes its output."""
     (P, K), size = weight.shape, x.element_size()
     M, F = x.numel() // K, P // 2 if activation == "swiglu" else P
-    gamma, scale, residual, _ = ends
+    layer_scale, scale, residual, _ = ends
     entering, leaving = M * K * size, M * F * size
     floor = entering + P * K * size + leaving + residual * leaving
     kept = save and activation is not None
     ours = floor + (colsum is not None and stats is None) * entering + kept * M * P * size
     eager = entering + P * K * size + M * P * size + (colsum is not None) * 2 * entering
     eager += {None: 0, "swiglu": 5, "quick_gelu": 5}.get(activation, 2) * leaving
-    eager += (2 * gamma + 2 * scale + 3 * residual) * leaving
+    eager += (2 * layer_scale + 2 * scale + 3 * residual) * leaving
     parts = [f"K={K} F={F} M={_class(M)}", "norm" * (colsum is not None), activation or ""]
-    parts += [word for word, there in zip(("gamma", "scale", "residual", "stats"), ends, strict=True) if there]
+    parts += [word for word, there in zip(("layer_scale", "scale", "residual", "stats"), ends, strict=True) if there]
     parts += ["kept" * kept]
     return " ".join(filter(None, parts)), Work(2.0 * M * P * K, floor, ours, eager)
 

@@ -93,11 +93,11 @@ def linear(
         const: [F], the bias, or None.
         colsum: given when x is to be normalised.
         eps: of that.
-        around: (activation, gamma, sample_scale, residual).
+        around: (activation, layer_scale, sample_scale, residual).
         save: keep the pre-activation.
         like: tensors of the shapes and dtypes to give.
     """
-    activation, gamma, sample_scale, residual = around
+    activation, layer_scale, sample_scale, residual = around
     want_y, want_pre, want_mean, want_rstd, want_stats = like
     mean, rstd, normed = want_mean, want_rstd, x
     if colsum is not None:
@@ -111,8 +111,8 @@ def linear(
         h = F.silu(gate) * up
     elif activation is not None:
         h = ACTIVATIONS[activation](h)
-    if gamma is not None:
-        h = h * gamma
+    if layer_scale is not None:
+        h = h * layer_scale
     if sample_scale is not None:
         h = h * sample_scale.to(h.dtype).view(-1, *[1] * (h.dim() - 1))
     y = (h if residual is None else h + residual).to(want_y.dtype)

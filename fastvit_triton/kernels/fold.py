@@ -6,7 +6,7 @@ Math      W' = W·diag(γ)    s_f = Σ_k W'_fk    c = W β + b                  
 Backward  dW = dW'·diag(γ) + dc βᵀ    db = dc    dγ = Σ_f dW'_f ∘ W_f    dβ = Wᵀ dc           (3)
           in PyTorch; s is a function of W' and carries no gradient of its own.
 Kernels   One, over whole rows of all projections of all norms given, packed as it writes them. The backward pass of
-          `linear` uses it for W' alone, rows times a gamma.
+          `linear` uses it for W' alone, rows times a layer_scale.
 Saved     W, γ, β.
 Cost      reads W once, writes W' once: 2·F·K values where a LayerNorm of its own moves 2·M·K, hence `pays`.
 Sources   Ba et al., Layer Normalization, arXiv:1607.06450, eq. 4, multiplied out.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .argument import FLOATS, filled, floating, mixing
-from .backend import usable
+from .backend import kernels_available
 from .launch import cdiv, config, whole_rows
 from .op import Op, expect, make, once_differentiable, register
 from .tile import jit, tl
@@ -73,7 +73,7 @@ def fold(
     check(weights, biases, norm_weight, norm_bias)
     if dtype not in FLOATS:
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {dtype!r}")
-    if usable(weights[0]) and weights[0].shape[1] <= MAX_K:
+    if kernels_available(weights[0]) and weights[0].shape[1] <= MAX_K:
         return Folded(*_Fn.apply(dtype, norm_weight, norm_bias, *weights, *biases))
     return reference(weights, biases, norm_weight, norm_bias, dtype)
 
@@ -88,7 +88,7 @@ def fold_groups(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
     for group in groups:
         check(*group)
         expect("weight", group.weights[0], F=None, K=groups[0].weights[0].shape[1])
-    if usable(groups[0].weights[0]) and groups[0].weights[0].shape[1] <= MAX_K:
+    if kernels_available(groups[0].weights[0]) and groups[0].weights[0].shape[1] <= MAX_K:
         return run(groups, dtype)
     return [reference(*group, dtype) for group in groups]
 
@@ -151,7 +151,7 @@ def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor |
     if len(weights) == 1:
         return weights[0], biases[0]
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, *biases))
-    if usable(weights[0]) and weights[0].shape[1] <= MAX_K and not learns:
+    if kernels_available(weights[0]) and weights[0].shape[1] <= MAX_K and not learns:
         weight, bias = _pack_op(weights, biases)
         return weight, bias if bias.numel() else None
     if all(b is None for b in biases):
@@ -162,10 +162,10 @@ def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor |
 
 @jit
 def _fold_rows(
-    w_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, gamma_ptr, folded_ptr, colsum_ptr, const_ptr, block, F,
+    w_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, layer_scale_ptr, folded_ptr, colsum_ptr, const_ptr, block, F,
     K: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Equation (1) for BLOCK_F outputs of one projection, rows times gamma; a pointer may be None."""
+    """Equation (1) for BLOCK_F outputs of one projection, rows times layer_scale; a pointer may be None."""
     f = block.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     k = tl.arange(0, BLOCK_K)
     in_f, in_k = f < F, k < K
@@ -178,8 +178,8 @@ def _fold_rows(
         const += tl.sum(w * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :], 1)
     if norm_weight_ptr is not None:
         w *= tl.load(norm_weight_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
-    if gamma_ptr is not None:
-        w *= tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)[:, None]
+    if layer_scale_ptr is not None:
+        w *= tl.load(layer_scale_ptr + f, mask=in_f, other=0.0).to(tl.float32)[:, None]
     folded = w.to(folded_ptr.dtype.element_ty)
     tl.store(folded_ptr + f[:, None] * K + k[None, :], folded, mask=inside)
     if colsum_ptr is not None:
@@ -241,17 +241,17 @@ def launch(
     biases: Parts,
     norm_weights: Parts,
     norm_biases: Parts,
-    gammas: Parts,
+    layer_scales: Parts,
     folded: Parts,
     colsums: Parts,
     consts: Parts,
 ) -> None:
-    """Writes W' of each projection [F_i, K], with rows times gamma [F_i] if given, and its sums if there is room."""
+    """Writes W' of each projection [F_i, K], rows times layer_scale [F_i] if given, and its sums if there is room."""
     sizes = tuple(len(w) for w in weights)
     rows, block, options = whole_rows(weights[0].shape[1])
     dense = [tuple(t if t is None else t.contiguous() for t in p) for p in (weights, biases, norm_weights, norm_biases)]
     _fold_kernel[(sum(cdiv(size, rows) for size in sizes),)](
-        *dense, gammas, folded, colsums, consts, sizes,
+        *dense, layer_scales, folded, colsums, consts, sizes,
         K=weights[0].shape[1], BLOCK_F=rows, BLOCK_K=block, **options,
     )  # fmt: skip
 

@@ -2,13 +2,13 @@
 
 Math      μ = mean(x)    σ² = mean((x − μ)²)    x̂ = (x − μ) / √(σ² + ε)                  (1)
           y = γ·x̂ + β                                                                     (2)
-          s = residual + sample_scale·gamma·x,  y = LN(s)        for add_layer_norm       (3)
+          s = residual + sample_scale·layer_scale·x,  y = LN(s)        for add_layer_norm       (3)
 Backward  g = dy·γ,  t = (g − mean(g) − x̂·mean(g·x̂)) / √(σ² + ε) + ds                     (4)
-          dresidual = t    dx = sample_scale·gamma·t    dgamma = Σ_rows sample_scale·x·t      (5)
+          dresidual = t    dx = sample_scale·layer_scale·t    dlayer_scale = Σ_rows sample_scale·x·t      (5)
           dγ = Σ_rows dy·x̂    dβ = Σ_rows dy                                               (6)
           sample_scale is a draw, not a parameter: it gets no gradient.
 Cost      forward 8·M·D flops; bytes = x + y (+ residual + s). Backward reads dy, ds, s, x and writes dx, dresidual.
-Saved     s (or x alone), and x where gamma learns, in storage dtype; μ and 1/√(σ² + ε) in fp32.
+Saved     s (or x alone), and x where layer_scale learns, in storage dtype; μ and 1/√(σ² + ε) in fp32.
 Sums      Row sums (6) in two stages, first per program in fp32, then over programs: same bits every run.
 Sources   Ba et al., Layer normalization, arXiv:1607.06450, eq. 4; LayerScale: Touvron et al., CaiT, arXiv:2103.17239,
           eq. 6; stochastic depth: Huang et al., arXiv:1603.09382.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .argument import added, autocasts, expect_rows, factors, norm_parameters
-from .backend import usable
+from .backend import kernels_available
 from .launch import cdiv, power_of_2, whole_rows
 from .op import Op, make, once_differentiable, register
 from .tile import jit, tl
@@ -48,7 +48,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """
     expect_rows("x", x, "D")
     norm_parameters(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
-    if usable(x) and x.shape[-1] <= MAX_D:
+    if kernels_available(x) and x.shape[-1] <= MAX_D:
         return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
     return reference(x, weight, bias, eps)
 
@@ -59,7 +59,7 @@ def add_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Adds a residual branch and normalises the sum, equation (3).
@@ -70,7 +70,7 @@ def add_layer_norm(
         weight: γ [D], or None.
         bias: β [D], or None.
         eps: ε, added to the variance.
-        gamma: [D], LayerScale of the branch.
+        layer_scale: [D], LayerScale of the branch.
         sample_scale: [B], drop-path factor of each image: 0 or 1 / (1 − p).
 
     Returns:
@@ -82,13 +82,13 @@ def add_layer_norm(
     """
     expect_rows("x", x, "D")
     added("residual", residual, x, x.shape)
-    factors(x, gamma, sample_scale, D=x.shape[-1])
+    factors(x, layer_scale, sample_scale, D=x.shape[-1])
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    dtype = dtype if gamma is None else torch.promote_types(dtype, gamma.dtype)
+    dtype = dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
     norm_parameters(x, dtype, (weight, bias, eps), D=x.shape[-1])
-    if usable(x) and usable(residual) and x.shape[-1] <= MAX_D:
-        return _Fn.apply(x, residual, weight, bias, eps, gamma, sample_scale)
-    return reference_add(x, residual, weight, bias, eps, gamma, sample_scale)
+    if kernels_available(x) and kernels_available(residual) and x.shape[-1] <= MAX_D:
+        return _Fn.apply(x, residual, weight, bias, eps, layer_scale, sample_scale)
+    return reference_add(x, residual, weight, bias, eps, layer_scale, sample_scale)
 
 
 def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -105,18 +105,18 @@ def reference_add(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Equation (3)."""
-    total = residual + scaled(x, gamma, sample_scale)
+    total = residual + scaled(x, layer_scale, sample_scale)
     return total, reference(total, weight, bias, eps)
 
 
-def scaled(x: Tensor, gamma: Tensor | None, sample_scale: Tensor | None) -> Tensor:
-    """sample_scale · gamma · x for x [B, ..., D]: the end of every residual branch."""
-    if gamma is not None:
-        x = x * gamma
+def scaled(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | None) -> Tensor:
+    """sample_scale · layer_scale · x for x [B, ..., D]: the end of every residual branch."""
+    if layer_scale is not None:
+        x = x * layer_scale
     if sample_scale is not None:
         x = x * sample_scale.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 1))
     return x
@@ -163,8 +163,8 @@ def merged(
 
 @jit
 def _fwd_kernel(
-    x_ptr, residual_ptr, gamma_ptr, scale_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr,
-    M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr,
+    M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -176,8 +176,8 @@ def _fwd_kernel(
     at = m[:, None] * D + d[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
     if HAS_RESIDUAL:
-        if HAS_GAMMA:
-            x *= tl.load(gamma_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        if HAS_LAYER_SCALE:
+            x *= tl.load(layer_scale_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
         if HAS_SCALE:
             x *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
         x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -199,9 +199,9 @@ def _fwd_kernel(
 
 @jit
 def _bwd_kernel(
-    dy_ptr, dsum_ptr, s_ptr, x_ptr, gamma_ptr, scale_ptr, weight_ptr, mean_ptr, rstd_ptr,
+    dy_ptr, dsum_ptr, s_ptr, x_ptr, layer_scale_ptr, scale_ptr, weight_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dresidual_ptr, partial_ptr,
-    M, rows_per_image, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    M, rows_per_image, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -212,12 +212,12 @@ def _bwd_kernel(
     weight = tl.full([BLOCK_D], 1.0, tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + d, mask=in_d, other=0.0).to(tl.float32)
-    gamma = tl.full([BLOCK_D], 1.0, tl.float32)
-    if HAS_GAMMA:
-        gamma = tl.load(gamma_ptr + d, mask=in_d, other=0.0).to(tl.float32)
+    layer_scale = tl.full([BLOCK_D], 1.0, tl.float32)
+    if HAS_LAYER_SCALE:
+        layer_scale = tl.load(layer_scale_ptr + d, mask=in_d, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK_D], tl.float32)
     dbias = tl.zeros([BLOCK_D], tl.float32)
-    dgamma = tl.zeros([BLOCK_D], tl.float32)
+    dlayer_scale = tl.zeros([BLOCK_D], tl.float32)
     for first in range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         in_m = m < M
@@ -238,16 +238,16 @@ def _bwd_kernel(
             tl.store(dresidual_ptr + at, t.to(dresidual_ptr.dtype.element_ty), mask=inside)
             if HAS_SCALE:
                 t *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
-            if HAS_GAMMA:
+            if HAS_LAYER_SCALE:
                 x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                dgamma += tl.sum(tl.where(inside, t * x, 0.0), 0)
-                t *= gamma[None, :]
+                dlayer_scale += tl.sum(tl.where(inside, t * x, 0.0), 0)
+                t *= layer_scale[None, :]
         tl.store(dx_ptr + at, t.to(dx_ptr.dtype.element_ty), mask=inside)
     at = partial_ptr + program * 3 * D + d
     tl.store(at, dweight, mask=in_d)
     tl.store(at + D, dbias, mask=in_d)
-    if HAS_GAMMA:
-        tl.store(at + 2 * D, dgamma, mask=in_d)
+    if HAS_LAYER_SCALE:
+        tl.store(at + 2 * D, dlayer_scale, mask=in_d)
 
 
 def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
@@ -265,23 +265,23 @@ def _blocks(D: int) -> dict[str, int]:
     return dict(BLOCK_M=max(1, 1024 // block), BLOCK_D=block, num_warps=warps, num_stages=1, enable_fp_fusion=True)
 
 
-def _fwd(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
+def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
-    total, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out)
+    total, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, D, blocks = mean.numel(), x.shape[-1], _blocks(x.shape[-1])
     if M:
         _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
-            x, residual, gamma, sample_scale, weight, bias, total, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
-            D=D, HAS_RESIDUAL=residual is not None, HAS_GAMMA=gamma is not None, HAS_SCALE=sample_scale is not None,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
+            x, residual, layer_scale, sample_scale, weight, bias, total, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
+            D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
+            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
         )  # fmt: skip
     return total, y, mean, rstd
 
 
-def _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
+def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     dtype = x.dtype
-    for t in (residual, gamma if residual is not None else None):
+    for t in (residual, layer_scale if residual is not None else None):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
     total = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     rows = math.prod(x.shape[:-1])
@@ -289,9 +289,9 @@ def _fwd_fake(x, residual, weight, bias, eps, gamma, sample_scale, fp32_out):
     return total, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
 
 
-def _bwd(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype):
-    """(dx, dresidual, sums); sums [3, D] fp32 are dweight, dbias, dgamma. dresidual is empty without `dsum`."""
-    dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype)
+def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
+    """(dx, dresidual, sums); sums [3, D] fp32 are dweight, dbias, dlayer_scale. dresidual is empty without `dsum`."""
+    dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype)
     dy, s = dy.contiguous(), s.contiguous()
     dsum, x = (None if t is None else t.contiguous() for t in (dsum, x))
     M, D, blocks = mean.numel(), s.shape[-1], _blocks(s.shape[-1])
@@ -300,29 +300,29 @@ def _bwd(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype):
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.zeros(programs, 3, D, dtype=torch.float32, device=s.device)
     _bwd_kernel[(programs,)](
-        dy, dsum, s, x, gamma, sample_scale, weight, mean, rstd, dx, dresidual, partial, M, cdiv(M, s.shape[0]),
-        D=D, HAS_RESIDUAL=dsum is not None, HAS_GAMMA=gamma is not None, HAS_SCALE=sample_scale is not None,
+        dy, dsum, s, x, layer_scale, sample_scale, weight, mean, rstd, dx, dresidual, partial, M, cdiv(M, s.shape[0]),
+        D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
         HAS_WEIGHT=weight is not None, **blocks,
     )  # fmt: skip
     return dx, dresidual, torch.sum(partial, 0, out=sums)
 
 
-def _bwd_fake(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, dx_dtype):
+def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
     dresidual = s.new_empty(0 if dsum is None else s.shape)
     return s.new_empty(s.shape, dtype=dx_dtype), dresidual, s.new_empty(3, s.shape[-1], dtype=torch.float32)
 
 
 _fwd_op = register(
     "layer_norm_fwd",
-    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, Tensor? gamma, Tensor? sample_scale, "
-    "bool fp32_out) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, Tensor? layer_scale, "
+    "Tensor? sample_scale, bool fp32_out) -> (Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
 )
 _bwd_op = register(
     "layer_norm_bwd",
-    "(Tensor dy, Tensor? dsum, Tensor s, Tensor? x, Tensor? weight, Tensor? gamma, Tensor? sample_scale, Tensor mean, "
-    "Tensor rstd, ScalarType dx_dtype) -> (Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor? dsum, Tensor s, Tensor? x, Tensor? weight, Tensor? layer_scale, Tensor? sample_scale, "
+    "Tensor mean, Tensor rstd, ScalarType dx_dtype) -> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
@@ -332,11 +332,11 @@ class _Fn(torch.autograd.Function):
     """Ties layer_norm_fwd to layer_norm_bwd; without a residual the first output is empty."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, gamma, sample_scale):
+    def forward(ctx, x, residual, weight, bias, eps, layer_scale, sample_scale):
         autocast = torch.is_autocast_enabled(x.device.type)  # where PyTorch's own layer_norm gives float32
-        total, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, gamma, sample_scale, autocast)
-        branch = x if gamma is not None else None
-        ctx.save_for_backward(x if residual is None else total, branch, weight, gamma, sample_scale, mean, rstd)
+        total, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast)
+        branch = x if layer_scale is not None else None
+        ctx.save_for_backward(x if residual is None else total, branch, weight, layer_scale, sample_scale, mean, rstd)
         ctx.has_residual, ctx.dtypes = (
             residual is not None,
             tuple(None if t is None else t.dtype for t in (x, residual, bias)),
@@ -346,17 +346,17 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dsum, dy):
-        s, x, weight, gamma, sample_scale, mean, rstd = ctx.saved_tensors
+        s, x, weight, layer_scale, sample_scale, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, bias_dtype = ctx.dtypes
         dsum = dsum if ctx.has_residual else None
-        dx, dresidual, sums = _bwd_op(dy, dsum, s, x, weight, gamma, sample_scale, mean, rstd, x_dtype)
+        dx, dresidual, sums = _bwd_op(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, x_dtype)
         return (
             dx,
             dresidual.to(residual_dtype) if ctx.has_residual else None,
             None if weight is None else sums[0].to(weight.dtype),
             None if bias_dtype is None else sums[1].to(bias_dtype),
             None,
-            None if gamma is None else sums[2].to(gamma.dtype),
+            None if layer_scale is None else sums[2].to(layer_scale.dtype),
             None,
         )
 
@@ -370,7 +370,11 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
 def _inputs_add(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, B, D = make(device, dtype, seed=1), case["B"], case["D"]
     keep = torch.tensor([b % 2 / 0.5 for b in range(B)], dtype=dtype, device=device)
-    return _inputs(case, dtype, device) | {"residual": randn(B, case["N"], D), "gamma": randn(D), "sample_scale": keep}
+    return _inputs(case, dtype, device) | {
+        "residual": randn(B, case["N"], D),
+        "layer_scale": randn(D),
+        "sample_scale": keep,
+    }
 
 
 OP = Op(

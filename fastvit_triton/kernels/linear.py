@@ -3,7 +3,7 @@
 Math      x̂ = LN(x) when `norm` is given, else x                                 [M, K]      (1)
           h = act(x̂ Wᵀ + b)                                                     [M, F]      (2)
           h = silu(x̂ W_gᵀ + b_g) ∘ (x̂ W_uᵀ + b_u)    for activation "swiglu"                (2')
-          y = sample_scale · gamma · h + residual                                [M, F]      (3)
+          y = sample_scale · layer_scale · h + residual                                [M, F]      (3)
           stats = (Σ y, Σ (y − mean y)²) over each tile of columns           [M, tiles, 2]   (4)
 Folded    W' = W·diag(γ), its column sums s and the constant c, as in `fold`                 (5)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row       (6)
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from . import check, dispatch, eager, fold, layer_norm
 from .argument import flag
-from .backend import usable
+from .backend import kernels_available
 from .check import Norm, Pair
 from .eager import ACTIVATIONS
 from .fold import Folded
 from .launch import cdiv, config, power_of_2, precision
 from .layer_norm import merged
 from .linear_backward import bwd_op
-from .op import Op, cast, folds, make, once_differentiable, register
+from .op import Op, can_fold_norm, cast, make, once_differentiable, register
 from .tile import (
     activate,
     add_stats,
@@ -65,12 +65,12 @@ def linear(
     norm: Norm | None = None,
     stats: Tensor | None = None,
     activation: str | None = None,
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """sample_scale · gamma · act(LN(x) Wᵀ + b) + residual.
+    """sample_scale · layer_scale · act(LN(x) Wᵀ + b) + residual.
 
     Args:
         x: [..., K].
@@ -80,7 +80,7 @@ def linear(
         norm: (weight [K], bias [K], eps) of a LayerNorm on x.
         stats: [M, tiles, 2] fp32, row statistics of x left by the producer of x, so that LN needs no pass of its own.
         activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swiglu" or None.
-        gamma: [F], LayerScale.
+        layer_scale: [F], LayerScale.
         sample_scale: [B] with x [B, ..., K], drop-path factor of each image.
         residual: [..., F], added last; the output has the promoted dtype.
         return_stats: also return equation (4) for the output, which carries no gradient.
@@ -94,16 +94,18 @@ def linear(
     """
     check.projection(x, weight, bias, activation)
     check.norm(x, norm, stats, weight)
-    check.branch(x, outputs(weight, activation), gamma, sample_scale, residual)
+    check.branch(x, outputs(weight, activation), layer_scale, sample_scale, residual)
     flag("return_stats", return_stats)
-    if usable(x) and x.shape[-1] <= layer_norm.MAX_D:
+    if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
         operand, norm = before(x, norm, weight)
         around = residual is operand  # torch.compile wants each tensor passed once
         keep = torch.is_grad_enabled()  # inside the Function gradients are always off
         eps, residual = 0.0 if norm is None else norm[2], None if around else residual
         facts = activation, norm is not None, eps, around, keep, return_stats
         stats = None if norm is None else stats
-        y, y_stats = _Fn.apply(operand, *operands(weight, bias, norm), stats, gamma, sample_scale, residual, facts)
+        y, y_stats = _Fn.apply(
+            operand, *operands(weight, bias, norm), stats, layer_scale, sample_scale, residual, facts
+        )
         return (y, y_stats) if return_stats else y
     return reference(
         x,
@@ -112,7 +114,7 @@ def linear(
         norm=norm,
         stats=stats,
         activation=activation,
-        gamma=gamma,
+        layer_scale=layer_scale,
         sample_scale=sample_scale,
         residual=residual,
         return_stats=return_stats,
@@ -127,7 +129,7 @@ def reference(
     norm: Norm | None = None,
     stats: Tensor | None = None,
     activation: str | None = None,
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     return_stats: bool = False,
@@ -146,14 +148,14 @@ def reference(
         y = F.silu(gate) * up  # (2')
     else:
         y = y if activation is None else ACTIVATIONS[activation](y)  # (2)
-    y = layer_norm.scaled(y, gamma, sample_scale)
+    y = layer_norm.scaled(y, layer_scale, sample_scale)
     y = y if residual is None else y + residual  # (3)
     return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
 def before(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
     """x as the operand of the product, and the LayerNorm still to be folded in."""
-    if norm is not None and not (folds(x) and (isinstance(weight, Folded) or fold.pays(x, _rows(weight)))):
+    if norm is not None and not (can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, _rows(weight)))):
         # few rows, or a float32 stream under autocast, where LN keeps its precision
         return cast(layer_norm.layer_norm(x, *norm))[0], None
     return cast(x)[0], norm
@@ -247,9 +249,9 @@ def with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.constex
 
 @jit
 def finish(
-    y, up, const_ptr, colsum_ptr, gamma_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, scale, count, total, spread,
-    m, f, M, F,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    y, up, const_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, scale, count, total,
+    spread, m, f, M, F,
+    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """Everything after the product for columns f of a tile; adds them to the statistics of the columns before."""
@@ -267,8 +269,8 @@ def finish(
         if SAVE:
             tl.store(pre_ptr + m[:, None] * F + f[None, :], y.to(pre_ptr.dtype.element_ty), mask=inside)
         y = activate(y, ACTIVATION, EXACT)
-    if HAS_GAMMA:
-        y *= tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)[None, :]
+    if HAS_LAYER_SCALE:
+        y *= tl.load(layer_scale_ptr + f, mask=in_f, other=0.0).to(tl.float32)[None, :]
     if HAS_SCALE:
         y *= scale[:, None]
     if HAS_RESIDUAL:
@@ -282,9 +284,9 @@ def finish(
 
 @jit
 def _fwd_kernel(
-    x_ptr, w_ptr, const_ptr, colsum_ptr, stats_ptr, mean_ptr, rstd_ptr, gamma_ptr, scale_ptr, residual_ptr,
+    x_ptr, w_ptr, const_ptr, colsum_ptr, stats_ptr, mean_ptr, rstd_ptr, layer_scale_ptr, scale_ptr, residual_ptr,
     y_ptr, pre_ptr, y_stats_ptr, M, F, K, x_stride, rows_per_image, tiles_m, tiles_f, eps,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -325,36 +327,37 @@ def _fwd_kernel(
     for part in tl.static_range(PARTS):
         here = first_f + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
         count, total, spread = finish(
-            parts[part], ups[part], const_ptr, colsum_ptr, gamma_ptr, residual_ptr, y_ptr, pre_ptr,
+            parts[part], ups[part], const_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr,
             mean, rstd, scale, count, total, spread, m, here, M, F,
-            ACTIVATION, HAS_NORM, HAS_CONST, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None, STATS,
+            ACTIVATION, HAS_NORM, HAS_CONST, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None,
+            STATS,
         )  # fmt: skip
     if STATS:
         put_stats(y_stats_ptr + (m * tiles_f + tile_f) * 2, in_m, count, total, spread)
 
 
-def tuned_row(x: Tensor, F: int, activation: str | None, gamma: Tensor | None, residual: Tensor | None) -> str:
+def tuned_row(x: Tensor, F: int, activation: str | None, layer_scale: Tensor | None, residual: Tensor | None) -> str:
     """Name in tuned/ of the product's launch parameters.
 
     A 16-bit product that ends in float32 needs registers; so do outputs whose rows are not 32-byte aligned.
     """
-    kind = "half" if output_dtype(x, gamma, residual) == x.dtype else "wide"
+    kind = "half" if output_dtype(x, layer_scale, residual) == x.dtype else "wide"
     kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
     return f"linear.fwd.{'fp32' if x.dtype == torch.float32 else kind}"
 
 
-def _blocks(x, F, activation, gamma, residual):
+def _blocks(x, F, activation, layer_scale, residual):
     """Launch parameters of the product."""
-    row = tuned_row(x, F, activation, gamma, residual)
+    row = tuned_row(x, F, activation, layer_scale, residual)
     return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)
 
 
-def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats):
+def _fwd(x, weight, const, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
     """(y, pre, mean, rstd, stats): LN is folded when `colsum` is given; what is not asked for is empty."""
     outputs = _fwd_fake(
-        x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats
+        x, weight, const, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats
     )
-    around = activation, gamma, sample_scale, residual
+    around = activation, layer_scale, sample_scale, residual
     if not dispatch.linear(tuned_row, x, weight, colsum, stats, (*around, return_stats), save):
         return eager.linear(x, weight, const, colsum, eps, around, save, outputs)
     y, pre, mean, rstd, y_stats = outputs
@@ -362,7 +365,7 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M, blocks, tiles = len(rows), _blocks(x, F_, activation, gamma, residual), 0
+    M, blocks, tiles = len(rows), _blocks(x, F_, activation, layer_scale, residual), 0
     if not M:
         return outputs
     if colsum is not None and stats is None:
@@ -372,25 +375,27 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, 
         stats, tiles = stats.contiguous(), stats.shape[1]
     tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
     _fwd_kernel[(tiles_m * tiles_f,)](
-        rows, weight, const, colsum, stats, mean, rstd, gamma, sample_scale, residual,
+        rows, weight, const, colsum, stats, mean, rstd, layer_scale, sample_scale, residual,
         y, pre, y_stats, M, F_, K, rows.stride(0), cdiv(M, x.shape[0]), tiles_m, tiles_f, eps,
-        ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_CONST=const is not None, HAS_GAMMA=gamma is not None,
-        HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None, SAVE=save, STATS=return_stats,
-        PRECISION=precision(x), EVEN=K % blocks["BLOCK_K"] == 0, WIDTH=power_of_2(cdiv(K, max(tiles, 1))),
-        TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
+        ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_CONST=const is not None,
+        HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None,
+        SAVE=save, STATS=return_stats, PRECISION=precision(x), EVEN=K % blocks["BLOCK_K"] == 0,
+        WIDTH=power_of_2(cdiv(K, max(tiles, 1))), TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
     )  # fmt: skip
     return outputs
 
 
-def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_scale, residual, save, return_stats):
+def _fwd_fake(
+    x, weight, const, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats
+):
     F_ = len(weight) // 2 if activation == "swiglu" else len(weight)
     M = math.prod(x.shape[:-1])
     kept = colsum is not None and (save or stats is None)
     mean, rstd = (x.new_empty(M if kept else 0, dtype=torch.float32) for _ in range(2))
-    shape = (M, cdiv(F_, _blocks(x, F_, activation, gamma, residual)["BLOCK_F"]), 2) if return_stats else (0,)
+    shape = (M, cdiv(F_, _blocks(x, F_, activation, layer_scale, residual)["BLOCK_F"]), 2) if return_stats else (0,)
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
-        x.new_empty(*x.shape[:-1], F_, dtype=output_dtype(x, gamma, residual)),
+        x.new_empty(*x.shape[:-1], F_, dtype=output_dtype(x, layer_scale, residual)),
         pre,
         mean,
         rstd,
@@ -398,10 +403,10 @@ def _fwd_fake(x, weight, const, colsum, stats, eps, activation, gamma, sample_sc
     )
 
 
-def output_dtype(x: Tensor, gamma: Tensor | None, residual: Tensor | None) -> torch.dtype:
+def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None) -> torch.dtype:
     """The dtype of a branch's end, as PyTorch promotes it."""
     dtype = x.dtype
-    for t in (gamma, residual):
+    for t in (layer_scale, residual):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
     return dtype
 
@@ -409,7 +414,7 @@ def output_dtype(x: Tensor, gamma: Tensor | None, residual: Tensor | None) -> to
 fwd_op = register(
     "linear_fwd",
     "(Tensor x, Tensor weight, Tensor? const, Tensor? colsum, Tensor? stats, float eps, str? activation, "
-    "Tensor? gamma, Tensor? sample_scale, Tensor? residual, bool save, bool return_stats) "
+    "Tensor? layer_scale, Tensor? sample_scale, Tensor? residual, bool save, bool return_stats) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
@@ -421,15 +426,26 @@ class _Fn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, norm_weight, norm_bias, made, colsum, const, stats, gamma, scale, residual, facts
+        ctx, x, weight, bias, norm_weight, norm_bias, made, colsum, const, stats, layer_scale, scale, residual, facts
     ):
         activation, norm, eps, around, keep, return_stats = facts
         w, const, colsum = folded(x, (weight, bias, norm_weight, norm_bias, made, colsum, const), norm)
         save = keep and any(ctx.needs_input_grad)
         y, pre, mean, rstd, y_stats = fwd_op(
-            x, w, const, colsum, stats, eps, activation, gamma, scale, x if around else residual, save, return_stats
+            x,
+            w,
+            const,
+            colsum,
+            stats,
+            eps,
+            activation,
+            layer_scale,
+            scale,
+            x if around else residual,
+            save,
+            return_stats,
         )
-        ctx.save_for_backward(x, weight, bias, pre, gamma, scale, mean, rstd, norm_weight, norm_bias)
+        ctx.save_for_backward(x, weight, bias, pre, layer_scale, scale, mean, rstd, norm_weight, norm_bias)
         ctx.facts, ctx.residual_dtype = (activation, norm, around), None if residual is None else residual.dtype
         ctx.mark_non_differentiable(y_stats)
         return y, y_stats
@@ -437,14 +453,14 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        need_x, need_weight, need_b, need_gain, need_shift, *_, need_gamma, _, _, _ = ctx.needs_input_grad
+        need_x, need_weight, need_b, need_gain, need_shift, *_, need_layer_scale, _, _, _ = ctx.needs_input_grad
         x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
-        gamma = saved[1]
-        needs = [need_x, need_weight or need_gain or need_shift or need_gamma, need_b]
+        layer_scale = saved[1]
+        needs = [need_x, need_weight or need_gain or need_shift or need_layer_scale, need_b]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual learns
             return *[None] * 11, dresidual, None
-        dx, dw, db, dgamma, dnorm = bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
+        dx, dw, db, dlayer_scale, dnorm = bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
         return (
             dx if need_x else None,
             dw if need_weight else None,
@@ -452,7 +468,7 @@ class _Fn(torch.autograd.Function):
             dnorm[0].to(norm_weight.dtype) if need_gain else None,
             dnorm[1].to(norm_bias.dtype) if need_shift else None,
             *[None] * 4,
-            dgamma.to(gamma.dtype) if need_gamma else None,
+            dlayer_scale.to(layer_scale.dtype) if need_layer_scale else None,
             None,
             dresidual,
             None,
@@ -470,7 +486,7 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         arguments |= {"norm": (randn(K), randn(K), 1e-6), "activation": "gelu"}
     if "branch" in case:
         keep = torch.tensor([b % 2 / 0.5 for b in range(B)], dtype=dtype, device=device)
-        arguments |= {"gamma": randn(F_), "sample_scale": keep, "residual": randn(B, N, F_)}
+        arguments |= {"layer_scale": randn(F_), "sample_scale": keep, "residual": randn(B, N, F_)}
     return arguments
 
 

@@ -1,10 +1,10 @@
 """Backward pass of `linear`, whose symbols and equations (1) to (6) these are; `mlp` takes it twice.
 
-Math      dpre = sample_scale·gamma·dy ∘ act'(pre)    g = r·dpre                    (7)
+Math      dpre = sample_scale·layer_scale·dy ∘ act'(pre)    g = r·dpre                    (7)
           G = gᵀ x − (gᵀ μ) 1ᵀ    dW = G·diag(γ) + db βᵀ    dγ = Σ_f G_f ∘ W_f    dβ = Wᵀ db   (8)
           t = g W'    dx = t − mean(t) − x̂·mean(t ∘ x̂)                              (9)
-          gamma without activation: dgamma = Σ_k dW'_k ∘ W_k + db' ∘ b from the gradients dW', db'
-          without gamma, so that pre need not be kept                                       (10)
+          layer_scale without activation: dlayer_scale = Σ_k dW'_k ∘ W_k + db' ∘ b from the gradients dW', db'
+          without layer_scale, so that pre need not be kept                                       (10)
           sample_scale is a draw, not a parameter: it gets no gradient.
 Kernels   The elementwise halves of (7) and (9) and the sums of (8) and (10) are Triton; the three matrix products are
           torch.matmul.
@@ -23,25 +23,25 @@ from .tile import activate, activate_grad, jit, tl
 
 @jit
 def _bwd_kernel(
-    dy_ptr, pre_ptr, gamma_ptr, scale_ptr, mean_ptr, rstd_ptr, dpre_ptr, h_ptr, partial_ptr, M, rows_per_image, F,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_SCALE: tl.constexpr,
+    dy_ptr, pre_ptr, layer_scale_ptr, scale_ptr, mean_ptr, rstd_ptr, dpre_ptr, h_ptr, partial_ptr, M, rows_per_image, F,
+    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr,
     COPY: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of BLOCK_F outputs. dpre of equation (7), h again if HIDDEN, and its sums over rows.
 
-    Sums stand in [programs, 3, outputs]: of dpre, of g·μ and, in the first F, of gamma's gradient.
+    Sums stand in [programs, 3, outputs]: of dpre, of g·μ and, in the first F, of layer_scale's gradient.
     """
     f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_f = f < F
     start = tl.program_id(0).to(tl.int64) * ROWS
     W = 2 * F if ACTIVATION == "swiglu" else F
     EXACT: tl.constexpr = dpre_ptr.dtype.element_ty == tl.float32
-    gamma = tl.full([BLOCK_F], 1.0, tl.float32)
-    if HAS_GAMMA:
-        gamma = tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)
+    layer_scale = tl.full([BLOCK_F], 1.0, tl.float32)
+    if HAS_LAYER_SCALE:
+        layer_scale = tl.load(layer_scale_ptr + f, mask=in_f, other=0.0).to(tl.float32)
     dbias = tl.zeros([BLOCK_F], tl.float32)
     dbias_up = tl.zeros([BLOCK_F], tl.float32)
-    dgamma = tl.zeros([BLOCK_F], tl.float32)
+    dlayer_scale = tl.zeros([BLOCK_F], tl.float32)
     weighted = tl.zeros([BLOCK_F], tl.float32)
     weighted_up = tl.zeros([BLOCK_F], tl.float32)
     for step in range(0, ROWS, BLOCK_M):
@@ -62,9 +62,9 @@ def _bwd_kernel(
                 up = tl.load(pre_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
             if HIDDEN:
                 tl.store(h_ptr + m[:, None] * F + f[None, :], (act * up).to(h_ptr.dtype.element_ty), mask=inside)
-            if HAS_GAMMA:
-                dgamma += tl.sum(g * act * up, 0)
-                g *= gamma[None, :]
+            if HAS_LAYER_SCALE:
+                dlayer_scale += tl.sum(g * act * up, 0)
+                g *= layer_scale[None, :]
             if ACTIVATION == "swiglu":
                 dup = g * act
                 dbias_up += tl.sum(dup, 0)
@@ -83,8 +83,8 @@ def _bwd_kernel(
     tl.store(at, dbias, mask=in_f)
     if HAS_NORM:
         tl.store(at + W, weighted, mask=in_f)
-    if HAS_GAMMA:
-        tl.store(at + 2 * W, dgamma, mask=in_f)
+    if HAS_LAYER_SCALE:
+        tl.store(at + 2 * W, dlayer_scale, mask=in_f)
     if ACTIVATION == "swiglu":
         tl.store(at + F, dbias_up, mask=in_f)
         if HAS_NORM:
@@ -114,18 +114,18 @@ def _bwd_norm_kernel(
 
 @jit
 def _bwd_weight_kernel(
-    g_ptr, w_ptr, bias_ptr, partial_ptr, norm_weight_ptr, norm_bias_ptr, gamma_ptr,
-    dw_ptr, dbias_ptr, dgamma_ptr, dnorm_ptr, F, K, gammas, programs,
+    g_ptr, w_ptr, bias_ptr, partial_ptr, norm_weight_ptr, norm_bias_ptr, layer_scale_ptr,
+    dw_ptr, dbias_ptr, dlayer_scale_ptr, dnorm_ptr, F, K, layer_scales, programs,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    HAS_GAMMA: tl.constexpr, LATE: tl.constexpr, SUMMED: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, LATE: tl.constexpr, SUMMED: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_F outputs. dW, db and dgamma by equations (8) and (10), and its share of dγ and dβ."""
+    """One program: BLOCK_F outputs. dW, db and dlayer_scale by equations (8) and (10), and its share of dγ and dβ."""
     f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_f = f < F
     dbias = tl.zeros([BLOCK_F], tl.float32)
     weighted = tl.zeros([BLOCK_F], tl.float32)
-    dgamma = tl.zeros([BLOCK_F], tl.float32)
+    dlayer_scale = tl.zeros([BLOCK_F], tl.float32)
     if SUMMED:
         for start in range(0, programs, BLOCK_P):
             p = start + tl.arange(0, BLOCK_P)
@@ -134,13 +134,13 @@ def _bwd_weight_kernel(
             dbias += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
             if HAS_NORM:
                 weighted += tl.sum(tl.load(at + F, mask=inside, other=0.0), 0)
-            if HAS_GAMMA and not LATE:
-                dgamma += tl.sum(tl.load(at + 2 * F, mask=inside & (f < gammas)[None, :], other=0.0), 0)
-    gamma = tl.full([BLOCK_F], 1.0, tl.float32)
+            if HAS_LAYER_SCALE and not LATE:
+                dlayer_scale += tl.sum(tl.load(at + 2 * F, mask=inside & (f < layer_scales)[None, :], other=0.0), 0)
+    layer_scale = tl.full([BLOCK_F], 1.0, tl.float32)
     if LATE:
-        gamma = tl.load(gamma_ptr + f, mask=in_f, other=0.0).to(tl.float32)
+        layer_scale = tl.load(layer_scale_ptr + f, mask=in_f, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            dgamma = dbias * tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
+            dlayer_scale = dbias * tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         in_k = k < K
@@ -156,15 +156,15 @@ def _bwd_weight_kernel(
         if HAS_SHIFT:
             dw += dbias[:, None] * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
         if LATE:
-            dgamma += tl.sum(dw * w, 1)
-        tl.store(dw_ptr + at, (gamma[:, None] * dw).to(dw_ptr.dtype.element_ty), mask=inside)
+            dlayer_scale += tl.sum(dw * w, 1)
+        tl.store(dw_ptr + at, (layer_scale[:, None] * dw).to(dw_ptr.dtype.element_ty), mask=inside)
         if HAS_NORM:
             at = dnorm_ptr + tl.program_id(0).to(tl.int64) * 2 * K + k
-            tl.store(at, tl.sum(gamma[:, None] * g * w, 0), mask=in_k)
-            tl.store(at + K, tl.sum((gamma * dbias)[:, None] * w, 0), mask=in_k)
-    tl.store(dbias_ptr + f, gamma * dbias, mask=in_f)
-    if HAS_GAMMA:
-        tl.store(dgamma_ptr + f, dgamma, mask=f < gammas)
+            tl.store(at, tl.sum(layer_scale[:, None] * g * w, 0), mask=in_k)
+            tl.store(at + K, tl.sum((layer_scale * dbias)[:, None] * w, 0), mask=in_k)
+    tl.store(dbias_ptr + f, layer_scale * dbias, mask=in_f)
+    if HAS_LAYER_SCALE:
+        tl.store(dlayer_scale_ptr + f, dlayer_scale, mask=f < layer_scales)
 
 
 def _matmul_fp32(a, b):
@@ -179,7 +179,7 @@ def product_grad(
     x: Tensor,
     width: int,
     pre: Tensor | None,
-    gamma: Tensor | None,
+    layer_scale: Tensor | None,
     sample_scale: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor | None,
@@ -190,8 +190,8 @@ def product_grad(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dpre [M, width] of equation (7), h [M, F] again if `hidden`, sums over rows [programs, 3, width]).
 
-    With `norm` g stands in place of dpre. Without an activation gamma is left to equation (10), and dy may be dpre.
-    """
+    With `norm` g stands in place of dpre. Without an activation layer_scale is left to equation (10),
+    and dy may be dpre."""
     F_, dy = dy.shape[-1], dy.contiguous()
     M = math.prod(dy.shape[:-1])
     late = activation is None
@@ -205,9 +205,10 @@ def product_grad(
     programs = cdiv(M, per)
     partial = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
     _bwd_kernel[(programs, cdiv(F_, 64))](
-        dy, pre, gamma, sample_scale, mean, rstd, dpre, h, partial, M, cdiv(M, x.shape[0]), F_, ACTIVATION=activation,
-        HAS_NORM=norm, HAS_GAMMA=gamma is not None and not late, HAS_SCALE=sample_scale is not None, COPY=copy,
-        HIDDEN=hidden, ROWS=per, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
+        dy, pre, layer_scale, sample_scale, mean, rstd, dpre, h, partial, M, cdiv(M, x.shape[0]), F_,
+        ACTIVATION=activation, HAS_NORM=norm, HAS_LAYER_SCALE=layer_scale is not None and not late,
+        HAS_SCALE=sample_scale is not None, COPY=copy, HIDDEN=hidden, ROWS=per, BLOCK_M=32, BLOCK_F=64, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return dpre, h, partial
 
@@ -216,23 +217,23 @@ def input_grad(
     dpre: Tensor,
     x: Tensor,
     weight: Tensor,
-    gamma: Tensor | None,
+    layer_scale: Tensor | None,
     norm_weight: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor | None,
     norm: bool,
     dy: Tensor | None = None,
 ) -> Tensor:
-    """dx of equation (9), or dpre W; with gamma where equation (10) left it out, plus dy if given."""
+    """dx of equation (9), or dpre W; with layer_scale where equation (10) left it out, plus dy if given."""
     size = 1.0
-    if gamma is not None and x.dtype == torch.float16:  # a power of two: 1e-6 times a weight would underflow
-        size = gamma.float().abs().amax().clamp_min(1e-30).log2().floor().exp2()
-        gamma = gamma.float() / size
-    if gamma is None and norm_weight is None:
+    if layer_scale is not None and x.dtype == torch.float16:  # a power of two: 1e-6 times a weight would underflow
+        size = layer_scale.float().abs().amax().clamp_min(1e-30).log2().floor().exp2()
+        layer_scale = layer_scale.float() / size
+    if layer_scale is None and norm_weight is None:
         matrix = weight.to(x.dtype)
     else:
         matrix = weight.new_empty(weight.shape, dtype=x.dtype)
-        fold.launch((weight,), (None,), (norm_weight,), (None,), (gamma,), (matrix,), (None,), (None,))
+        fold.launch((weight,), (None,), (norm_weight,), (None,), (layer_scale,), (matrix,), (None,), (None,))
     t = dpre @ matrix
     t = t if isinstance(size, float) else t * size
     if not norm:
@@ -252,87 +253,125 @@ def weight_grad(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    gamma: Tensor | None,
+    layer_scale: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     partial: Tensor | None,
     activation: str | None,
     norm: bool,
 ) -> tuple[Tensor | None, ...]:
-    """(dweight, dbias, dgamma, (dγ, dβ) [2, K]) by equations (8) and (10); None for what does not exist."""
+    """(dweight, dbias, dlayer_scale, (dγ, dβ) [2, K]) by equations (8) and (10); None for what does not exist."""
     rows = x.reshape(-1, x.shape[-1])
-    late = gamma is not None and activation is None
+    late = layer_scale is not None and activation is None
     if not norm and not late:
         dweight = dpre.T @ rows if weight.dtype == x.dtype else _matmul_fp32(dpre.T, rows).to(weight.dtype)
-        return dweight, *_row_sums(partial, bias, gamma), None
+        return dweight, *_row_sums(partial, bias, layer_scale), None
     g, (F_, K) = _matmul_fp32(dpre.T, rows), weight.shape
-    gammas, programs = 0 if gamma is None else len(gamma), cdiv(F_, 16)
+    layer_scales, programs = 0 if layer_scale is None else len(layer_scale), cdiv(F_, 16)
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    dbias, dgamma = g.new_empty(F_), g.new_empty(gammas)
+    dbias, dlayer_scale = g.new_empty(F_), g.new_empty(layer_scales)
     dnorm = g.new_empty(programs if norm else 0, 2, K)
     _bwd_weight_kernel[(programs,)](
-        g, weight.contiguous(), bias, partial, norm_weight, norm_bias, gamma, dweight, dbias, dgamma, dnorm,
-        F_, K, gammas, 0 if partial is None else len(partial), HAS_BIAS=bias is not None, HAS_NORM=norm,
-        HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None, HAS_GAMMA=gamma is not None, LATE=late,
-        SUMMED=partial is not None, BLOCK_F=16, BLOCK_K=64, BLOCK_P=32, num_warps=4, enable_fp_fusion=True,
+        g, weight.contiguous(), bias, partial, norm_weight, norm_bias, layer_scale, dweight, dbias, dlayer_scale, dnorm,
+        F_, K, layer_scales, 0 if partial is None else len(partial), HAS_BIAS=bias is not None, HAS_NORM=norm,
+        HAS_WEIGHT=norm_weight is not None, HAS_SHIFT=norm_bias is not None, HAS_LAYER_SCALE=layer_scale is not None,
+        LATE=late, SUMMED=partial is not None, BLOCK_F=16, BLOCK_K=64, BLOCK_P=32, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return dweight, None if bias is None else dbias, dgamma if gammas else None, dnorm.sum(0) if norm else None
+    return (
+        dweight,
+        None if bias is None else dbias,
+        dlayer_scale if layer_scales else None,
+        dnorm.sum(0) if norm else None,
+    )
 
 
-def _row_sums(partial, bias, gamma):
-    """(dbias, dgamma) from the sums of `product_grad` alone; None where there is no such parameter."""
+def _row_sums(partial, bias, layer_scale):
+    """(dbias, dlayer_scale) from the sums of `product_grad` alone; None where there is no such parameter."""
     return (
         None if bias is None else partial[:, 0].sum(0),
-        None if gamma is None else partial[:, 2, : len(gamma)].sum(0),
+        None if layer_scale is None else partial[:, 2, : len(layer_scale)].sum(0),
     )
 
 
 def _bwd(
-    dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around, needs
+    dy,
+    x,
+    weight,
+    bias,
+    pre,
+    layer_scale,
+    sample_scale,
+    mean,
+    rstd,
+    norm_weight,
+    norm_bias,
+    activation,
+    norm,
+    around,
+    needs,
 ):
-    """(dx, dweight, dbias, dgamma, dnorm [2, K]); `needs` are x, the weights (with gamma and the norm's) and bias."""
+    """(dx, dweight, dbias, dlayer_scale, dnorm [2, K]); `needs` are x, the weights (all but bias) and bias."""
     need_x, need_w, need_b = needs
-    summed = (need_w or need_b) and (norm or bias is not None or gamma is not None)
-    dpre, _, partial = product_grad(dy, x, len(weight), pre, gamma, sample_scale, mean, rstd, activation, norm, summed)
-    late = gamma if activation is None else None
-    dx, dweight, dbias, dgamma, dnorm = (None,) * 5
+    summed = (need_w or need_b) and (norm or bias is not None or layer_scale is not None)
+    dpre, _, partial = product_grad(
+        dy, x, len(weight), pre, layer_scale, sample_scale, mean, rstd, activation, norm, summed
+    )
+    late = layer_scale if activation is None else None
+    dx, dweight, dbias, dlayer_scale, dnorm = (None,) * 5
     if need_x:
         dx = input_grad(dpre, x, weight, late, norm_weight, mean, rstd, norm, dy if around else None)
     if need_w:
-        dweight, dbias, dgamma, dnorm = weight_grad(
-            dpre, x, weight, bias, gamma, norm_weight, norm_bias, partial, activation, norm
+        dweight, dbias, dlayer_scale, dnorm = weight_grad(
+            dpre, x, weight, bias, layer_scale, norm_weight, norm_bias, partial, activation, norm
         )
     elif need_b:
         dbias, _ = _row_sums(partial, bias, None)
-    return tuple(x.new_empty(0) if t is None else t for t in (dx, dweight, dbias, dgamma, dnorm))
+    return tuple(x.new_empty(0) if t is None else t for t in (dx, dweight, dbias, dlayer_scale, dnorm))
 
 
 def _bwd_fake(
-    dy, x, weight, bias, pre, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around, needs
+    dy,
+    x,
+    weight,
+    bias,
+    pre,
+    layer_scale,
+    sample_scale,
+    mean,
+    rstd,
+    norm_weight,
+    norm_bias,
+    activation,
+    norm,
+    around,
+    needs,
 ):
     need_x, need_w, need_b = needs
-    grads = torch.empty_like(x) if need_x else None, *weight_grad_like(x, weight, bias, gamma, norm, need_w, need_b)
+    grads = (
+        torch.empty_like(x) if need_x else None,
+        *weight_grad_like(x, weight, bias, layer_scale, norm, need_w, need_b),
+    )
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
 
 def weight_grad_like(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, norm: bool, need_w: bool, need_b: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, norm: bool, need_w: bool, need_b: bool
 ) -> tuple[Tensor | None, ...]:
     """Tensors like the results of `weight_grad`, or of `_row_sums` alone; None for what does not exist."""
     sums = dict(dtype=torch.float32)
     return (
         weight.new_empty(weight.shape) if need_w else None,
         x.new_empty(weight.shape[:1], **sums) if bias is not None and (need_w or need_b) else None,
-        x.new_empty(gamma.shape, **sums) if gamma is not None and need_w else None,
+        x.new_empty(layer_scale.shape, **sums) if layer_scale is not None and need_w else None,
         x.new_empty((2, x.shape[-1]), **sums) if norm and need_w else None,
     )
 
 
 bwd_op = register(
     "linear_bwd",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor pre, Tensor? gamma, Tensor? sample_scale, Tensor mean, "
-    "Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, bool norm, bool around, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor pre, Tensor? layer_scale, Tensor? sample_scale, "
+    "Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, bool norm, bool around, "
+    "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )

@@ -1,7 +1,7 @@
 """The MLP half of a Transformer block: LayerNorm, two linear layers with an activation between, scales, residual.
 
 Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]      (1)
-          y = sample_scale · gamma · (h W₂ᵀ + b₂) + residual        [M, D]      (2)
+          y = sample_scale · layer_scale · (h W₂ᵀ + b₂) + residual        [M, D]      (2)
 Backward  that of `linear` twice, with h = act(pre₁) again              (3)
 Kernels   Those of `linear`: two products forward; with a norm one launch that folds it into W₁ unless that was done
           before, and one for row statistics unless they are given. Backward, h is written where pre₁ is read.
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from . import check, layer_norm, linear
 from .argument import filled, fits, flag, floating
 from .attention_inner import head, no_head, scores
-from .backend import usable
+from .backend import kernels_available
 from .check import Norm, Pair
 from .fold import Folded
 from .launch import cdiv, config, split
@@ -48,13 +48,13 @@ def mlp(
     norm: Norm | None = None,
     stats: Tensor | None = None,
     activation: str = "gelu",
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     recompute: bool = False,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """sample_scale · gamma · fc2(act(fc1(LN(x)))) + residual.
+    """sample_scale · layer_scale · fc2(act(fc1(LN(x)))) + residual.
 
     Args:
         x: [..., D].
@@ -63,7 +63,7 @@ def mlp(
         norm: (weight [D], bias [D], eps) of a LayerNorm on x.
         stats: [M, tiles, 2] fp32, row statistics of x; see `linear`.
         activation: as in `linear`.
-        gamma: [D], LayerScale.
+        layer_scale: [D], LayerScale.
         sample_scale: [B], drop-path factor of each image.
         residual: [..., D], added last.
         recompute: do not keep the hidden layer for the backward pass, compute it again there.
@@ -89,17 +89,17 @@ def mlp(
     if bias is not None and not fits(bias, x, weight.shape[0]):
         expect("fc2 bias", bias, x, D=weight.shape[0])
         floating("fc2 bias", bias, x)
-    check.branch(x, weight.shape[0], gamma, sample_scale, residual)
+    check.branch(x, weight.shape[0], layer_scale, sample_scale, residual)
     flag("recompute", recompute)
     flag("return_stats", return_stats)
-    if usable(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
+    if kernels_available(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
         operand, norm = linear.before(x, norm, fc1[0])
         around = residual is operand  # the usual case; torch.compile wants each tensor passed once
         keep = torch.is_grad_enabled() and not recompute  # inside the Function gradients are always off
         facts = activation, norm is not None, norm[2] if norm else 0.0, around, recompute, keep, return_stats
         stats, residual = None if norm is None else stats, None if around else residual
         first = linear.operands(*fc1, norm)
-        y, y_stats = _Fn.apply(operand, *fc2, *first, stats, gamma, sample_scale, residual, facts)
+        y, y_stats = _Fn.apply(operand, *fc2, *first, stats, layer_scale, sample_scale, residual, facts)
         return (y, y_stats) if return_stats else y
     return reference(
         x,
@@ -108,7 +108,7 @@ def mlp(
         norm=norm,
         stats=stats,
         activation=activation,
-        gamma=gamma,
+        layer_scale=layer_scale,
         sample_scale=sample_scale,
         residual=residual,
         recompute=recompute,
@@ -124,7 +124,7 @@ def reference(
     norm: Norm | None = None,
     stats: Tensor | None = None,
     activation: str = "gelu",
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     recompute: bool = False,
@@ -134,7 +134,7 @@ def reference(
 
     def hidden_to_out(x: Tensor) -> Tensor:
         h = linear.reference(x, *fc1, norm=norm, activation=activation)  # (1)
-        return linear.reference(h, *fc2, gamma=gamma, sample_scale=sample_scale, residual=residual)  # (2)
+        return linear.reference(h, *fc2, layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)  # (2)
 
     y = checkpoint(hidden_to_out, x, use_reentrant=False) if recompute else hidden_to_out(x)
     return (y, layer_norm.row_stats(y)) if return_stats else y
@@ -142,10 +142,10 @@ def reference(
 
 @jit
 def _fwd_kernel(
-    x_ptr, w1_ptr, const_ptr, colsum_ptr, w2_ptr, b2_ptr, gamma_ptr, scale_ptr, residual_ptr, y_ptr, y_stats_ptr,
+    x_ptr, w1_ptr, const_ptr, colsum_ptr, w2_ptr, b2_ptr, layer_scale_ptr, scale_ptr, residual_ptr, y_ptr, y_stats_ptr,
     M, F, x_stride, rows_per_image, eps,
     ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_B2: tl.constexpr,
-    HAS_GAMMA: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STATS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STATS: tl.constexpr,
     EVEN: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -181,13 +181,13 @@ def _fwd_kernel(
         scale = tl.load(scale_ptr + m.to(tl.int32) // rows_per_image, mask=in_m, other=0.0).to(tl.float32)
     count, total, spread = no_stats(BLOCK_M, (D1 if D1 > 0 else D0) // 8)
     count, total, spread = finish(
-        y0, y0, b2_ptr, None, gamma_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, total, spread,
-        m, tl.arange(0, D0), M, D, None, False, HAS_B2, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, False, STATS,
+        y0, y0, b2_ptr, None, layer_scale_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, total, spread,
+        m, tl.arange(0, D0), M, D, None, False, HAS_B2, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, False, STATS,
     )  # fmt: skip
     if D1 > 0:
         count, total, spread = finish(
-            y1, y1, b2_ptr, None, gamma_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, total, spread,
-            m, D0 + tl.arange(0, D1), M, D, None, False, HAS_B2, HAS_GAMMA, HAS_SCALE, HAS_RESIDUAL, False, STATS,
+            y1, y1, b2_ptr, None, layer_scale_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, total, spread,
+            m, D0 + tl.arange(0, D1), M, D, None, False, HAS_B2, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, False, STATS,
         )  # fmt: skip
     if STATS:
         put_stats(y_stats_ptr + m * 2, in_m, count, total, spread)
@@ -203,10 +203,10 @@ def _columns(w_ptr, f, F, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.conste
     return tl.load(at, mask=(f < F)[:, None] & (d < D)[None, :], other=0.0)
 
 
-def _fwd(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activation, return_stats):
+def _fwd(x, w1, const, colsum, w2, b2, layer_scale, sample_scale, residual, eps, activation, return_stats):
     """(y, stats [M, 1, 2]) in one launch: LN is folded when `colsum` is given."""
     y, y_stats = outputs = _fwd_fake(
-        x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activation, return_stats
+        x, w1, const, colsum, w2, b2, layer_scale, sample_scale, residual, eps, activation, return_stats
     )
     D, F = x.shape[-1], len(w1)
     flat = x.reshape(-1, D)
@@ -215,18 +215,19 @@ def _fwd(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activ
     blocks, (D0, D1) = _whole(x, w2, activation), split(D)
     if len(flat):
         _fwd_kernel[(cdiv(len(flat), blocks["BLOCK_M"]),)](
-            flat, w1.contiguous(), const, colsum, w2.contiguous(), b2, gamma, sample_scale, residual, y, y_stats,
+            flat, w1.contiguous(), const, colsum, w2.contiguous(), b2, layer_scale, sample_scale, residual, y, y_stats,
             len(flat), F, flat.stride(0), cdiv(len(flat), x.shape[0]), eps, ACTIVATION=activation,
             HAS_NORM=colsum is not None, HAS_CONST=const is not None, HAS_B2=b2 is not None,
-            HAS_GAMMA=gamma is not None, HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None,
-            STATS=return_stats, EVEN=F % blocks["BLOCK_F"] == 0, D=D, D0=D0, D1=D1, **blocks,
+            HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
+            HAS_RESIDUAL=residual is not None, STATS=return_stats, EVEN=F % blocks["BLOCK_F"] == 0, D=D, D0=D0, D1=D1,
+            **blocks,
         )  # fmt: skip
     return outputs
 
 
-def _fwd_fake(x, w1, const, colsum, w2, b2, gamma, sample_scale, residual, eps, activation, return_stats):
+def _fwd_fake(x, w1, const, colsum, w2, b2, layer_scale, sample_scale, residual, eps, activation, return_stats):
     M = math.prod(x.shape[:-1])
-    y = x.new_empty(x.shape, dtype=linear.output_dtype(x, gamma, residual))
+    y = x.new_empty(x.shape, dtype=linear.output_dtype(x, layer_scale, residual))
     return y, x.new_empty((M, 1, 2) if return_stats else (0,), dtype=torch.float32)
 
 
@@ -241,16 +242,16 @@ def _whole(x, w2, activation):
 
 
 def _bwd(
-    dy, x, w1, b1, w2, b2, pre, h, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
-    needs,
+    dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
+    around, needs,
 ):  # fmt: skip
-    """(dx, dw1, db1, dnorm [2, D], dw2, db2, dgamma); `needs` are x and the parameters of fc1 and of fc2."""
+    """(dx, dw1, db1, dnorm [2, D], dw2, db2, dlayer_scale); `needs` are x and the parameters of fc1 and of fc2."""
     need_x, need_1, need_2 = needs
     dpre2, _, sums = product_grad(
-        dy, x, len(w2), None, gamma, sample_scale, None, None, None, False, b2 is not None and need_2
+        dy, x, len(w2), None, layer_scale, sample_scale, None, None, None, False, b2 is not None and need_2
     )
     hidden = x.new_empty(len(dpre2), w2.shape[1])  # for its shape and dtype
-    dh = input_grad(dpre2, hidden, w2, gamma, None, None, None, False)
+    dh = input_grad(dpre2, hidden, w2, layer_scale, None, None, None, False)
     again = h is None and need_2
     dpre1, made, sums1 = product_grad(
         dh.view(*x.shape[:-1], w2.shape[1]), x, len(w1), pre, None, None, mean, rstd, activation, norm, True, again
@@ -264,32 +265,32 @@ def _bwd(
         )
     if need_2:
         outputs[4], outputs[5], outputs[6], _ = weight_grad(
-            dpre2, made if again else h, w2, b2, gamma, None, None, sums, None, False
+            dpre2, made if again else h, w2, b2, layer_scale, None, None, sums, None, False
         )
     return tuple(x.new_empty(0) if t is None else t for t in outputs)
 
 
 def _bwd_fake(
-    dy, x, w1, b1, w2, b2, pre, h, gamma, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
-    needs,
+    dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
+    around, needs,
 ):  # fmt: skip
     need_x, need_1, need_2 = needs
     dw1, db1, _, dnorm = weight_grad_like(x, w1, b1, None, norm, need_1, need_1)
-    dw2, db2, dgamma, _ = weight_grad_like(x, w2, b2, gamma, False, need_2, need_2)
-    grads = torch.empty_like(x) if need_x else None, dw1, db1, dnorm, dw2, db2, dgamma
+    dw2, db2, dlayer_scale, _ = weight_grad_like(x, w2, b2, layer_scale, False, need_2, need_2)
+    grads = torch.empty_like(x) if need_x else None, dw1, db1, dnorm, dw2, db2, dlayer_scale
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
 
 _fwd_op = register(
     "mlp_fwd",
-    "(Tensor x, Tensor w1, Tensor? const, Tensor? colsum, Tensor w2, Tensor? b2, Tensor? gamma, Tensor? sample_scale, "
-    "Tensor? residual, float eps, str activation, bool return_stats) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor w1, Tensor? const, Tensor? colsum, Tensor w2, Tensor? b2, Tensor? layer_scale, "
+    "Tensor? sample_scale, Tensor? residual, float eps, str activation, bool return_stats) -> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
 )
 _bwd_op = register(
     "mlp_bwd",
-    "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor pre, Tensor? h, Tensor? gamma, "
+    "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor pre, Tensor? h, Tensor? layer_scale, "
     "Tensor? sample_scale, Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str activation, "
     "bool norm, bool around, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
@@ -302,22 +303,24 @@ class _Fn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, w2, b2, w1, b1, norm_weight, norm_bias, made, colsum, const, stats, gamma, scale, residual, facts
+        ctx, x, w2, b2, w1, b1, norm_weight, norm_bias, made, colsum, const, stats, layer_scale, scale, residual, facts
     ):
         activation, norm, eps, around, _, keep, return_stats = facts
         keep = keep and any(ctx.needs_input_grad)
         added = x if around else residual
         first = linear.folded(x, (w1, b1, norm_weight, norm_bias, made, colsum, const), norm)
         if not keep and _whole(x, w2, activation):
-            y, y_stats = _fwd_op(x, *first, w2.to(x.dtype), b2, gamma, scale, added, eps, activation, return_stats)
+            y, y_stats = _fwd_op(
+                x, *first, w2.to(x.dtype), b2, layer_scale, scale, added, eps, activation, return_stats
+            )
             pre = mean = rstd = None
         else:
             h, pre, mean, rstd = _hidden(x, first, stats, facts, keep)
             y, *_, y_stats = linear.fwd_op(
-                h, w2.to(x.dtype), b2, None, None, 0.0, None, gamma, scale, added, False, return_stats
+                h, w2.to(x.dtype), b2, None, None, 0.0, None, layer_scale, scale, added, False, return_stats
             )
         colsum = colsum if made is None else None  # with a source, `recompute` folds again
-        ctx.save_for_backward(x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, gamma, scale, pre, mean, rstd)
+        ctx.save_for_backward(x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, scale, pre, mean, rstd)
         ctx.facts, ctx.residual_dtype = facts, None if residual is None else residual.dtype
         ctx.mark_non_differentiable(y_stats)
         return y, y_stats
@@ -325,10 +328,10 @@ class _Fn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, gamma, scale, pre, mean, rstd = ctx.saved_tensors
+        x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, scale, pre, mean, rstd = ctx.saved_tensors
         activation, norm, _, around, recompute, *_ = ctx.facts
-        need_x, need_w2, need_b2, *need_1, _, _, _, _, need_gamma, _, _, _ = need = ctx.needs_input_grad
-        needs = [need_x, any(need_1), need_w2 or need_b2 or need_gamma]
+        need_x, need_w2, need_b2, *need_1, _, _, _, _, need_layer_scale, _, _, _ = need = ctx.needs_input_grad
+        needs = [need_x, any(need_1), need_w2 or need_b2 or need_layer_scale]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
         if not any(needs):  # only the residual learns
             return *[None] * 13, dresidual, None
@@ -336,13 +339,13 @@ class _Fn(torch.autograd.Function):
         if recompute:
             first = linear.folded(x, (w1, b1, norm_weight, norm_bias, None, colsum, None), norm)
             h, pre, mean, rstd = _hidden(x, first, None, ctx.facts, True)
-        dx, dw1, db1, dnorm, dw2, db2, dgamma = _bwd_op(
-            dy, x, w1, b1, w2, b2, pre, h, gamma, scale, mean, rstd, norm_weight, norm_bias, activation, norm, around,
-            needs,
+        dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = _bwd_op(
+            dy, x, w1, b1, w2, b2, pre, h, layer_scale, scale, mean, rstd, norm_weight, norm_bias, activation, norm,
+            around, needs,
         )  # fmt: skip
         none = [None] * 4  # of W', its column sums, its constant and the statistics
-        grads = dx, dw2, db2, dw1, db1, dnorm[:1], dnorm[1:], *none, dgamma
-        parameters = x, w2, b2, w1, b1, norm_weight, norm_bias, *none, gamma
+        grads = dx, dw2, db2, dw1, db1, dnorm[:1], dnorm[1:], *none, dlayer_scale
+        parameters = x, w2, b2, w1, b1, norm_weight, norm_bias, *none, layer_scale
         wanted = zip(grads, parameters, need, strict=False)
         return *(g.view(p.shape).to(p.dtype) if n else None for g, p, n in wanted), None, dresidual, None
 
@@ -365,7 +368,7 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
         "activation": "swiglu" if swiglu else "gelu",
         "fc2": (randn(D, F, scale=F**-0.5), randn(D)),
         "norm": (randn(D), randn(D), 1e-6),
-        "gamma": randn(D),
+        "layer_scale": randn(D),
         "sample_scale": keep,
         "residual": randn(B, N, D),
         "recompute": bool(case.get("recompute")),

@@ -45,7 +45,7 @@ def apart(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tens
     return tensor if tensor is None or tensor is not other else tensor.view_as(tensor)
 
 
-def folds(x: torch.Tensor) -> bool:
+def can_fold_norm(x: torch.Tensor) -> bool:
     """LayerNorm of x can be folded into the product behind it, and takes row statistics: x has the product's dtype."""
     kind = x.device.type
     return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == x.dtype

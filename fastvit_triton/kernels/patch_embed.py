@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import dispatch, eager
 from .argument import FLOATS, filled, floating, mixing
-from .backend import usable
+from .backend import kernels_available
 from .launch import cdiv, config, precision
 from .op import Op, cast, expect, make, once_differentiable, register
 from .tile import collected, columns, dealt_columns, dealt_rows, jit, tl
@@ -90,7 +90,7 @@ def patch_embed(
         mixing("pos", pos, weight)
         if pos.shape[1] != patches and pos.shape[1] != tokens:
             raise ValueError(f"axis N of pos must be {patches} (patches) or {tokens} (with prefix), got {pos.shape[1]}")
-    if usable(weight):
+    if kernels_available(weight):
         mean, std = (None if t is None else t.to(image.device) for t in (mean, std))
         return _Fn.apply(image, cast(weight)[0], bias, pos, prefix, mean, std)
     return reference(image, weight, bias, pos, prefix, mean=mean, std=std)

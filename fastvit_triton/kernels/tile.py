@@ -1,7 +1,7 @@
 """The device half: Triton itself, and the @jit helpers that two or more kernels use.
 
 The only file that imports triton. Where it is missing (macOS, Windows) `jit` and `tl` are inert, so kernel files still
-import, and `usable` keeps everyone on the PyTorch path.
+import, and `kernels_available` keeps everyone on the PyTorch path.
 """
 
 try:

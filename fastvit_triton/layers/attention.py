@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
-from ..kernels.backend import usable
+from ..kernels.backend import kernels_available
 from .freeze import FoldedNorm, fold_norms
 from .mlp import Mlp
 from .seam import drops, entry, norm_weights, normalize, plain, project
@@ -63,10 +63,10 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [B, N, D] → [B, N, D]; `norm`, folded into `entering` layers and with the `stats` of x, comes first.
 
-        `branch` (gamma, sample_scale, residual, return_stats) comes last.
+        `branch` (layer_scale, sample_scale, residual, return_stats) comes last.
         """
         qkv = project(x, self.qkv, norm=norm, stats=stats)  # [B, N, 3·H·d]
-        fused = usable(qkv, self.head_dim) and self.position is None and not drops(self.attn_drop)
+        fused = kernels_available(qkv, self.head_dim) and self.position is None and not drops(self.attn_drop)
         if fused and plain(self.q_norm, nn.Identity) and plain(self.k_norm, nn.Identity):
             o = attention_qkv(qkv, self.num_heads, self.scale)
         elif fused and plain(self.q_norm, nn.LayerNorm) and plain(self.k_norm, nn.LayerNorm):
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         bias = None if self.position is None else self.scale * self.position(q)
         if drops(self.attn_drop):
             o = F.scaled_dot_product_attention(q, k, v, bias, self.attn_drop.p, scale=self.scale)
-        elif usable(q, self.head_dim):
+        elif kernels_available(q, self.head_dim):
             o = attention(q, k, v, bias, self.scale)
         else:
             o = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
@@ -156,5 +156,5 @@ class AttentionPool(nn.Module):
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         o = attention(q.expand(x.shape[0], -1, -1, -1), k, v).transpose(1, 2).flatten(2)
         x = project(o, self.proj)  # [B, 1, D]
-        norm = fold_norms(x, entry(self.norm, self.mlp.entering()))[0] if usable(x) else None
+        norm = fold_norms(x, entry(self.norm, self.mlp.entering()))[0] if kernels_available(x) else None
         return self.mlp(x if norm is not None else normalize(x, self.norm), norm=norm, residual=x)[:, 0]

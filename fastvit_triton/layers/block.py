@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kernels.backend import usable
+from ..kernels.backend import kernels_available
 from .freeze import Entry, FoldedNorm, fold_norms, of_dtype
 from .seam import entry, hooked, normalize, plain
 
@@ -97,7 +97,8 @@ class Block(nn.Module):
 
     Args:
         dim: D, channels per token.
-        attn: called as `attn(x, norm=, stats=, gamma=, sample_scale=, residual=, return_stats=)` where it is fused;
+        attn: called as `attn(x, norm=, stats=, layer_scale=, sample_scale=, residual=,
+        return_stats=)` where it is fused;
             `norm` is None unless it has a method `entering`. See `Attention`.
         mlp: called in the same way; see `Mlp`.
         eps: LayerNorm epsilon.
@@ -128,7 +129,7 @@ class Block(nn.Module):
         self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """[B, N, D] → [B, N, D]; a fused block takes row statistics of x from the block before and leaves its own."""
-        fused = usable(x)
+        fused = kernels_available(x)
         if not (fused or self.training):  # what `add_branch` comes to
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
@@ -193,14 +194,14 @@ def add_branch(
         entering, stats = normalize(x, norm), None
     else:
         entering = x
-    if folded is not None or (usable(x) and _ends_inside(body, scale, drop_path)):
-        gamma = scale.gamma if type(scale) is LayerScale else None
+    if folded is not None or (kernels_available(x) and _ends_inside(body, scale, drop_path)):
+        layer_scale = scale.gamma if type(scale) is LayerScale else None
         sample_scale = None if type(drop_path) is nn.Identity else drop_path.sample_scale(x)
         y = body(
             entering,
             norm=folded,
             stats=stats,
-            gamma=gamma,
+            layer_scale=layer_scale,
             sample_scale=sample_scale,
             residual=x,
             return_stats=return_stats,

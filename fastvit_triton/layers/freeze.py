@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.backend import usable
+from ..kernels.backend import kernels_available
 from ..kernels.fold import Folded, Group, fold_groups, packed, pays
-from ..kernels.op import folds
+from ..kernels.op import can_fold_norm
 
 _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → its folds by dtype and weights
 
@@ -113,7 +113,7 @@ def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
     outputs; where weights get gradients they come with their source.
     """
     given = [e for e in entries if e is not None and _same_dtype(x, e.group.weights)]
-    if not (given and usable(x) and folds(x)):
+    if not (given and kernels_available(x) and can_fold_norm(x)):
         return [None] * len(entries)
     if not torch.compiler.is_compiling() and all(e.norm in _frozen and _is_final(e) for e in given):
         made = _keep(x, given)
@@ -168,7 +168,7 @@ def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
                     del kept[other]
                 kept[key] = _Kept(new, tuple(map(weakref.ref, entry.sources)), _state(entry))
         if x.is_cuda:
-            torch.cuda.current_stream().synchronize()  # other streams and threads read these folds, too
+            torch.cuda.current_stream().synchronize()  # other streams and threads read these can_fold_norm, too
     return [kept[key].folded for kept, key in zip(places, keys, strict=True)]
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from ..kernels.backend import usable
+from ..kernels.backend import kernels_available
 from ..kernels.linear import ACTIVATIONS
 from ..kernels.mlp import mlp
 from .freeze import FoldedNorm, operands
@@ -39,9 +39,9 @@ class Mlp(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """x [B, N, D] → [B, N, D]; `norm`, folded into `entering` layers and with the `stats` of x, comes first.
 
-        `branch` (gamma, sample_scale, residual, return_stats) comes last.
+        `branch` (layer_scale, sample_scale, residual, return_stats) comes last.
         """
-        if usable(x) and self._fusable():
+        if kernels_available(x) and self._fusable():
             weight, bias, folded = operands(self.fc1.weight, self.fc1.bias, norm)
             fc2 = self.fc2.weight, self.fc2.bias
             return mlp(x, (weight, bias), fc2, norm=folded, stats=stats, activation=self.act, **branch)

@@ -7,7 +7,7 @@ Otherwise it is called, as in any PyTorch model.
 
 from torch import Tensor, nn
 
-from ..kernels.backend import usable
+from ..kernels.backend import kernels_available
 from ..kernels.fold import Group
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
@@ -43,7 +43,7 @@ def norm_weights(norm: nn.Module) -> Norm:
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
-    return layer_norm(x, *norm_weights(norm)) if usable(x) and plain(norm, nn.LayerNorm) else norm(x)
+    return layer_norm(x, *norm_weights(norm)) if kernels_available(x) and plain(norm, nn.LayerNorm) else norm(x)
 
 
 def entry(norm: nn.Module | None, layers: tuple[nn.Module, ...]) -> Entry | None:
@@ -62,13 +62,13 @@ def project(
     norm: FoldedNorm | None = None,
     activation: str | None = None,
     drop: nn.Dropout | None = None,
-    gamma: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     stats: Tensor | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """sample_scale · gamma · drop(act(fc(x))) + residual, in one call of `kernels.linear` where that is the same.
+    """sample_scale · layer_scale · drop(act(fc(x))) + residual, in one call of `kernels.linear` where that is the same.
 
     Args:
         x: [B, ..., K].
@@ -76,7 +76,7 @@ def project(
         norm: LayerNorm applied to x first, folded into fc.
         activation: a name in `kernels.linear.ACTIVATIONS`, or None.
         drop: dropout after the activation.
-        gamma: [F], LayerScale.
+        layer_scale: [F], LayerScale.
         sample_scale: [B], drop-path factor of each image.
         residual: [B, ..., F].
         stats: row statistics of x for `norm`, where the producer of x left them.
@@ -85,11 +85,11 @@ def project(
     Returns:
         [B, ..., F]; with `return_stats` also [M, tiles, 2] fp32 or None.
     """
-    fused = norm is not None or (usable(x) and plain(fc, nn.Linear))
+    fused = norm is not None or (kernels_available(x) and plain(fc, nn.Linear))
     whole = fused and (drop is None or not (drops(drop) or hooked(drop)))
     if fused:
         weight, bias, folded = operands(fc.weight, fc.bias, norm)
-        end = dict(gamma=gamma, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
+        end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
         y = linear(x, weight, bias, norm=folded, stats=stats, activation=activation, **(end if whole else {}))
         if whole:
             return y
@@ -97,6 +97,6 @@ def project(
         y = fc(x)
         y = y if activation is None else ACTIVATIONS[activation](y)
     y = y if drop is None else drop(y)
-    y = y if gamma is None and sample_scale is None else scaled(y, gamma, sample_scale)
+    y = y if layer_scale is None and sample_scale is None else scaled(y, layer_scale, sample_scale)
     y = y if residual is None else y + residual
     return (y, None) if return_stats else y
