@@ -23,9 +23,10 @@ from torchvision.models import VisionTransformer
 
 from benchmarks.launches import recording
 from fastvit_triton import optimize, revert
-from fastvit_triton.convert import fused, parts
+from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS
-from fastvit_triton.kernels import fold, mlp, op
+from fastvit_triton.kernels import backend, fold, mlp
+from fastvit_triton.layers import calls
 
 ROUNDINGS = 84  # as in test_models
 
@@ -33,7 +34,7 @@ ROUNDINGS = 84  # as in test_models
 @pytest.fixture
 def meta_is_a_gpu(monkeypatch):
     """The meta device stands in for one where the kernels run: shapes and dtypes flow, nothing is computed."""
-    monkeypatch.setattr(op, "why_not", lambda device, *_: None if device.type == "meta" else "a CPU")
+    monkeypatch.setattr(backend, "why_not", lambda device, *_: None if device.type == "meta" else "a CPU")
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know the meta device
 
 
@@ -171,8 +172,8 @@ def test_pickle_keeps_the_fused_forwards(name, references):
     file.seek(0)
     for twin in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert torch.equal(outputs(twin, given), outputs(model, given))
-        assert [parts.ours(m.__dict__.get("forward")) for m in twin.modules()] == [
-            parts.ours(m.__dict__.get("forward")) for m in model.modules()
+        assert [calls.is_our_forward(m.__dict__.get("forward")) for m in twin.modules()] == [
+            calls.is_our_forward(m.__dict__.get("forward")) for m in model.modules()
         ]
         assert all(m.__dict__["forward"].args[-1] is m for m in twin.modules() if "forward" in m.__dict__)
 
@@ -696,7 +697,7 @@ def test_transformers_records_what_is_asked_for(implementation, references):
     ):
         assert same(a, b, torch.float32)  # eager's softmax is
     assert len(got.hidden_states) == 3 and (implementation == "sdpa" or len(got.attentions) == 2)
-    assert parts.watched(model.layers[0].attention) is False
+    assert calls.has_hooks(model.layers[0].attention) is False
 
 
 def test_attention_interface_of_transformers():
@@ -806,7 +807,7 @@ def extend(module):
 
 
 TOWERS = ["hf_vit", "hf_dinov2_swiglu", "hf_dinov3", "hf_siglip"]
-PLACES = [(t, {parts.kind(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
+PLACES = [(t, {calls.type_name(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
 DECLARED = [(t, n, f) for t, names in PLACES for k, n in names.items() for f in FORWARDS.get(k, [])[:1]]
 OTHERWISE = [(t, n, rename, "it has no ") for t, n, f in DECLARED if f.needs]
 OTHERWISE += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]
@@ -894,8 +895,8 @@ MASK = torch.linspace(-1, 1, 25, dtype=torch.float64).view(1, 1, 5, 5)
 )
 def test_parts_of_older_transformers(make, call, references, monkeypatch):
     """Oracle: their own forwards, from the same seed; those run where a mask is given, and nowhere else."""
-    own = fused.original
-    monkeypatch.setattr(fused, "original", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
+    own = forwards.original
+    monkeypatch.setattr(forwards, "original", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
     plain, x, ys, calls = make().double().train(), torch.randn(2, 5, 24, dtype=torch.float64), [], []
     model = copy.deepcopy(plain)
     (row,) = optimize(model).fused

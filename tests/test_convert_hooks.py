@@ -18,9 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.launches import recording
 from fastvit_triton import create_model, layers, optimize, revert
-from fastvit_triton.convert import fused, parts
+from fastvit_triton.convert import forwards
 from fastvit_triton.explain import capture
 from fastvit_triton.kernels import fold
+from fastvit_triton.layers import calls
+from fastvit_triton.layers.parts import LAYER_NORMS
 
 FAMILIES = ["timm_vit", "timm_eva02", "timm_swin", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
 SMALL = dict(img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
@@ -196,7 +198,7 @@ def test_patched_classes_are_honoured(name, when, references, monkeypatch):
         monkeypatch.undo()
         kept = []
         with monkeypatch.context() as spied:
-            spied.setattr(fused, "original", lambda module, *x, kept=kept, **more: kept.append(module))
+            spied.setattr(forwards, "original", lambda module, *x, kept=kept, **more: kept.append(module))
             outputs(model, given)
         assert not kept  # every module is fused again
         revert(model)
@@ -281,7 +283,8 @@ def test_all_or_nothing(earlier, place, error, monkeypatch, references):
         else:
             optimize(model)
             before = facts(model)
-            monkeypatch.setattr("fastvit_triton.convert.modules.ours", lambda forward: fail() and parts.ours(forward))
+            ours = "fastvit_triton.convert.modules.is_our_forward"
+            monkeypatch.setattr(ours, lambda forward: fail() and calls.is_our_forward(forward))
             revert(model)
     monkeypatch.undo()
     assert unchanged(model, before)
@@ -417,7 +420,7 @@ def test_the_report_tells_what_runs(name, monkeypatch):
         module = model.get_submodule(row.path)
         if row.became is not None:
             assert id(module) not in fell, row
-        if parts.kind(module) in parts.LAYER_NORMS and (id(module) in called or not row.bare):
+        if calls.type_name(module) in LAYER_NORMS and (id(module) in called or not row.bare):
             assert (id(module) in called) == row.bare, row
 
 

@@ -22,8 +22,8 @@ from test_data import truncate
 
 from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
-from fastvit_triton.convert.parts import Attention
 from fastvit_triton.explain import figures, published, recording
+from fastvit_triton.layers.body import AttentionParts
 from fastvit_triton.train import job
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=5)
@@ -251,7 +251,7 @@ def test_boolean_masks_say_who_attends():
     """Oracle: softmax over the keys that are True, written out; float64 stays float64."""
     fc, mask = torch.nn.Linear(6, 18).double(), torch.tensor([[True, False, True], [False, True, True], [True] * 3])
     x = torch.randn(2, 3, 6, dtype=torch.float64)
-    layer = explain.AttentionLayer("a", x, Attention((fc,), None, 2, 0.7, mask[None, None]))
+    layer = explain.AttentionLayer("a", x, AttentionParts((fc,), None, 2, 0.7, mask[None, None]))
     q, k, _ = fc(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
     want = (0.7 * q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1)
     got = layer.map()

@@ -16,7 +16,7 @@ from timm.optim import Lamb as TimmLamb
 from torch import nn
 
 from fastvit_triton.cli import main
-from fastvit_triton.layers.block import DropPath
+from fastvit_triton.layers import DropPath
 from fastvit_triton.models import create_model
 from fastvit_triton.train import policy
 from fastvit_triton.train.checkpoint import load_state

@@ -12,7 +12,7 @@ from .graph import equal, kind, known, order, read, shape, up, value
 from .patterns import Call, Match
 
 
-class Attention(NamedTuple):
+class AttentionPattern(NamedTuple):
     """softmax(scale · q kᵀ + bias) v as a graph spells it."""
 
     q: fx.Node
@@ -26,7 +26,7 @@ class Attention(NamedTuple):
 def attend(anchor: fx.Node) -> Iterator[Match | str]:
     """Attention: PyTorch's own, or two products with a softmax between."""
     found = _attention(anchor)
-    if isinstance(found, Attention):
+    if isinstance(found, AttentionPattern):
         options = dict(bias=found.bias, scale=found.scale)
         yield Match(anchor, attention, found[:3], options, found.inner, _head_dim(found))
     elif found is not None:
@@ -43,7 +43,7 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
         return
     core = up(merged.args[0], inner)
     found = _attention(core) if isinstance(core, fx.Node) else None
-    if not isinstance(found, Attention):
+    if not isinstance(found, AttentionPattern):
         return
     B, H, N, D = shape(found.q)
     split = _unpacked(found, inner)
@@ -53,12 +53,12 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
         yield Match(anchor, attention_qkv, (split, H), options, inner, _head_dim(found))
 
 
-def _head_dim(found: Attention) -> int:
+def _head_dim(found: AttentionPattern) -> int:
     widths = [shape(t)[-1] for t in (found.q, found.v)]
     return max(w if isinstance(w, int) else 257 for w in widths)  # a width that varies has no tile
 
 
-def _attention(node: fx.Node) -> Attention | str | None:
+def _attention(node: fx.Node) -> AttentionPattern | str | None:
     """Attention whose output is this node; a sentence where it is of another kind; None where there is none."""
     if kind(node) == "scaled_dot_product_attention":
         given, inner = read(node), []
@@ -90,7 +90,7 @@ def _attention(node: fx.Node) -> Attention | str | None:
     if windows is not None:
         windows = Call(torch.flatten, (windows, 0, 1))  # [W, 1, Nq, Nk]: image b of the batch is in window b mod W
         bias = windows if bias is None else Call(torch.add, (bias, windows))
-    return Attention(q, k, v, bias, scale, inner)
+    return AttentionPattern(q, k, v, bias, scale, inner)
 
 
 def _written_out(node: fx.Node) -> tuple | None:
@@ -191,7 +191,7 @@ def _bias(mask: fx.Node, sizes: tuple) -> fx.Node | Call | None:
     return mask
 
 
-def _unpacked(found: Attention, inner: list[fx.Node]) -> fx.Node | None:
+def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
     """The projection [B, N, 3·H·D], ordered as [3, H, D], that q, k and v were split from."""
     parts, sources = [up(t, inner) for t in found[:3]], []
     for i, part in enumerate(parts):

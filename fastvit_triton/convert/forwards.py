@@ -1,4 +1,4 @@
-"""Which fused forward an instance may be given: types known by name, and what their releases build otherwise.
+"""Registry: module type → fused forward, with the attributes that it requires, which differ between releases.
 
 A name says little about the parts: packages rename them, nest them and pass them other arguments from release to
 release. So a forward declares what it reads and takes; `optimize` compares that with the instance once, and no call
@@ -6,16 +6,19 @@ needs to ask again.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
 from types import FunctionType
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from .parts import Attention, Mlp, kind
+from ..layers.body import AttentionParts, MlpParts
+from ..layers.calls import type_name
+from .parts import is_fusable
 
-Reader = Callable[..., Attention | Mlp | str]
+Reader = Callable[..., AttentionParts | MlpParts | str]
 Folds = Callable[[nn.Module], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
 
@@ -75,24 +78,24 @@ _taken: dict[type[nn.Module], tuple[str, ...]] = {}
 FORWARDS: dict[str, list[Forward]] = {}  # type → what its instances may be given, the newest release's first
 
 
-def declare(kinds: tuple[str, ...], forward: Forward) -> None:
+def register(names: tuple[str, ...], forward: Forward) -> None:
     """Adds what instances of these types may be given."""
-    for name in kinds:
+    for name in names:
         FORWARDS.setdefault(name, []).append(forward)
 
 
-def fitting(module: nn.Module) -> Forward | str | None:
+def forward_for(module: nn.Module) -> Forward | str | None:
     """The fused forward that fits this instance, in one sentence why none does, or None for unknown types."""
-    known = FORWARDS.get(kind(module))
+    known = FORWARDS.get(type_name(module))
     if known is None:
         return None
     forward = next((f for f in known if f.lacks(module) is None), None)
     return known[0].lacks(module) if forward is None else forward.ignores(module) or forward
 
 
-def whole(
+def fused_forward(
     became: str,
-    *kinds: str,
+    *names: str,
     needs: str = "",
     takes: str | None = None,
     reason: Callable[[nn.Module], str | None] | None = None,
@@ -101,8 +104,49 @@ def whole(
     """Declares the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
-        declare(kinds, Forward(forward, needs, takes, None, became, reason, None, folds))
+        register(names, Forward(forward, needs, takes, None, became, reason, None, folds))
         return forward
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class FusedBody:
+    """Runs a body by its parts where they can be read, else its own forward.
+
+    Attributes:
+        read: gives the parts of a module, called with it and its arguments after the first, or why there are none.
+        weights: the module returns (y, attention weights or None).
+    """
+
+    read: Reader
+    weights: bool = False
+
+    def __call__(self, module: nn.Module, *inputs: object, **named: object) -> Tensor | tuple[Tensor, None]:
+        """The module of its inputs; [B, N, D] → [B, N, D]."""
+        if not inputs and "hidden_states" in named:
+            inputs = (named["hidden_states"],)
+            named = {name: value for name, value in named.items() if name != "hidden_states"}
+        if inputs and isinstance(inputs[0], Tensor) and is_fusable(module, inputs[0]):
+            parts = self.read(module, *inputs[1:], **named)
+            if not isinstance(parts, str):
+                y = parts(inputs[0])
+                return (y, None) if self.weights else y
+        return original(module, *inputs, **named)
+
+
+def fused_body(
+    *names: str,
+    needs: str = "",
+    takes: str | None = None,
+    call: Callable[[nn.Module], dict[str, object]] | None = None,
+    weights: bool = False,
+) -> Callable[[Reader], Reader]:
+    """Declares a reader of these types, see `Forward`; `weights` for bodies that return (y, weights or None)."""
+
+    def decorate(read: Reader) -> Reader:
+        register(names, Forward(FusedBody(read, weights), needs, takes, read, call=call))
+        return read
 
     return decorate
 

@@ -6,30 +6,23 @@ Releases from 0.4 on: what an older one does not have yet (norms, gates, a secon
 import torch
 from torch import Tensor, nn
 
-from .fused import body
-from .parts import (
-    DROPOUT,
-    IDENTITY,
-    LINEARS,
-    Attention,
-    Mlp,
-    Packed,
-    activation,
-    four_axes,
-    head_norms,
-    idle,
-    kind,
-    own,
-    readable,
-    scores_mask,
-    watched,
-)
+from ..layers.body import AttentionParts, MlpParts
+from ..layers.calls import are_plain_tensors, has_hooks, type_name
+from ..layers.parts import DROPOUTS, Packed, activation_of, is_identity, is_inactive, is_readable
+from .forwards import fused_body
+from .parts import four_axes, head_norms, scores_mask
 
 
 def dropped(module: nn.Module) -> str | None:
     """Why the probabilities of this attention cannot stay on the chip."""
     drop = module.attn_drop
-    return None if idle(drop) else f"attention dropout {drop.p}" if kind(drop) in DROPOUT else "attn_drop is watched"
+    return (
+        None
+        if is_inactive(drop)
+        else f"attention dropout {drop.p}"
+        if type_name(drop) in DROPOUTS
+        else "attn_drop is watched"
+    )
 
 
 def _reason(module: nn.Module, mask: Tensor | None, is_causal: bool) -> str | None:
@@ -48,15 +41,15 @@ def _norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     return head_norms(module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
 
 
-@body(
+@fused_body(
     "timm.layers.attention.Attention",
     "timm.models.vision_transformer.Attention",
     needs="qkv num_heads scale attn_drop proj proj_drop",
     takes="attn_mask is_causal",
 )
-def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal: bool = False) -> Attention | str:
+def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal: bool = False) -> AttentionParts | str:
     """Packed qkv, with optional norms of queries and keys and of the output."""
-    return _reason(self, attn_mask, is_causal) or Attention(
+    return _reason(self, attn_mask, is_causal) or AttentionParts(
         (self.qkv,),
         self.proj,
         self.num_heads,
@@ -68,7 +61,7 @@ def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal:
     )
 
 
-@body(
+@fused_body(
     "timm.layers.attention.AttentionRope",
     "timm.models.eva.EvaAttention",
     needs="qkv q_proj k_proj v_proj num_heads scale attn_drop norm proj proj_drop",
@@ -76,7 +69,7 @@ def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal:
 )
 def rope_parts(
     self: nn.Module, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Attention | str:
+) -> AttentionParts | str:
     """Packed or separate projections and rotary positions that leave prefix tokens alone."""
     why = _reason(self, attn_mask, is_causal)
     if why is None and getattr(self, "num_kv_groups", 1) > 1:
@@ -88,7 +81,7 @@ def rope_parts(
     if rope is not None:
         sin, cos = rope.chunk(2, -1)
         table = cos, sin, not getattr(self, "rotate_half", False)
-    return Attention(
+    return AttentionParts(
         (self.q_proj, self.k_proj, self.v_proj) if qkv is None else (qkv,),
         self.proj,
         self.num_heads,
@@ -101,13 +94,13 @@ def rope_parts(
     )
 
 
-@body(
+@fused_body(
     "timm.models.beit.Attention",
     needs="qkv q_bias k_bias v_bias num_heads scale relative_position_bias_table relative_position_index attn_drop "
     "proj proj_drop",
     takes="shared_rel_pos_bias",
 )
-def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> Attention | str:
+def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> AttentionParts | str:
     """Packed qkv and learned relative positions, its own or the model's."""
     why, qkv = dropped(self), _packed(self)
     if why is not None or isinstance(qkv, str):
@@ -115,7 +108,7 @@ def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> At
     table = None if self.relative_position_bias_table is None else _positions(self)
     if shared_rel_pos_bias is not None:
         table = shared_rel_pos_bias if table is None else table + shared_rel_pos_bias
-    return Attention((qkv,), self.proj, self.num_heads, self.scale, four_axes(table), drops=(self.proj_drop,))
+    return AttentionParts((qkv,), self.proj, self.num_heads, self.scale, four_axes(table), drops=(self.proj_drop,))
 
 
 def _positions(self: nn.Module) -> Tensor:
@@ -123,60 +116,60 @@ def _positions(self: nn.Module) -> Tensor:
     return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).contiguous()[None]
 
 
-@body(
+@fused_body(
     "timm.models.swin_transformer.WindowAttention",
     needs="qkv num_heads scale relative_position_bias_table relative_position_index softmax attn_drop proj proj_drop",
     takes="mask",
 )
-def window_parts(self: nn.Module, mask: Tensor | None = None) -> Attention | str:
+def window_parts(self: nn.Module, mask: Tensor | None = None) -> AttentionParts | str:
     """Attention in windows: group g of the bias is window g, with the mask of the shift added."""
-    why = dropped(self) or ("softmax is watched" if watched(self.softmax) else None)
+    why = dropped(self) or ("softmax is watched" if has_hooks(self.softmax) else None)
     if why is not None:
         return why
     bias = _positions(self)
     bias = bias if mask is None else bias + mask[:, None]  # [windows, H, N, N]
-    return Attention((self.qkv,), self.proj, self.num_heads, self.scale, bias, drops=(self.proj_drop,))
+    return AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale, bias, drops=(self.proj_drop,))
 
 
-@body("timm.layers.mlp.Mlp", "timm.models.layers.mlp.Mlp", needs="fc1 act drop1|drop fc2 drop2|drop", takes="")
-def mlp_parts(self: nn.Module) -> Mlp | str:
+@fused_body("timm.layers.mlp.Mlp", "timm.models.layers.mlp.Mlp", needs="fc1 act drop1|drop fc2 drop2|drop", takes="")
+def mlp_parts(self: nn.Module) -> MlpParts | str:
     """fc1, activation, fc2, with an optional norm between; older releases use one dropout twice."""
     drops = (self.drop1, self.drop2) if hasattr(self, "drop1") else (self.drop, self.drop)
-    return Mlp((self.fc1,), activation(self.act), self.fc2, drops, last=_present(self))
+    return MlpParts((self.fc1,), activation_of(self.act), self.fc2, drops, last=_present(self))
 
 
-@body(
+@fused_body(
     "timm.layers.mlp.GluMlp",
     "timm.models.layers.mlp.GluMlp",
     needs="fc1 act gate_last chunk_dim drop1 fc2 drop2",
     takes="",
 )
-def glu_parts(self: nn.Module) -> Mlp | str:
+def glu_parts(self: nn.Module) -> MlpParts | str:
     """SwiGLU with gate and value in one layer, gate first."""
-    if activation(self.act) != "silu" or self.gate_last or self.chunk_dim != -1:
+    if activation_of(self.act) != "silu" or self.gate_last or self.chunk_dim != -1:
         return f"gated by {type(self.act).__name__}" + (" on the last half" if self.gate_last else "")
-    return Mlp((self.fc1,), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
+    return MlpParts((self.fc1,), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
 
 
-@body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2", takes="")
-def swiglu_parts(self: nn.Module) -> Mlp | str:
+@fused_body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2", takes="")
+def swiglu_parts(self: nn.Module) -> MlpParts | str:
     """SwiGLU with gate and value in two layers, and an optional norm before the last layer."""
-    if activation(self.act) != "silu":
+    if activation_of(self.act) != "silu":
         return f"gated by {type(self.act).__name__}"
-    return Mlp((self.fc1_g, self.fc1_x), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
+    return MlpParts((self.fc1_g, self.fc1_x), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
 
 
 def _present(self: nn.Module) -> nn.Module | None:
     """The norm before the last layer, which some releases do not have."""
     norm = getattr(self, "norm", None)
-    return None if norm is None or readable(norm, IDENTITY) else norm
+    return None if norm is None or is_identity(norm) else norm
 
 
 def _packed(self: nn.Module) -> nn.Module | Packed | str:
     """The packed projection, whose bias may be kept as q_bias, k_bias (zeros) and v_bias."""
     if getattr(self, "q_bias", None) is None:
         return self.qkv
-    if not readable(self.qkv, LINEARS) or not own(self.q_bias, self.k_bias, self.v_bias):
+    if not is_readable(self.qkv) or not are_plain_tensors(self.q_bias, self.k_bias, self.v_bias):
         return "qkv was replaced or is watched"
     biases = self.q_bias, self.k_bias, self.v_bias
     return Packed(self.qkv.weight, torch.cat(biases), (self.qkv.weight, *biases))

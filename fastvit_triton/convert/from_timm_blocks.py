@@ -5,11 +5,12 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
-from .forwards import arguments, original, whole
+from ..layers.body import finish, project
+from ..layers.branch import Branch, add_branches
+from .forwards import arguments, fused_forward, original
 from .from_timm import dropped
 from .from_torch import patch_conv
-from .fused import Branch, add, finish, project
-from .parts import fuses, scores_mask
+from .parts import is_fusable, scores_mask
 
 
 def _both_norms(block: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -26,7 +27,7 @@ def _drop_paths(block: nn.Module) -> tuple[nn.Module, nn.Module]:
     return (block.drop_path1, block.drop_path2) if hasattr(block, "drop_path1") else (block.drop_path,) * 2
 
 
-@whole(
+@fused_forward(
     "pre-norm block",
     "timm.models.vision_transformer.Block",
     needs="norm1 attn drop_path1|drop_path norm2 mlp drop_path2|drop_path",
@@ -35,17 +36,17 @@ def _drop_paths(block: nn.Module) -> tuple[nn.Module, nn.Module]:
 )
 def block(self: nn.Module, x: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
-    return _block(self, x, *inputs, **named) if fuses(self, x) else original(self, x, *inputs, **named)
+    return _block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
 
 
 def _block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     call, (drop1, drop2) = _given(self, attn_mask=attn_mask, is_causal=is_causal), _drop_paths(self)
     scale1, scale2 = (self.ls1, self.ls2) if hasattr(self, "ls1") else (None, None)
     attn = Branch(self.attn, self.norm1, scale1, drop1, call=call)
-    return add(x, attn, Branch(self.mlp, self.norm2, scale2, drop2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, scale2, drop2))
 
 
-@whole(
+@fused_forward(
     "pre-norm block",
     "timm.models.eva.EvaBlock",
     needs="norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2",
@@ -54,7 +55,7 @@ def _block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causa
 )
 def eva_block(self: nn.Module, x: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with rotary positions; [B, N, D] → [B, N, D]."""
-    return _eva_block(self, x, *inputs, **named) if fuses(self, x) else original(self, x, *inputs, **named)
+    return _eva_block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
 
 
 def _eva_block(
@@ -62,10 +63,10 @@ def _eva_block(
 ) -> Tensor:
     call = _given(self, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
     attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
-    return add(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2))
 
 
-@whole(
+@fused_forward(
     "pre-norm block",
     "timm.models.beit.Block",
     needs="norm1 attn gamma_1 drop_path1|drop_path norm2 mlp gamma_2 drop_path2|drop_path",
@@ -74,14 +75,14 @@ def _eva_block(
 )
 def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
     """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
-    if not fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x, shared_rel_pos_bias)
     call, (drop1, drop2) = dict(shared_rel_pos_bias=shared_rel_pos_bias), _drop_paths(self)
     attn = Branch(self.attn, self.norm1, None, drop1, self.gamma_1, call=call)
-    return add(x, attn, Branch(self.mlp, self.norm2, None, drop2, self.gamma_2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, drop2, self.gamma_2))
 
 
-@whole(
+@fused_forward(
     "block around its talking heads",
     "timm.models.cait.LayerScaleBlock",
     needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
@@ -90,13 +91,13 @@ def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = 
 )
 def cait_block(self: nn.Module, x: Tensor) -> Tensor:
     """CaiT's block around its talking heads; [B, N, D] → [B, N, D]."""
-    if not fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x)
     attn = Branch(self.attn, self.norm1, None, self.drop_path, self.gamma_1)
-    return add(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
 
 
-@whole(
+@fused_forward(
     "class-token block",
     "timm.models.cait.LayerScaleBlockClassAttn",
     needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
@@ -105,14 +106,14 @@ def cait_block(self: nn.Module, x: Tensor) -> Tensor:
 )
 def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
     """CaiT's class-token block; [B, N, D] and [B, 1, D] → [B, 1, D]."""
-    if not fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x, x_cls)
     attended = self.attn(self.norm1(torch.cat((x_cls, x), 1)))
     x_cls = x_cls + self.drop_path(self.gamma_1 * attended)
-    return add(x_cls, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
+    return add_branches(x_cls, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
 
 
-@whole(
+@fused_forward(
     "block around its own windows",
     "timm.models.swin_transformer.SwinTransformerBlock",
     needs="norm1 _attn drop_path1 norm2 mlp drop_path2",
@@ -121,13 +122,13 @@ def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
 )
 def swin_block(self: nn.Module, x: Tensor) -> Tensor:
     """Swin's block around its own windows; [B, H, W, D] → [B, H, W, D]."""
-    if not fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x)
     x = x + self.drop_path1(self._attn(self.norm1(x)))
-    return add(x, Branch(self.mlp, self.norm2, None, self.drop_path2))
+    return add_branches(x, Branch(self.mlp, self.norm2, None, self.drop_path2))
 
 
-@whole(
+@fused_forward(
     "class attention",
     "timm.models.cait.ClassAttn",
     needs="q k v num_heads scale attn_drop proj proj_drop",
@@ -136,7 +137,7 @@ def swin_block(self: nn.Module, x: Tensor) -> Tensor:
 )
 def class_attention(self: nn.Module, x: Tensor) -> Tensor:
     """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
-    if not fuses(self, x) or dropped(self) is not None:
+    if not is_fusable(self, x) or dropped(self) is not None:
         return original(self, x)
     q = project(x[:, :1], (self.q,))
     k, v = project(x, (self.k, self.v)).chunk(2, -1)
@@ -145,7 +146,7 @@ def class_attention(self: nn.Module, x: Tensor) -> Tensor:
     return finish(o, self.proj, drop=self.proj_drop)
 
 
-@whole(
+@fused_forward(
     "attention pooling",
     "timm.layers.attention_pool.AttentionPoolLatent",
     needs="latent pos_embed q kv q_norm k_norm num_heads scale proj proj_drop norm mlp pool",
@@ -154,7 +155,7 @@ def class_attention(self: nn.Module, x: Tensor) -> Tensor:
 )
 def attention_pool(self: nn.Module, x: Tensor, *inputs: object, **named: object) -> Tensor:
     """Learned queries attend to all tokens, then an MLP; [B, N, D] → [B, D]."""
-    return _attention_pool(self, x, *inputs, **named) if fuses(self, x) else original(self, x, *inputs, **named)
+    return _attention_pool(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
 
 
 def _attention_pool(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -164,7 +165,7 @@ def _attention_pool(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None)
     q, k = self.q_norm(q), self.k_norm(k)
     o = attention(q, k, v, scores_mask(attn_mask), self.scale).transpose(1, 2).flatten(2)
     x = finish(o, self.proj, drop=self.proj_drop)
-    x = x if self.mlp is None else add(x, Branch(self.mlp, self.norm))
+    x = x if self.mlp is None else add_branches(x, Branch(self.mlp, self.norm))
     return x[:, 0] if self.pool == "token" else x.mean(1) if self.pool == "avg" else x
 
 
@@ -175,7 +176,7 @@ def _patch_reason(self: nn.Module) -> str | None:
     return None if patch_conv(self.proj) else "its projection was replaced or is watched"
 
 
-@whole(
+@fused_forward(
     "patch projection",
     "timm.layers.patch_embed.PatchEmbed",
     "timm.models.layers.patch_embed.PatchEmbed",
@@ -185,7 +186,12 @@ def _patch_reason(self: nn.Module) -> str | None:
 )
 def patches(self: nn.Module, x: Tensor) -> Tensor:
     """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] where timm asks for NHWC."""
-    if not fuses(self, x) or x.dim() != 4 or not _divides(self, tuple(x.shape[2:])) or _patch_reason(self) is not None:
+    if (
+        not is_fusable(self, x)
+        or x.dim() != 4
+        or not _divides(self, tuple(x.shape[2:]))
+        or _patch_reason(self) is not None
+    ):
         return original(self, x)
     tokens = patch_embed(x, self.proj.weight, self.proj.bias)
     return self.norm(tokens if self.flatten else tokens.unflatten(1, (x.shape[2] // self.patch_size[0], -1)))

@@ -5,44 +5,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
+from ..kernels.layer_norm import layer_norm
 from ..kernels.patch_embed import patch_embed
-from .forwards import original, whole
-from .fused import Branch, add, attend, body, feed, finish, fuses, project
-from .parts import DROPOUT, LAYER_NORMS, Attention, Mlp, Packed, activation, kind, own, readable, scores_mask, watched
+from ..layers.body import AttentionParts, MlpParts, finish, project
+from ..layers.branch import Branch, add_branches
+from ..layers.calls import are_plain_tensors, has_hooks, is_plain_module, type_name
+from ..layers.parts import DROPOUTS, LAYER_NORMS, Packed, activation_of, last_axis_norm
+from .forwards import fused_body, fused_forward, original
+from .parts import is_fusable, scores_mask
 
 CONV = "torch.nn.modules.conv.Conv2d"
 STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
 
 
-@body(
+@fused_body(
     "torch.nn.modules.container.Sequential",
     "torchvision.ops.misc.MLP",
     "torchvision.models.vision_transformer.MLPBlock",
 )
-def sequential_parts(self: nn.Sequential) -> Mlp | str:
+def sequential_parts(self: nn.Sequential) -> MlpParts | str:
     """[LayerNorm,] Linear, activation, [Dropout,] Linear, [Dropout]."""
     layers = list(self._modules.values())
-    first = layers.pop(0) if layers and kind(layers[0]) in LAYER_NORMS else None
-    outer = layers.pop() if layers and kind(layers[-1]) in DROPOUT else None
-    inner = layers.pop(2) if len(layers) == 4 and kind(layers[2]) in DROPOUT else None
+    first = layers.pop(0) if layers and type_name(layers[0]) in LAYER_NORMS else None
+    outer = layers.pop() if layers and type_name(layers[-1]) in DROPOUTS else None
+    inner = layers.pop(2) if len(layers) == 4 and type_name(layers[2]) in DROPOUTS else None
     if len(layers) != 3 or not (isinstance(layers[0], nn.Linear) and isinstance(layers[2], nn.Linear)):
         return "not an MLP"
-    act = activation(layers[1])
+    act = activation_of(layers[1])
     if not isinstance(act, str):
         return f"activation {type(act).__name__}"
-    return Mlp((layers[0],), act, layers[2], (inner, outer), first)
+    return MlpParts((layers[0],), act, layers[2], (inner, outer), first)
 
 
 def multihead_parts(
     self: nn.MultiheadAttention, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
-) -> Attention | str:
+) -> AttentionParts | str:
     """Self-attention of nn.MultiheadAttention, batch first; masks as its forward takes them."""
     why = multihead_reason(self)
     if why is not None:
         return why
     qkv = Packed(self.in_proj_weight, self.in_proj_bias)
     bias = _allowed(self, attn_mask, key_padding_mask)
-    return Attention((qkv,), self.out_proj, self.num_heads, self.head_dim**-0.5, bias)
+    return AttentionParts((qkv,), self.out_proj, self.num_heads, self.head_dim**-0.5, bias)
 
 
 def multihead_reason(self: nn.MultiheadAttention) -> str | None:
@@ -53,10 +57,10 @@ def multihead_reason(self: nn.MultiheadAttention) -> str | None:
         return "added keys"
     if self.training and self.dropout > 0:
         return f"attention dropout {self.dropout}"
-    return None if own(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is no plain parameter"
+    return None if are_plain_tensors(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is no plain parameter"
 
 
-@whole(
+@fused_forward(
     "attention where its weights are not asked for",
     "torch.nn.modules.activation.MultiheadAttention",
     reason=multihead_reason,
@@ -74,14 +78,15 @@ def multihead(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of queries [B, N, D] to keys and values, where the attention weights are not asked for."""
     usual = query.dim() == 3 and not need_weights and not (is_causal and attn_mask is None)
-    if not usual or not fuses(self, query) or key.is_nested or multihead_reason(self) is not None:
+    if not usual or not is_fusable(self, query) or key.is_nested or multihead_reason(self) is not None:
         rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         return original(self, query, key, value, *rest)
     bias = _allowed(self, attn_mask, key_padding_mask)
     turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
     if query is key and key is value:
         qkv = (Packed(self.in_proj_weight, self.in_proj_bias),)
-        return turn(attend(turn(query), Attention(qkv, self.out_proj, self.num_heads, self.head_dim**-0.5, bias))), None
+        parts = AttentionParts(qkv, self.out_proj, self.num_heads, self.head_dim**-0.5, bias)
+        return turn(parts(turn(query))), None
     return turn(cross_attend(self, turn(query), turn(key), turn(value), bias)), None
 
 
@@ -112,7 +117,23 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
     return mask.masked_fill(~padding, float("-inf")) if padding.dtype == torch.bool else mask + padding
 
 
-@whole(
+def _norm_reason(self: nn.Module) -> str | None:
+    known = last_axis_norm(self) is not None
+    return None if known else "several axes, fast norm, or parameters of a class of their own"
+
+
+@fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
+def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
+    """LayerNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
+    norm = last_axis_norm(self) if is_fusable(self, input) else None
+    if norm is None:
+        return original(self, input)
+    device = input.device.type
+    wide = device != "cpu" and torch.is_autocast_enabled(device) and input.dtype != torch.float64
+    return layer_norm(input.float() if wide else input, *norm)
+
+
+@fused_forward(
     "block",
     "torch.nn.modules.transformer.TransformerEncoderLayer",
     reason=lambda self: multihead_reason(self.self_attn),
@@ -126,26 +147,24 @@ def encoder_layer(
     is_causal: bool = False,
 ) -> Tensor:
     """Pre-norm or post-norm layer; [B, N, D] → [B, N, D], or [N, B, D] where the batch is not first."""
-    parts = "unbatched, nested, or causal without a mask"
-    if src.dim() == 3 and fuses(self, src) and not (is_causal and src_mask is None) and not watched(self.self_attn):
+    parts, causal = "unbatched, nested, or causal without a mask", is_causal and src_mask is None
+    if src.dim() == 3 and is_fusable(self, src) and not causal and not has_hooks(self.self_attn):
         parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
     if isinstance(parts, str):
         return original(self, src, src_mask, src_key_padding_mask, is_causal)
     parts, act = parts._replace(drops=(self.dropout1,)), self.activation
-    act = (
-        "relu" if act is F.relu else "gelu" if act is F.gelu else activation(act) if isinstance(act, nn.Module) else act
-    )
-    hidden = Mlp((self.linear1,), act, self.linear2, (self.dropout, self.dropout2))
+    act = activation_of(act) if isinstance(act, nn.Module) else {F.relu: "relu", F.gelu: "gelu"}.get(act, act)
+    hidden = MlpParts((self.linear1,), act, self.linear2, (self.dropout, self.dropout2))
     x = src if self.self_attn.batch_first else src.transpose(0, 1)
     if self.norm_first:
-        x = add(x, Branch(parts, self.norm1), Branch(hidden, self.norm2))
+        x = add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2))
     else:
-        x = self.norm1(attend(x, parts, residual=x))
-        x = self.norm2(feed(x, hidden, residual=x))
+        x = self.norm1(parts(x, residual=x))
+        x = self.norm2(hidden(x, residual=x))
     return x if self.self_attn.batch_first else x.transpose(0, 1)
 
 
-@whole(
+@fused_forward(
     "pre-norm block",
     "torchvision.models.vision_transformer.EncoderBlock",
     reason=lambda self: multihead_reason(self.self_attention),
@@ -154,16 +173,16 @@ def encoder_layer(
 def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
     """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
     attn = self.self_attention
-    parts = "watched" if not fuses(self, input) or watched(attn) else multihead_parts(attn)
+    parts = "watched" if not is_fusable(self, input) or has_hooks(attn) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, input)
-    return add(input, Branch(parts._replace(drops=(self.dropout,)), self.ln_1), Branch(self.mlp, self.ln_2))
+    return add_branches(input, Branch(parts._replace(drops=(self.dropout,)), self.ln_1), Branch(self.mlp, self.ln_2))
 
 
 def patch_conv(conv: nn.Module) -> bool:
     """A convolution that can be read and whose stride is its size: a projection of patches."""
     return (
-        readable(conv, (CONV,))
+        is_plain_module(conv, (CONV,))
         and conv.kernel_size == conv.stride
         and conv.padding in ((0, 0), "valid")
         and conv.groups == 1
@@ -171,11 +190,13 @@ def patch_conv(conv: nn.Module) -> bool:
     )
 
 
-@whole("patch projection", CONV, reason=lambda self: None if patch_conv(self) else "not a projection of patches")
+@fused_forward(
+    "patch projection", CONV, reason=lambda self: None if patch_conv(self) else "not a projection of patches"
+)
 def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
     """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
     even = input.dim() == 4 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
-    if not (even and fuses(self, input) and patch_conv(self)):
+    if not (even and is_fusable(self, input) and patch_conv(self)):
         return original(self, input)
     tokens = patch_embed(input, self.weight, self.bias)
     return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))

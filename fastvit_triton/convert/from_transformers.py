@@ -6,10 +6,13 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
-from .forwards import original, whole
+from ..layers.body import AttentionParts, MlpParts
+from ..layers.branch import Branch, add_branches
+from ..layers.calls import has_hooks, is_plain_module, type_name
+from ..layers.parts import activation_of
+from .forwards import fused_body, fused_forward, original
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .fused import Branch, add, body, fuses
-from .parts import Attention, Mlp, activation, kind, readable, runs, scores_mask, watched
+from .parts import can_run, is_fusable, scores_mask
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
 
@@ -30,7 +33,7 @@ NESTED = _named(
 INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  # what older releases nest in them
 
 
-@body(
+@fused_body(
     *NESTED,
     *_named(
         "dinov3_vit.DINOv3ViTAttention", "clip.CLIPAttention", "siglip.SiglipAttention", "siglip2.Siglip2Attention"
@@ -47,14 +50,14 @@ def attention_parts(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     is_causal: bool | None = None,
     **more: object,
-) -> Attention | str:
+) -> AttentionParts | str:
     """Separate q, k, v; DINOv3 rotates all but its prefix tokens."""
     drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
     why = _reason(self, drop, attention_mask, is_causal, more)
     if why is not None:
         return why
     rope = None if position_embeddings is None else (*position_embeddings, False)
-    return Attention(
+    return AttentionParts(
         (self.q_proj, self.k_proj, self.v_proj),
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
         self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads,
@@ -64,22 +67,22 @@ def attention_parts(
     )
 
 
-@body(
+@fused_body(
     *NESTED,
     needs="attention.query attention.key attention.value attention.num_attention_heads attention.scaling "
     "attention.dropout_prob attention.is_causal attention.config output.dense output.dropout",
     takes="head_mask",
 )
-def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: object) -> Attention | str:
+def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
     """The same as older releases have it: in two modules, the last with a dropout, and without weights returned."""
-    inner, outer, family = self.attention, self.output, kind(self).removesuffix("Attention")
-    if not (readable(inner, (f"{family}SelfAttention",)) and readable(outer, (f"{family}SelfOutput",))):
+    inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
+    if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "attention or output was replaced or is watched"
     why = _reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
     if why is not None:
         return why
     projections = inner.query, inner.key, inner.value
-    return Attention(projections, outer.dense, inner.num_attention_heads, inner.scaling, drops=(outer.dropout,))
+    return AttentionParts(projections, outer.dense, inner.num_attention_heads, inner.scaling, drops=(outer.dropout,))
 
 
 def _reason(
@@ -90,7 +93,7 @@ def _reason(
         return f"attention dropout {drop}"
     if self.is_causal if is_causal is None else is_causal:
         return "causal mask"
-    if self.config._attn_implementation == "eager" and (self._forward_hooks or watched(self)):
+    if self.config._attn_implementation == "eager" and (self._forward_hooks or has_hooks(self)):
         return "its attention weights are watched"
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
         return "a mask that is not [B, H, N, N]"
@@ -98,7 +101,7 @@ def _reason(
     return f"called with {', '.join(odd)}" if odd else None
 
 
-@body(
+@fused_body(
     *_named(
         "vit.ViTMLP",
         "deit.DeiTMLP",
@@ -111,19 +114,19 @@ def _reason(
     ),
     needs="fc1 activation_fn|activation fc2",
 )
-def mlp_parts(self: nn.Module) -> Mlp:
+def mlp_parts(self: nn.Module) -> MlpParts:
     """fc1, activation, fc2."""
     act = self.activation_fn if hasattr(self, "activation_fn") else self.activation
-    return Mlp((self.fc1,), activation(act), self.fc2)
+    return MlpParts((self.fc1,), activation_of(act), self.fc2)
 
 
-@body(*_named("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
-def up_down_parts(self: nn.Module) -> Mlp:
+@fused_body(*_named("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
+def up_down_parts(self: nn.Module) -> MlpParts:
     """The same under DINOv3's names."""
-    return Mlp((self.up_proj,), activation(self.act_fn), self.down_proj)
+    return MlpParts((self.up_proj,), activation_of(self.act_fn), self.down_proj)
 
 
-@body(
+@fused_body(
     *_named(
         "dinov2.Dinov2SwiGLUFFN",
         "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN",
@@ -131,20 +134,20 @@ def up_down_parts(self: nn.Module) -> Mlp:
     ),
     needs="gate_proj up_proj act_fn down_proj",
 )
-def gated_parts(self: nn.Module) -> Mlp | str:
+def gated_parts(self: nn.Module) -> MlpParts | str:
     """SwiGLU with gate and value in two layers."""
-    if activation(self.act_fn) != "silu":
+    if activation_of(self.act_fn) != "silu":
         return f"gated by {type(self.act_fn).__name__}"
-    return Mlp((self.gate_proj, self.up_proj), "swiglu", self.down_proj)
+    return MlpParts((self.gate_proj, self.up_proj), "swiglu", self.down_proj)
 
 
-@body(
+@fused_body(
     *_named("dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN"),
     needs="weights_in weights_out",
 )
-def packed_gate_parts(self: nn.Module) -> Mlp:
+def packed_gate_parts(self: nn.Module) -> MlpParts:
     """SwiGLU as older releases have it: gate and value in one layer, gate first."""
-    return Mlp((self.weights_in,), "swiglu", self.weights_out)
+    return MlpParts((self.weights_in,), "swiglu", self.weights_out)
 
 
 def _checkpointed(self: nn.Module, forward: object, *inputs: object, **named: object) -> Tensor:
@@ -159,7 +162,7 @@ def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, o
     return more if attention_mask is None else dict(more, attention_mask=attention_mask)
 
 
-@whole(
+@fused_forward(
     "pre-norm block",
     *_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"),
     needs="attention mlp layernorm_before layernorm_after dropout gradient_checkpointing",
@@ -168,17 +171,17 @@ def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, o
 )
 def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
-    if not fuses(self, hidden_states):
+    if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
 
 
 def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     attn = Branch(self.attention, self.layernorm_before, drop=self.dropout, call=_call(attention_mask, more))
-    return add(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout))
+    return add_branches(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout))
 
 
-@whole(
+@fused_forward(
     "pre-norm block",
     *_named("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
     needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 gradient_checkpointing",
@@ -187,7 +190,7 @@ def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None,
 )
 def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
-    if not fuses(self, hidden_states):
+    if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _dino_layer, hidden_states, *inputs, **named)
 
@@ -195,10 +198,10 @@ def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named:
 def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     call = _call(attention_mask, more)
     attn = Branch(self.attention, self.norm1, self.layer_scale1, self.drop_path, call=call)
-    return add(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path))
 
 
-@whole(
+@fused_forward(
     "pre-norm block",
     *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
     needs="self_attn layer_norm1 layer_norm2 mlp gradient_checkpointing",
@@ -207,25 +210,25 @@ def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None
 )
 def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
-    if not fuses(self, hidden_states):
+    if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _clip_layer, hidden_states, *inputs, **named)
 
 
 def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     attn = Branch(self.self_attn, self.layer_norm1, call=_call(attention_mask, more))
-    return add(x, attn, Branch(self.mlp, self.layer_norm2))
+    return add_branches(x, attn, Branch(self.mlp, self.layer_norm2))
 
 
 def _pooling_reason(self: nn.Module, attention_mask: Tensor | None = None) -> str | None:
-    if watched(self.attention):
+    if has_hooks(self.attention):
         return "its attention is watched"
     if attention_mask is not None and attention_mask.dim() != 2:
         return "a mask that is not [B, N]"
     return multihead_reason(self.attention)
 
 
-@whole(
+@fused_forward(
     "attention pooling",
     *_named("siglip.SiglipMultiheadAttentionPoolingHead", "siglip2.Siglip2MultiheadAttentionPoolingHead"),
     needs="probe attention.in_proj_weight layernorm mlp",
@@ -235,7 +238,7 @@ def _pooling_reason(self: nn.Module, attention_mask: Tensor | None = None) -> st
 )
 def pooling_head(self: nn.Module, hidden_state: Tensor, *inputs: object, **named: object) -> Tensor:
     """One learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
-    if not fuses(self, hidden_state) or _pooling_reason(self, *inputs, **named) is not None:
+    if not is_fusable(self, hidden_state) or _pooling_reason(self, *inputs, **named) is not None:
         return original(self, hidden_state, *inputs, **named)
     return _pooling_head(self, hidden_state, *inputs, **named)
 
@@ -243,7 +246,7 @@ def pooling_head(self: nn.Module, hidden_state: Tensor, *inputs: object, **named
 def _pooling_head(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     kept = None if attention_mask is None else attention_mask[:, None, None].bool()  # [B, 1, 1, N]
     x = cross_attend(self.attention, self.probe.expand(x.shape[0], -1, -1), x, x, kept)
-    return add(x, Branch(self.mlp, self.layernorm))[:, 0]
+    return add_branches(x, Branch(self.mlp, self.layernorm))[:, 0]
 
 
 STEMS.update(
@@ -281,7 +284,7 @@ def attention_forward(
     causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     grouped = query.shape[1] != key.shape[1]
     odd = any(more.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-    if causal or grouped or odd or dropout > 0 or not runs(query):
+    if causal or grouped or odd or dropout > 0 or not can_run(query):
         sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
         named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
         return sdpa(module, query, key, value, attention_mask, **named)

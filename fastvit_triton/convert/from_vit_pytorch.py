@@ -2,25 +2,32 @@
 
 from torch import Tensor, nn
 
-from .forwards import original, whole
+from ..layers.body import AttentionParts, MlpParts
+from ..layers.branch import Branch, add_branches
+from ..layers.calls import has_hooks, type_name
+from ..layers.parts import DROPOUTS, IDENTITIES, is_inactive
+from .forwards import fused_body, fused_forward, original
 from .from_torch import sequential_parts
-from .fused import Branch, add, body, fuses
-from .parts import DROPOUT, IDENTITY, Attention, Mlp, idle, kind, watched
+from .parts import is_fusable
 
 
-@body("vit_pytorch.vit.Attention", "vit_pytorch.simple_vit.Attention")
-def attention_parts(self: nn.Module) -> Attention | str:
+@fused_body("vit_pytorch.vit.Attention", "vit_pytorch.simple_vit.Attention")
+def attention_parts(self: nn.Module) -> AttentionParts | str:
     """Norm, packed qkv, attention, and a projection that may end in a dropout."""
-    if not idle(getattr(self, "dropout", None)):
-        return f"attention dropout {self.dropout.p}" if kind(self.dropout) in DROPOUT else "dropout was replaced"
-    if watched(self.attend) or watched(self.to_out):
+    if not is_inactive(getattr(self, "dropout", None)):
+        return (
+            f"attention dropout {self.dropout.p}"
+            if type_name(type(self.dropout)) in DROPOUTS
+            else "dropout was replaced"
+        )
+    if has_hooks(self.attend) or has_hooks(self.to_out):
         return "attend or to_out is watched"
     proj, drop = self.to_out, None
     if isinstance(proj, nn.Sequential):
         proj, drop = proj
-    return Attention(
+    return AttentionParts(
         (self.to_qkv,),
-        None if kind(proj) in IDENTITY else proj,
+        None if type_name(proj) in IDENTITIES else proj,
         self.heads,
         self.scale,
         first=self.norm,
@@ -28,16 +35,16 @@ def attention_parts(self: nn.Module) -> Attention | str:
     )
 
 
-@body("vit_pytorch.vit.FeedForward", "vit_pytorch.simple_vit.FeedForward")
-def feed_forward_parts(self: nn.Module) -> Mlp | str:
+@fused_body("vit_pytorch.vit.FeedForward", "vit_pytorch.simple_vit.FeedForward")
+def feed_forward_parts(self: nn.Module) -> MlpParts | str:
     """LayerNorm, Linear, GELU, Linear in a Sequential."""
-    return "net is watched" if watched(self.net) else sequential_parts(self.net)
+    return "net is watched" if has_hooks(self.net) else sequential_parts(self.net)
 
 
-@whole("blocks and last norm", "vit_pytorch.vit.Transformer", "vit_pytorch.simple_vit.Transformer")
+@fused_forward("blocks and last norm", "vit_pytorch.vit.Transformer", "vit_pytorch.simple_vit.Transformer")
 def transformer(self: nn.Module, x: Tensor) -> Tensor:
     """All blocks and the last norm; [B, N, D] → [B, N, D]."""
-    if not fuses(self, x):
+    if not is_fusable(self, x):
         return original(self, x)
-    x = add(x, *(Branch(body) for pair in self.layers for body in pair))
+    x = add_branches(x, *(Branch(body) for pair in self.layers for body in pair))
     return self.norm(x)

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from ..kernels.backend import backend, why_not
-from ..layers.calls import patched
+from ..layers.body import AttentionParts, MlpParts
+from ..layers.calls import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
+from ..layers.parts import LAYER_NORMS, is_readable, norm_of
 from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
-from .forwards import Forward, fitting
+from .forwards import Forward, forward_for
 from .from_torch import CONV, STEMS
 from .outcome import Report, Row
-from .parts import LAYER_NORMS, LINEARS, Attention, Mlp, kind, norm_weights, ours, readable, watched
 
 LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why
 LEFT |= dict.fromkeys(from_transformers.INNER)  # parts of a candidate, none themselves
@@ -85,13 +86,13 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> tuple[Row, ...]:
     """Converts all that can be converted; one row for each candidate."""
     rows, seen, inside, known = [], {}, [], dict(model.named_modules(remove_duplicate=False))
-    stems = {id(getattr(m, STEMS[kind(m)], None)) for m in known.values() if kind(m) in STEMS}
+    stems = {id(getattr(m, STEMS[type_name(m)], None)) for m in known.values() if type_name(m) in STEMS}
     for path, module in known.items():
         if id(module) in seen:  # at another path
             first = seen[id(module)]
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
             continue
-        if kind(module) == CONV and id(module) not in stems:
+        if type_name(module) == CONV and id(module) not in stems:
             continue
         row = _convert(path, module, filter_fn)
         if row is None:
@@ -109,25 +110,25 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
 
 def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
     """The row; of a LayerNorm that stays a launch of its own, one that tells so."""
-    bare = row.became is not None and kind(module) in LAYER_NORMS and id(module) not in folded
+    bare = row.became is not None and type_name(module) in LAYER_NORMS and id(module) not in folded
     return replace(row, became="LayerNorm kernel", bare=True) if bare else row
 
 
 def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
     """The norms that the fused forward of this module takes into the product behind them."""
-    forward = fitting(module)
+    forward = forward_for(module)
     parts = _parts(forward, module)
-    if isinstance(parts, Attention | Mlp):
+    if isinstance(parts, AttentionParts | MlpParts):
         yield from (parts.first, parts.last, *(getattr(parts, "norms", None) or ()))
     for norm, body in () if forward.folds is None else forward.folds(module):
-        if (id(body) in fused and not watched(body)) or (body is not None and readable(body, LINEARS)):
+        if (id(body) in fused and not has_hooks(body)) or (body is not None and is_readable(body)):
             yield norm
 
 
 def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
     """Binds the fused forward of this module's type; None where the module is no candidate."""
-    name, cls = kind(module), type(module).__name__
-    forward = fitting(module)
+    name, cls = type_name(module), type(module).__name__
+    forward = forward_for(module)
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
     if forward is None:
@@ -136,12 +137,12 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return Row(path, cls, why=why) if asked else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
-    parts = "the forward of its class was replaced" if patched(type(module)) else _parts(forward, module)
+    parts = "the forward of its class was replaced" if is_patched(type(module)) else _parts(forward, module)
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
         return Row(path, cls, why="left out by filter_fn")
-    if "forward" in module.__dict__ and not ours(module.__dict__["forward"]):
+    if "forward" in module.__dict__ and not is_our_forward(module.__dict__["forward"]):
         return Row(path, cls, why="another forward is in its place")
     module.forward = partial(forward.run, module)
     if isinstance(parts, str):
@@ -149,16 +150,16 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)
 
 
-def _became(forward: Forward, parts: Attention | Mlp | None) -> str:
+def _became(forward: Forward, parts: AttentionParts | MlpParts | None) -> str:
     """The fused forward in a few words."""
-    if isinstance(parts, Attention):
+    if isinstance(parts, AttentionParts):
         return "fused attention"
-    if isinstance(parts, Mlp):
+    if isinstance(parts, MlpParts):
         return f"fused MLP, {parts.act if isinstance(parts.act, str) else type(parts.act).__name__}"
     return f"fused {forward.became}"
 
 
-def _parts(forward: Forward, module: nn.Module) -> Attention | Mlp | str | None:
+def _parts(forward: Forward, module: nn.Module) -> AttentionParts | MlpParts | str | None:
     """What the fused forward would find: a body's parts, a reason to run the module's own forward, or None."""
     if forward.read is not None:
         with torch.no_grad():
@@ -166,19 +167,19 @@ def _parts(forward: Forward, module: nn.Module) -> Attention | Mlp | str | None:
     return None if forward.reason is None else forward.reason(module)
 
 
-def _notes(forward: Forward, module: nn.Module, parts: Attention | Mlp | None) -> Iterator[str]:
+def _notes(forward: Forward, module: nn.Module, parts: AttentionParts | MlpParts | None) -> Iterator[str]:
     """What is not merged, and when the module's own forward would run after all."""
-    if watched(module):
+    if has_hooks(module):
         yield "a hook watches it, so it is called"
     if parts is not None:
-        layers = (*parts.projections, parts.proj) if isinstance(parts, Attention) else (*parts.fc1, parts.fc2)
+        layers = (*parts.projections, parts.proj) if isinstance(parts, AttentionParts) else (*parts.fc1, parts.fc2)
         for layer in layers:
-            if layer is not None and not readable(layer, LINEARS):
+            if layer is not None and not is_readable(layer):
                 yield f"{type(layer).__name__} is called: replaced, quantised or hooked"
         for norm in (parts.first, parts.last):
-            if norm is not None and norm_weights(norm) is None:
+            if norm is not None and norm_of(norm) is None:
                 yield f"{type(norm).__name__} is called"
-        if isinstance(parts, Mlp) and not isinstance(parts.act, str):
+        if isinstance(parts, MlpParts) and not isinstance(parts.act, str):
             yield f"activation {type(parts.act).__name__} is called"
     if forward.read is not None or forward.reason is not None:
         was = {m: m.training for m in module.modules()}
@@ -208,5 +209,5 @@ def revert(model: nn.Module) -> None:
     unfreeze(model)
     with _all_or_nothing(model):
         for module in model.modules():
-            if ours(module.__dict__.get("forward")):
+            if is_our_forward(module.__dict__.get("forward")):
                 del module.__dict__["forward"]

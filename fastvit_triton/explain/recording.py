@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import layers
-from ..convert.forwards import Forward
+from ..convert.forwards import Forward, forward_for
 from ..convert.from_torch import multihead_parts
-from ..convert.fused import finish, project
-from ..convert.modules import fitting  # where every family has declared its own
-from ..convert.parts import Attention, head_norms, kind
+from ..convert.parts import head_norms
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import rotate
+from ..layers.body import AttentionParts, finish, fold_or_normalize, project
+from ..layers.calls import type_name
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
 ROWS = 256  # queries that `blocks` yields at a time
@@ -45,7 +45,7 @@ class AttentionLayer:
 
     path: str
     x: Tensor
-    parts: Attention
+    parts: AttentionParts
     norm: nn.Module | None = None
     position: nn.Module | None = None
     output_grad: Tensor | None = None
@@ -55,7 +55,9 @@ class AttentionLayer:
     def qkv(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(1): q and k as the scores take them and v, [B, H, N, d] each, and the bias [G, H, N, N] or None."""
         parts = self.parts
-        packed = project(self.x, parts.projections, self.norm if parts.first is None else parts.first)
+        norm = self.norm if parts.first is None else parts.first
+        x, folded = fold_or_normalize(self.x, norm, parts.projections)
+        packed = project(x, parts.projections, folded)
         q, k, v = packed.unflatten(-1, (3, parts.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         if parts.norms is not None:
             q, k = (norm(t) for norm, t in zip(parts.norms, (q, k), strict=True))
@@ -195,24 +197,26 @@ def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
         )
 
 
-def _reader(module: nn.Module) -> Callable[..., tuple[Tensor, Attention, nn.Module | None] | str | None] | None:
+def _reader(module: nn.Module) -> Callable[..., tuple[Tensor, AttentionParts, nn.Module | None] | str | None] | None:
     """Of an attention: a function from its call to (x, parts, position), a reason, or None where it looks elsewhere."""
     if type(module) is layers.Attention:
         return partial(_own, module)
-    if kind(module) == MULTIHEAD:
+    if type_name(module) == MULTIHEAD:
         return partial(_multihead, module)
-    forward = fitting(module)
+    forward = forward_for(module)
     read = forward.read if isinstance(forward, Forward) else None
-    if read is None or Attention not in get_args(get_type_hints(read)["return"]):  # of an MLP
+    if read is None or AttentionParts not in get_args(get_type_hints(read)["return"]):  # of an MLP
         return None
     return partial(_foreign, module, read)
 
 
-def _own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, Attention, nn.Module | None] | str:
+def _own(
+    module: layers.Attention, x: Tensor, **branch: object
+) -> tuple[Tensor, AttentionParts, nn.Module | None] | str:
     if module.training and module.attn_drop.p > 0:
         return f"attention dropout {module.attn_drop.p}"
     norms = head_norms(module.q_norm, module.k_norm)
-    parts = Attention(
+    parts = AttentionParts(
         (module.qkv,), module.proj, module.num_heads, module.scale, norms=norms, drops=(module.proj_drop,)
     )
     return x, parts, module.position

@@ -1,7 +1,9 @@
 """What is learned: modules that own parameters under timm's names and call the kernels."""
 
 from .attention import Attention, AttentionPool, RelativePosition
-from .block import Block, Blocks, DropPath, LayerScale, PostNormBlock, drop_path_rates
+from .block import Block, Blocks, PostNormBlock
+from .body import normalize
+from .drop_path import DropPath, drop_path_rates
 from .embed import (
     Learned2d,
     LinearPatchEmbed,
@@ -12,9 +14,9 @@ from .embed import (
     sincos1d,
     sincos2d,
 )
+from .layer_scale import LayerScale
 from .mlp import Mlp
 from .resnet import ResNet, Root
-from .seam import normalize
 
 __all__ = [
     "Attention",

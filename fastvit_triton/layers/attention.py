@@ -7,9 +7,12 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
 from ..kernels.backend import kernels_available
-from .freeze import FoldedNorm, fold_norms
+from .body import finish, project
+from .branch import Branch, add_branches
+from .calls import can_fuse
+from .freeze import FoldedNorm
 from .mlp import Mlp
-from .seam import drops, entry, norm_weights, normalize, plain, project
+from .parts import is_identity, norm_of
 
 
 class Attention(nn.Module):
@@ -59,34 +62,28 @@ class Attention(nn.Module):
         return (self.qkv,)
 
     def forward(
-        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [B, N, D] → [B, N, D]; `norm`, folded into `entering` layers and with the `stats` of x, comes first.
+        """x [B, N, D] → [B, N, D], as a `layers.branch.Body`."""
+        if not can_fuse(x):
+            return self.proj_drop(self.proj(self.attend(self.qkv(x))))
+        return finish(self.attend(project(x, (self.qkv,), norm, stats)), self.proj, drop=self.proj_drop, **end)
 
-        `branch` (layer_scale, sample_scale, residual, return_stats) comes last.
-        """
-        qkv = project(x, self.qkv, norm=norm, stats=stats)  # [B, N, 3·H·d]
-        fused = kernels_available(qkv, self.head_dim) and self.position is None and not drops(self.attn_drop)
-        if fused and plain(self.q_norm, nn.Identity) and plain(self.k_norm, nn.Identity):
-            o = attention_qkv(qkv, self.num_heads, self.scale)
-        elif fused and plain(self.q_norm, nn.LayerNorm) and plain(self.k_norm, nn.LayerNorm):
-            norms = norm_weights(self.q_norm), norm_weights(self.k_norm)
-            o = attention_qkv(qkv, self.num_heads, self.scale, *norms)
-        else:
-            o = self._attend(qkv)
-        return project(o, self.proj, drop=self.proj_drop, **branch)  # [B, N, D]
-
-    def _attend(self, qkv: Tensor) -> Tensor:
-        """The general case: query-dependent bias, dropout on probabilities, other norms."""
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]; what a subclass overrides."""
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        simple = kernels_available(qkv, self.head_dim) and self.position is None and dropout == 0.0
+        if simple and is_identity(self.q_norm) and is_identity(self.k_norm):
+            return attention_qkv(qkv, self.num_heads, self.scale)
+        if simple and (q_norm := norm_of(self.q_norm)) is not None and (k_norm := norm_of(self.k_norm)) is not None:
+            return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm)
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         q, k = self.q_norm(q), self.k_norm(k)
         bias = None if self.position is None else self.scale * self.position(q)
-        if drops(self.attn_drop):
-            o = F.scaled_dot_product_attention(q, k, v, bias, self.attn_drop.p, scale=self.scale)
-        elif kernels_available(q, self.head_dim):
+        if dropout == 0.0 and kernels_available(q, self.head_dim):
             o = attention(q, k, v, bias, self.scale)
         else:
-            o = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
+            o = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.scale)
         return o.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
@@ -155,6 +152,5 @@ class AttentionPool(nn.Module):
         q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [1, H, 1, d]
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         o = attention(q.expand(x.shape[0], -1, -1, -1), k, v).transpose(1, 2).flatten(2)
-        x = project(o, self.proj)  # [B, 1, D]
-        norm = fold_norms(x, entry(self.norm, self.mlp.entering()))[0] if kernels_available(x) else None
-        return self.mlp(x if norm is not None else normalize(x, self.norm), norm=norm, residual=x)[:, 0]
+        x = project(o, (self.proj,)) if can_fuse(o) else self.proj(o)  # [B, 1, D]
+        return add_branches(x, Branch(self.mlp, self.norm))[:, 0]

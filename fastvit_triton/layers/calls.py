@@ -1,28 +1,82 @@
 """Whether calling a module runs what its class defines, so that its weights may be read instead.
 
 Three things change a call without changing a weight: hooks of the module, hooks of all modules (profilers and counters
-use those), and another `forward`, put on the instance or on the class.
+use those), and another `forward`, put on the instance or on the class. Types are compared by name, so that no package
+is imported to recognise its modules, and exactly: a LoRA, quantised or parametrised layer has another type.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
-from torch import nn
-from torch.nn.modules.module import _has_any_global_hook as all_watched  # the hooks of every module
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
-__all__ = ["all_watched", "patched"]
+from ..kernels.backend import kernels_available
 
-_known: dict[type, Callable] = {}  # class → the forward that it was defined with, as last found
+__all__ = ["can_fuse", "has_global_hooks", "has_hooks", "is_our_forward", "is_patched", "is_plain_module", "type_name"]
+
+PACKAGE = __package__.partition(".")[0]
+PASSIVE = "transformers.utils.output_capturing"  # its hooks stay registered, and read outputs only while asked to
+
+_forwards: dict[type, Callable] = {}  # class → the forward that it was defined with, as last found
+_names: dict[type, str] = {}
 
 
-def patched(cls: type[nn.Module]) -> bool:
+def can_fuse(x: Tensor) -> bool:
+    """Our own modules may run fused on x: the kernels are available, and no hook expects every module's call."""
+    return kernels_available(x) and not has_global_hooks()
+
+
+def type_name(module: nn.Module) -> str:
+    """The module's exact type, as "package.module.Class"."""
+    return _name(type(module))
+
+
+def _name(cls: type) -> str:
+    name = _names.get(cls)
+    if name is None:
+        name = _names[cls] = f"{cls.__module__}.{cls.__qualname__}"
+    return name
+
+
+def is_plain_module(module: nn.Module, names: Collection[str]) -> bool:
+    """The module is exactly of one of these types, holds plain parameters, and its calls run what its class defines."""
+    if _name(type(module)) not in names:
+        return False
+    return are_plain_tensors(*module.__dict__["_parameters"].values()) and not has_hooks(module)
+
+
+def are_plain_tensors(*tensors: Tensor | None) -> bool:
+    """Plain tensors and parameters: not quantised, sharded, traced or otherwise a class of their own."""
+    for t in tensors:
+        if t is not None and type(t) is not nn.Parameter and type(t) is not Tensor:
+            return False
+    return True
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """The module has hooks, or another forward is in place of its own: the instance's or its class's."""
+    facts = module.__dict__  # every call reads some twenty modules, and nn.Module's attributes are slow
+    if facts["_forward_pre_hooks"] or facts["_backward_hooks"] or facts["_backward_pre_hooks"]:
+        return True
+    if facts["_forward_hooks"] and any(
+        getattr(hook, "__module__", None) != PASSIVE for hook in facts["_forward_hooks"].values()
+    ):
+        return True
+    return ("forward" in facts and not is_our_forward(facts["forward"])) or is_patched(type(module))
+
+
+def is_our_forward(forward: object) -> bool:
+    """This instance's forward is one that `optimize` put there."""
+    return type(forward) is partial and str(getattr(forward.func, "__module__", "")).partition(".")[0] == PACKAGE
+
+
+def is_patched(cls: type[nn.Module]) -> bool:
     """The class's forward is another one than it was defined with; a lookup, unless it changed since the last call."""
-    return _known.get(cls) is not cls.forward and not _defined(cls)
+    return _forwards.get(cls) is not cls.forward and not _is_defined(cls)
 
 
-patched._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
-
-
-def _defined(cls: type[nn.Module]) -> bool:
+def _is_defined(cls: type[nn.Module]) -> bool:
     """The forward found is the one written in the body of the class that holds it, decorators of its package included.
 
     A copied name proves nothing (functools.wraps copies names): a function's globals are those of the module that
@@ -36,10 +90,14 @@ def _defined(cls: type[nn.Module]) -> bool:
         forward = forward.__wrapped__
     defined = _home(forward) == owner.__module__ and forward.__qualname__ == f"{owner.__qualname__}.forward"
     if defined:
-        _known[cls] = cls.forward
+        _forwards[cls] = cls.forward
     return defined
 
 
 def _home(function: Callable) -> str:
     """The module that a Python function was written in; "" for other callables."""
     return getattr(function, "__globals__", {}).get("__name__", "")
+
+
+for _constant in (_name, is_patched):  # torch.compiler.assume_constant_result, which would import all of Dynamo
+    _constant._dynamo_marked_constant = True

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.patch_embed import assemble, patch_embed
-from .seam import plain
+from .calls import has_global_hooks, is_plain_module
+from .parts import CONVOLUTIONS
 
 
 class PatchEmbed(nn.Module):
@@ -62,7 +63,7 @@ class PatchEmbed(nn.Module):
     def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
         self.grid_of(image)
-        if plain(self.proj, nn.Conv2d):
+        if is_plain_module(self.proj, CONVOLUTIONS) and not has_global_hooks():
             return patch_embed(image, self.proj.weight, self.proj.bias, pos, prefix)
         return assemble(self.proj(image).flatten(2).transpose(1, 2), pos, prefix)
 

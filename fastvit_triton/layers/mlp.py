@@ -2,11 +2,10 @@
 
 from torch import Tensor, nn
 
-from ..kernels.backend import kernels_available
 from ..kernels.linear import ACTIVATIONS
-from ..kernels.mlp import mlp
-from .freeze import FoldedNorm, operands
-from .seam import drops, hooked, plain, project
+from .body import MlpParts, activate
+from .calls import can_fuse
+from .freeze import FoldedNorm
 
 
 class Mlp(nn.Module):
@@ -35,26 +34,12 @@ class Mlp(nn.Module):
         return (self.fc1,)
 
     def forward(
-        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
+        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [B, N, D] → [B, N, D]; `norm`, folded into `entering` layers and with the `stats` of x, comes first.
-
-        `branch` (layer_scale, sample_scale, residual, return_stats) comes last.
-        """
-        if kernels_available(x) and self._fusable():
-            weight, bias, folded = operands(self.fc1.weight, self.fc1.bias, norm)
-            fc2 = self.fc2.weight, self.fc2.bias
-            return mlp(x, (weight, bias), fc2, norm=folded, stats=stats, activation=self.act, **branch)
-        if self.act == "swiglu":
-            gate, value = project(x, self.fc1, norm=norm, stats=stats).chunk(2, -1)
-            h = self.drop1(nn.functional.silu(gate) * value)
-        else:
-            h = project(x, self.fc1, norm=norm, stats=stats, activation=self.act, drop=self.drop1)
-        return project(h, self.fc2, drop=self.drop2, **branch)
-
-    def _fusable(self) -> bool:
-        linears = plain(self.fc1, nn.Linear) and plain(self.fc2, nn.Linear)
-        return linears and not any(drops(d) or hooked(d) for d in (self.drop1, self.drop2))
+        """x [B, ..., D] → [B, ..., D], as a `layers.branch.Body`."""
+        if not can_fuse(x):
+            return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
+        return MlpParts((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))(x, norm, stats, **end)
 
     def extra_repr(self) -> str:
         return f"act={self.act}"

@@ -13,26 +13,21 @@ from torch import Tensor
 
 from ..kernels.attention import attention
 from ..kernels.linear import linear
-from ..layers import Attention, Block, normalize
-from ..layers.freeze import FoldedNorm
-from ..layers.seam import project
+from ..layers import Attention, normalize
 from .config import ViTConfig
-from .transformer import VisionTransformer, build_block
+from .transformer import VisionTransformer
 
 
-class LengthAttention(Attention):
+class NaFlexAttention(Attention):
     """Attention in which image b has only its first `kv_lens[b]` keys; the model sets them before its blocks run."""
 
     kv_lens: Tensor | None = None
 
-    def forward(
-        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **branch: Tensor | bool | None
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [B, N, D] → [B, N, D], as `Attention`."""
-        qkv = project(x, self.qkv, norm=norm, stats=stats)
+    def attend(self, qkv: Tensor) -> Tensor:
+        """[B, N, 3·H·d] → [B, N, H·d], as `Attention`."""
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         o = attention(self.q_norm(q), self.k_norm(k), v, None, self.scale, self.kv_lens)
-        return project(o.transpose(1, 2).flatten(2), self.proj, drop=self.proj_drop, **branch)
+        return o.transpose(1, 2).flatten(2)
 
 
 class NaFlexVisionTransformer(VisionTransformer):
@@ -50,7 +45,7 @@ class NaFlexVisionTransformer(VisionTransformer):
             raise ValueError("relative positions, attention dropout and patch dropout need images of one size")
         if config.global_pool not in ("token", "avg"):
             raise ValueError(f"global_pool is {config.global_pool!r}; patches of many sizes take 'token' or 'avg'")
-        super().__init__(config, block=_build)
+        super().__init__(config, attention=NaFlexAttention)
         self.lengths: Tensor | None = None  # [B], tokens of each image in the batch at hand
 
     def forward_features(self, image: Tensor) -> Tensor:
@@ -85,9 +80,3 @@ class NaFlexVisionTransformer(VisionTransformer):
         T = self.num_prefix_tokens
         own = torch.arange(T, x.shape[1], device=x.device) < self.lengths[:, None]  # [B, L]
         return (x[:, T:] * own[..., None]).sum(1) / own.sum(1, keepdim=True)
-
-
-def _build(config: ViTConfig, drop_path: float, prefix_tokens: int) -> Block:
-    block = build_block(config, drop_path, prefix_tokens)
-    block.attn.__class__ = LengthAttention  # the same parameters, another forward
-    return block

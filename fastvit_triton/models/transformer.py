@@ -4,8 +4,6 @@ Source: Dosovitskiy et al., An image is worth 16x16 words, arXiv:2010.11929, eq.
 timm's: patch_embed, cls_token, reg_token, pos_embed, norm_pre, blocks, norm, attn_pool, fc_norm, head.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +39,7 @@ class VisionTransformer(nn.Module):
         config: every option, see `ViTConfig`.
         patch_embed: a stem in place of the configured one: `stem(image, pos, prefix)` gives tokens, and it has
             `grid_size`, `num_patches` and `grid_of(image)`, as `PatchEmbed` has.
-        block: makes one block from (config, drop_path, prefix_tokens) in place of `build_block`.
+        attention: class of the blocks' attention, a subclass of `Attention` that overrides `attend`.
     """
 
     position_resize = "bicubic_antialias"  # how this family's code interpolates positions; see `resize_pos_embed`
@@ -50,7 +48,7 @@ class VisionTransformer(nn.Module):
         self,
         config: ViTConfig,
         patch_embed: nn.Module | None = None,
-        block: Callable[..., nn.Module] | None = None,
+        attention: type[Attention] = Attention,
     ) -> None:
         super().__init__()
         D = config.embed_dim
@@ -75,7 +73,7 @@ class VisionTransformer(nn.Module):
         self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
         self.norm_pre = nn.LayerNorm(D, eps=config.eps) if config.pre_norm else nn.Identity()
         rates = drop_path_rates(config.drop_path_rate, config.depth)
-        self.blocks = Blocks(*((block or build_block)(config, p, self.num_prefix_tokens) for p in rates))
+        self.blocks = Blocks(*(build_block(config, p, self.num_prefix_tokens, attention) for p in rates))
 
         final_norm = config.norm == "pre" if config.final_norm is None else config.final_norm
         after_pool = config.global_pool == "avg" if config.fc_norm is None else config.fc_norm
@@ -219,12 +217,14 @@ class VisionTransformer(nn.Module):
             )
 
 
-def build_block(config: ViTConfig, drop_path: float, prefix_tokens: int) -> Block:
+def build_block(
+    config: ViTConfig, drop_path: float, prefix_tokens: int, attention: type[Attention] = Attention
+) -> Block:
     """One block as configured."""
     D = config.embed_dim
     head_dim = config.head_dim or D // config.num_heads
     grid = config.grid_size
-    attn = Attention(
+    attn = attention(
         D,
         config.num_heads,
         head_dim,

@@ -1,0 +1,209 @@
+"""Bodies of residual branches, attention and MLP, from the parts of their modules.
+
+A part that can be read becomes an argument of a kernel; one that cannot is called.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.attention import attention
+from ..kernels.attention_qkv import attention_qkv, rotate
+from ..kernels.fold import packed
+from ..kernels.layer_norm import layer_norm, scaled
+from ..kernels.linear import ACTIVATIONS, linear
+from ..kernels.mlp import mlp
+from .calls import can_fuse
+from .freeze import FoldedNorm, fold_norms, operands
+from .parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_of
+
+
+class Body(Protocol):
+    """What a branch can be fused with: `AttentionParts`, `MlpParts`, and our modules, which have a method `entering`.
+
+    A module is called with the arguments after x only where `can_fuse(x)`.
+    """
+
+    def entering(self) -> tuple[Layer, ...]:
+        """The linear layers that read x, into which a norm may be folded; none where x is read otherwise."""
+
+    def __call__(
+        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """The body of x [B, ..., D], behind the folded norm with the row statistics of x; for `end` see `finish`."""
+
+
+class AttentionParts(NamedTuple):
+    """A self-attention's parts and numbers.
+
+    Attributes:
+        projections: one projection packed as [3, H, D], or those of queries, keys and values.
+        proj: output projection; None for none.
+        num_heads: H.
+        scale: softmax scale.
+        bias: added to the scores, or boolean with True for "attend"; see `kernels.attention`.
+        rope: (cos, sin, interleaved), tables that broadcast to [B, H, N − T, D] and leave the first T tokens alone.
+        norms: norms of each head's queries and keys.
+        first: norm inside the module, before the projections.
+        last: norm before the output projection.
+        drops: dropout after the output projection.
+    """
+
+    projections: tuple[Layer, ...]
+    proj: nn.Module | None
+    num_heads: int
+    scale: float
+    bias: Tensor | None = None
+    rope: tuple[Tensor, Tensor, bool] | None = None
+    norms: tuple[nn.Module, nn.Module] | None = None
+    first: nn.Module | None = None
+    last: nn.Module | None = None
+    drops: tuple[nn.Module | None] = (None,)
+
+    def entering(self) -> tuple[Layer, ...]:
+        """The linear layers that read x."""
+        return self.projections
+
+    def __call__(
+        self, x: Tensor, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Self-attention of x [B, N, D], behind a norm folded into the projections; for `end` see `finish`."""
+        if self.first is not None and norm is None:
+            x, norm = fold_or_normalize(x, self.first, self.projections)
+        o = self._attend(project(x, self.projections, norm, stats))
+        return finish(o, self.proj, self.last, *self.drops, **end)
+
+    def _attend(self, qkv: Tensor) -> Tensor:
+        """[B, N, 3·H·d] → [B, N, H·d]."""
+        norms = (None, None) if self.norms is None else tuple(norm_of(norm) for norm in self.norms)
+        prefix = 0 if self.rope is None else qkv.shape[1] - self.rope[0].shape[-2]
+        if self.norms is None or all(norm is not None for norm in norms):
+            return attention_qkv(qkv, self.num_heads, self.scale, *norms, self.rope, prefix, self.bias)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
+        if self.rope is not None:
+            q, k = (rotate(t, self.rope, prefix).to(v.dtype) for t in (q, k))
+        return attention(q, k, v, self.bias, self.scale).transpose(1, 2).flatten(2)
+
+
+class MlpParts(NamedTuple):
+    """An MLP's parts.
+
+    Attributes:
+        fc1: one layer, or the gate and value layers of a SwiGLU.
+        act: a name in `kernels.linear.ACTIVATIONS`, "swiglu", or a module to call.
+        fc2: last layer.
+        drops: dropouts after the activation and after fc2.
+        first: norm inside the module, before fc1.
+        last: norm before fc2.
+    """
+
+    fc1: tuple[nn.Module, ...]
+    act: str | nn.Module
+    fc2: nn.Module
+    drops: tuple[nn.Module | None, nn.Module | None] = (None, None)
+    first: nn.Module | None = None
+    last: nn.Module | None = None
+
+    def entering(self) -> tuple[Layer, ...]:
+        """The linear layers that read x."""
+        return self.fc1
+
+    def __call__(
+        self, x: Tensor, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """MLP of x [..., D], behind a norm folded into fc1; for `end` see `finish`."""
+        if self.first is not None and norm is None:
+            x, norm = fold_or_normalize(x, self.first, self.fc1)
+        inner, outer = self.drops
+        if not (isinstance(self.act, str) and all(is_readable(fc) for fc in self.fc1)):
+            h = [project(x, (fc,)) for fc in self.fc1] if norm is None else [project(x, self.fc1, norm, stats)]
+            h = nn.functional.silu(h[0]) * h[1] if len(h) == 2 else activate(h[0], self.act)
+        else:
+            weight, bias, folded = operands(*_pair(self.fc1), norm)
+            bare = self.last is None or is_identity(self.last)
+            if bare and is_readable(self.fc2) and is_inactive(inner) and is_inactive(outer):
+                fc2 = self.fc2.weight, self.fc2.bias
+                return mlp(x, (weight, bias), fc2, norm=folded, stats=stats, activation=self.act, **end)
+            h = linear(x, weight, bias, norm=folded, stats=stats, activation=self.act)
+        return finish(h if inner is None else inner(h), self.fc2, self.last, outer, **end)
+
+
+def _pair(layers: tuple[Layer, ...]) -> tuple:
+    """Weights and biases of one layer, or of the gate and value of a SwiGLU."""
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    biases = tuple(layer.bias for layer in layers)
+    return tuple(layer.weight for layer in layers), None if all(b is None for b in biases) else biases
+
+
+def activate(h: Tensor, act: str | nn.Module) -> Tensor:
+    """The activation by name or by module."""
+    if act == "swiglu":
+        gate, value = h.chunk(2, -1)
+        return nn.functional.silu(gate) * value
+    return ACTIVATIONS[act](h) if isinstance(act, str) else act(h)
+
+
+def project(
+    x: Tensor, layers: tuple[Layer, ...], norm: FoldedNorm | None = None, stats: Tensor | None = None
+) -> Tensor:
+    """The layers' outputs side by side, [..., K] → [..., F], as one product where all of them can be read."""
+    if norm is not None:
+        return linear(x, norm.folded, norm=(None, None, norm.eps), stats=stats)
+    if not all(is_readable(layer) for layer in layers):
+        outputs = [layer(x) for layer in layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    return linear(x, *packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)))
+
+
+def finish(
+    x: Tensor,
+    layer: nn.Module | None,
+    norm: nn.Module | None = None,
+    drop: nn.Module | None = None,
+    layer_scale: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also row statistics or None.
+
+    Args:
+        x: [B, ..., K].
+        layer: linear layer K → D; None for none.
+        norm: norm of x before it.
+        drop: dropout after it.
+        layer_scale: [D].
+        sample_scale: [B], drop-path factor of each image.
+        residual: [B, ..., D].
+        return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or None.
+    """
+    end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
+    if layer is not None and is_readable(layer):
+        x, folded = fold_or_normalize(x, norm, (layer,))
+        weight, bias, folded = operands(layer.weight, layer.bias, folded)
+        if is_inactive(drop):
+            return linear(x, weight, bias, norm=folded, **end)
+        y = linear(x, weight, bias, norm=folded)
+    else:
+        x = x if norm is None else norm(x)
+        y = x if layer is None else layer(x)
+    y = scaled(y if drop is None else drop(y), layer_scale, sample_scale)
+    y = y if residual is None else y + residual
+    return (y, None) if return_stats else y
+
+
+def fold_or_normalize(x: Tensor, norm: nn.Module | None, layers: tuple[Layer, ...]) -> tuple[Tensor, FoldedNorm | None]:
+    """(x, norm folded into the layers) or (norm(x), None) in front of these layers."""
+    if norm is None:
+        return x, None
+    (folded,) = fold_norms(x, entry_of(norm, layers))
+    return (norm(x), None) if folded is None else (x, folded)
+
+
+def normalize(x: Tensor, norm: nn.Module) -> Tensor:
+    """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
+    weights = norm_of(norm) if can_fuse(x) and "forward" not in norm.__dict__ else None
+    return norm(x) if weights is None else layer_norm(x, *weights)

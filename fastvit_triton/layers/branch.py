@@ -1,0 +1,130 @@
+"""Residual branches: x + drop_path(layer_scale · dropout(body(norm(x)))), in as few launches as the modules allow.
+
+A body is an attention or an MLP: one of our modules, or the parts of a foreign one (`AttentionParts`, `MlpParts`). The
+LayerNorm before it is folded into its first product; LayerScale, stochastic depth and the addition end its last one. A
+module that cannot be read is called instead, so its hooks fire and a replaced layer does its work.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.layer_norm import scaled
+from .body import Body, normalize
+from .calls import are_plain_tensors, can_fuse, has_hooks
+from .drop_path import ConstantScale, DropPath
+from .freeze import Entry, FoldedNorm, fold_norms, of_dtype
+from .parts import entry_of, has_sample_scale, is_inactive, layer_scale_of, sample_scale_of
+
+
+class Branch(NamedTuple):
+    """What a block adds to its stream: drop_path(layer_scale · scale(drop(body(norm(x), **call)))).
+
+    Attributes:
+        body: attention or MLP, or its parts.
+        norm: module applied to x first.
+        scale: LayerScale, as a module.
+        drop_path: stochastic depth.
+        layer_scale: LayerScale, as the block's own parameter [D].
+        drop: dropout of the branch that the block, not the body, holds.
+        call: the rest of the body's arguments.
+    """
+
+    body: nn.Module | Body
+    norm: nn.Module | None = None
+    scale: nn.Module | None = None
+    drop_path: nn.Module | None = None
+    layer_scale: Tensor | None = None
+    drop: nn.Module | None = None
+    call: dict[str, object] | None = None
+
+
+def add_branches(
+    x: Tensor, *branches: Branch, stats: Tensor | None = None, return_stats: bool = False
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """x [B, ..., D] plus each branch in turn.
+
+    Args:
+        x: [B, ..., D].
+        *branches: attention and MLP of one block after another; the two LayerNorms of a block are folded in one launch.
+        stats: row statistics of x, where its producer left them.
+        return_stats: also return row statistics of the sum, where they are cheap and a next block would read them.
+
+    Returns:
+        [B, ..., D]; with `return_stats` also [M, tiles, 2] fp32, or None.
+    """
+    for i in range(0, len(branches), 2):
+        pair = branches[i : i + 2]
+        bodies = [_body(branch, x) for branch in pair]
+        norms = fold_norms(x, *(_entry(branch, body) for branch, body in zip(pair, bodies, strict=True)))
+        next_block = norms[0] if return_stats or i + 2 < len(branches) else None
+        readers = [*norms[1:], next_block]  # of the statistics that each branch leaves
+        for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
+            x, stats = _add(x, branch, body, norm, stats, reader is not None)
+    return (x, stats) if return_stats else x
+
+
+def _body(branch: Branch, x: Tensor) -> Body | None:
+    """The body that the branch can be fused with; None where the body must be called as it is."""
+    body = branch.body
+    if not isinstance(body, nn.Module):
+        return body
+    if has_hooks(body):
+        return None
+    forward = body.__dict__.get("forward")
+    if forward is None:
+        return body if hasattr(type(body), "entering") and can_fuse(x) else None
+    read = getattr(forward.func, "read", None)  # what `optimize` gave it
+    parts = None if read is None else read(body, **branch.call or {})
+    return None if isinstance(parts, str) else parts
+
+
+def _entry(branch: Branch, body: Body | None) -> Entry | None:
+    """The LayerNorm of a branch and the layers behind it; None where there is none to fold."""
+    inside = getattr(body, "first", None)
+    if body is None or (branch.norm is not None and inside is not None):
+        return None
+    return entry_of(branch.norm if inside is None else inside, body.entering())
+
+
+def _add(
+    x: Tensor, branch: Branch, body: Body | None, folded: FoldedNorm | None, stats: Tensor | None, return_stats: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The sum, and its row statistics where they are asked for and cheap."""
+    module, norm, scale, drop_path, layer_scale, drop, call = branch
+    if type(drop_path) is DropPath and (kept := drop_path.kept_images(x)) is not None:
+        return _add_to(kept, x, branch, body, folded), None
+    folded = of_dtype(folded, x)
+    entering, stats = (x, stats) if folded is not None else (x if norm is None else normalize(x, norm), None)
+    if body is None:
+        y = module(entering, **call or {})
+        y = y[0] if isinstance(y, tuple) else y
+    else:
+        known, factors = layer_scale_of(scale)
+        drops = (*getattr(body, "drops", ()), drop)  # an active one draws its random numbers before stochastic depth
+        ends = known and are_plain_tensors(layer_scale) and has_sample_scale(drop_path)
+        if ends and all(is_inactive(d) for d in drops):
+            y = body(
+                entering,
+                norm=folded,
+                stats=stats,
+                layer_scale=layer_scale if factors is None else factors,
+                sample_scale=sample_scale_of(drop_path, x),
+                residual=x,
+                return_stats=return_stats,
+            )
+            return y if return_stats else (y, None)
+        y = body(entering, norm=folded, stats=stats)
+    y = y if drop is None else drop(y)
+    y = scaled(y if scale is None else scale(y), layer_scale, None)
+    return x + (y if drop_path is None else drop_path(y)), None
+
+
+def _add_to(kept: Tensor, x: Tensor, branch: Branch, body: Body | None, folded: FoldedNorm | None) -> Tensor:
+    """x plus the branch of the images `kept` alone."""
+    factor = 1 / (1 - branch.drop_path.p)
+    if not len(kept):  # one image, times 0: every parameter has a gradient, as DDP and weight decay expect
+        kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
+    part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, folded, None, False)
+    return x.index_copy(0, kept, part)

@@ -1,0 +1,124 @@
+"""Reads modules: the weights and settings that stand for a call of a norm, an activation, a dropout, a LayerScale.
+
+The tables hold the types of torch and of this package; `convert` adds those of timm and transformers.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.check import Norm
+from ..kernels.fold import Group
+from .calls import are_plain_tensors, has_hooks, is_plain_module, type_name
+from .drop_path import ConstantScale, DropPath
+from .freeze import Entry
+
+IDENTITIES = {"torch.nn.modules.linear.Identity"}
+CONVOLUTIONS = {"torch.nn.modules.conv.Conv2d"}
+LINEARS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
+LAYER_NORMS = {"torch.nn.modules.normalization.LayerNorm"}
+DROPOUTS = {"torch.nn.modules.dropout.Dropout"}
+DROP_PATHS = {"fastvit_triton.layers.drop_path.DropPath", "fastvit_triton.layers.drop_path.ConstantScale"}
+LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type → its parameter
+ACTIVATIONS = {  # type → its name in `kernels.linear.ACTIVATIONS`
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+}
+
+
+class Packed(NamedTuple):
+    """A weight and a bias that their owner uses without a layer of their own.
+
+    Attributes:
+        weight: [F, K].
+        bias: [F], or None.
+        sources: the tensors that the two were made from in this call; None where they are parameters themselves.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    sources: tuple[Tensor, ...] | None = None
+
+
+Layer = nn.Module | Packed
+
+
+def is_readable(layer: Layer) -> bool:
+    """Weight and bias of this linear layer may be read in place of calling it."""
+    if type(layer) is Packed:
+        return are_plain_tensors(layer.weight, layer.bias)
+    return is_plain_module(layer, LINEARS)
+
+
+def norm_of(norm: nn.Module) -> Norm | None:
+    """(weight, bias, eps) of a LayerNorm over the last axis; None where the module must be called."""
+    return None if type_name(norm) not in LAYER_NORMS or has_hooks(norm) else last_axis_norm(norm)
+
+
+def last_axis_norm(norm: nn.Module) -> Norm | None:
+    """`norm_of` a module known to be a LayerNorm, with hooks or without."""
+    if not are_plain_tensors(norm.weight, norm.bias) or len(norm.normalized_shape) != 1:
+        return None
+    return None if getattr(norm, "_fast_norm", False) else (norm.weight, norm.bias, norm.eps)
+
+
+def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
+    """A LayerNorm and the linear layers behind it, for `fold_norms`; None where one of them must be called."""
+    weights = None if norm is None else norm_of(norm)
+    if weights is None or not layers or not all(is_readable(layer) for layer in layers):
+        return None
+    group = Group(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers), *weights[:2])
+    read = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
+    sources = tuple(t for t in (*itertools.chain(*read), *weights[:2]) if t is not None)
+    return Entry(norm, group, weights[2], sources)
+
+
+def activation_of(module: nn.Module) -> str | nn.Module:
+    """The kernels' name for this activation; the module itself where it has none or has hooks."""
+    if has_hooks(module):
+        return module
+    name = type_name(module)
+    if name == "torch.nn.modules.activation.GELU":
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    return ACTIVATIONS.get(name, module)
+
+
+def is_identity(module: nn.Module) -> bool:
+    """An nn.Identity without hooks."""
+    return is_plain_module(module, IDENTITIES)
+
+
+def is_inactive(dropout: nn.Module | None) -> bool:
+    """No dropout, or one that would drop nothing now."""
+    if dropout is None or is_identity(dropout):
+        return True
+    return is_plain_module(dropout, DROPOUTS) and not (dropout.training and dropout.p > 0)
+
+
+def layer_scale_of(module: nn.Module | None) -> tuple[bool, Tensor | None]:
+    """(the module may be read, its factors [D]) of a LayerScale; an identity has no factors."""
+    if module is None or is_identity(module):
+        return True, None
+    name = type_name(module)
+    factors = module._parameters.get(LAYER_SCALES.get(name))
+    return (True, factors) if factors is not None and is_plain_module(module, (name,)) else (False, None)
+
+
+def has_sample_scale(drop_path: nn.Module | None) -> bool:
+    """`sample_scale_of` knows this stochastic depth."""
+    return drop_path is None or is_identity(drop_path) or is_plain_module(drop_path, DROP_PATHS)
+
+
+def sample_scale_of(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
+    """The factors [B] that this stochastic depth draws for the images of x [B, ...], from the same random numbers."""
+    if isinstance(drop_path, DropPath | ConstantScale):
+        return drop_path.sample_scale(x)
+    if drop_path is None or not drop_path.training or getattr(drop_path, "drop_prob", 0.0) == 0.0:
+        return None
+    keep = 1 - drop_path.drop_prob
+    if hasattr(drop_path, "scale_by_keep"):  # timm's since 0.5
+        kept = x.new_empty(x.shape[0]).bernoulli_(keep)
+        return kept.div_(keep) if keep > 0 and drop_path.scale_by_keep else kept
+    return torch.rand(x.shape[0], dtype=x.dtype, device=x.device).add(keep).floor().div(keep)
