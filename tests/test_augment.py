@@ -11,11 +11,10 @@ from timm.data.auto_augment import _RAND_INCREASING_TRANSFORMS, AugmentOp
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from fastvit_triton.models import create_model
-from fastvit_triton.train import policy
-from fastvit_triton.train.augment import random_erasing
-from fastvit_triton.train.drop_path import set_drop_path
-from fastvit_triton.train.image import Transform
-from fastvit_triton.train.sampler import RepeatedAugmentation
+from fastvit_triton.train.augment import policy, random_erasing
+from fastvit_triton.train.build import set_drop_path
+from fastvit_triton.train.data.sampler import RepeatedAugmentation
+from fastvit_triton.train.data.transform import Transform
 
 FILL = (124, 116, 104)
 

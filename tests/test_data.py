@@ -10,8 +10,8 @@ from PIL import Image
 
 from fastvit_triton.train.augment import random_affine
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits, load
-from fastvit_triton.train.folder import scan
-from fastvit_triton.train.image import Transform, defect, read, save_picture
+from fastvit_triton.train.data.folder import scan_folder
+from fastvit_triton.train.data.transform import Transform, find_defect, read_image, save_image
 from fastvit_triton.train.recipes import DIGITS, FOLDER
 
 RECIPE = replace(FOLDER, img_size=16, batch_size=4)
@@ -105,7 +105,7 @@ def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str):
         picture = picture.convert(mode)
     path = tmp_path / "picture.tif"
     picture.save(path)
-    image = Transform((4, 4), (0.0,) * 3, (1.0,) * 3)(read(path))
+    image = Transform((4, 4), (0.0,) * 3, (1.0,) * 3)(read_image(path))
     assert image.shape == (3, 4, 4)
     torch.testing.assert_close(image[:, :, 0], torch.zeros(3, 4), atol=0.02, rtol=0)
     torch.testing.assert_close(image[:, :, 3], torch.ones(3, 4), atol=0.02, rtol=0)
@@ -114,13 +114,13 @@ def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str):
 def test_transparent_is_white_and_rotated_is_upright(tmp_path: Path):
     """Oracle: an empty transparent page is white; EXIF orientation 6 turns the picture's left edge to its top."""
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "empty.png")
-    assert read(tmp_path / "empty.png").convert("L").getextrema() == (255, 255)
+    assert read_image(tmp_path / "empty.png").convert("L").getextrema() == (255, 255)
     lying = Image.new("L", (16, 8))
     lying.paste(255, (0, 0, 8, 8))
     exif = Image.Exif()
     exif[0x0112] = 6
     lying.save(tmp_path / "lying.png", exif=exif)
-    upright = np.asarray(read(tmp_path / "lying.png"))
+    upright = np.asarray(read_image(tmp_path / "lying.png"))
     assert upright.shape == (16, 8) and upright[:8].min() == 255 and upright[8:].max() == 0
 
 
@@ -133,16 +133,16 @@ def test_transform_takes_the_centre_or_a_seeded_crop():
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (30, 40, 3), dtype=np.uint8))
     assert torch.equal(transform(noise, seed=1), transform(noise, seed=1))
     assert not torch.equal(transform(noise, seed=1), transform(noise, seed=2))
-    with pytest.raises(ValueError, match="mean has 2 channels and std 2; pictures have 1 or 3"):
+    with pytest.raises(ValueError, match="mean has 2 channels and std 2; images have 1 or 3"):
         Transform((8, 8), (0.0, 0.0), (1.0, 1.0))
 
 
 def test_saved_picture_reads_back(tmp_path: Path):
     """Oracle: eight bits a channel, so half a level of error before any resampling, none after repetition."""
     image = torch.rand(3, 8, 8)
-    save_picture(image, tmp_path / "x.png", side=8)
+    save_image(image, tmp_path / "x.png", side=8)
     torch.testing.assert_close(
-        Transform((8, 8), (0.0,) * 3, (1.0,) * 3)(read(tmp_path / "x.png")), image, atol=0.5 / 255 + 1e-6, rtol=0
+        Transform((8, 8), (0.0,) * 3, (1.0,) * 3)(read_image(tmp_path / "x.png")), image, atol=0.5 / 255 + 1e-6, rtol=0
     )
 
 
@@ -153,7 +153,7 @@ def test_folder_of_any_size_and_mode(folder: Path):
     images, targets = zip(*data.test, strict=True)
     assert torch.cat(targets).tolist() == [0] * 5 + [1] * 5
     assert torch.cat(images).shape == (10, 3, 16, 16)
-    shown = data.test.picture(9)  # red/4.jpg
+    shown = data.test.display_image(9)  # red/4.jpg
     assert shown.shape == (3, 16, 16) and shown[0].mean() > shown[2].mean() + 0.3
     assert sorted(torch.cat([targets for _, targets in data.train]).tolist()) == [0] * 5 + [1] * 5
 
@@ -179,11 +179,11 @@ def test_bad_folders_get_one_sentence(tmp_path: Path):
 
     def refusal(split: str = "train", classes: tuple[str, ...] | None = None) -> str:
         with pytest.raises(ValueError) as caught:
-            scan(root, split, classes)
+            scan_folder(root, split, classes)
         assert "\n" not in str(caught.value) and str(root) in str(caught.value)
         return str(caught.value)
 
-    assert "is no folder; give one that holds train/<class>/ and val/<class>/" in refusal()
+    assert "is not a folder; give one that holds train/<class>/ and val/<class>/" in refusal()
     root.mkdir()
     assert "has no folder train/; put images into train/<class>/" in refusal()
     (root / "train").mkdir()
@@ -205,7 +205,7 @@ def test_bad_images_are_named_counted_and_skipped(folder: Path):
     with pytest.raises(ValueError) as caught:
         load(str(folder), RECIPE)
     assert str(caught.value).startswith(f"2 of 10 images in {folder} cannot be read: train/blue/3.png (not an image), ")
-    assert str(caught.value).endswith("train/red/1.png (empty file); mend or remove, or pass --skip-bad-images")
+    assert str(caught.value).endswith("train/red/1.png (empty file); repair or remove, or pass --skip-bad-images")
 
     data = load(str(folder), RECIPE, skip_bad_images=True)
     assert len(data.train.bad) == 2 and not data.test.bad
@@ -213,8 +213,8 @@ def test_bad_images_are_named_counted_and_skipped(folder: Path):
     assert sum(len(targets) for _, targets in data.test) == 9
     assert list(data.test.bad) == [cut] and "truncated" in data.test.bad[cut]
     # Predictions count readable pictures only: the sixth is now red/1.png.
-    expected = data.transform.restore(data.transform(read(folder / "val" / "red" / "1.png")))
-    assert torch.equal(data.test.picture(5), expected)
+    expected = data.transform.restore(data.transform(read_image(folder / "val" / "red" / "1.png")))
+    assert torch.equal(data.test.display_image(5), expected)
 
 
 def test_truncated_image_is_fatal_unless_skipped(folder: Path):
@@ -240,5 +240,5 @@ def test_many_bad_images_are_ten_names_and_a_count(tmp_path: Path):
 def test_defect_looks_at_the_header_or_at_all(folder: Path):
     """Oracle: a truncated file has a sound header."""
     path = truncate(folder / "train" / "red" / "2.jpg")
-    assert defect(path) is None and "truncated" in defect(path, decode=True)
-    assert "No such file" in defect(folder / "nowhere.png")
+    assert find_defect(path) is None and "truncated" in find_defect(path, decode=True)
+    assert "No such file" in find_defect(folder / "nowhere.png")

@@ -10,7 +10,7 @@ from transformers import ViTMAEConfig, ViTMAEForPreTraining
 from fastvit_triton.models import create_model
 from fastvit_triton.train import masked
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits
-from fastvit_triton.train.image import Transform
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.weights import load_weights, save_weights
 
 CLOSE = torch.testing.assert_close
@@ -72,7 +72,7 @@ def test_decoder_positions():
     angles = [3, 3 / 100, 2, 2 / 100]
     want = [math.sin(a) for a in angles[:2]] + [math.cos(a) for a in angles[:2]]
     want += [math.sin(a) for a in angles[2:]] + [math.cos(a) for a in angles[2:]]
-    CLOSE(masked.sines((3, 5), 8)[0, 2 * 5 + 3], torch.tensor(want))
+    CLOSE(masked.sincos_positions((3, 5), 8)[0, 2 * 5 + 3], torch.tensor(want))
 
 
 def test_nothing_hidden_reaches_the_encoder():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from timm.data.mixup import mixup_target, rand_bbox
 
 from fastvit_triton.models import create_model
-from fastvit_triton.train import mix
+from fastvit_triton.train.augment import mix
 
 CLOSE = torch.testing.assert_close
 
@@ -66,7 +66,7 @@ def test_the_recipe_of_both(mixup_alpha: float, cutmix_alpha: float):
         shares = blend.mean((2, 3))
         CLOSE(soft, 0.9 * shares + 0.1 / 6)
         pasted += bool((blend.amax((2, 3)) - blend.amin((2, 3)) > 0.5).any())  # a box has an edge
-    CLOSE(mix.smooth(targets, 6, 0.1), mixup_target(targets, 6, smoothing=0.1))
+    CLOSE(mix.smooth_labels(targets, 6, 0.1), mixup_target(targets, 6, smoothing=0.1))
     if mixup_alpha and cutmix_alpha:
         assert 0 < pasted < 40
     else:

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fastvit_triton.train.parallel import World, find_blocks, join
-from fastvit_triton.train.sharded import (
+from fastvit_triton.train.distributed import World, process_group
+from fastvit_triton.train.distributed.checkpoint import (
     checkpoints,
     consolidate,
     full_state,
@@ -26,8 +26,9 @@ from fastvit_triton.train.sharded import (
     newest_sharded,
     save_sharded,
 )
+from fastvit_triton.train.distributed.engine import parallelize
+from fastvit_triton.train.distributed.parallel import find_blocks
 from fastvit_triton.train.step import Step
-from fastvit_triton.train.together import engage
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -118,7 +119,7 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
             assert parallel_job.same(full_state(again, other), folder / f"{engine}.pt")
         whole = consolidate(folder / engine / "step-000000007")
         assert parallel_job.same(whole, folder / f"{engine}.pt")
-    assert two["told"] == [0, 0] and four["told"] == [0] * 4
+    assert two["broadcast"] == [0, 0] and four["broadcast"] == [0] * 4
 
 
 def test_runs_are_those_of_one_process(folder, two, four, tmp_path):
@@ -206,14 +207,17 @@ def test_torchrun_is_asked_for(monkeypatch):
     """One sentence without its environment, and for a process without a GPU of its own."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="started by torchrun"), join("cpu"):
+    with pytest.raises(ValueError, match="started by torchrun"), process_group("cpu"):
         pass
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="process 3 of this machine has no GPU, it has 2; start 2"), join("cuda"):
+    with (
+        pytest.raises(ValueError, match="process 3 of this machine has no GPU, it has 2; start 2"),
+        process_group("cuda"),
+    ):
         pass
-    with pytest.raises(ValueError, match="device is 'tpu'"), join("tpu"):
+    with pytest.raises(ValueError, match="device is 'tpu'"), process_group("tpu"):
         pass
 
 
@@ -225,10 +229,10 @@ def test_a_lost_process_is_one_sentence(monkeypatch):
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(OSError, match="the other processes are gone"), join("cpu"):
+    with pytest.raises(OSError, match="lost the other processes"), process_group("cpu"):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     assert not torch.distributed.is_initialized()
-    with pytest.raises(RuntimeError, match="out of memory"), join("cpu"):
+    with pytest.raises(RuntimeError, match="out of memory"), process_group("cpu"):
         raise RuntimeError("out of memory")
     assert not torch.distributed.is_initialized()
 
@@ -293,9 +297,9 @@ def test_the_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
     assert "torchrun started 2 processes; pass --parallel" in capsys.readouterr().err
     step = Step(amp=torch.float16)
     with pytest.raises(ValueError, match=r"amp is float16.*use bfloat16 with fsdp"):
-        engage("fsdp", nn.Linear(1, 1), step, World(), False)
+        parallelize("fsdp", nn.Linear(1, 1), step, World(), False)
     with pytest.raises(ValueError, match="parallel is 'tp'; use 'ddp' or 'fsdp'"):
-        engage("tp", nn.Linear(1, 1), step, World(), False)
+        parallelize("tp", nn.Linear(1, 1), step, World(), False)
 
 
 def test_what_a_model_draws_is_its_own():
@@ -303,10 +307,10 @@ def test_what_a_model_draws_is_its_own():
     before, drawn = torch.get_rng_state(), {}
     for rank, key in ((0, 1), (0, 2), (1, 1)):
         for count in (3, 4):
-            with World(rank, 2).own(key):
+            with World(rank, 2).rank_rng(key):
                 drawn.setdefault((rank, key), []).append(torch.rand(count)[:3])
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(*pair) for pair in drawn.values())
     assert len({tuple(pair[0].tolist()) for pair in drawn.values()}) == 3
-    with World().own(1):  # alone, nothing is another's
+    with World().rank_rng(1):  # alone, nothing is another's
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().set_state(before)))

@@ -18,16 +18,16 @@ from torch import nn
 from fastvit_triton.cli import main
 from fastvit_triton.layers.block import DropPath
 from fastvit_triton.models import create_model
-from fastvit_triton.train import policy
+from fastvit_triton.train.augment import policy
+from fastvit_triton.train.augment.mix import mixup
+from fastvit_triton.train.build import DISTILLATION, set_drop_path
 from fastvit_triton.train.checkpoint import load_state
-from fastvit_triton.train.cifar import META, PARTS, cifar, is_cifar
-from fastvit_triton.train.drop_path import set_drop_path
-from fastvit_triton.train.job import BEST, LOG, RECIPES, STATE, WEIGHTS
-from fastvit_triton.train.lamb import Lamb
-from fastvit_triton.train.mix import mixup
+from fastvit_triton.train.data.cifar import FILES, META, is_cifar, scan_cifar
 from fastvit_triton.train.objective import distilled, supervised
-from fastvit_triton.train.plan import DISTILLATION
+from fastvit_triton.train.optim import Lamb
+from fastvit_triton.train.outputs import BEST, LOG, STATE, WEIGHTS
 from fastvit_triton.train.step import Step
+from fastvit_triton.train.trainer import RECIPES
 from fastvit_triton.weights import load_model
 
 CLOSE = torch.testing.assert_close
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run draws its curves when it ends; once is tested elsewhere."""
     for name in ("draw_curves", "draw_predictions"):
-        monkeypatch.setattr(f"fastvit_triton.train.job.{name}", lambda *arguments: arguments[-1].touch())
+        monkeypatch.setattr(f"fastvit_triton.train.outputs.{name}", lambda *arguments: arguments[-1].touch())
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("digits", "mae-pretrain", "mae-finetune")])
@@ -54,7 +54,7 @@ def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str)
     state = load_state(out / STATE)
     recipe = RECIPES[name]
     assert state["settings"]["recipe"] == name and len(state["history"]) == 2
-    assert (state["average"] is not None) == (recipe.average is not None)
+    assert (state["ema"] is not None) == (recipe.ema_decay is not None)
     assert state["settings"]["policy"] == recipe.policy and state["settings"]["repeats"] == recipe.repeats
     assert all(math.isfinite(row["train_loss"]) for row in state["history"])
 
@@ -89,20 +89,30 @@ def test_distillation_by_command(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
     for recipe in ("deit3", "augreg"):
         argv = [*student[:-4], "--out", tmp_path / recipe, "--teacher", teacher, "--recipe", recipe]
-        assert "distillation is defined for a softmax" in refused(capsys, *argv)
+        assert "distillation needs loss 'softmax'" in refused(capsys, *argv)
 
 
 @pytest.mark.parametrize("amp", ["float16", "bfloat16"])
-def test_half_precision_averages_and_parts(folder: Path, tmp_path: Path, amp: str):
+def test_half_precision_ema_and_accumulation(folder: Path, tmp_path: Path, amp: str):
     """Oracle: the state has a scaler's scale for float16 alone; the file holds the average; evaluate repeats it."""
     out = tmp_path / "run"
-    options = ["--amp", amp, "--average", "0.9", "--parts", "3", "--grad-checkpointing", "--save-every", "1"]
+    options = [
+        "--amp",
+        amp,
+        "--ema-decay",
+        "0.9",
+        "--grad-accum-steps",
+        "3",
+        "--grad-checkpointing",
+        "--save-every",
+        "1",
+    ]
     assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL, *options]) == 0
     state = load_state(out / STATE)
     assert bool(state["scaler"]) == (amp == "float16")
     kept, _ = load_model(out)
     for name, parameter in kept.named_parameters():
-        assert torch.equal(parameter, state["average"][f"module.{name}"]), name
+        assert torch.equal(parameter, state["ema"][f"module.{name}"]), name
         assert not torch.equal(parameter, state["model"][name]), name
 
 
@@ -112,7 +122,7 @@ def test_every_part_can_be_chosen(folder: Path, tmp_path: Path):
     chosen = {
         "optimizer": "lamb", "schedule": "vit", "loss": "bce", "weight_decay": 0.02, "layer_decay": 0.8, "clip": 0.5,
         "mixup": 0.0, "mixtoken": 0.7, "erasing": 0.5, "policy": "three", "repeats": 2, "min_area": 0.5,
-        "drop_path_rate": 0.3, "label_smoothing": 0.0, "average": 0.9, "warmup": 0.2,
+        "drop_path_rate": 0.3, "label_smoothing": 0.0, "ema_decay": 0.9, "warmup": 0.2,
     }  # fmt: skip
     options = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL, *options]) == 0
@@ -127,13 +137,13 @@ def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.
     train = ("train", "--out", tmp_path / "out")
     assert "recipe is 'vit'; use one of digits, folder, vit-i1k" in refused(capsys, *train, "--recipe", "vit")
     assert "--save-every is 0; use an integer of at least 1" in refused(capsys, *train, "--save-every", "0")
-    assert "parts is 0; use an integer of at least 1" in refused(capsys, *train, "--parts", "0")
-    assert "the recipe's policy is for pictures in files" in refused(capsys, *train, "--recipe", "deit")
-    assert "average is 1.5; use a number in [0, 1)" in refused(capsys, *train, "--average", "1.5")
+    assert "grad_accum_steps is 0; use an integer of at least 1" in refused(capsys, *train, "--grad-accum-steps", "0")
+    assert "the recipe's policy needs image files" in refused(capsys, *train, "--recipe", "deit")
+    assert "ema_decay is 1.5; use a number in [0, 1)" in refused(capsys, *train, "--ema-decay", "1.5")
     on_folder = (*train, "--data", folder, "--recipe", "vit-i1k", "--workers", "0")
     assert "warmup is 10000 of 300 steps" in refused(capsys, *on_folder, "--img-size", "16")
     assert "beside mixup or cutmix" in refused(capsys, *train, "--mixtoken", "1")
-    assert "mask_ratio 0.0; hide a part" in refused(capsys, *train, "--loss", "pixels")
+    assert "mask_ratio 0.0; hide some patches" in refused(capsys, *train, "--loss", "pixels")
     assert "loss 'bce' takes none, set it to 0" in refused(capsys, *train, "--loss", "bce")
     assert "optimizer is 'adam'; use 'adamw'" in refused(capsys, *train, "--optimizer", "adam")
     assert "schedule is 'step'; use 'own'" in refused(capsys, *train, "--schedule", "step")
@@ -217,7 +227,7 @@ def write_cifar(root: Path, count: int = 8) -> np.ndarray:
     """The layout of cifar-10-batches-py: rows of 1024 red, green and blue levels each."""
     root.mkdir()
     generator, pixels = np.random.default_rng(0), []
-    for name in (*PARTS["train"], *PARTS["val"]):
+    for name in (*FILES["train"], *FILES["val"]):
         rows = generator.integers(0, 90, (count, 3, 1024), dtype=np.uint8)
         labels = [i % 2 for i in range(count)]
         rows[np.arange(count), labels] += 150  # red, or green
@@ -233,7 +243,7 @@ def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
     root = tmp_path / "cifar-10-batches-py"
     pixels = write_cifar(root)
     assert is_cifar(root) and not is_cifar(tmp_path)
-    files, targets, classes, decode = cifar(root, "train")
+    files, targets, classes, decode, _ = scan_cifar(root, "train")
     assert len(files) == len(targets) == 40 and classes[:2] == ("airplane", "automobile")
     assert np.array_equal(np.asarray(decode(files[17]))[3, 5], pixels[17].reshape(3, 32, 32)[:, 3, 5])
     out = tmp_path / "run"
@@ -242,21 +252,23 @@ def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert accuracy(out) == 1.0
     assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
     with pytest.raises(ValueError, match="has the classes of CIFAR-10, and the model has cat"):
-        cifar(root, "val", ("cat",))
+        scan_cifar(root, "val", ("cat",))
     (root / "test_batch").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match=r"test_batch is damaged or no batch of CIFAR-10: it asks for builtins.print"):
-        cifar(root, "val")
+    with pytest.raises(
+        ValueError, match=r"test_batch is damaged or not a batch of CIFAR-10: it asks for builtins.print"
+    ):
+        scan_cifar(root, "val")
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_step_in_parts_is_the_step(parts: int):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_accumulated_steps_equal_whole_ones(steps: int):
     """Oracle: float64, the same blended batch at once, clipped, with AdamW; the average follows."""
     models = [create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     images, targets = torch.randn(8, 1, 8, 8).double(), torch.arange(8) % 10
-    for model, count in zip(models, (1, parts), strict=True):
+    for model, count in zip(models, (1, steps), strict=True):
         torch.manual_seed(3)
-        step = Step(mix=lambda x, y: mixup(x, y, 10, 0.5), parts=count, clip=0.1)
+        step = Step(mix=lambda x, y: mixup(x, y, 10, 0.5), grad_accum_steps=count, clip=0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(3):
             step(model, optimizer, images, targets)

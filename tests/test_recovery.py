@@ -17,31 +17,31 @@ import pytest
 import torch
 from test_train import RECIPE, save, stripes, tiny
 
-from fastvit_triton.cli.console import trained
+from fastvit_triton.cli.loading import load_trained
 from fastvit_triton.files import replacing, sweep
 from fastvit_triton.models import create_model
-from fastvit_triton.train import checkpoint, job
+from fastvit_triton.train import checkpoint, outputs, trainer
 from fastvit_triton.train.data import Data, TensorBatches
-from fastvit_triton.train.folder import FolderBatches
-from fastvit_triton.train.image import Transform
+from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged
 from fastvit_triton.weights import save_weights
 
 
-def plan() -> job.Plan:
+def build() -> trainer.Trainer:
     """Shuffled, augmented, erased and blended images; dropout, stochastic depth, clipping and an average."""
     transform, model = Transform((8, 8), (0.2,), (0.3,)), tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     train = TensorBatches(*stripes(61), transform, 8, torch.clone)
     data = Data("stripes", tuple("0123456789"), transform, train, TensorBatches(*stripes(16), transform, 8))
     torch.manual_seed(5)
-    return job.plan(model, data, RECIPE)
+    return trainer.build_trainer(model, data, RECIPE)
 
 
 def train(out: Path, save_every: int | None = 1, last: int | None = None) -> int:
     """Goes on with the run in `out`, or starts it; returns the steps taken, `last` at most."""
-    whole, steps = plan(), 0
+    whole, steps = build(), 0
     state = checkpoint.newest_state(out)[0] if held(out) else None
-    for progress in job.run(whole, out, settings={}, save=save, state=state, save_every=save_every):
+    for progress in trainer.run(whole, out, settings={}, save=save, state=state, save_every=save_every):
         steps += not progress.done
         if steps == last:
             break
@@ -96,7 +96,9 @@ def attempt(out: Path, delay: float | None, blow: tuple[str, int, bool] | None) 
 def main(root: Path, seed: int) -> None:
     """Twenty kills: ten at random moments, ten within the writing of a checkpoint."""
     torch.set_num_threads(1)
-    job.draw_curves = job.draw_predictions = lambda *arguments: arguments[-1].touch()  # pictures take most of the time
+    outputs.draw_curves = outputs.draw_predictions = lambda *arguments: arguments[
+        -1
+    ].touch()  # pictures take most of the time
     dice = random.Random(seed)
     (root / "whole").mkdir()
     began = time.perf_counter()
@@ -118,7 +120,7 @@ def main(root: Path, seed: int) -> None:
             kills += not done
             inside += any(out.glob(".*")) or len(held(out)) == 1
         assert same(weights(out), expected), out
-        assert (out / job.LOG).exists() and not any(out.glob(".*"))
+        assert (out / outputs.LOG).exists() and not any(out.glob(".*"))
     print(f"{kills} kills in {runs} runs, {inside} inside a write")
 
 
@@ -143,7 +145,7 @@ def test_resumes_within_an_epoch(tmp_path: Path):
     torch.rand(7)
     train(tmp_path / "parts", save_every=5)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
-    rows = [(tmp_path / name / job.LOG).read_text().splitlines() for name in ("whole", "parts")]
+    rows = [(tmp_path / name / outputs.LOG).read_text().splitlines() for name in ("whole", "parts")]
     assert [row.split(",")[:6] for row in rows[0]] == [row.split(",")[:6] for row in rows[1]]
 
 
@@ -164,8 +166,8 @@ def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str
 
     harm(path)
     state, sentence = checkpoint.newest_state(out)
-    assert sentence.startswith(f"{path} is damaged or no training state: ")
-    assert sentence.endswith(f"; going on from {out / checkpoint.PREVIOUS}, epoch 2, step 4")
+    assert sentence.startswith(f"{path} is damaged or not a training state: ")
+    assert sentence.endswith(f"; resuming from {out / checkpoint.PREVIOUS}, epoch 2, step 4")
     assert state["progress"]["step"] == 4
     train(out)
     assert same(weights(out), weights(tmp_path / "whole"))
@@ -178,14 +180,14 @@ def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str
 def test_damaged_weights_are_refused(tmp_path: Path):
     """Oracle: one flipped bit in the last tensor."""
     model = create_model("vit_digits_patch2_8")
-    path = tmp_path / job.WEIGHTS
-    save_weights(model, path, metadata=job.header(plan().data, RECIPE, model, None))
-    trained(path)
+    path = tmp_path / outputs.WEIGHTS
+    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None))
+    load_trained(path)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: its tensors are not those that were written"):
-        trained(path)
+    with pytest.raises(ValueError, match="is damaged: the checksum of its tensors is wrong"):
+        load_trained(path)
 
 
 def test_the_old_file_is_kept_and_leftovers_are_swept(tmp_path: Path):
@@ -206,10 +208,10 @@ def test_the_old_file_is_kept_and_leftovers_are_swept(tmp_path: Path):
 
 def test_divergence_names_step_images_and_state(tmp_path: Path):
     """Oracle: images that turn infinite in the second epoch; the state of the step before them is whole."""
-    whole = plan()
+    whole = build()
     steps = 0
     with pytest.raises(Diverged) as caught:
-        for progress in job.run(whole, tmp_path, settings={}, save=save, save_every=1):
+        for progress in trainer.run(whole, tmp_path, settings={}, save=save, save_every=1):
             steps += not progress.done
             if steps == 11:
                 whole.data.train.images.fill_(torch.inf)
@@ -223,8 +225,8 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
 
 def test_weights_that_are_not_finite_replace_nothing(tmp_path: Path):
     """Oracle: the files as the first epoch left them; a weight is spoilt after the last step of the second."""
-    whole, names = plan(), (job.WEIGHTS, job.BEST, checkpoint.STATE)
-    for progress in job.run(whole, tmp_path, settings={}, save=save):
+    whole, names = build(), (outputs.WEIGHTS, outputs.BEST, checkpoint.STATE)
+    for progress in trainer.run(whole, tmp_path, settings={}, save=save):
         if progress.done and progress.epoch == 1:
             before = [(tmp_path / name).read_bytes() for name in names]
         if progress.step == len(whole.data.train) and progress.epoch == 2 and not progress.done:
@@ -238,18 +240,17 @@ def test_weights_that_are_not_finite_replace_nothing(tmp_path: Path):
 def test_a_worker_that_dies_is_one_sentence(tmp_path: Path):
     """Oracle: the sentence."""
     files = [tmp_path / str(i) for i in range(4)]
-    options = dict(batch_size=2, workers=1, decode=lambda path: os._exit(1), check=lambda path: None)
-    batches = FolderBatches(tmp_path, files, [0] * 4, Transform((8, 8), (0.5,), (0.5,)), **options)
-    with pytest.raises(OSError, match=r"^a process that decodes images died, perhaps for want of memory; lower"):
+    images = ImageFiles(files, [0] * 4, ("a",), decode=lambda path: os._exit(1), check=None)
+    batches = FolderBatches(tmp_path, images, Transform((8, 8), (0.5,), (0.5,)), batch_size=2, workers=1)
+    with pytest.raises(OSError, match=r"^a process that decodes images died, perhaps out of memory; lower"):
         list(batches)
 
 
 def test_a_file_that_vanishes_is_one_sentence(tmp_path: Path):
     """Oracle: the sentence names the file."""
     files = [tmp_path / f"{i}.png" for i in range(2)]
-    batches = FolderBatches(
-        tmp_path, files, [0, 0], Transform((8, 8), (0.5,), (0.5,)), batch_size=2, check=lambda path: None
-    )
+    images = ImageFiles(files, [0, 0], ("a",), check=None)
+    batches = FolderBatches(tmp_path, images, Transform((8, 8), (0.5,), (0.5,)), batch_size=2)
     with pytest.raises(ValueError, match=r"^2 of 2 images in .* 0.png \(No such file or directory\), 1.png"):
         list(batches)
 

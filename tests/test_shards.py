@@ -11,13 +11,13 @@ from PIL import Image
 from webdataset import tariterators
 
 from fastvit_triton.cli import main
-from fastvit_triton.train.checkpoint import generators, set_generators
 from fastvit_triton.train.data import load
-from fastvit_triton.train.folder import FolderBatches, scan
-from fastvit_triton.train.image import Transform
-from fastvit_triton.train.parallel import World
-from fastvit_triton.train.recipes import FOLDER, shorten
-from fastvit_triton.train.shards import pack, shards, windowed
+from fastvit_triton.train.data.folder import FolderBatches, scan_folder
+from fastvit_triton.train.data.shards import pack, scan_shards, windowed
+from fastvit_triton.train.data.transform import Transform
+from fastvit_triton.train.distributed import World
+from fastvit_triton.train.recipes import FOLDER, override_recipe
+from fastvit_triton.train.rng import get_rng_state, set_rng_state
 
 COUNT, BATCH = 67, 8  # of 67 pictures, 9 batches of 8, the last with 3: uneven for every number of processes
 TRANSFORM = Transform((4, 4), (0.0,), (1.0,))
@@ -45,13 +45,10 @@ def packed(folder, tmp_path_factory) -> Path:
 def batches(root: Path, world: World, workers: int = 0, crop: dict | None = None) -> FolderBatches:
     crop = {"min_area": 1.0} if crop is None else crop
     if (root / "classes.txt").exists():
-        files, targets, _, decode = shards(root, "train")
-        options = {"decode": decode, "check": None}
+        images = scan_shards(root, "train")
     else:
-        (files, targets, _), options = scan(root, "train"), {}
-    return FolderBatches(
-        root, files, targets, TRANSFORM, batch_size=BATCH, crop=crop, workers=workers, world=world, **options
-    )
+        images = scan_folder(root, "train")
+    return FolderBatches(root, images, TRANSFORM, batch_size=BATCH, crop=crop, workers=workers, world=world)
 
 
 def seen(stream) -> list[list[tuple[int, int]]]:
@@ -67,10 +64,10 @@ def seen(stream) -> list[list[tuple[int, int]]]:
 
 def everybody(root: Path, size: int, workers: int, start: int = 0, stop: int | None = None) -> list:
     """What `size` processes see of one epoch, rank by rank, batch by batch, from the same draws."""
-    here, found = generators(), []
+    here, found = get_rng_state(), []
     for rank in range(size):
-        set_generators(here)
-        found.append(seen(itertools.islice(batches(root, World(rank, size), workers).after(start), stop)))
+        set_rng_state(here)
+        found.append(seen(itertools.islice(batches(root, World(rank, size), workers).iter_from(start), stop)))
     return found
 
 
@@ -100,11 +97,11 @@ def test_an_epoch_goes_on_with_another_number_of_processes(kind, request):
     """Three processes stop after four batches, two go on: nothing twice, nothing lost, in one process's order."""
     root = request.getfixturevalue(kind)
     torch.manual_seed(4)
-    began = generators()
+    began = get_rng_state()
     alone = everybody(root, 1, 0)[0]
-    set_generators(began)
+    set_rng_state(began)
     first = everybody(root, 3, 0, stop=4)
-    set_generators(began)
+    set_rng_state(began)
     rest = everybody(root, 2, 0, start=4)
     joined = [[s for part in parts for s in part] for parts in (*zip(*first, strict=True), *zip(*rest, strict=True))]
     assert joined == alone
@@ -140,7 +137,7 @@ def test_windows_open_few_shards():
 
 def test_shards_are_webdatasets(folder, packed):
     """Oracle: what the webdataset package reads from the same files; and the bytes of the folder's pictures."""
-    samples, targets, classes, decode = shards(packed, "train")
+    samples, targets, classes, decode, _ = scan_shards(packed, "train")
     assert classes == ("class 0", "class 1", "class 2") and len(samples) == COUNT
     urls = [str(path) for path in sorted((packed / "train").glob("*.tar"))]
     assert len(urls) == 7
@@ -163,11 +160,11 @@ def test_load_takes_shards(folder, packed, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("holds 3 of train/ and 1 of val/ shards\n")
     assert main(["pack", str(folder), str(tmp_path / "none"), "--per-shard", "0"]) == 2
     assert "per_shard is 0" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    recipe = shorten(FOLDER, img_size=8, batch_size=4)
+    recipe = override_recipe(FOLDER, img_size=8, batch_size=4)
     data = load(str(packed), recipe)
     assert data.classes == ("class 0", "class 1", "class 2") and len(data.train) == 17
     assert sum(len(targets) for _, targets in data.test) == 5
-    assert data.test.picture(0).shape == (3, 8, 8)
+    assert data.test.display_image(0).shape == (3, 8, 8)
 
 
 def tar(path: Path, **members: bytes) -> None:
@@ -183,24 +180,24 @@ def test_what_cannot_be_read_is_named(folder, packed, tmp_path):
     """One sentence each: no shards, no class number, a cut or foreign file, too few names, a folder in the way."""
     png = next((folder / "train").rglob("*.png")).read_bytes()
     with pytest.raises(ValueError, match="holds no shards"):
-        shards(tmp_path, "train")
+        scan_shards(tmp_path, "train")
     tar(tmp_path / "a/train/0.tar", x_png=png)
     with pytest.raises(ValueError, match=r"0.tar has x.png without a class number; add /?x.cls"):
-        shards(tmp_path / "a", "train")
+        scan_shards(tmp_path / "a", "train")
     tar(tmp_path / "b/train/0.tar", x_cls=b"1")
-    with pytest.raises(ValueError, match="holds no pictures"):
-        shards(tmp_path / "b", "train")
+    with pytest.raises(ValueError, match="holds no images"):
+        scan_shards(tmp_path / "b", "train")
     whole = (packed / "train/000000.tar").read_bytes()
     for name, content in {"cut": whole[: len(whole) // 2 + 100], "foreign": png}.items():
         place = tmp_path / name / "train/0.tar"
         place.parent.mkdir(parents=True)
         place.write_bytes(content)
-        with pytest.raises(ValueError, match="damaged or no plain tar file"):
-            shards(tmp_path / name, "train")
+        with pytest.raises(ValueError, match="damaged or not a plain tar file"):
+            scan_shards(tmp_path / name, "train")
     tar(tmp_path / "c/train/0.tar", x_png=png, x_cls=b"7")
-    assert shards(tmp_path / "c", "train")[2] == tuple("01234567")
+    assert scan_shards(tmp_path / "c", "train").classes == tuple("01234567")
     (tmp_path / "c/classes.txt").write_text("one\n")
-    with pytest.raises(ValueError, match="class number 7, and there are 1 names"):
-        shards(tmp_path / "c", "train")
+    with pytest.raises(ValueError, match="class number 7, but only 1 class names"):
+        scan_shards(tmp_path / "c", "train")
     with pytest.raises(ValueError, match="exists; give a new folder"):
         pack(folder, packed)

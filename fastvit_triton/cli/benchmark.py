@@ -1,16 +1,17 @@
-"""`benchmark`: how fast a model is on this machine."""
+"""`benchmark`: the speed of a model on this machine, against eager PyTorch, torch.compile and other libraries."""
 
 import argparse
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..files import replacing
-from .console import choose, say
+from .console import add_device_option, print_line, select_device
 
 if TYPE_CHECKING:
     import torch
@@ -18,17 +19,29 @@ if TYPE_CHECKING:
 
     from ..measure.arms import Case
 
-SECONDS = 100.0  # for everything after the imports; what is not ready by then says so
-COPIES = 2  # sets of images, taken in turn
+SECONDS = 100.0  # time limit after the imports; variants that are not ready by then are reported as late
+COPIES = 2  # sets of images, used in turn
 DTYPES = ("float32", "bfloat16", "float16")
+HELP = "measure the speed of a model on this machine"
 
 
-def benchmark(args: argparse.Namespace) -> int:
-    """Measures a model on this machine in under two minutes: eager, compiled, ours, and what else is installed."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `benchmark`."""
+    add = parser.add_argument
+    add("--model", help="a name from list_models(), or of timm (default: ViT-B on a GPU, ViT-Ti elsewhere)")
+    add("--batch", type=int, help="images per batch (default: 64 on a GPU, 2 elsewhere)")
+    add("--dtype", choices=DTYPES, help="of weights and images (default: bfloat16 on a GPU, float32 elsewhere)")
+    add("--train", action="store_true", help="forward and backward instead of inference")
+    add("--out", type=Path, help="file for the rows as JSON")
+    add_device_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures a model on this machine in under two minutes: eager, compiled, ours, and other installed libraries."""
     from ..measure.arms import measure
     from ..measure.deadline import Deadline, Late
 
-    device = choose(args.device)
+    device = select_device(args.device)
     gpu = device.type == "cuda"
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {device} has no float64 to compare with; use cpu or cuda")
@@ -46,32 +59,32 @@ def benchmark(args: argparse.Namespace) -> int:
             case = _case(name, batch, args.train, dtype, device)
             bar.update(stage, total=sum(arm.reason is None for arm in case.arms) + 3)
 
-            def tell(what: str) -> None:
+            def on_progress(what: str) -> None:
                 bar.update(stage, advance=1, description=what)
 
-            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, tell=tell)
+            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, tell=on_progress)
     except Late as error:
         raise ValueError(f"{name} at batch {batch} takes longer than {SECONDS:.0f} s; lower --batch") from error
-    except RuntimeError as error:  # a processor has no OutOfMemoryError
+    except RuntimeError as error:  # there is no OutOfMemoryError on a CPU
         if "allocate memory" not in str(error):
             raise
         raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
     _report(case, phase, list(found.rows.values()), gpu)
     if args.out is not None:
         _write(args, list(found.rows.values()), gpu)
-        say(f"{args.out} holds these rows and what they were measured on")
+        print_line(f"{args.out} holds these rows and the hardware and versions they were measured on")
     return 0
 
 
 def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.device") -> "Case":
-    """The model's case, with timm's eager model as the baseline where it is installed, and compiled arms last."""
+    """The variants of a model: timm's eager model first if it is installed, compiled variants last."""
     import torch
 
     from ..measure.models import Run, case, known, least_bytes
     from ..models import create_model
 
     if known(name):
-        create_model(name)  # names the nearest ones
+        create_model(name)  # raises with the nearest names
     made = case(Run(name, batch, training), getattr(torch, dtype), device)
     needed, there = least_bytes(made, COPIES), _memory(device)
     if needed > there:
@@ -88,7 +101,7 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
 
 
 def _memory(device: "torch.device") -> int:
-    """Bytes that the device has."""
+    """Memory of the device in bytes."""
     import torch
 
     if device.type == "cuda":
@@ -97,31 +110,35 @@ def _memory(device: "torch.device") -> int:
 
 
 def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
-    """The table, what is not in it, and what it says."""
+    """Prints the table, the reasons for missing rows, and how to read it."""
     from ..measure.machine import gpu_name
 
     console = Console()
     what = "one training step without optimiser" if phase == "training" else "inference"
-    say(f"{case.name.rsplit(' ', 1)[0]}, {what}, {rows[0]['dtype']}, on {gpu_name()}")
+    print_line(f"{case.name.rsplit(' ', 1)[0]}, {what}, {rows[0]['dtype']}, on {gpu_name()}")
     console.print(_table(rows, gpu))
     for row in rows:
         why = row.get("reason") or row.get("error")
-        if why == "needs a GPU":  # said below for all
+        if why == "needs a GPU":  # printed once below
             continue
         if why is not None:
             late = why.startswith("Late")
-            say(f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}")
+            print_line(
+                f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}"
+            )
         elif not row["match"]:
-            say(f"{row['arm']}: no time, because {row['worst']} is {row['within']} times as far off as it may be")
-    say("A ratio says how many times faster than the first row: median of alternating pairs; quartiles in brackets.")
-    say("A result matches when it is as close to float64 as eager PyTorch, within twice its error and one rounding.")
+            print_line(f"{row['arm']}: no time, because the error of {row['worst']} is {row['within']} times the limit")
+    print_line("Ratio: speed relative to the first row, median of alternating pairs; quartiles in brackets.")
+    print_line("Match: the error against float64 is at most twice that of eager PyTorch plus one rounding.")
     if not gpu:
-        say("No GPU is in use, and the Triton kernels need one: here our ops take the PyTorch path, so about 1 is all")
-        say("there is to win. Processors are shared and change their clocks, so times are given as ratios only.")
+        print_line(
+            "No GPU is in use, and the Triton kernels need one: on a CPU our ops run PyTorch operators, so expect"
+        )
+        print_line("ratios near 1. CPU clocks and load vary, so times are given as ratios only.")
 
 
 def _table(rows: list[dict], gpu: bool) -> "Table":
-    """Arms that have a verdict, one a row."""
+    """One row per variant that was measured or is wrong."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -146,7 +163,7 @@ def _mebibytes(count: int | None) -> str:
 
 
 def _write(args: argparse.Namespace, rows: list[dict], gpu: bool) -> None:
-    """Rows with their provenance; of a processor no absolute times."""
+    """Writes rows with their provenance as JSON; on a CPU without absolute times."""
     from ..measure.machine import provenance
 
     kept = [row if gpu else {n: v for n, v in row.items() if n not in ("us", "q1", "q3", "tflops")} for row in rows]

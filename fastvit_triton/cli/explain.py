@@ -1,96 +1,90 @@
-"""`predict` and `explain`: image files and what a checkpoint makes of them."""
+"""`explain`: a report on what a model attends to in images."""
 
 import argparse
 import csv
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from .console import choose, complain, say, trained
+from .console import add_device_option, add_workers_option, print_line, select_device
+from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images
 
-
-def predict(args: argparse.Namespace) -> int:
-    """Classifies image files; a picture that cannot be read gets one sentence, and exit code 2 at the end."""
+if TYPE_CHECKING:
     import torch
-    from PIL import ImageOps
 
-    from ..train.image import defect, read
+    from ..train.loop import Score
 
-    model, about = trained(args.checkpoint)
-    device = choose(args.device)
-    model.to(device).eval()
-    code = 0
-    for file in files_in(args.images):
-        if why := defect(file, decode=True):
-            code = complain(f"{file} cannot be read as an image: {why}", 2)
-            continue
-        picture = ImageOps.invert(read(file).convert("RGB")) if args.invert else read(file)
-        with torch.no_grad():
-            chances = model(about["transform"](picture)[None].to(device))[0].softmax(0)
-        best = chances.topk(min(max(args.top, 1), len(chances)))
-        answers = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        say(f"{file}: " + ", ".join(f"{about['classes'][i]} ({100 * chance:.1f} %)" for i, chance in answers))
-    return code
+HELP = "report what a model attends to in images"
 
 
-def explain(args: argparse.Namespace) -> int:
-    """Shows what a checkpoint sees in image files: attention, tokens, positions, filters and costs, in one report."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `explain`."""
+    add_checkpoint_option(parser)
+    parser.add_argument("--image", type=Path, required=True, help="an image file, or a folder of them")
+    text = "folder for report.html and its figures (default: report)"
+    parser.add_argument("--out", type=Path, default=Path("report"), help=text)
+    parser.add_argument("--query", type=int, help="token whose attention is shown (default: the class token)")
+    parser.add_argument("--most", type=int, default=8, help="number of images of a folder to show (default: 8)")
+    text = "leave out the confusion matrix, which reads all test images"
+    parser.add_argument("--no-test", action="store_true", help=text)
+    add_device_option(parser)
+    add_workers_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes one report about a checkpoint and image files: attention, tokens, positions, filters and costs."""
     import torch
 
     from ..explain import explain, explain_run, published_tables, write_report
-    from ..train.image import defect, read
+    from ..train.data.transform import read_image
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("explain draws with matplotlib; pip install matplotlib")
     if args.most < 1:
         raise ValueError(f"--most is {args.most}; show at least 1 image")
-    model, about = trained(args.checkpoint)
-    device = choose(args.device)
-    model.to(device).eval()
-    files, code = files_in([args.image]), 0
-    shown = []
-    for file in files[: args.most]:
-        if why := defect(file, decode=True):
-            code = complain(f"{file} cannot be read as an image: {why}", 2)
-        else:
-            shown.append(file)
+    trained = load_trained(args.checkpoint)
+    device = select_device(args.device)
+    model = trained.model.to(device).eval()
+    files = find_images([args.image])
+    chosen = files[: args.most]
+    shown = list(readable_images(chosen))
+    code = 0 if len(shown) == len(chosen) else 2
     if not shown:
         return code
-    images = torch.stack([about["transform"](read(file)) for file in shown])
+    images = torch.stack([trained.transform(read_image(file)) for file in shown])
     panels = explain(
         model,
         images.to(device),
-        about["transform"].restore(images),
+        trained.transform.restore(images),
         [file.name for file in shown],
-        about["classes"],
+        trained.classes,
         args.query,
     )
 
-    def everything():
+    def all_panels() -> Iterator:
         yield from panels
-        yield from explain_run(*_run(args, model, about, device), about["classes"])
+        yield from explain_run(*_run_results(args, trained, device), trained.classes)
         yield published_tables()
 
-    page = write_report(everything(), args.out, f"What {args.checkpoint.resolve().name} sees")
-    say(f"{page} shows {len(shown)} of {len(files)} image{'s' if len(files) > 1 else ''}; its pictures lie beside it")
+    page = write_report(all_panels(), args.out, f"What {args.checkpoint.resolve().name} sees")
+    plural = "s" if len(files) > 1 else ""
+    print_line(f"{page} shows {len(shown)} of {len(files)} image{plural}; its figures are in the same folder")
     return code
 
 
-def files_in(paths: list[Path]) -> list[Path]:
-    """Image files, and those inside folders, in order. Refuses folders without one."""
-    from ..train.folder import is_image
+class _RunResults(NamedTuple):
+    """Log rows of a run and its score on the test images; None where there are none."""
 
-    found = [f for path in paths for f in (sorted(filter(is_image, path.rglob("*"))) if path.is_dir() else [path])]
-    if not found:
-        raise ValueError(f"there is no image in {', '.join(map(str, paths))}")
-    return found
+    history: list[dict] | None
+    score: "Score | None"
 
 
-def _run(args: argparse.Namespace, model, about: dict, device) -> tuple:
-    """The log of the run and its score on the test images, each None where it cannot be had."""
+def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch.device") -> _RunResults:
     from ..train.data import load_test
-    from ..train.job import LOG
     from ..train.loop import evaluate
-    from ..train.step import half
+    from ..train.outputs import LOG
+    from ..train.step import autocast_dtype
 
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     history = None
@@ -98,8 +92,9 @@ def _run(args: argparse.Namespace, model, about: dict, device) -> tuple:
         with (folder / LOG).open(newline="") as file:
             lines = list(csv.DictReader(file))
         history = [{name: float(value) if value else None for name, value in line.items()} for line in lines]
-    if about["data"] is None or args.no_test or not (about["data"] == "digits" or Path(about["data"]).is_dir()):
-        return history, None
-    options = {"workers": args.workers, "skip_bad_images": about["skip_bad_images"]}
-    test = load_test(about["data"], about["classes"], about["transform"], about["batch_size"], **options)
-    return history, evaluate(model, test, half(device))
+    data = trained.data
+    if data is None or args.no_test or not (data == "digits" or Path(data).is_dir()):
+        return _RunResults(history, None)
+    options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images}
+    test = load_test(data, trained.classes, trained.transform, trained.batch_size, **options)
+    return _RunResults(history, evaluate(trained.model, test, autocast_dtype(device)))

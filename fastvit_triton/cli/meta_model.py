@@ -1,4 +1,4 @@
-"""Models that `doctor` is asked about: ours and other packages', by name, with weights that take no memory."""
+"""Builds models of ours and of other libraries by name on the meta device, for `doctor`."""
 
 import difflib
 import importlib
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name of ours alone"
+PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name of ours without prefix"
 
 
-class Subject(NamedTuple):
+class MetaModel(NamedTuple):
     """A model on the meta device.
 
     Attributes:
         model: in evaluation mode.
         shape: of an image, [C, H, W].
-        input: the name that its forward gives to images; None where they come first.
-        ours: it calls the kernels by itself.
+        input: name of the images argument of forward; None if it is the first positional argument.
+        ours: it is from `create_model`, and calls the kernels without conversion.
     """
 
     model: "nn.Module"
@@ -29,15 +29,15 @@ class Subject(NamedTuple):
     ours: bool = False
 
 
-def subject(name: str, side: int | None = None) -> Subject:
-    """Builds a model by its name; nothing is downloaded.
+def build_meta_model(name: str, side: int | None = None) -> MetaModel:
+    """Builds a model by name, without downloading weights.
 
     Args:
         name: timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or one of `list_models()`.
         side: image side in pixels; None means the model's own.
 
     Raises:
-        ValueError: in one sentence, what is unknown, missing or will not do.
+        ValueError: the name is unknown, the package is not installed, or the image size does not fit.
     """
     import torch
 
@@ -53,17 +53,17 @@ def subject(name: str, side: int | None = None) -> Subject:
     return found
 
 
-def _ours(name: str, side: int | None) -> Subject:
+def _ours(name: str, side: int | None) -> MetaModel:
     from ..models import create_model
 
     try:
         model = create_model(name, **({} if side is None else {"img_size": side}))
     except ValueError as error:
         raise ValueError(f"{error}; for models of other packages use {PREFIXES}" if side is None else error) from error
-    return Subject(model, (model.config.in_chans, *model.config.img_size), ours=True)
+    return MetaModel(model, (model.config.in_chans, *model.config.img_size), ours=True)
 
 
-def _timm(name: str, side: int | None) -> Subject:
+def _timm(name: str, side: int | None) -> MetaModel:
     timm = _package("timm")
     if not timm.is_model(name):
         raise ValueError(_unknown("timm", name, timm.list_models()))
@@ -73,10 +73,10 @@ def _timm(name: str, side: int | None) -> Subject:
         sides = side, side
         if hasattr(model, "set_input_size"):
             _fit(model.set_input_size, side, img_size=(side, side))
-    return Subject(model, (channels, *sides))
+    return MetaModel(model, (channels, *sides))
 
 
-def _torchvision(name: str, side: int | None) -> Subject:
+def _torchvision(name: str, side: int | None) -> MetaModel:
     models = _package("torchvision").models
     names = models.list_models(module=models)
     if name not in names:
@@ -84,10 +84,10 @@ def _torchvision(name: str, side: int | None) -> Subject:
     options = {"image_size": side} if side is not None and name.startswith("vit_") else {}
     model = _fit(models.get_model, side, name, weights=None, **options)
     side = side or getattr(model, "image_size", 224)
-    return Subject(model, (3, side, side))
+    return MetaModel(model, (3, side, side))
 
 
-def _transformers(name: str, side: int | None) -> Subject:
+def _transformers(name: str, side: int | None) -> MetaModel:
     transformers = _package("transformers")
     config, cls = _read_config(transformers, name)
     if hasattr(config, "vision_config"):
@@ -101,18 +101,18 @@ def _transformers(name: str, side: int | None) -> Subject:
         raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not images; name a vision model")
     size = getattr(config, "image_size", side or 224)
     size = (size, size) if isinstance(size, int) else tuple(size)
-    return Subject(model, (getattr(config, "num_channels", 3), *size), "pixel_values")
+    return MetaModel(model, (getattr(config, "num_channels", 3), *size), "pixel_values")
 
 
 def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | None]:
-    """A configuration, and the model's class where the name or the file gives one."""
+    """A configuration, and the model class if the name or the file gives one."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         cls = getattr(transformers, name, None) if name.isidentifier() else None
         if getattr(cls, "config_class", None) is not None:
             return cls.config_class(), cls
         if not getattr(cls, "model_type", None):
-            raise ValueError(f"hf-config:{name} is no file, no folder with config.json, and no class of transformers")
+            raise ValueError(f"hf-config:{name} is not a file, a folder with config.json, or a class of transformers")
         return cls(), None
     strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
@@ -121,12 +121,12 @@ def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | No
     except KeyError as error:
         raise ValueError(f"{path} has no model_type that transformers knows: {error} is missing or unknown") from error
     except (ValueError, TypeError, strict) as error:
-        raise ValueError(f"{path} is no configuration of transformers: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} is not a configuration of transformers: {str(error).splitlines()[0]}") from error
     return config, getattr(transformers, (held.get("architectures") or [""])[0], None)
 
 
 def _package(name: str) -> ModuleType:
-    """The package, or one sentence that says why it cannot be used."""
+    """Imports a package; raises ValueError if it cannot be used."""
     from ..measure.arms import absent
 
     if (why := absent(name)) is not None:
@@ -140,7 +140,7 @@ def _unknown(package: str, name: str, names: list[str]) -> str:
 
 
 def _fit(make, side: int | None, *inputs: object, **options: object) -> object:
-    """make(*inputs, **options), where an image size that does not fit is the caller's mistake."""
+    """Calls make(*inputs, **options); with a given image size its errors become ValueError."""
     try:
         return make(*inputs, **options)
     except (AssertionError, RuntimeError, ValueError) as error:

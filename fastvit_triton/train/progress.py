@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a bar on a terminal, one line per epoch elsewhere."""
+"""Shows training progress: a progress bar on a terminal, else one line per epoch."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,33 +12,35 @@ from .loop import Progress
 
 
 @contextmanager
-def display(console: Console, epochs: int, steps: int, done: int = 0) -> Iterator[Callable[[Progress], None]]:
-    """Yields a function that shows one report of `fit`. Refuses nothing.
+def show_progress(
+    console: Console, epochs: int, steps_per_epoch: int, finished_epochs: int = 0
+) -> Iterator[Callable[[Progress], None]]:
+    """Yields a function to call with each `Progress` of `fit`.
 
     Args:
-        console: where to.
+        console: to print to.
         epochs: of the whole run.
-        steps: per epoch.
-        done: epochs that an earlier run had finished.
+        steps_per_epoch: batches per epoch.
+        finished_epochs: before this run was resumed.
     """
     if not console.is_terminal:
-        yield _Lines(console, epochs, done)
+        yield _Lines(console, epochs, finished_epochs)
         return
-    width = min(24, max(4, console.width - 76))  # all of it fits in 80 columns
+    width = min(24, max(4, console.width - 76))  # the whole line fits in 80 columns
     columns = (BarColumn(width), TextColumn("{task.description}"), TextColumn("ETA"), TimeRemainingColumn(compact=True))
     with Bar(*columns, console=console) as bar:
-        yield _Bar(bar, epochs, steps, done)
+        yield _Bar(bar, epochs, steps_per_epoch, finished_epochs)
 
 
 class _Lines:
-    """One line after each epoch, with the time left as the mean epoch so far predicts it."""
+    """Prints one line after each epoch; the time left is estimated from the mean time of an epoch."""
 
-    def __init__(self, console: Console, epochs: int, done: int) -> None:
-        self.console, self.epochs, self.done, self.began = console, epochs, done, time.perf_counter()
+    def __init__(self, console: Console, epochs: int, finished_epochs: int) -> None:
+        self.console, self.epochs, self.finished, self.start = console, epochs, finished_epochs, time.perf_counter()
 
     def __call__(self, progress: Progress) -> None:
         if progress.done:
-            mean = (time.perf_counter() - self.began) / (progress.epoch - self.done)
+            mean = (time.perf_counter() - self.start) / (progress.epoch - self.finished)
             minutes, seconds = divmod(round(mean * (self.epochs - progress.epoch)), 60)
             text = (
                 f"{_line(progress, self.epochs, progress.test and progress.test.accuracy)}  ETA {minutes}:{seconds:02d}"
@@ -47,11 +49,11 @@ class _Lines:
 
 
 class _Bar:
-    """At most ten updates a second: reading a loss waits for the device."""
+    """Updates the bar at most ten times a second, because reading the loss waits for the device."""
 
-    def __init__(self, bar: Bar, epochs: int, steps: int, done: int) -> None:
+    def __init__(self, bar: Bar, epochs: int, steps: int, finished: int) -> None:
         self.bar, self.epochs, self.steps, self.test, self.shown = bar, epochs, steps, None, 0.0
-        self.task = bar.add_task("", total=epochs * steps, completed=done * steps)
+        self.task = bar.add_task("", total=epochs * steps, completed=finished * steps)
 
     def __call__(self, progress: Progress) -> None:
         if progress.test is not None and progress.test.accuracy is not None:
@@ -67,6 +69,6 @@ class _Bar:
 def _line(progress: Progress, epochs: int, test: float | None) -> str:
     accuracy, speed = progress.accuracy.item(), progress.images / progress.seconds
     words = [f"epoch {progress.epoch}/{epochs}", f"loss {progress.loss.item():.3f}"]
-    words += [f"accuracy {100 * accuracy:.1f} %"] if accuracy == accuracy else []  # nan where nothing is answered
+    words += [f"accuracy {100 * accuracy:.1f} %"] if accuracy == accuracy else []  # NaN for self-supervised models
     words += [f"test {100 * test:.1f} %"] if test is not None else []
     return "  ".join([*words, f"{speed:,.0f} images/s"])

@@ -1,51 +1,34 @@
-"""One run from seed to pictures: trains, and keeps an output folder that is complete after every epoch."""
+"""Runs a training job and writes weights, logs and plots."""
 
-import csv
-import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..files import replacing, sweep
-from .checkpoint import PREVIOUS, STATE, checksum, restore, save_state, state_of, writing
+from ..files import sweep
+from .build import build_lr, build_objective, build_optimizer, build_step, build_test, module_to_export
+from .checkpoint import STATE, make_state, restore, save_state, write_errors
 from .data import Data
-from .image import listing, save_picture
+from .distributed import World
+from .distributed.engine import Engine, has_finite_weights, parallelize
 from .loop import Diverged, Progress, Score, fit
-from .parallel import World
-from .plan import lr_for, objective_for, optimizer_for, product, score_for, step_for
-from .plots import draw_curves, draw_predictions
-from .published import PUBLISHED
-from .ranges import Count, Seed, check, checked
-from .recipes import DIGITS, FOLDER, Recipe, shorten
+from .outputs import BEST, FILES, LOG, WEIGHTS, draw_results, is_best, log_row, weights_metadata, write_log
+from .ranges import PositiveInt, Seed, check, checked
+from .recipes import DIGITS, FOLDER, Recipe, override_recipe
+from .recipes.published import PUBLISHED
 from .step import Step
-from .together import Engine, engage, sound
 
-WEIGHTS, BEST, LOG = "model.safetensors", "best.safetensors", "log.csv"
-CURVES, PREDICTIONS, EXAMPLE = "curves.png", "predictions.png", "example.png"
-FILES = {
-    WEIGHTS: "the model, with its config, classes and normalisation",
-    BEST: "the same, after the best tested epoch",
-    LOG: "loss, accuracy and learning rate by epoch",
-    CURVES: "the same, drawn",
-    PREDICTIONS: "test images with what the model says, the wrong ones first",
-    EXAMPLE: "the first test image, to try predict on",
-    STATE: "weights, optimiser, average, random state and place in the data, for --resume",
-    PREVIOUS: "the state before, should that one be damaged",
-}
-# What a run is besides its recipe.
+# Defaults of the settings that are not fields of a recipe.
 SETTINGS = {
     "data": "digits",
     "seed": 0,
     "skip_bad_images": False,
     "weights": None,
-    "parts": 1,
+    "grad_accum_steps": 1,
     "amp": "auto",
     "teacher": None,
     "distillation": "hard",
@@ -55,17 +38,17 @@ RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is trained, on what and how: the parts of `fit` that a recipe decides.
+class Trainer:
+    """A model with everything that trains it: the arguments of `fit`. Made by `build_trainer`.
 
     Attributes:
-        model: on its device, with the weights to start from.
-        data: from `load`.
-        recipe: the record.
-        step: what happens to a batch.
+        model: on its device, wrapped in DDP or FSDP if there are several ranks.
+        data: training and test batches.
+        recipe: the recipe that the other attributes were built from.
+        step: one optimiser step.
         optimizer: over the model's parameters.
-        lr_at: step of the whole run, from 0, to learning rate.
-        engine: around the model, on several processes.
+        lr_at: from the step of the whole run, from 0, to the learning rate.
+        engine: gathers the model's weights and state from all ranks.
     """
 
     model: nn.Module
@@ -76,158 +59,154 @@ class Plan:
     lr_at: Callable[[int], float]
     engine: Engine = field(default_factory=Engine)
 
+    @property
+    def epochs(self) -> int:
+        """Length of the run."""
+        return self.recipe.epochs_of(len(self.data.train))
+
+    @property
+    def test(self) -> Callable[[nn.Module], Score]:
+        """Scores a model on the test batches."""
+        return build_test(self.recipe, self.step, self.data.test)
+
+    def fit(self, start: Progress | None = None) -> Iterator[Progress]:
+        """Runs `fit` with these settings.
+
+        Args:
+            start: progress of the run to resume; None starts a new run.
+        """
+        return fit(
+            self.model,
+            self.data.train,
+            self.optimizer,
+            self.lr_at,
+            epochs=self.epochs,
+            start=start,
+            step=self.step,
+            test=self.test,
+            test_once=self.data.test_once,
+        )
+
 
 @checked
-def plan(
+def build_trainer(
     model: nn.Module,
     data: Data,
     recipe: Recipe,
     *,
-    parts: Count = 1,
+    grad_accum_steps: PositiveInt = 1,
     amp: torch.dtype | None = None,
     teacher: nn.Module | None = None,
     distillation: Literal["hard", "soft"] = "hard",
     parallel: str | None = None,
     world: World | None = None,
-) -> Plan:
-    """Everything that a recipe says about training this model on these images.
+) -> Trainer:
+    """Builds objective, step, optimiser, learning-rate schedule and engine from a recipe.
 
     Args:
-        model: on its device; a masked model, for recipes of masked patches.
+        model: on its device; from `build_masked_model` for self-supervised recipes.
         data: from `load`.
-        recipe: the record.
-        parts: pieces in which a batch's gradient is taken.
+        recipe: the recipe.
+        grad_accum_steps: number of micro-batches per step.
         amp: autocast dtype.
-        teacher: to learn from as well; in evaluation mode, on the same device.
+        teacher: for distillation; in evaluation mode, on the same device.
         distillation: "hard" or "soft".
-        parallel: "ddp" or "fsdp", see parallel.py; None is one process.
-        world: from `join`, where there are several.
+        parallel: "ddp" or "fsdp", see distributed/parallel.py; None is one process.
+        world: from `process_group`; required with `parallel`.
     """
-    objective = objective_for(recipe, model, data.transform, teacher, distillation)
-    step = step_for(recipe, model, objective, len(data.classes), parts, amp)
-    called, engine = model, Engine()
+    objective = build_objective(recipe, model, data.transform, teacher, distillation)
+    step = build_step(recipe, model, objective, len(data.classes), grad_accum_steps, amp)
+    wrapped, engine = model, Engine()
     if parallel is not None:
-        called, step, engine = engage(parallel, model, step, world, data.train.dealt)
-    rest = {"optimizer": optimizer_for(recipe, model), "lr_at": lr_for(recipe, len(data.train)), "engine": engine}
-    return Plan(model=called, data=data, recipe=recipe, step=step, **rest)
-
-
-def follow(plan: Plan, start: Progress | None = None) -> Iterator[Progress]:
-    """`fit` as the plan has it. Refuses nothing that `fit` accepts.
-
-    Args:
-        plan: from `plan`.
-        start: how far an earlier run came.
-    """
-    return fit(
-        plan.model,
-        plan.data.train,
-        plan.optimizer,
-        plan.lr_at,
-        epochs=plan.recipe.epochs_of(len(plan.data.train)),
-        start=start,
-        step=plan.step,
-        test=score_for(plan.recipe, plan.step, plan.data.test),
-        test_once=plan.data.test_once,
-    )
+        wrapped, step, engine = parallelize(parallel, model, step, world, data.train.per_rank)
+    optimizer, lr_at = build_optimizer(recipe, model), build_lr(recipe, len(data.train))
+    return Trainer(model=wrapped, data=data, recipe=recipe, step=step, optimizer=optimizer, lr_at=lr_at, engine=engine)
 
 
 @checked
 def run(
-    plan: Plan,
+    trainer: Trainer,
     out: Path,
     *,
     settings: dict,
     save: Callable[..., None],
     state: dict | None = None,
-    save_every: Annotated[Count | None, "a state after each epoch only"] = None,
+    save_every: Annotated[PositiveInt | None, "a state after each epoch only"] = None,
 ) -> Iterator[Progress]:
-    """Trains as planned; `out` holds weights, states and log after each epoch, and pictures at the end.
+    """Trains, and writes weights, state and log to `out` after each epoch and plots at the end.
 
-    A generator like `fit`: close it, interrupt it or kill it, and the folder still holds what was saved last. A run
-    that goes on from `state` ends with the same bits as one that never stopped. Neither weights nor a state are saved
-    where one weight is not finite.
+    A generator like `fit`. When it is closed, interrupted or killed, `out` holds what was saved last. A run resumed
+    from `state` ends bitwise like one that was not interrupted. Weights and state are not saved while a weight is not
+    finite.
 
     Args:
-        plan: from `plan`.
+        trainer: from `build_trainer`.
         out: an existing folder.
-        settings: kept in the state for whoever resumes.
-        save: `save(model, path, metadata=…)` writes the weights with a header of strings, such as `save_weights`.
-        state: from `load_state`, to go on; None starts.
-        save_every: steps between states within an epoch; None saves after epochs only.
+        settings: stored in the state, for resuming.
+        save: `save(model, path, metadata=…)` writes weights with a header of strings, such as `save_weights`.
+        state: from `load_state`, to resume; None starts a new run.
+        save_every: number of steps between states within an epoch; None saves after epochs only.
 
     Raises:
-        Diverged: as `fit` does; names the last good state.
+        Diverged: as `fit`; the message names the last good state.
+        OSError: a file cannot be written.
     """
-    world = plan.step.world
-    if world.first:
+    world = trainer.step.world
+    if world.is_main:
         sweep(out, FILES)
-    model, data, recipe, step = plan.model, plan.data, plan.recipe, plan.step
+    model, data, optimizer, step, engine = trainer.model, trainer.data, trainer.optimizer, trainer.step, trainer.engine
     history: list[dict] = [] if state is None else list(state["history"])
-    start = None if state is None else restore(state, model, plan.optimizer, step, plan.engine.load)
+    start = None if state is None else restore(state, model, optimizer, step, engine.load_state)
     score = None
     try:
-        for progress in follow(plan, start):
+        for progress in trainer.fit(start):
             due = progress.done or (save_every and progress.step % save_every == 0)
-            fine = due and sound(model, world)
+            save_now = due and has_finite_weights(model, world)
             if progress.done:
                 score = progress.test
-                history.append(row(progress))
+                history.append(log_row(progress))
                 for batches in (data.train, data.test):
-                    for bad in world.gather(batches.bad):
+                    for bad in world.all_gather(batches.bad):
                         batches.bad.update(bad)
-                whole = plan.engine.weights(step.weights(model))
-                files = [out / WEIGHTS, out / BEST][: 1 + is_best(history)] if world.first and fine else ()
-                for path in files:
-                    kept = product(recipe, whole)
-                    with writing(path):
-                        save(kept, path, metadata=header(data, recipe, kept, score))
-            if fine:
-                parts = state_of(model, plan.optimizer, step, progress, history, settings)
-                whole = plan.engine.state(parts, model, plan.optimizer, step)
-                if world.first:
-                    save_state(out, whole)
-            if progress.done and world.first:
+                gathered = engine.gather_model(step.eval_model(model))
+                if world.is_main and save_now:
+                    module = module_to_export(trainer.recipe, gathered)
+                    for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
+                        with write_errors(path):
+                            save(module, path, metadata=weights_metadata(data, trainer.recipe, module, score))
+            if save_now:
+                local = make_state(model, optimizer, step, progress, history, settings)
+                gathered_state = engine.gather_state(local, model, optimizer, step)
+                if world.is_main:
+                    save_state(out, gathered_state)
+            if progress.done and world.is_main:
                 write_log(out / LOG, history)
             yield progress
     except Diverged as error:
-        kept = f"{out / STATE} holds the last good state" if (out / STATE).exists() else "no state was saved before"
-        raise Diverged(f"{error}; {kept}") from error
+        saved = f"{out / STATE} holds the last good state" if (out / STATE).exists() else "no state has been saved"
+        raise Diverged(f"{error}; {saved}") from error
     # a run that was resumed after its last epoch has no score yet
-    score = score or score_for(recipe, step, data.test)(step.weights(model))
-    if not world.first:
-        return
-    with writing(out / CURVES), replacing(out / CURVES) as temporary:
-        draw_curves(history, temporary)
-    if score.predictions is not None:
-        with writing(out / PREDICTIONS), replacing(out / PREDICTIONS) as temporary:
-            draw_predictions(data, score, temporary)
-    with writing(out / EXAMPLE), replacing(out / EXAMPLE) as temporary:
-        save_picture(data.test.picture(0), temporary)
+    score = score or trainer.test(step.eval_model(model))
+    if world.is_main:
+        draw_results(out, data, history, score)
 
 
-def is_best(history: list[dict]) -> bool:
-    """Whether the last epoch's test is better than all before: more right, or less loss where nothing is answered."""
-    tested = [row for row in history if row["test_loss"] is not None]
-    marks = [-row["test_loss"] if row["test_accuracy"] is None else row["test_accuracy"] for row in tested]
-    return history[-1]["test_loss"] is not None and marks[-1] > max(marks[:-1], default=-math.inf)
-
-
-def settle(given: dict, saved: dict | None) -> dict:
-    """What a run is: the saved settings of a resumed one, else a recipe with what was given in its place.
-
-    Kept in the state, so that a run goes on as it began. Refuses to resume with a setting that differs.
+def resolve_settings(given: dict, saved: dict | None) -> dict:
+    """The complete settings of a run: those of the run to resume, or a recipe with the given values replacing its own.
 
     Args:
-        given: any of recipe (a name), the other keys of `SETTINGS`, and the fields of `Recipe`.
-        saved: settings from the state; None starts a new run.
+        given: any of "recipe" (a name), the keys of `SETTINGS`, and the fields of `Recipe`.
+        saved: settings from the state to resume; None starts a new run.
+
+    Raises:
+        ValueError: a value is out of range, the recipe is unknown, or a given value differs from the saved one.
     """
     given = dict(given)
     for name in ("data", "weights", "teacher"):
         if given.get(name) is not None and given[name] != "digits":
             given[name] = str(Path(given[name]).resolve())
     check("seed", given.get("seed", 0), Seed)
-    check("parts", given.get("parts", 1), Count)
+    check("grad_accum_steps", given.get("grad_accum_steps", 1), PositiveInt)
     if saved is not None:
         for name, value in given.items():
             if value != saved[name]:
@@ -236,62 +215,7 @@ def settle(given: dict, saved: dict | None) -> dict:
     name = given.get("recipe") or ("digits" if given.get("data", "digits") == "digits" else "folder")
     if name not in RECIPES:
         raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
-    known = Recipe.__dataclass_fields__
-    recipe = shorten(RECIPES[name], **{field: value for field, value in given.items() if field in known})
-    others = {key: value for key, value in given.items() if key not in known}
+    fields = Recipe.__dataclass_fields__
+    recipe = override_recipe(RECIPES[name], **{key: value for key, value in given.items() if key in fields})
+    others = {key: value for key, value in given.items() if key not in fields}
     return SETTINGS | asdict(recipe) | others | {"recipe": name}
-
-
-def summary(out: Path, data: Data) -> str:
-    """What a finished run has reached, where everything is, and what to try next."""
-    with (out / LOG).open(newline="") as file:
-        *_, last = csv.DictReader(file)
-    reached = f"loss {float(last['test_loss']):.4f}"
-    if last["test_accuracy"]:
-        reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
-    lines = [f"\ntest {reached} after {last['epoch']} epochs\n"]
-    width = max(len(str(out / name)) for name in FILES)
-    lines += [f"  {out / name!s:{width}}  {about}" for name, about in FILES.items() if (out / name).exists()]
-    if bad := data.train.bad | data.test.bad:
-        lines += [f"\nskipped {len(bad)} images that cannot be read: {listing([str(path) for path in sorted(bad)])}"]
-    example, folder = quote(str(out / EXAMPLE)), quote(str(out))
-    if not last["test_accuracy"]:
-        return "\n".join([*lines, "\ntry next:", f"  fastvit-triton train --weights {folder} --data …"])
-    lines += ["\ntry next:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
-    return "\n".join([*lines, f"  fastvit-triton evaluate --checkpoint {folder}"])
-
-
-def row(progress: Progress) -> dict:
-    """One line of the log: losses in nats, accuracies in [0, 1], time in seconds; None where there was no test."""
-    return {
-        "epoch": progress.epoch,
-        "lr": progress.lr,
-        "train_loss": progress.loss.item(),
-        "train_accuracy": None if progress.accuracy.isnan() else progress.accuracy.item(),
-        "test_loss": progress.test and progress.test.loss,
-        "test_accuracy": progress.test and progress.test.accuracy,
-        "images_per_second": progress.images / progress.seconds,
-        "seconds": progress.seconds,
-    }
-
-
-def write_log(path: Path, history: list[dict]) -> None:
-    """The whole log anew, so that it always agrees with the state."""
-    with writing(path), replacing(path) as temporary, temporary.open("w", newline="") as file:
-        table = csv.DictWriter(file, history[0].keys())
-        table.writeheader()
-        table.writerows(history)
-
-
-def header(data: Data, recipe: Recipe, model: nn.Module, score: Score | None) -> dict[str, str]:
-    """What the weights' file says about itself: enough to classify a picture and to repeat the accuracy."""
-    entries = {
-        "data": data.name,
-        "classes": data.classes,
-        "transform": asdict(data.transform),
-        "batch_size": recipe.batch_size,
-        "skip_bad_images": bool(data.train.bad or data.test.bad),
-        "test_accuracy": score and score.accuracy,
-        "crc32": checksum(model),
-    }
-    return {"training": json.dumps(entries)}

@@ -1,4 +1,4 @@
-"""Random changes of a whole batch that leave its meaning alone. Randomness comes from PyTorch's global generator."""
+"""Augmentation of whole batches: affine maps and random erasing, drawn from PyTorch's global generator."""
 
 import math
 
@@ -6,25 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ranges import NotNegative, Part, Probability, Share, Turn, checked
+from ..ranges import Degrees, FractionAbove0, FractionBelow1, NonNegative, Probability, checked
 
 
 @checked
 def random_affine(
-    images: Tensor, degrees: Turn = 0.0, zoom: Share = 0.0, shear: Probability = 0.0, shift: NotNegative = 0.0
+    images: Tensor,
+    degrees: Degrees = 0.0,
+    zoom: FractionBelow1 = 0.0,
+    shear: Probability = 0.0,
+    shift: NonNegative = 0.0,
 ) -> Tensor:
-    """Rotates, zooms, shears and shifts each image by its own random amount, in one `grid_sample`.
+    """Rotates, zooms, shears and shifts each image by its own random amounts, in one `grid_sample`.
 
-    A small data set runs out of poses long before the model runs out of capacity. Pixels from outside the image are
-    zero, so call this before normalisation, on images whose background is zero.
+    Pixels from outside the image are 0, so call this before normalisation, on images with background 0.
 
-        x' = R(a) · Z · H · x + t,   a, zoom, shear, t uniform in ± their limit
+        x' = R(a) · Z · H · x + t,   a, zoom, shear, t uniform in ± their limits
 
     Args:
         images: [B, C, H, W].
         degrees: largest rotation, in degrees.
-        zoom: largest relative change of width and of height, drawn apart.
-        shear: largest horizontal shear, in heights.
+        zoom: largest relative change of size; width and height are drawn independently.
+        shear: largest horizontal shear, as a fraction of the height.
         shift: largest shift, in pixels.
 
     Returns:
@@ -34,7 +37,7 @@ def random_affine(
     uniform = torch.rand(6, batch) * 2 - 1  # [6, B]
     angle = uniform[0] * (degrees * torch.pi / 180)
     zoom_x, zoom_y, slant = 1 + uniform[1] * zoom, 1 + uniform[2] * zoom, uniform[3] * shear
-    # affine_grid counts in half images: one pixel is 2 / side.
+    # affine_grid coordinates span [-1, 1]: one pixel is 2 / side.
     move_x, move_y = uniform[4] * shift * 2 / width, uniform[5] * shift * 2 / height
     cos, sin = angle.cos(), angle.sin()
     theta = torch.stack(
@@ -48,20 +51,20 @@ def random_affine(
 def random_erasing(
     images: Tensor,
     probability: Probability = 0.25,
-    min_area: Part = 0.02,
-    max_area: Part = 1 / 3,
-    min_aspect: Part = 0.3,
+    min_area: FractionAbove0 = 0.02,
+    max_area: FractionAbove0 = 1 / 3,
+    min_aspect: FractionAbove0 = 0.3,
 ) -> Tensor:
     """Fills a random box of some images with noise (Zhong et al., arXiv:1708.04896, algorithm 1).
 
-    The defaults are DeiT's: timm's RandomErasing, mode "pixel": N(0, 1) in every pixel, so call it after
-    normalisation. The area is uniform, the aspect uniform in its logarithm; ten boxes are tried until one fits.
+    The defaults are DeiT's: timm's RandomErasing, mode "pixel", N(0, 1) per pixel; call it after normalisation. The
+    area is uniform, the aspect ratio log-uniform; up to ten boxes are drawn until one fits.
 
     Args:
-        images: [B, C, H, W], normalised; not changed.
-        probability: of each image.
-        min_area: smallest part of the image.
-        max_area: largest part of the image.
+        images: [B, C, H, W], normalised; not modified.
+        probability: of erasing, per image.
+        min_area: smallest area, as a fraction of the image.
+        max_area: largest area, likewise.
         min_aspect: smallest height / width; the largest is its inverse.
 
     Returns:
@@ -70,8 +73,8 @@ def random_erasing(
     channels, height, width = images.shape[1:]
     images, chosen = images.clone(), torch.rand(images.shape[0]) < probability
     for i in chosen.nonzero().flatten().tolist():
-        for part, stretch, y, x in torch.rand(10, 4).tolist():
-            area = (min_area + (max_area - min_area) * part) * height * width
+        for fraction, stretch, y, x in torch.rand(10, 4).tolist():
+            area = (min_area + (max_area - min_area) * fraction) * height * width
             aspect = min_aspect ** (1 - 2 * stretch)
             h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if h < height and w < width:

@@ -1,6 +1,6 @@
-"""Images to learn from: the digits that ship inside scikit-learn, and image folders."""
+"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, and webdataset shards."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,30 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .augment import random_affine
-from .cifar import cifar, is_cifar
-from .folder import FolderBatches, scan
-from .image import Transform
-from .parallel import World
-from .policy import policy_of
-from .ranges import Count, Number, checked
-from .recipes import Recipe
-from .shards import is_shards, shards
+from ..augment import random_affine
+from ..augment.policy import policy_by_name
+from ..distributed import World
+from ..ranges import NonNegativeInt, PositiveInt, checked
+from ..recipes import Recipe
+from .cifar import is_cifar, scan_cifar
+from .folder import FolderBatches, ImageFiles, scan_folder
+from .shards import is_shards, scan_shards
+from .transform import Transform
 
-# Mean and deviation of the digits' training split, of pixels in [0, 1].
+# Mean and standard deviation of the digits' training split, pixels in [0, 1].
 DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
 
 
 class Batches(Protocol):
-    """What `fit` and `evaluate` iterate over: images [B, C, H, W] and targets [B].
+    """What `fit` and `evaluate` iterate over: images [B, C, H, W] and class numbers [B].
 
-    `bad` maps each file that was left out to the reason; `picture(i)` is image i as it is shown; `after(n)` iterates
-    without the first n batches, with the same draws; `indices` are the images of the last batch; `dealt` says that of
-    several processes each gets its part, not the whole batch.
+    Attributes:
+        per_rank: each rank gets its own part of a batch; if False all ranks get the whole batch.
+        bad: files that were left out, with the reason.
+        indices: of the images in the last batch.
     """
 
-    dealt: bool
-
+    per_rank: bool
     bad: dict[Path, str]
     indices: list[int]
 
@@ -41,16 +41,24 @@ class Batches(Protocol):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
-    def after(self, count: int) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterates without the first `count` batches, with the same random draws as a whole epoch."""
 
-    def picture(self, i: int) -> Tensor: ...
+    def display_image(self, i: int) -> Tensor:
+        """Image i for display, [C, H, W] in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training and test batches of one task, and what `predict` needs to treat a new picture alike.
+    """Training and test batches of one task.
 
-    `test_once` keeps the test split unread until the last epoch is over.
+    Attributes:
+        name: "digits" or a path.
+        classes: names, in the order of the model's logits.
+        transform: from an image file to the model's input; `predict` uses the same.
+        train: shuffled and augmented.
+        test: in order.
+        test_once: evaluate after the last epoch only.
     """
 
     name: str
@@ -62,17 +70,18 @@ class Data:
 
 
 class TensorBatches:
-    """Batches of images that fit in memory; shuffled, and augmented a batch at a time, when `augment` is given.
+    """Batches of images held in memory; with `augment`, shuffled and augmented one batch at a time.
 
     Args:
         images: [N, C, H, W] in [0, 1].
         targets: [N] class numbers.
         transform: normalises.
         batch_size: images per batch; the last batch may be smaller.
-        augment: of a batch in [0, 1], before normalisation; None keeps order and images.
+        augment: from a batch [B, C, H, W] in [0, 1] to the same, before normalisation; None neither augments nor
+            shuffles.
     """
 
-    dealt = False
+    per_rank = False
 
     @checked
     def __init__(
@@ -80,7 +89,7 @@ class TensorBatches:
         images: Tensor,
         targets: Tensor,
         transform: Transform,
-        batch_size: Count,
+        batch_size: PositiveInt,
         augment: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.images, self.targets, self.transform = images, targets, transform
@@ -92,60 +101,61 @@ class TensorBatches:
         return -(-len(self.images) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.after(0)
+        return self.iter_from(0)
 
-    def after(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """An epoch without its first `count` batches."""
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterates over an epoch without its first `count` batches."""
         order = torch.randperm(len(self.images)) if self.augment else torch.arange(len(self.images))
         return self._stream(order.split(self.batch_size)[count:])
 
-    def _stream(self, parts: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in parts:
+    def _stream(self, batches: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in batches:
             self.indices = chosen.tolist()
             images = self.augment(self.images[chosen]) if self.augment else self.images[chosen]
             yield self.transform.normalise(images), self.targets[chosen]
 
-    def picture(self, i: int) -> Tensor:
-        """Image i as it is shown, [C, H, W] in [0, 1]."""
+    def display_image(self, i: int) -> Tensor:
+        """Image i, [C, H, W] in [0, 1], not augmented."""
         return self.images[i]
 
 
 @checked
 def load(
-    name: str, recipe: Recipe, *, workers: Number = 0, skip_bad_images: bool = False, world: World | None = None
+    name: str, recipe: Recipe, *, workers: NonNegativeInt = 0, skip_bad_images: bool = False, world: World | None = None
 ) -> Data:
-    """The data set of that name: "digits", or the path of an image folder or of shards.
+    """Loads a data set by name.
 
-    A folder holds `train/<class>/` and `val/<class>/` with pictures of any size, grey or colour; the names of the class
-    folders, sorted, are the classes. Or it holds webdataset shards, see shards.py, or is CIFAR-10's own, with
-    `data_batch_1` … `test_batch`. Refuses a folder that is none of these, and unreadable pictures unless told to skip
-    them.
+    A path is one of: an image folder with `train/<class>/` and `val/<class>/`, images of any size, grey or colour,
+    whose sorted folder names are the classes; webdataset shards, see shards.py; CIFAR-10's own files `data_batch_1` …
+    `test_batch`.
 
     Args:
         name: "digits" or a path.
         recipe: image size, batch size and augmentation.
-        workers: processes that decode pictures; 0 decodes in this one.
-        skip_bad_images: leave unreadable pictures out; `train.bad` and `test.bad` name them.
-        world: processes that share each batch of pictures in files.
+        workers: processes that decode images; 0 decodes in this process.
+        skip_bad_images: leave out images that cannot be read; `train.bad` and `test.bad` list them.
+        world: processes that share each batch of image files.
 
     Raises:
-        ValueError: the recipe changes pictures in a way that is not for the digits.
+        ValueError: the path is none of these, an image cannot be read and is not to be skipped, or the recipe's
+            augmentation does not apply to the digits.
     """
     size = (recipe.img_size, recipe.img_size)
     if name == "digits":
         if recipe.policy or recipe.repeats > 1:
             raise ValueError(
-                f"the recipe's {'policy' if recipe.policy else 'repeated augmentation'} is for pictures in files, and "
-                "the digits are tables of 8 x 8 numbers; give --data a folder"
+                f"the recipe's {'policy' if recipe.policy else 'repeated augmentation'} needs image files, and "
+                "the digits are arrays in memory; give --data a folder"
             )
         classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
-        train = TensorBatches(*digits("train", size), transform, recipe.batch_size, pose(recipe))
+        train = TensorBatches(*digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe))
     else:
-        files, targets, classes, options = _pictures(Path(name), "train", world=world)
+        found = _scan(Path(name), "train", world=world)
+        classes = found.classes
         transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
-        crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_of(recipe.policy)}
-        options |= {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
-        train = FolderBatches(Path(name), files, targets, transform, crop=crop, repeats=recipe.repeats, **options)
+        crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_by_name(recipe.policy)}
+        options = {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+        train = FolderBatches(Path(name), found, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
     options = {"workers": workers, "skip_bad_images": skip_bad_images, "world": world}
     test = load_test(name, classes, transform, recipe.batch_size, **options)
     return Data(name, classes, transform, train, test, test_once=name == "digits")
@@ -156,53 +166,49 @@ def load_test(
     name: str,
     classes: tuple[str, ...],
     transform: Transform,
-    batch_size: Count,
+    batch_size: PositiveInt,
     *,
-    workers: Number = 0,
+    workers: NonNegativeInt = 0,
     skip_bad_images: bool = False,
     world: World | None = None,
 ) -> Batches:
-    """The test images alone, for a model whose classes and transform are known. Refuses classes it does not know.
+    """Loads the test images only, for a trained model.
 
     Args:
-        name: "digits" or the path of an image folder, of which `val/` is read.
+        name: as for `load`; of a folder, `val/` is read.
         classes: names, in the order of the model's logits.
         transform: as in training.
         batch_size: images per batch.
-        workers: processes that decode pictures.
-        skip_bad_images: leave unreadable pictures out.
-        world: processes that share each batch of pictures in files.
+        workers: processes that decode images.
+        skip_bad_images: leave out images that cannot be read.
+        world: processes that share each batch of image files.
+
+    Raises:
+        ValueError: as `load`, or there is a class that is not in `classes`.
     """
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
-    files, targets, _, options = _pictures(Path(name), "val", classes, world)
-    options |= {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
-    return FolderBatches(Path(name), files, targets, transform, **options)
+    options = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+    return FolderBatches(Path(name), _scan(Path(name), "val", classes, world), transform, world=world, **options)
 
 
-def _pictures(
-    root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None
-) -> tuple[Sequence, list, tuple, dict]:
-    """Files, targets, classes, and how `FolderBatches` decodes and checks the files."""
+def _scan(root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None) -> ImageFiles:
+    """Lists a split of shards, CIFAR-10 or an image folder."""
     if is_shards(root):
-        files, targets, classes, decode = shards(root, split, classes, world)
-        return files, targets, classes, {"decode": decode, "check": None, "world": world}
-    if not is_cifar(root):
-        return *scan(root, split, classes), {"world": world}
-    files, targets, classes, decode = cifar(root, split, classes)
-    return files, targets, classes, {"decode": decode, "check": None, "world": world}
+        return scan_shards(root, split, classes, world)
+    return (scan_cifar if is_cifar(root) else scan_folder)(root, split, classes)
 
 
-def pose(recipe: Recipe) -> Callable[[Tensor], Tensor]:
-    """The recipe's augmentation of a batch of images [B, C, H, W] in [0, 1]."""
+def affine_augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    """The recipe's `random_affine`: from images [B, C, H, W] in [0, 1] to the same."""
     return partial(random_affine, degrees=recipe.degrees, zoom=recipe.zoom, shear=recipe.shear, shift=recipe.shift)
 
 
 def digits(split: str, size: tuple[int, int] = (8, 8)) -> tuple[Tensor, Tensor]:
-    """The 1,797 handwritten digits inside scikit-learn: 8 x 8 pixels, white on black, 17 levels of grey.
+    """The 1,797 handwritten digits that ship with scikit-learn: 8 x 8 pixels, white on black, 17 levels of grey.
 
-    Real images without a download (Alpaydin & Kaynak, UCI Optical Recognition of Handwritten Digits, 1998). The split
-    is fixed and stratified: 1,437 to train, 360 to test. Refuses to work without scikit-learn.
+    Source: Alpaydin & Kaynak, UCI Optical Recognition of Handwritten Digits, 1998. The split is fixed and stratified:
+    1,437 training and 360 test images.
 
     Args:
         split: "train" or "test".
@@ -210,6 +216,9 @@ def digits(split: str, size: tuple[int, int] = (8, 8)) -> tuple[Tensor, Tensor]:
 
     Returns:
         Images [N, 1, H, W] in [0, 1] and class numbers [N].
+
+    Raises:
+        ValueError: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits

@@ -1,47 +1,48 @@
-"""Webdataset shards: plain tar files of `<key>.jpg` beside `<key>.cls`, read where each picture lies.
+"""Webdataset shards: plain tar files of `<key>.jpg` and `<key>.cls`, read by byte range.
 
-    data/classes.txt            names of the classes, one a line
+    data/classes.txt            class names, one per line
     data/train/000000.tar …     key.jpg (or another image format) and key.cls, the class number as text
     data/val/000000.tar …
 
-The layout is that of github.com/webdataset/webdataset, which also writes it (`pack`). A stream of shards cannot give
-each of its samples to exactly one of any number of processes and workers; an index of byte ranges can, because then a
-shard is a folder. The headers are read once, when a run begins.
+The format is that of github.com/webdataset/webdataset, which `pack` writes with. A stream of shards cannot give each
+sample to exactly one of any number of ranks and workers. An index of byte ranges can: a shard is then read like a
+folder. The tar headers are read once, at the start of a run.
 """
 
 import io
 import os
 import shutil
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from .folder import scan
-from .image import SUFFIXES, read
-from .parallel import World
-from .ranges import Count, Number, checked
+from ..distributed import World
+from ..ranges import NonNegativeInt, PositiveInt, checked
+from .folder import ImageFiles, scan_folder
+from .transform import SUFFIXES, read_image
 
 CLASSES = "classes.txt"
 
 
 class Samples(Sequence):
-    """The pictures of some shards, as names `shard.tar/<first byte>+<bytes>/<key>.jpg`, made when they are asked for.
+    """The images of some shards as paths `shard.tar/<offset>+<size>/<key>.jpg`, created on access.
 
-    A name says where its picture lies, so processes and workers hold no more than its place and key.
+    A path contains the byte range of its image; the sequence itself stores only tensors and one bytes object.
 
     Args:
         shards: the files.
-        numbers: [N] which shard.
-        places: [N, 2] first byte and bytes.
+        numbers: shard of each image [N].
+        ranges: offset and size of each image in bytes [N, 2].
         keys: names inside the shards.
     """
 
-    def __init__(self, shards: list[Path], numbers: Tensor, places: Tensor, keys: list[str]) -> None:
-        self.shards, self.numbers, self.places, self.keys = shards, numbers, places, "\n".join(keys).encode()
+    def __init__(self, shards: list[Path], numbers: Tensor, ranges: Tensor, keys: list[str]) -> None:
+        self.shards, self.numbers, self.ranges, self.keys = shards, numbers, ranges, "\n".join(keys).encode()
         lengths = torch.tensor([len(key.encode()) + 1 for key in keys])
         self.ends = lengths.cumsum(0)
 
@@ -49,72 +50,69 @@ class Samples(Sequence):
         return self.numbers.shape[0]
 
     def __getitem__(self, i: int) -> Path:
-        first, count = self.places[i].tolist()
+        offset, size = self.ranges[i].tolist()
         key = self.keys[self.ends[i - 1] if i else 0 : self.ends[i] - 1].decode()
-        return self.shards[self.numbers[i]] / f"{first}+{count}" / key.replace("/", "_")
+        return self.shards[self.numbers[i]] / f"{offset}+{size}" / key.replace("/", "_")
 
     def order(self) -> Tensor:
-        """A random order that opens few shards at a time; see `windowed`."""
+        """A random order [N] that reads few shards at a time, see `windowed`."""
         return windowed(self.numbers.bincount(minlength=len(self.shards)).tolist())
 
 
 def is_shards(root: Path) -> bool:
-    """Whether a folder holds shards to learn from."""
+    """True if a folder has training shards."""
     return (root / "train").is_dir() and any((root / "train").glob("*.tar"))
 
 
-def shards(
+def scan_shards(
     root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None
-) -> tuple[Samples, list[int], tuple[str, ...], Callable[[Path], Image.Image]]:
-    """The index of one split.
+) -> ImageFiles:
+    """Indexes the images of one split. Collective: the ranks share the reading.
 
     Args:
-        root: holds `train/` and `val/` with shards, and `classes.txt`; without it classes are called by their numbers.
+        root: holds `train/` and `val/` with shards, and `classes.txt`; without it the class names are the numbers.
         split: "train" or "val".
-        classes: the names that the model knows; None takes the file's.
+        classes: names that the model knows; None accepts those of the file.
         world: processes that share the reading.
 
-    Returns:
-        A name for each picture, its class number, the class names, and what gives the picture of a name.
-
     Raises:
-        ValueError: there are no shards, one is damaged, a picture has no class number or none that has a name.
+        ValueError: there are no shards, a shard is damaged, an image has no class number, or the classes differ.
     """
     world, files = world or World(), sorted((root / split).glob("*.tar"))
     if not files:
         raise ValueError(f"data {str(root / split)!r} holds no shards; put .tar files there")
-    mine = {number: _members(files[number]) for number in range(world.rank, len(files), world.size)}
-    tables = {number: table for part in world.gather(mine) for number, table in part.items()}
-    rows = [(number, *row) for number in range(len(files)) for row in tables[number]]
-    targets = [target for *_, target in rows]
-    found = _names(root, max(targets) + 1)
+    local = {number: _members(files[number]) for number in range(world.rank, len(files), world.world_size)}
+    tables = {number: table for part in world.all_gather(local) for number, table in part.items()}
+    rows = [(number, member) for number in range(len(files)) for member in tables[number]]
+    targets = [member.target for _, member in rows]
+    found = _class_names(root, max(targets) + 1)
     if classes is not None and classes != found[: len(classes)]:
         raise ValueError(f"data {str(root)!r} has classes {', '.join(found[:10])}, the model {', '.join(classes[:10])}")
     classes = classes or found
     if max(targets) >= len(classes):
-        raise ValueError(f"data {str(root)!r} has class number {max(targets)}, and there are {len(classes)} names")
-    places = torch.tensor([(first, count) for _, _, first, count, _ in rows])
-    samples = Samples(files, torch.tensor([row[0] for row in rows]), places, [row[1] for row in rows])
-    return samples, targets, classes, picture
+        raise ValueError(f"data {str(root)!r} has class number {max(targets)}, but only {len(classes)} class names")
+    ranges = torch.tensor([(member.offset, member.size) for _, member in rows])
+    samples = Samples(files, torch.tensor([number for number, _ in rows]), ranges, [member.name for _, member in rows])
+    return ImageFiles(samples, targets, classes, decode=read_sample, check=None)
 
 
-def picture(name: Path) -> Image.Image:
-    """The picture of a name from `Samples`; raises one of `BROKEN`."""
-    first, count = map(int, name.parent.name.split("+"))
-    with open(name.parent.parent, "rb") as shard:
-        shard.seek(first)
-        return read(io.BytesIO(shard.read(count)))
+def read_sample(path: Path) -> Image.Image:
+    """Decodes the image at a path from `Samples`; raises one of `DECODE_ERRORS`."""
+    offset, size = map(int, path.parent.name.split("+"))
+    with open(path.parent.parent, "rb") as shard:
+        shard.seek(offset)
+        return read_image(io.BytesIO(shard.read(size)))
 
 
 def windowed(counts: list[int], window: int = 64) -> Tensor:
-    """A random order of samples that opens few shards at a time, drawn from PyTorch's global generator.
+    """A random order of samples that reads few shards at a time, drawn from PyTorch's global generator.
 
-    Shards in random order; of every `window` of them, all samples in random order. With as many shards as `window`, or
-    fewer, any order is as likely as any other.
+    Shuffles the shards, then all samples within each group of `window` shards. With at most `window` shards the order
+    is uniformly random.
 
     Args:
         counts: samples in each shard.
-        window: shards that are open at a time.
+        window: shards in a group.
 
     Returns:
         A permutation of 0 … Σ counts − 1.
@@ -126,17 +124,17 @@ def windowed(counts: list[int], window: int = 64) -> Tensor:
 
 
 @checked
-def pack(root: Path, out: Path, per_shard: Count = 1000, seed: Number = 0) -> None:
-    """Writes an image folder as shards, each split in a random order, byte for byte.
+def pack(root: Path, out: Path, per_shard: PositiveInt = 1000, seed: NonNegativeInt = 0) -> None:
+    """Writes an image folder as shards, each split in a random order. Image files are copied unchanged.
 
     Args:
         root: holds `train/<class>/` and `val/<class>/`.
         out: a new folder.
-        per_shard: pictures in a shard; the last has fewer.
+        per_shard: images per shard; the last has fewer.
         seed: of the order.
 
     Raises:
-        ValueError: `out` exists, webdataset is not installed, `root` is no image folder, or shards would be empty.
+        ValueError: `out` exists, webdataset is not installed, `root` is not an image folder, or `per_shard` is 0.
     """
     try:
         from webdataset import ShardWriter
@@ -144,28 +142,38 @@ def pack(root: Path, out: Path, per_shard: Count = 1000, seed: Number = 0) -> No
         raise ValueError("shards are written by webdataset; pip install webdataset") from error
     if out.exists():
         raise ValueError(f"{out} exists; give a new folder")
-    parts, classes = out.with_name(f".{out.name}.parts"), None
-    shutil.rmtree(parts, ignore_errors=True)
+    staging, classes = out.with_name(f".{out.name}.parts"), None
+    shutil.rmtree(staging, ignore_errors=True)
     try:
         for split in ("train", "val"):
-            files, targets, classes = scan(root, split, classes)
-            (parts / split).mkdir(parents=True)
+            images = scan_folder(root, split, classes)
+            files, targets, classes = images.files, images.targets, images.classes
+            (staging / split).mkdir(parents=True)
             order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
-            pattern = str(parts / split / "%06d.tar").replace("%", "%%").replace("%%06d", "%06d")
+            pattern = str(staging / split / "%06d.tar").replace("%", "%%").replace("%%06d", "%06d")
             with ShardWriter(pattern, maxcount=per_shard, verbose=0, mtime=0.0) as writer:
                 for number, i in enumerate(order):
                     suffix = files[i].suffix.lower().removeprefix(".")
                     writer.write({"__key__": f"{number:09d}", suffix: files[i].read_bytes(), "cls": str(targets[i])})
-        (parts / CLASSES).write_text("\n".join(classes) + "\n", encoding="utf-8")
-        os.replace(parts, out)
+        (staging / CLASSES).write_text("\n".join(classes) + "\n", encoding="utf-8")
+        os.replace(staging, out)
     finally:
-        shutil.rmtree(parts, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _members(shard: Path) -> list[tuple[str, int, int, int]]:
-    """(name, first byte, bytes, class number) of each picture in a shard."""
-    pictures: dict[str, tuple[str, int, int]] = {}
-    numbers: dict[str, int] = {}
+class _Member(NamedTuple):
+    """An image inside a shard: its name, byte range and class number."""
+
+    name: str
+    offset: int
+    size: int
+    target: int
+
+
+def _members(shard: Path) -> list[_Member]:
+    """The images of a shard."""
+    images: dict[str, tarfile.TarInfo] = {}
+    targets: dict[str, int] = {}
     try:
         with tarfile.open(shard, "r:") as archive:
             for member in archive:
@@ -175,19 +183,20 @@ def _members(shard: Path) -> list[tuple[str, int, int, int]]:
                     continue
                 key = f"{folder}/{stem}"
                 if f".{suffix.lower()}" in SUFFIXES:
-                    pictures[key] = (member.name, member.offset_data, member.size)
+                    images[key] = member
                 elif suffix.lower() == "cls":
-                    numbers[key] = int(archive.extractfile(member).read())
+                    targets[key] = int(archive.extractfile(member).read())
     except (tarfile.TarError, OSError, ValueError) as error:
-        raise ValueError(f"{shard} is damaged or no plain tar file: {error}") from error
-    if lonely := [key for key in pictures if numbers.get(key, -1) < 0]:
-        raise ValueError(f"{shard} has {pictures[lonely[0]][0]} without a class number; add {lonely[0]}.cls".strip("/"))
-    if not pictures:
-        raise ValueError(f"{shard} holds no pictures; add some ({', '.join(SUFFIXES)})")
-    return [(*place, numbers[key]) for key, place in pictures.items()]
+        raise ValueError(f"{shard} is damaged or not a plain tar file: {error}") from error
+    if unlabelled := [key for key in images if targets.get(key, -1) < 0]:
+        key = unlabelled[0]
+        raise ValueError(f"{shard} has {images[key].name} without a class number; add {key}.cls".strip("/"))
+    if not images:
+        raise ValueError(f"{shard} holds no images; add some ({', '.join(SUFFIXES)})")
+    return [_Member(image.name, image.offset_data, image.size, targets[key]) for key, image in images.items()]
 
 
-def _names(root: Path, count: int) -> tuple[str, ...]:
+def _class_names(root: Path, count: int) -> tuple[str, ...]:
     path = root / CLASSES
     if not path.exists():
         return tuple(map(str, range(count)))

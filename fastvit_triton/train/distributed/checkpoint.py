@@ -1,8 +1,9 @@
-"""Checkpoints of several processes, through `torch.distributed.checkpoint`: in shards, or whole as one process's.
+"""Checkpoints of several processes, through `torch.distributed.checkpoint`: sharded, or gathered into one state dict.
 
-A sharded checkpoint is a folder, `step-000000120/`: each process writes the part it holds, so neither time nor memory
-grows with their number. Any number of processes, one included, may read it. It appears whole or not at all: written
-beside its place, fsynced, listed with checksums, renamed. PyTorch keeps the layout in a pickle: read your own only.
+A sharded checkpoint is a folder, `step-000000120/`: each rank writes the shards it holds, so time and memory do not
+grow with the number of ranks. Any number of ranks, also one, can read it. The folder is written under a temporary name,
+fsynced, listed with checksums in a manifest, and renamed: it is never incomplete. PyTorch stores the layout as a
+pickle: load only checkpoints that you trust.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from ..files import replacing
-from .parallel import World
-from .ranges import Count, Number, checked
+from ...files import replacing
+from ..ranges import NonNegativeInt, PositiveInt, checked
+from . import World
 
 EXTRA, MANIFEST = "extra.pt", "manifest.json"
 _NAME = re.compile(r"step-(\d{9})")
@@ -33,85 +34,85 @@ _NAME = re.compile(r"step-(\d{9})")
 @checked
 def save_sharded(
     folder: Path,
-    step: Number,
+    step: NonNegativeInt,
     model: nn.Module,
     optimizer: Optimizer,
     world: World,
     *,
     extra: dict | None = None,
-    own: object = None,
-    keep: Count = 2,
+    per_rank: object = None,
+    keep: PositiveInt = 2,
 ) -> Path:
-    """Writes `folder/step-…` from all processes at once, and then removes older ones. All must call it.
+    """Writes `folder/step-…` from all ranks and then removes older checkpoints. Collective.
 
     Args:
-        folder: exists, and all processes see it.
-        step: of the run; a later one is newer.
-        model: from `ddp`, `fsdp`, or plain.
-        optimizer: its optimiser.
-        world: from `join`.
-        extra: whatever else the run needs, tensors, numbers, strings, in lists and dicts; the first process's counts.
-        own: the same for each process, such as its random state.
-        keep: how many checkpoints stay.
+        folder: an existing folder on storage that all ranks share.
+        step: of the run; the highest one is the newest checkpoint.
+        model: from `ddp`, `fsdp`, or a plain module.
+        optimizer: over its parameters.
+        world: from `process_group`.
+        extra: other state of the run: tensors, numbers, strings, in lists and dicts; rank 0's is written.
+        per_rank: state of each rank, such as its random generators.
+        keep: number of checkpoints to keep.
 
     Returns:
         The new folder.
 
     Raises:
-        OSError: a process could not write; the checkpoints before are intact.
+        OSError: a rank could not write; earlier checkpoints are intact.
     """
     path = folder / f"step-{step:09d}"
-    parts = folder / f".{path.name}.parts"
-    weights, moments = get_state_dict(model, optimizer)
-    owns = world.gather(own)
-    trouble, sums = world.tell(_empty(parts) if world.first else None), {}
+    staging = folder / f".{path.name}.parts"
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    ranks = world.all_gather(per_rank)
+    error_text, digests = world.broadcast(_make_empty(staging) if world.is_main else None), {}
     try:
-        if trouble:
-            raise OSError(trouble)
-        with _quiet():
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=parts)
-        if world.first:
-            with replacing(parts / EXTRA) as temporary:
-                torch.save({"extra": extra or {}, "own": owns}, temporary)
-        mine = parts.glob(f"__{world.rank}_*")
-        sums = {file.name: _sum(file) for file in (*mine, *([parts / ".metadata", parts / EXTRA] * world.first))}
+        if error_text:
+            raise OSError(error_text)
+        with _no_process_group_warning():
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=staging)
+        if world.is_main:
+            with replacing(staging / EXTRA) as temporary:
+                torch.save({"extra": extra or {}, "own": ranks}, temporary)
+        written = [*staging.glob(f"__{world.rank}_*"), *([staging / ".metadata", staging / EXTRA] * world.is_main)]
+        digests = {file.name: _digest(file) for file in written}
     except (OSError, RuntimeError, CheckpointException) as error:
-        trouble = _first_line(error)
-    told = world.gather((trouble, sums))
-    if world.first and not any(why for why, _ in told):
+        error_text = _first_line(error)
+    results = world.all_gather((error_text, digests))
+    if world.is_main and not any(text for text, _ in results):
         try:
-            _publish(parts, path, {name: made for _, some in told for name, made in some.items()})
+            _publish(staging, path, {name: digest for _, files in results for name, digest in files.items()})
             for old in checkpoints(folder)[keep:]:
                 shutil.rmtree(old)
         except OSError as error:
-            told.append((_first_line(error), {}))
-    causes = [why for why, _ in world.tell(told) if why]
+            results.append((_first_line(error), {}))
+    causes = [text for text, _ in world.broadcast(results) if text]
     if causes:
-        if world.first:
-            shutil.rmtree(parts, ignore_errors=True)
-        raise OSError(f"cannot write {path}: {causes[0]}; the checkpoints before are intact")
+        if world.is_main:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise OSError(f"cannot write {path}: {causes[0]}; earlier checkpoints are intact")
     return path
 
 
 def load_sharded(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> tuple[dict, object]:
-    """Reads a checkpoint of any number of processes into this many. All must call it.
+    """Loads a checkpoint, written by any number of ranks, into model and optimiser. Collective.
 
     Args:
         path: from `newest_sharded`.
-        model: wrapped as it will train.
+        model: wrapped as for training.
         optimizer: over its parameters.
-        world: from `join`.
+        world: from `process_group`.
 
     Returns:
-        `extra`, and this process's `own`, which is None where another number of processes wrote it.
+        `extra`, and this rank's `per_rank`, which is None if another number of ranks wrote the checkpoint.
     """
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    with _quiet():
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    with _no_process_group_warning():
         dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    other = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
-    return other["extra"], other["own"][world.rank] if len(other["own"]) == world.size else None
+    stored = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+    return stored["extra"], stored["own"][world.rank] if len(stored["own"]) == world.world_size else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -120,60 +121,58 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_sharded(folder: Path, world: World) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint whose every byte is as it was written, and why newer ones are not taken.
-
-    The processes share the reading.
+    """Finds the newest checkpoint whose checksums are correct. Collective: the ranks share the reading.
 
     Args:
         folder: as for `save_sharded`.
-        world: from `join`.
+        world: from `process_group`.
 
     Returns:
-        Its path, or None; and a sentence for each damaged one.
+        Its path, or None; and the damage found in each newer checkpoint, one sentence per path.
     """
     damaged: dict[Path, str] = {}
-    for path in world.tell(checkpoints(folder)):
-        flaws = [flaw for flaw in world.gather(_flaw(path, world)) if flaw]
-        if not flaws:
+    for path in world.broadcast(checkpoints(folder)):
+        damage = [text for text in world.all_gather(_find_damage(path, world)) if text]
+        if not damage:
             return path, damaged
-        damaged[path] = flaws[0]
+        damaged[path] = damage[0]
     return None, damaged
 
 
 def full_state(model: nn.Module, optimizer: Optimizer) -> dict:
-    """{"model", "optimizer"} as one process without engines would have them, in host memory. All must call it.
+    """Gathers {"model", "optimizer"} as an unwrapped model on one process would have them, in host memory. Collective.
 
-    Parameters have the bare model's names, optimiser state its numbers, so `load_state_dict` of both takes them.
+    Parameters have the unwrapped model's names and optimiser state is numbered, so both `load_state_dict` accept them.
 
     Returns:
-        The first process's is complete; the others' is empty.
+        The complete state on rank 0; {} on other ranks.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
-    return {"model": weights, "optimizer": numbered(moments)} if weights else {}
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    return {"model": model_state, "optimizer": numbered(optimizer_state)} if model_state else {}
 
 
 def load_full_state(state: dict, model: nn.Module, optimizer: Optimizer) -> None:
-    """The inverse of `full_state`: each process takes its part. All must call it.
+    """The inverse of `full_state`: each rank takes its shards of a full state. Collective.
 
     Args:
-        state: {"model", "optimizer"}, whole on every process; `torch.load(mmap=True)` lets them share memory.
-        model: wrapped as it will train.
+        state: {"model", "optimizer"}, complete on every rank; `torch.load(mmap=True)` lets ranks share its memory.
+        model: wrapped as for training.
         optimizer: over its parameters.
     """
     names = {id(parameter): name for name, parameter in getattr(model, "module", model).named_parameters()}
-    named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    order = [name for group in named for name in group]
-    kept = {order[number]: values for number, values in state["optimizer"]["state"].items()}
-    groups = zip(state["optimizer"]["param_groups"], named, strict=True)
-    moments = {"state": kept, "param_groups": [group | {"params": params} for group, params in groups]}
+    group_names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    order = [name for group in group_names for name in group]
+    values = {order[number]: value for number, value in state["optimizer"]["state"].items()}
+    groups = zip(state["optimizer"]["param_groups"], group_names, strict=True)
+    named = {"state": values, "param_groups": [group | {"params": params} for group, params in groups]}
     options = StateDictOptions(full_state_dict=True)
-    weights = dict(state["model"])  # the call below renames in place
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+    model_state = dict(state["model"])  # set_state_dict renames its keys in place
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=named, options=options)
 
 
 def consolidate(path: Path) -> dict:
-    """What `full_state` would have given for a sharded checkpoint, read by one process without engines or model."""
+    """Converts a sharded checkpoint to what `full_state` returns, in one process and without a model."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with replacing(path / "whole.pt") as temporary:
@@ -185,26 +184,31 @@ def consolidate(path: Path) -> dict:
     return {"model": state["model"], "optimizer": numbered(state["optimizer"])}
 
 
-def numbered(moments: dict) -> dict:
-    """Optimiser state by parameter name, as torch.distributed.checkpoint has it, to numbers, as optimisers do."""
+def numbered(optimizer_state: dict) -> dict:
+    """Optimiser state keyed by parameter name (torch.distributed.checkpoint) → keyed by number (`torch.optim`)."""
     numbers: dict[str, int] = {}
-    for group in moments["param_groups"]:
+    for group in optimizer_state["param_groups"]:
         for name in group["params"]:
             numbers[name] = len(numbers)
-    groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in moments["param_groups"]]
-    return {"state": {numbers[name]: values for name, values in moments["state"].items()}, "param_groups": groups}
+    groups = [
+        group | {"params": [numbers[name] for name in group["params"]]} for group in optimizer_state["param_groups"]
+    ]
+    return {
+        "state": {numbers[name]: values for name, values in optimizer_state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """One process alone is meant."""
+def _no_process_group_warning() -> Iterator[None]:
+    """Silences PyTorch's warning that there is no process group, which is intended with one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
-def _empty(folder: Path) -> str | None:
-    """Makes a folder anew; why it cannot be made."""
+def _make_empty(folder: Path) -> str | None:
+    """Creates a folder, removing an old one; returns the cause of a failure, or None."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -213,25 +217,25 @@ def _empty(folder: Path) -> str | None:
     return None
 
 
-def _publish(parts: Path, path: Path, sums: dict[str, list]) -> None:
-    """Lists the files with sizes and checksums, and moves the folder to its place; each durable before the next."""
-    with replacing(parts / MANIFEST) as temporary:
-        temporary.write_text(json.dumps(sums))
-    shutil.rmtree(path, ignore_errors=True)  # a damaged one of the same step
-    os.replace(parts, path)
-    with suppress(PermissionError):  # systems that cannot open a folder
+def _publish(staging: Path, path: Path, digests: dict[str, list]) -> None:
+    """Writes the manifest and renames the folder; each is on disk before the next begins."""
+    with replacing(staging / MANIFEST) as temporary:
+        temporary.write_text(json.dumps(digests))
+    shutil.rmtree(path, ignore_errors=True)  # a damaged checkpoint of the same step
+    os.replace(staging, path)
+    with suppress(PermissionError):  # Windows cannot open a folder
         handle = os.open(path.parent, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
 
 
-def _flaw(path: Path, world: World) -> str | None:
-    """What is wrong with this process's part of a checkpoint's files."""
+def _find_damage(path: Path, world: World) -> str | None:
+    """Checks this rank's share of a checkpoint's files; returns one sentence about the first damage, or None."""
     try:
         listed = sorted(json.loads((path / MANIFEST).read_text()).items())
-        for name, made in listed[world.rank :: world.size]:
-            if _sum(path / name) != made:
-                return f"{path / name} is not what was written"
+        for name, digest in listed[world.rank :: world.world_size]:
+            if _digest(path / name) != digest:
+                return f"the checksum of {path / name} is wrong"
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
     except (OSError, ValueError, AttributeError) as error:
@@ -239,17 +243,17 @@ def _flaw(path: Path, world: World) -> str | None:
     return None
 
 
-def _sum(file: Path) -> list:
-    """[size, SHA-256]."""
-    digest = hashlib.sha256()
+def _digest(file: Path) -> list:
+    """[size in bytes, SHA-256 in hex]."""
+    sha256 = hashlib.sha256()
     with file.open("rb") as content:
         while block := content.read(1 << 20):
-            digest.update(block)
-        return [content.tell(), digest.hexdigest()]
+            sha256.update(block)
+        return [content.tell(), sha256.hexdigest()]
 
 
 def _first_line(error: BaseException) -> str:
-    """The cause in a few words; torch.distributed.checkpoint keeps it by process."""
+    """The first line of the cause; torch.distributed.checkpoint stores causes by rank."""
     if isinstance(error, CheckpointException):
         error = next((cause for cause, _ in error.failures.values()), error)
     return getattr(error, "strerror", None) or str(error).splitlines()[0]

@@ -1,7 +1,8 @@
-"""A run on several processes: the engine around its model, and whole weights and states out of everybody's parts."""
+"""DDP/FSDP wrapping, and gathering full state dicts from all ranks."""
 
 import copy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,92 +10,104 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .parallel import World, ddp, fsdp
-from .sharded import full_state, load_full_state
-from .step import Step
+from ..step import Step
+from . import World
+from .checkpoint import full_state, load_full_state
+from .parallel import ddp, fsdp
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ENGINES = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What is done to a model that several processes train, and undone to save it. All processes must make each call.
+    """How a model is distributed. All methods are collective: every rank must call them.
 
     Attributes:
-        name: "ddp" or "fsdp"; None, for one process, hands everything through.
-        bare: the model as it was, on the CPU of the first process.
+        name: "ddp" or "fsdp"; None means one process, where nothing is gathered or scattered.
+        unwrapped: on rank 0, a CPU copy of the model as it was before wrapping; gathered weights are loaded into it.
     """
 
     name: str | None = None
-    bare: nn.Module | None = None
+    unwrapped: nn.Module | None = None
 
-    def weights(self, model: nn.Module) -> nn.Module | None:
-        """The trained model without its engine; None on other processes than the first."""
+    def gather_model(self, model: nn.Module) -> nn.Module | None:
+        """The unwrapped model with the trained weights; None on ranks other than 0."""
         if self.name is None:
             return model
-        weights = get_model_state_dict(model, options=WHOLE)
-        if self.bare is not None:
-            self.bare.load_state_dict(weights)
-        return self.bare
+        weights = get_model_state_dict(model, options=FULL_ON_CPU)
+        if self.unwrapped is not None:
+            self.unwrapped.load_state_dict(weights)
+        return self.unwrapped
 
-    def state(self, state: dict, model: nn.Module, optimizer: Optimizer, step: Step) -> dict:
-        """What `state_of` would be on one process; complete on the first."""
+    def gather_state(self, state: dict, model: nn.Module, optimizer: Optimizer, step: Step) -> dict:
+        """A copy of `make_state`'s result with full model, optimiser and EMA state; complete on rank 0 only."""
         if self.name is None:
             return state
         state = state | full_state(model, optimizer)
-        if step.average is not None:
-            weights = get_model_state_dict(step.average.module, options=WHOLE)
+        if step.ema is not None:
+            weights = get_model_state_dict(step.ema.module, options=FULL_ON_CPU)
             weights = {f"module.{name}": tensor for name, tensor in weights.items()}
-            state["average"] = {"n_averaged": step.average.n_averaged, **weights}
+            state["ema"] = {"n_averaged": step.ema.n_averaged, **weights}
         return state
 
-    def load(self, state: dict, model: nn.Module, optimizer: Optimizer, step: Step) -> None:
-        """Puts back weights, optimiser and average out of a whole state, whoever wrote it."""
+    def load_state(self, state: dict, model: nn.Module, optimizer: Optimizer, step: Step) -> None:
+        """Loads model, optimiser and EMA from a full state, which any engine and number of ranks may have written."""
         if self.name is not None:
             load_full_state(state, model, optimizer)
         else:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-        if step.average is not None and self.name is not None:
-            average = dict(state["average"])
-            step.average.n_averaged.copy_(average.pop("n_averaged"))
-            weights = {name.removeprefix("module."): tensor for name, tensor in average.items()}
-            set_model_state_dict(step.average.module, weights, options=StateDictOptions(full_state_dict=True))
-        elif step.average is not None:
-            step.average.load_state_dict(state["average"])
+        if step.ema is not None and self.name is not None:
+            ema = dict(state["ema"])
+            step.ema.n_averaged.copy_(ema.pop("n_averaged"))
+            weights = {name.removeprefix("module."): tensor for name, tensor in ema.items()}
+            set_model_state_dict(step.ema.module, weights, options=StateDictOptions(full_state_dict=True))
+        elif step.ema is not None:
+            step.ema.load_state_dict(state["ema"])
 
 
-def engage(name: str, model: nn.Module, step: Step, world: World, dealt: bool) -> tuple[nn.Module, Step, Engine]:
-    """Puts an engine around a model, and its average where one is kept, so that `step` trains it on all processes.
+class Parallelized(NamedTuple):
+    """What `parallelize` returns.
+
+    Attributes:
+        model: to call.
+        step: that trains it on all ranks.
+        engine: gathers and loads its state.
+    """
+
+    model: nn.Module
+    step: Step
+    engine: Engine
+
+
+def parallelize(name: str, model: nn.Module, step: Step, world: World, per_rank_batches: bool) -> Parallelized:
+    """Wraps a model, and its EMA if there is one, in DDP or FSDP.
 
     Args:
-        name: "ddp", or "fsdp", which computes in `step.amp` with weights of that dtype, in place of autocast.
-        model: on `world.device`; changed in place by "fsdp". Make the optimiser afterwards, over its parameters.
-        step: as one process would have it.
-        world: from `join`.
-        dealt: batches come in parts.
-
-    Returns:
-        The model to call, the step, and the engine.
+        name: "ddp" or "fsdp"; FSDP computes in `step.amp` with weights of that dtype, instead of autocast.
+        model: on `world.device`; "fsdp" changes it in place. Create the optimiser afterwards, over its parameters.
+        step: the single-process step.
+        world: from `process_group`.
+        per_rank_batches: batches hold this rank's images only, see `Step`.
 
     Raises:
-        ValueError: another engine, or one that the step's dtype is not for.
+        ValueError: `name` is unknown, or FSDP is combined with float16.
     """
     if name not in ENGINES:
         raise ValueError(f"parallel is {name!r}; use {' or '.join(map(repr, ENGINES))}")
     if name == "fsdp" and step.amp is torch.float16:
-        raise ValueError("amp is float16, whose loss scaling needs whole gradients; use bfloat16 with fsdp")
-    engine = Engine(name, copy.deepcopy(model).cpu() if world.first else None)
-    step = replace(step, world=world, dealt=dealt)
+        raise ValueError("amp is float16, whose loss scaling needs unsharded gradients; use bfloat16 with fsdp")
+    engine = Engine(name, copy.deepcopy(model).cpu() if world.is_main else None)
+    step = replace(step, world=world, per_rank_batches=per_rank_batches)
     if name == "ddp":
-        return ddp(model, world), step, engine
-    if step.average is not None:
-        fsdp(step.average.module, world, dtype=step.amp)
-    return fsdp(model, world, dtype=step.amp), replace(step, amp=None), engine
+        return Parallelized(ddp(model, world), step, engine)
+    if step.ema is not None:
+        fsdp(step.ema.module, world, dtype=step.amp)
+    return Parallelized(fsdp(model, world, dtype=step.amp), replace(step, amp=None), engine)
 
 
-def sound(model: nn.Module, world: World) -> bool:
-    """Whether every weight is finite, on all processes."""
-    parts = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
-    return all(world.gather(all(bool(part.isfinite().all()) for part in parts)))
+def has_finite_weights(model: nn.Module, world: World) -> bool:
+    """True if every weight on every rank is finite. Collective."""
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return all(world.all_gather(all(bool(weight.isfinite().all()) for weight in local)))

@@ -1,70 +1,83 @@
-"""How to train, as data. What was measured says so; what was not says that too."""
+"""Training recipes as dataclasses; each states whether its accuracy was measured here. More are in published.py."""
 
 import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from .image import IMAGENET_MEAN, IMAGENET_STD
-from .policy import policy_of
-from .ranges import Count, Finite, NotNegative, Part, Positive, Probability, Share, Side, Turn, check_fields
+from ..augment.policy import policy_by_name
+from ..ranges import (
+    Degrees,
+    Finite,
+    FractionAbove0,
+    FractionBelow1,
+    ImageSide,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Probability,
+    check_fields,
+)
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_TRAIN_IMAGES = 1_281_167  # ILSVRC-2012
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that a run needs besides images.
+    """All settings of a training run except the data.
 
     Attributes:
         source: where the numbers are stated; "" for our own.
-        reported: top-1 accuracy in % that the source reports, and for what; "" where it names none.
-        duration: what the source says it takes; "" where it does not.
+        reported: top-1 accuracy in % that the source reports, and of which model; "" if it reports none.
+        duration: training time that the source reports; "" if it reports none.
         model: a name for `create_model`.
-        options: further arguments of `create_model`, dropout among them.
+        options: more arguments of `create_model`, such as dropout rates.
         img_size: image side in pixels.
-        mean: per channel, of pixels in [0, 1]; images of a folder are normalised by it.
+        mean: per channel, of pixels in [0, 1], for normalising image files.
         std: per channel.
-        eval_crop: the centre part of a picture's shorter side that is tested.
-        batch_size: images per step, all machines together.
-        epochs: length, or None where steps are counted.
-        steps: length, or None where epochs are counted; the last epoch is finished at the last step's rate.
-        warmup: before the peak, in `warmup_unit`.
-        warmup_unit: "steps", "epochs" or "run", a part of the whole run in [0, 1).
+        eval_crop: fraction of the shorter side that the centre crop of a test image keeps.
+        batch_size: images per step, over all processes.
+        epochs: length of the run; None if `steps` is given.
+        steps: length of the run; None if `epochs` is given. The last epoch is completed at the last step's rate.
+        warmup: time before the peak, in `warmup_unit`.
+        warmup_unit: "steps", "epochs", or "run": a fraction of the whole run in [0, 1).
         optimizer: "adamw", "sgd" (momentum 0.9) or "lamb".
-        lr: peak rate, already scaled to the batch.
-        lr_images: images per step for which the source states its rate, which then grows in proportion; None where it
-            does not.
-        weight_decay: of matrices only, in torch.optim.AdamW's convention.
+        lr: peak learning rate at `batch_size`.
+        lr_images: batch size for which the source states the rate; `override_recipe` then scales `lr` linearly with the
+            batch size. None does not scale.
+        weight_decay: see `parameter_groups`; in torch.optim.AdamW's convention.
         betas: of AdamW and LAMB.
         layer_decay: see `parameter_groups`.
         schedule: "own" (`warmup_cosine`), "vit", "deit" or "mae", see schedule.py.
         decay: "cosine" or, for "vit", "linear".
-        floor: rate at the end, where the schedule has one.
-        clip: largest gradient norm; None does not clip.
-        loss: "softmax"; "sigmoid", summed over classes; "bce", DeiT III's; "pixels" or "colours", of masked patches.
-        head_bias: what the head's bias starts with.
-        pos_std: deviation of learned positions at the start; None leaves the model's own, 0.02.
+        floor: rate at the end, if the schedule has one.
+        clip: maximum gradient norm; None does not clip.
+        loss: "softmax"; "sigmoid", summed over classes; "bce", as in DeiT III; "pixels" or "colours" of masked patches.
+        head_bias: initial value of the head's bias.
+        pos_std: standard deviation of initial positions; None keeps the model's 0.02.
         label_smoothing: probability spread evenly over all classes.
         mixup: alpha of the Beta distribution; 0 is off.
-        cutmix: alpha; where both are on each batch gets one of the two, evenly.
-        mixtoken: alpha, in place of the other two.
-        drop_path_rate: stochastic depth of the last block.
-        drop_path_constant: the same rate in every block.
-        policy: "timm" (rand-m9-mstd0.5-inc1), "three", "randaug(2,m)" (big_vision's own operations) or "".
+        cutmix: alpha; if both are on, each batch gets one of the two with probability 1/2.
+        mixtoken: alpha; excludes the other two.
+        drop_path_rate: stochastic-depth rate of the last block.
+        drop_path_constant: use the same rate in every block.
+        policy: augmentation: "timm" (rand-m9-mstd0.5-inc1), "three" (3-Augment), "randaug(2,m)" (big_vision) or "".
         erasing: probability of random erasing.
-        repeats: looks at each image in an epoch of repeated augmentation; 1 is off.
-        degrees: largest rotation (digits only, like the next three; see `random_affine`).
+        repeats: of each image in an epoch, by repeated augmentation; 1 is off.
+        degrees: largest rotation (for the digits only, like the next three; see `random_affine`).
         zoom: largest relative change of size.
         shear: largest shear.
         shift: largest shift in pixels.
-        min_area: smallest part of a picture's area in a random crop (not of the digits, like the next).
-        flip: mirror half of the pictures.
-        average: decay of the moving average; None keeps none.
-        mask_ratio: part of the patches that is hidden from a model that must predict them.
-        norm_pixels: normalise each patch that must be predicted.
-        decoder: sizes of a masked autoencoder's decoder, arguments of `create_model`.
+        min_area: smallest fraction of the area in a random crop (not for the digits, like the next).
+        flip: mirror half of the images.
+        ema_decay: of the moving average of the weights; None keeps none.
+        mask_ratio: fraction of the patches to hide, for self-supervised losses.
+        norm_pixels: normalise the pixels of each target patch.
+        decoder: arguments of `create_model` for a masked autoencoder's decoder.
 
     Raises:
-        ValueError: a value is of another type or outside of the range that its annotation states, see ranges.py, or
-            does not go with another.
+        ValueError: a value has the wrong type or is outside the range of its annotation, see ranges.py, or conflicts
+            with another.
     """
 
     source: str = ""
@@ -72,95 +85,92 @@ class Recipe:
     duration: str = ""
     model: str
     options: dict = field(default_factory=dict)
-    img_size: Side = 224
+    img_size: ImageSide = 224
     mean: tuple[Probability, ...] = IMAGENET_MEAN
-    std: tuple[Part, ...] = IMAGENET_STD
-    eval_crop: Part = 0.9
-    batch_size: Count
-    epochs: Annotated[Count | None, "a length in steps"] = None
-    steps: Annotated[Count | None, "a length in epochs"] = None
-    warmup: NotNegative = 0.05
+    std: tuple[FractionAbove0, ...] = IMAGENET_STD
+    eval_crop: FractionAbove0 = 0.9
+    batch_size: PositiveInt
+    epochs: Annotated[PositiveInt | None, "a length in steps"] = None
+    steps: Annotated[PositiveInt | None, "a length in epochs"] = None
+    warmup: NonNegative = 0.05
     warmup_unit: Literal["steps", "epochs", "run"] = "run"
     optimizer: Literal["adamw", "sgd", "lamb"] = "adamw"
     lr: Positive
-    lr_images: Annotated[Count | None, "a rate for any batch"] = None
-    weight_decay: NotNegative = 0.05
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    layer_decay: Part = 1.0
+    lr_images: Annotated[PositiveInt | None, "a rate that does not scale"] = None
+    weight_decay: NonNegative = 0.05
+    betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999)
+    layer_decay: FractionAbove0 = 1.0
     schedule: Literal["own", "vit", "deit", "mae"] = "own"
     decay: Literal["cosine", "linear"] = "cosine"
-    floor: NotNegative = 0.0
+    floor: NonNegative = 0.0
     clip: Annotated[Positive | None, "no clipping"] = None
     loss: Literal["softmax", "sigmoid", "bce", "pixels", "colours"] = "softmax"
     head_bias: Finite = 0.0
     pos_std: Annotated[Positive | None, "the model's own"] = None
-    label_smoothing: Share = 0.0
-    mixup: NotNegative = 0.0
-    cutmix: NotNegative = 0.0
-    mixtoken: NotNegative = 0.0
-    drop_path_rate: Share = 0.0
+    label_smoothing: FractionBelow1 = 0.0
+    mixup: NonNegative = 0.0
+    cutmix: NonNegative = 0.0
+    mixtoken: NonNegative = 0.0
+    drop_path_rate: FractionBelow1 = 0.0
     drop_path_constant: bool = False
     policy: str = ""
     erasing: Probability = 0.0
-    repeats: Count = 1
-    degrees: Turn = 0.0
-    zoom: Share = 0.0
+    repeats: PositiveInt = 1
+    degrees: Degrees = 0.0
+    zoom: FractionBelow1 = 0.0
     shear: Probability = 0.0
-    shift: NotNegative = 0.0
-    min_area: Part = 0.35
+    shift: NonNegative = 0.0
+    min_area: FractionAbove0 = 0.35
     flip: bool = True
-    average: Annotated[Share | None, "no average"] = None
-    mask_ratio: Share = 0.0
+    ema_decay: Annotated[FractionBelow1 | None, "no EMA"] = None
+    mask_ratio: FractionBelow1 = 0.0
     norm_pixels: bool = False
     decoder: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        policy_of(self.policy)
+        policy_by_name(self.policy)
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"epochs is {self.epochs} and steps is {self.steps}; give one of them")
         if self.mixtoken and (self.mixup or self.cutmix):
             raise ValueError(f"mixtoken is {self.mixtoken} beside mixup or cutmix; set those to 0, or leave it out")
         if self.loss in ("pixels", "colours") and not self.mask_ratio:
-            raise ValueError(f"loss is {self.loss!r} and mask_ratio {self.mask_ratio}; hide a part, such as 0.75")
+            raise ValueError(f"loss is {self.loss!r} and mask_ratio {self.mask_ratio}; hide some patches, such as 0.75")
         if self.loss in ("bce", "sigmoid") and self.label_smoothing:
             raise ValueError(f"label_smoothing is {self.label_smoothing}; loss {self.loss!r} takes none, set it to 0")
         if self.warmup_unit == "run" and not self.warmup < 1:
-            raise ValueError(f"warmup is {self.warmup}; it is a part of the run, in [0, 1)")
+            raise ValueError(f"warmup is {self.warmup}; it is a fraction of the run, in [0, 1)")
         if self.shift > self.img_size:
             raise ValueError(f"shift is {self.shift}; it is in pixels, use at most img_size, {self.img_size}")
         if not self.lr * self.weight_decay < 1:
             raise ValueError(
-                f"weight_decay is {self.weight_decay} and lr {self.lr}; a step takes their product off each weight, "
-                "keep it below 1"
+                f"weight_decay is {self.weight_decay} and lr {self.lr}; their product is the "
+                "fraction of each weight that a step subtracts, keep it below 1"
             )
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} channels and std {len(self.std)}; give both the same")
 
     def epochs_of(self, steps_per_epoch: int) -> int:
-        """Passes over a data set of so many steps."""
+        """Length of the run in epochs, for a data set of `steps_per_epoch` batches."""
         return self.epochs or math.ceil(self.steps / steps_per_epoch)
 
 
-IMAGENET = 1_281_167  # training images of ILSVRC-2012, what the published recipes were made for
+def override_recipe(recipe: Recipe, **given: object) -> Recipe:
+    """A copy of a recipe with some fields changed, and dependent values (warm-up, learning rate) rescaled.
 
-
-def shorten(recipe: Recipe, **given: object) -> Recipe:
-    """A recipe with some numbers changed, and what hangs on them kept in proportion.
-
-    A run of another length or batch warms up for the same part of it as the published one did on ImageNet, and where
-    the source states its rate for so many images a batch of another size gets its share. What is given stands.
+    With another run length or batch size, the warm-up keeps its fraction of the published run on ImageNet; with another
+    batch size, a learning rate with `lr_images` scales linearly. Values that are given are not rescaled.
 
     Args:
         recipe: to start from.
         **given: fields of `Recipe`.
 
     Raises:
-        ValueError: a value is of another type than its field, or outside of its range.
+        ValueError: a value has the wrong type or is out of range.
     """
     check_fields(Recipe, given)
     if {"epochs", "steps", "batch_size"} & given.keys() and "warmup" not in given and recipe.warmup_unit != "run":
-        per_epoch = IMAGENET // recipe.batch_size
+        per_epoch = IMAGENET_TRAIN_IMAGES // recipe.batch_size
         length = recipe.steps or recipe.epochs * per_epoch
         given |= dict(warmup=recipe.warmup * (per_epoch if recipe.warmup_unit == "epochs" else 1) / length)
     if "warmup" in given:
@@ -173,7 +183,7 @@ def shorten(recipe: Recipe, **given: object) -> Recipe:
 
 
 # Chosen by benchmarks/digits.py, mean validation accuracy over five seeds: benchmarks/results/digits-recipe.json.
-# Positions as large as the patches' own signal are what 16 tokens of 4 pixels need most.
+# pos_std 0.5 instead of the usual 0.02 gained three points.
 DIGITS = Recipe(
     model="vit_digits_patch2_8",
     img_size=8,
@@ -190,7 +200,7 @@ DIGITS = Recipe(
     shift=0.5,
 )
 
-# A start for pictures of one's own, after DeiT's choices (arXiv:2012.12877, table 9); no accuracy was measured with it.
+# A default for image folders, after DeiT (arXiv:2012.12877, table 9); its accuracy was not measured.
 FOLDER = Recipe(
     model="vit_tiny_patch16_224",
     epochs=50,

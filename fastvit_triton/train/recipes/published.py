@@ -1,16 +1,16 @@
-"""How the papers train, as data: units converted, sources named. None of these was run here.
+"""The training recipes of the papers. None of them was run here.
 
     fastvit-triton train --recipe deit --data imagenet
 
-A record holds what its authors state for ImageNet or CIFAR-10, the accuracy they `reported` and the time they took;
-plan.py turns it into the parts of `fit`. Unit conversions:
+A recipe holds what its authors state for ImageNet or CIFAR-10, the accuracy they `reported` and the time it took;
+build.py turns it into the arguments of `fit`. Unit conversions:
 
     big_vision  decays weights by schedule · wd, not lr · wd, so AdamW's weight_decay is wd / lr (big_vision/optax.py)
     DeiT        lr is stated for 512 images: lr · batch / 512 (main.py); DeiT III does not scale (--unscale-lr)
     MAE         lr is stated for 256 images: blr · batch / 256 (PRETRAIN.md, FINETUNE.md)
 """
 
-from .recipes import Recipe
+from . import Recipe
 
 _DROPOUT = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "weight_init": "jax", "pre_logits": True}
 # Pixels in [-1, 1] and crops of at least 5 % (vit_jax/input_pipeline.py; big_vision/pp/ops_image.py).
@@ -100,7 +100,7 @@ PUBLISHED = {
         policy="timm",
         erasing=0.25,
         repeats=3,
-        average=0.99996,
+        ema_decay=0.99996,
         **_DEIT,
     ),
     "deit3": Recipe(
@@ -119,7 +119,7 @@ PUBLISHED = {
         drop_path_constant=True,
         policy="three",
         repeats=3,
-        average=0.99996,
+        ema_decay=0.99996,
         **_DEIT,
     ),
     "mae-pretrain": Recipe(
