@@ -78,7 +78,7 @@ def batch(count: int, step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def share(world: World, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
-    """This process's part of a batch; one image that counts nothing where there are fewer images than processes."""
+    """This rank's slice of a batch; if it is empty, one image with weight 0."""
     mine = images.tensor_split(world.world_size)[world.rank], targets.tensor_split(world.world_size)[world.rank]
     return (*mine, len(mine[0])) if len(mine[0]) else (images[:1], targets[:1], 0)
 
@@ -267,15 +267,15 @@ def run(
     engine: str | None = None,
     stop: int | None = None,
     wrap=lambda model: model,
-    pictures: Path | None = None,
+    image_folder: Path | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """The weights after a run of two epochs, or of the one in `out` to its end, or until its fifth step.
 
-    On noise, or on pictures in files, which are not blended, since each process would blend its own.
+    On noise, or on image files without mixing, since each rank would mix its own images.
     """
-    recipe, data = RECIPE, task() if pictures is None else None
-    if pictures is not None:
+    recipe, data = RECIPE, task() if image_folder is None else None
+    if image_folder is not None:
         recipe = replace(RECIPE, mixup=0.0, erasing=0.0, mean=(0.5,), std=(0.5,))
     if world.is_main:
         out.mkdir(exist_ok=True)
@@ -285,7 +285,7 @@ def run(
     torch.manual_seed(0)
     small = {"embed_dim": 16, "depth": 2, "num_heads": 2} | options
     model = wrap(create_model("vit_digits_patch2_8", **small))
-    data = data or load(str(pictures), recipe, world=world, skip_bad_images=True)
+    data = data or load(str(image_folder), recipe, world=world, skip_bad_images=True)
     built = trainer.build_trainer(model, data, recipe, grad_accum_steps=2, parallel=engine, world=world)
     torch.manual_seed(5)
     step, start = 0 if state is None else 5, {"settings": {}, "save": save_state_dict, "state": state, "save_every": 1}
@@ -308,7 +308,7 @@ def keep(weights: dict, path: Path) -> None:
 
 
 def paint(root: Path) -> Path:
-    """21 pictures of noise to train on, 13 to test, and one of each that cannot be read beyond its header."""
+    """21 noise images for training, 13 for testing, and one damaged image in each."""
     noise = torch.randint(256, (36, 9, 10), generator=torch.Generator().manual_seed(2)).byte().numpy()
     for i in range(36):
         place = root / ("train" if i < 22 else "val") / str(i % 10)
@@ -324,7 +324,7 @@ def runs(folder: Path, world: World) -> dict:
     """Two processes train, and stop within an epoch; two and four go on from there. Weights stay in the folder."""
     report = {}
     if world.is_main and world.world_size == 2:
-        paint(folder / "pictures")
+        paint(folder / "images")
     world.barrier()
     for engine in ("ddp", "fsdp"):
         if world.world_size == 2:
@@ -338,8 +338,8 @@ def runs(folder: Path, world: World) -> dict:
         elif world.is_main:
             shutil.copytree(folder / f"{engine}-part", folder / f"{engine}-{world.world_size}")
         if world.world_size == 2:
-            trained = run(folder / f"{engine}-pictures", world, engine, pictures=folder / "pictures")
-            keep(trained, folder / f"{engine}-pictures.pt")
+            trained = run(folder / f"{engine}-images", world, engine, image_folder=folder / "images")
+            keep(trained, folder / f"{engine}-images.pt")
         else:
             world.barrier()
             keep(
@@ -368,7 +368,7 @@ def str_key(entry: tuple) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     warnings.simplefilter("ignore")
-    faulthandler.dump_traceback_later(240, exit=True)  # processes that wait for each other say where
+    faulthandler.dump_traceback_later(240, exit=True)  # prints stack traces on a deadlock
     torch.set_num_threads(1)
     with process_group("cpu") as world:
         report = {"errors": {}, "seconds": {}}

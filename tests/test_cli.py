@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, sentences, files, and real pictures."""
+"""The command line: exit codes, messages, files, and real images."""
 
 import json
 import os
@@ -79,16 +79,16 @@ def test_evaluate_repeats_the_accuracy_exactly(digits_run: Path, capsys: pytest.
     """Oracle: the log's last row; the classes' counts add up."""
     assert main(["evaluate", "--checkpoint", str(digits_run)]) == 0
     text = capsys.readouterr().out
-    right = round(accuracy(digits_run) * 360)
-    assert right / 360 == accuracy(digits_run)
-    assert f"({right} of 360 images)" in text
+    correct = round(accuracy(digits_run) * 360)
+    assert correct / 360 == accuracy(digits_run)
+    assert f"({correct} of 360 images)" in text
     counts = re.findall(r"│ \d +│ (\d+) +│ (\d+) +│", text)
     assert len(counts) == 10 and sum(int(images) for images, _ in counts) == 360
-    assert sum(int(correct) for _, correct in counts) == right
+    assert sum(int(count) for _, count in counts) == correct
 
 
-def test_predict_reads_real_pictures(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the right digits; 17 of 20 is 96 % less three deviations; a dark-on-light page gives the same answer."""
+def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the correct digits; 17 of 20 is 96 % less three deviations; inverted images give the same class."""
     images, targets = digits("test")
     pages = tmp_path / "pages"
     pages.mkdir()
@@ -108,8 +108,8 @@ def test_predict_reads_real_pictures(digits_run: Path, tmp_path: Path, capsys: p
     assert line.count("%") == 3 and f": {said[0][1]} (" in line
 
 
-def test_predict_and_bad_pictures(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: one sentence for the bad picture, an answer for the good one, exit code 2."""
+def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence for the bad image, a prediction for the good one, exit code 2."""
     good, bad = digits_run / EXAMPLE, tmp_path / "bad.png"
     bad.write_bytes(b"")
     assert main(["predict", "--checkpoint", str(digits_run), str(bad), str(good)]) == 2
@@ -120,7 +120,7 @@ def test_predict_and_bad_pictures(digits_run: Path, tmp_path: Path, capsys: pyte
     assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
 
 
-def test_existing_run_is_safe(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_an_existing_run_is_not_overwritten(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: the files' bytes, after every way to ask for trouble."""
     before = {path.name: path.read_bytes() for path in digits_run.iterdir()}
     train = ("train", "--out", digits_run)
@@ -132,7 +132,7 @@ def test_existing_run_is_safe(digits_run: Path, tmp_path: Path, capsys: pytest.C
     assert {path.name: path.read_bytes() for path in digits_run.iterdir()} == before
 
 
-def test_input_that_will_not_do(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence that says what would do; nothing is written."""
     out = tmp_path / "out"
     train = ("train", "--out", out)
@@ -166,8 +166,8 @@ def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
 
 
 def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: red and blue are told apart; the same files; the two bad pictures are fatal, then skipped and named."""
-    folder = write_folder(tmp_path / "my pictures", per_class=8)
+    """Oracle: red and blue are classified; the same files; the two bad images raise, then are skipped and listed."""
+    folder = write_folder(tmp_path / "my images", per_class=8)
     (folder / "train" / "red" / "1.png").write_bytes(b"")
     cut = truncate(folder / "val" / "blue" / "2.jpg")
     out = tmp_path / "my run"
@@ -178,7 +178,7 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["train", *options, "--skip-bad-images"]) == 0
     text = capsys.readouterr().out
     assert "skipped 2 images that cannot be read: " in text and str(cut) in text
-    assert accuracy(out) >= 13 / 15  # the two grey pictures are anyone's guess
+    assert accuracy(out) >= 13 / 15  # the two grey images are guesses
     assert (out / CURVES).exists() and (out / PREDICTIONS).exists()
     assert f"--checkpoint '{out}'" in text
 

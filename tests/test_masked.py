@@ -1,4 +1,4 @@
-"""Hidden patches: the autoencoder against transformers' own, corruption and colours by counting; both learn."""
+"""Masked pre-training: the autoencoder against transformers, corruption and colours by counting; both learn."""
 
 import math
 
@@ -75,7 +75,7 @@ def test_decoder_positions():
     CLOSE(masked.sincos_positions((3, 5), 8)[0, 2 * 5 + 3], torch.tensor(want))
 
 
-def test_nothing_hidden_reaches_the_encoder():
+def test_hidden_patches_do_not_reach_the_encoder():
     """Oracle: the prediction does not change with the hidden pixels, and does with the others."""
     encoder = create_model("vit_tiny_patch16_224", **SHAPE, embed_dim=16, depth=1, class_token=False, global_pool="avg")
     model = masked.MaskedAutoencoder(encoder, nn.Identity(), 8, ratio=0.5)
@@ -119,7 +119,7 @@ def test_mean_colours():
 @pytest.mark.parametrize("kind", ["colours", "pixels"])
 @pytest.mark.parametrize("options", [{}, SIMPLE], ids=["token", "mean"])
 def test_pre_training_learns(kind: str, options: dict, tmp_path):
-    """Oracle: the loss of a guess that ignores the picture (the colours' entropy; the pixels' variance) is beaten, and
+    """Oracle: the loss of a guess that ignores the image (the colours' entropy; the pixels' variance) is beaten, and
     the encoder's weights go on as an ordinary checkpoint."""
     images = digits("train")[0]
     transform = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))

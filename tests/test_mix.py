@@ -1,4 +1,4 @@
-"""Blends of images and of tokens: the label must say what is in the picture."""
+"""Mixing of images and tokens: labels must match the mixed images."""
 
 import math
 
@@ -21,7 +21,7 @@ def flags(count: int = 6, side: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_pasted_label_is_the_area():
-    """Oracle: the mean of each channel, the share of the image in the picture; the images given stay as they were."""
+    """Oracle: the mean of each channel, the fraction of each source image; the input is not modified."""
     images, targets = flags()
     for _ in range(20):
         pasted, soft = mix.cutmix(images, targets, 6, alpha=1.0)

@@ -1,4 +1,4 @@
-"""Images of different sizes in one batch: each must be treated as if it were alone."""
+"""NaFlex batches: an image's logits must not depend on the other images of its batch."""
 
 import math
 from functools import partial
@@ -115,7 +115,7 @@ def test_budget_and_epochs():
 
 
 def test_it_learns_on_mixed_sizes():
-    """Oracle: bright and dark pictures of many shapes are told apart, by the loop that trains everything else."""
+    """Oracle: bright and dark images of many shapes are classified, by the loop that trains everything else."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.arange(60) % 2
     images = [

@@ -123,7 +123,7 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
 
 
 def test_runs_are_those_of_one_process(folder, two, four, tmp_path):
-    """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the average and the test.
+    """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the EMA and the test.
 
     Two processes train it whole; four, and one, go on from a state that two left within an epoch.
     """
@@ -148,12 +148,12 @@ def near(weights: dict, plain: dict, exact: dict) -> bool:
     return error <= 2 * (alone + EPS * size)
 
 
-def test_pictures_in_files_too(folder, two, tmp_path):
-    """Oracle: as above, on a folder of which each process decodes its part, and skips what cannot be read."""
-    exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, pictures=folder / "pictures")
-    plain = parallel_job.run(tmp_path / "plain", World(), pictures=folder / "pictures")
+def test_image_files_too(folder, two, tmp_path):
+    """Oracle: as above, on a folder of which each rank decodes its part, skipping unreadable images."""
+    exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, image_folder=folder / "images")
+    plain = parallel_job.run(tmp_path / "plain", World(), image_folder=folder / "images")
     for engine in ("ddp", "fsdp"):
-        assert near(torch.load(folder / f"{engine}-pictures.pt"), plain, exact), engine
+        assert near(torch.load(folder / f"{engine}-images.pt"), plain, exact), engine
 
 
 def test_runs_go_on_bit_for_bit(two):
@@ -163,7 +163,7 @@ def test_runs_go_on_bit_for_bit(two):
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "lost", "manifest"])
 def test_the_newest_whole_checkpoint_is_taken(damage, folder, two, tmp_path):
-    """One byte less, one bit changed, a part lost, or no list of parts: the one before is taken, and it is said why."""
+    """A byte or shard missing, a bit flipped, no manifest: the previous checkpoint, and a report of the damage."""
     shutil.copytree(folder / "fsdp", tmp_path / "run")
     path = tmp_path / "run" / "step-000000007"
     part = sorted(path.glob("__1_*"))[0]
@@ -203,7 +203,7 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
     assert [path.name[-1] for path in checkpoints(tmp_path)] == ["4", "3", "2"]
 
 
-def test_torchrun_is_asked_for(monkeypatch):
+def test_torchrun_is_required(monkeypatch):
     """One sentence without its environment, and for a process without a GPU of its own."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -221,7 +221,7 @@ def test_torchrun_is_asked_for(monkeypatch):
         pass
 
 
-def test_a_lost_process_is_one_sentence(monkeypatch):
+def test_a_lost_process_raises(monkeypatch):
     """What a collective raises when another process has died; other errors pass, and the group is left either way."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -284,7 +284,7 @@ def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
     assert "after 1 epochs" in capsys.readouterr().out
 
 
-def test_the_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
+def test_invalid_commands_raise(capsys, monkeypatch, tmp_path):
     """--parallel without torchrun, torchrun without --parallel, and a dtype that the engine is not for."""
     from fastvit_triton.cli import main
 
@@ -302,8 +302,8 @@ def test_the_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
         parallelize("tp", nn.Linear(1, 1), step, World(), False)
 
 
-def test_what_a_model_draws_is_its_own():
-    """The generator that deals the data is left alone, however much is drawn; key and rank fix what is drawn."""
+def test_each_rank_draws_its_own_numbers():
+    """The global generator is unchanged, however much is drawn; key and rank determine the numbers."""
     before, drawn = torch.get_rng_state(), {}
     for rank, key in ((0, 1), (0, 2), (1, 1)):
         for count in (3, 4):

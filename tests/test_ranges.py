@@ -1,4 +1,4 @@
-"""What the values of training may be: every field and argument, by its annotation, and every option of the command."""
+"""Value ranges: every field and argument against its annotation, and every option of the command."""
 
 import inspect
 import math
@@ -24,14 +24,14 @@ RECORDS = {"Data", "Progress", "Score"}  # what training hands out
 
 
 def leaves(hint: Any) -> list[Any]:
-    """An annotation's parts: types, literals, and types with a range."""
+    """Components of an annotation: types, literals, and types with a range."""
     if get_origin(hint) is Literal or (get_origin(hint) is Annotated and len(leaves(get_args(hint)[0])) == 1):
         return [hint]
     parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
     return [leaf for part in parts if part is not ... for leaf in leaves(part)] or [hint]
 
 
-def wrong(hint: Any) -> list[Any]:
+def excluded_values(hint: Any) -> list[Any]:
     """Values that an annotation excludes: of other types, and, of each range, both sides, NaN and infinity."""
     kinds, found = leaves(hint), [[object()], object()]
     if bool not in kinds:
@@ -50,16 +50,16 @@ def wrong(hint: Any) -> list[Any]:
         numbers += [] if math.isinf(high) else [high + 1 if interval[-1] == "]" else high]
     if get_origin(hint) is tuple:
         size = 1 if get_args(hint)[-1] is ... else len(get_args(hint))
-        return found + [()] + [(right(get_args(hint)[0]),) * (size - 1) + (number,) for number in numbers]
+        return found + [()] + [(allowed_value(get_args(hint)[0]),) * (size - 1) + (number,) for number in numbers]
     return found + numbers
 
 
-def right(hint: Any) -> Any:
+def allowed_value(hint: Any) -> Any:
     """A value that an annotation includes."""
     if get_origin(hint) is Literal:
         return get_args(hint)[0]
     if get_origin(hint) is tuple:
-        return tuple(right(part) for part in get_args(hint) if part is not ...)
+        return tuple(allowed_value(part) for part in get_args(hint) if part is not ...)
     if get_origin(hint) is Annotated and isinstance(get_args(hint)[0], type):
         kind, interval = get_args(hint)
         return kind(1) if interval[1:].startswith(("0, inf", "1", "-inf", "0, 255", "0, 18", "0, 10", "0, 2")) else 0.5
@@ -99,7 +99,7 @@ def test_every_number_has_a_range():
 @pytest.mark.parametrize("name", HINTS)
 def test_a_recipe_refuses(name: str):
     """Oracle: the annotation; one sentence with the field's name and value, from both ways to make a recipe."""
-    for value in wrong(HINTS[name]):
+    for value in excluded_values(HINTS[name]):
         for make in (replace, override_recipe):
             with pytest.raises(ValueError) as error:
                 make(FOLDER, **{name: value})
@@ -116,7 +116,7 @@ def test_other_records_refuse(record: Step | Transform):
         {"grad_accum_steps", "clip", "per_rank_batches"} if isinstance(record, Step) else hints.keys()
     )
     for name, hint in held.items():
-        for value in wrong(hint):
+        for value in excluded_values(hint):
             with pytest.raises(ValueError, match=f"^{name} is .*; use "):
                 replace(record, **{name: value})
 
@@ -127,8 +127,8 @@ def test_a_function_refuses(name: str):
     function, hints = functions()[name]
     for argument, hint in hints.items():
         if ranges._is_checkable(hint) and any(get_origin(leaf) in (Annotated, Literal) for leaf in leaves(hint)):
-            for value in wrong(hint):
-                given = {other: right(kind) for other, kind in hints.items()} | {argument: value}
+            for value in excluded_values(hint):
+                given = {other: allowed_value(kind) for other, kind in hints.items()} | {argument: value}
                 with pytest.raises(ValueError, match=rf"^{argument} is .*; use "):
                     function(**given)
 

@@ -1,4 +1,4 @@
-"""What moves the weights: groups, rates, averages and gradients in parts."""
+"""Parameter groups, learning-rate schedules, EMA and gradient accumulation."""
 
 import math
 from functools import partial
@@ -112,30 +112,30 @@ def test_maes_schedule():
 
 
 @pytest.mark.parametrize("warmup", [True, False])
-def test_moving_average(warmup: bool):
+def test_ema(warmup: bool):
     """Oracle: the recursion on w_n = n, in closed form Σ (1 − d) d^(N−n) n without warm-up; counters are copied."""
     model = nn.BatchNorm1d(1, affine=True)
-    average = ema_model(model, 0.9, warmup)
+    ema = ema_model(model, 0.9, warmup)
     expected = 0.0
     for n in range(40):
         with torch.no_grad():
             model.weight.fill_(float(n))
             model.running_mean.fill_(float(n))
             model.num_batches_tracked.fill_(n)
-        average.update_parameters(model)
+        ema.update_parameters(model)
         kept = 0.0 if n == 0 else ema_decay_at(n, 0.9) if warmup else 0.9
         expected = kept * expected + (1 - kept) * n
     if not warmup:
         assert math.isclose(expected, sum(0.1 * 0.9 ** (39 - n) * n for n in range(1, 40)), rel_tol=1e-12)
     rounding = 40 * 40 * torch.finfo(torch.float32).eps
-    assert abs(average.module.weight.item() - expected) <= rounding
-    assert abs(average.module.running_mean.item() - expected) <= rounding
-    assert average.module.num_batches_tracked == 39
+    assert abs(ema.module.weight.item() - expected) <= rounding
+    assert abs(ema.module.running_mean.item() - expected) <= rounding
+    assert ema.module.num_batches_tracked == 39
     again = ema_model(nn.BatchNorm1d(1), 0.9, warmup)
-    again.load_state_dict(average.state_dict())
-    for one in (average, again):
+    again.load_state_dict(ema.state_dict())
+    for one in (ema, again):
         one.update_parameters(model)
-    assert torch.equal(average.module.weight, again.module.weight)
+    assert torch.equal(ema.module.weight, again.module.weight)
     assert ema_decay_at(1, 0.9999) == 2 / 11 and ema_decay_at(10**9, 0.9999) == 0.9999
     with pytest.raises(ValueError, match=r"decay is 1.0; use a number in \[0, 1\)"):
         ema_model(model, 1.0)

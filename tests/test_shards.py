@@ -1,4 +1,4 @@
-"""Shards and folders on many processes: each sample once per epoch, whoever reads it, and from wherever one goes on."""
+"""Shards and folders on several ranks: each sample once per epoch, for any number of ranks and any resume point."""
 
 import io
 import itertools
@@ -19,14 +19,14 @@ from fastvit_triton.train.distributed import World
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.rng import get_rng_state, set_rng_state
 
-COUNT, BATCH = 67, 8  # of 67 pictures, 9 batches of 8, the last with 3: uneven for every number of processes
+COUNT, BATCH = 67, 8  # of 67 images, 9 batches of 8, the last with 3: uneven for every number of processes
 TRANSFORM = Transform((4, 4), (0.0,), (1.0,))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Picture i is grey level 3 i, in class i mod 3."""
-    root = tmp_path_factory.mktemp("pictures")
+    root = tmp_path_factory.mktemp("images")
     for split, count in (("train", COUNT), ("val", 5)):
         for i in range(count):
             place = root / split / f"class {i % 3}"
@@ -52,7 +52,7 @@ def batches(root: Path, world: World, workers: int = 0, crop: dict | None = None
 
 
 def seen(stream) -> list[list[tuple[int, int]]]:
-    """(picture, class) of each batch, from the pixels themselves."""
+    """(image, class) of each batch, from the pixels themselves."""
     return [
         [
             (round(image.mean().item() * 255) // 3, target)
@@ -62,8 +62,8 @@ def seen(stream) -> list[list[tuple[int, int]]]:
     ]
 
 
-def everybody(root: Path, size: int, workers: int, start: int = 0, stop: int | None = None) -> list:
-    """What `size` processes see of one epoch, rank by rank, batch by batch, from the same draws."""
+def all_ranks(root: Path, size: int, workers: int, start: int = 0, stop: int | None = None) -> list:
+    """What `size` ranks see of one epoch, rank by rank, batch by batch, from the same random state."""
     here, found = get_rng_state(), []
     for rank in range(size):
         set_rng_state(here)
@@ -78,17 +78,17 @@ WHOLE = {(i, i % 3) for i in range(COUNT)}
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 11])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_is_seen_once(kind, size, workers, request):
-    """Oracle: the list of what was written. The batches are those of one process, cut in parts that differ by one."""
+    """Oracle: the list of what was written. Batches are those of one process, sliced so that sizes differ by one."""
     root = request.getfixturevalue(kind)
     torch.manual_seed(3)
-    alone = everybody(root, 1, 0)[0]
+    alone = all_ranks(root, 1, 0)[0]
     torch.manual_seed(3)
-    found = everybody(root, size, workers)
-    assert [len(part) for part in found] == [9] * size
-    for number, parts in enumerate(zip(*found, strict=True)):
-        assert [sample for part in parts for sample in part] == alone[number]
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    flat = [sample for part in found for batch in part for sample in batch]
+    found = all_ranks(root, size, workers)
+    assert [len(rank) for rank in found] == [9] * size
+    for number, ranks in enumerate(zip(*found, strict=True)):
+        assert [sample for rank in ranks for sample in rank] == alone[number]
+        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    flat = [sample for rank in found for batch in rank for sample in batch]
     assert len(flat) == COUNT and set(flat) == WHOLE
 
 
@@ -98,12 +98,12 @@ def test_an_epoch_goes_on_with_another_number_of_processes(kind, request):
     root = request.getfixturevalue(kind)
     torch.manual_seed(4)
     began = get_rng_state()
-    alone = everybody(root, 1, 0)[0]
+    alone = all_ranks(root, 1, 0)[0]
     set_rng_state(began)
-    first = everybody(root, 3, 0, stop=4)
+    first = all_ranks(root, 3, 0, stop=4)
     set_rng_state(began)
-    rest = everybody(root, 2, 0, start=4)
-    joined = [[s for part in parts for s in part] for parts in (*zip(*first, strict=True), *zip(*rest, strict=True))]
+    rest = all_ranks(root, 2, 0, start=4)
+    joined = [[s for rank in ranks for s in rank] for ranks in (*zip(*first, strict=True), *zip(*rest, strict=True))]
     assert joined == alone
 
 
@@ -135,8 +135,8 @@ def test_windows_open_few_shards():
     assert ((share - 1 / 9).abs() < 5 * (1 / 9 * 8 / 9 / 4000) ** 0.5).all()
 
 
-def test_shards_are_webdatasets(folder, packed):
-    """Oracle: what the webdataset package reads from the same files; and the bytes of the folder's pictures."""
+def test_webdataset_reads_our_shards(folder, packed):
+    """Oracle: what the webdataset package reads from the same files; and the bytes of the folder's images."""
     samples, targets, classes, decode, _ = scan_shards(packed, "train")
     assert classes == ("class 0", "class 1", "class 2") and len(samples) == COUNT
     urls = [str(path) for path in sorted((packed / "train").glob("*.tar"))]
@@ -176,7 +176,7 @@ def tar(path: Path, **members: bytes) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
-def test_what_cannot_be_read_is_named(folder, packed, tmp_path):
+def test_invalid_shards_raise(folder, packed, tmp_path):
     """One sentence each: no shards, no class number, a cut or foreign file, too few names, a folder in the way."""
     png = next((folder / "train").rglob("*.png")).read_bytes()
     with pytest.raises(ValueError, match="holds no shards"):

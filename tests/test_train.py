@@ -1,4 +1,4 @@
-"""Training utilities: each pure function at known points, the loop, and runs that stop and go on."""
+"""Training utilities: each pure function at known points, the loop, and runs that are resumed."""
 
 import errno
 import io
