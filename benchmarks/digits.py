@@ -25,11 +25,11 @@ from sklearn.model_selection import StratifiedKFold
 
 from fastvit_triton.files import replacing
 from fastvit_triton.models import create_model
-from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, Data, TensorBatches, digits, pose
-from fastvit_triton.train.image import Transform
-from fastvit_triton.train.job import follow, plan
-from fastvit_triton.train.plan import prepare
+from fastvit_triton.train.build import configure_model
+from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, Data, TensorBatches, affine_augmentation, digits
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.recipes import DIGITS, Recipe
+from fastvit_triton.train.trainer import build_trainer
 
 RESULT = Path(__file__).parent / "results" / "digits-recipe.json"
 SEEDS = range(5)
@@ -81,13 +81,13 @@ def judge(recipe: Recipe, sizes: dict, fit_part: tuple, judged_part: tuple, seed
     """Accuracy on `judged_part` after the last epoch, and seconds of processor time."""
     torch.manual_seed(seed)
     transform = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))
-    batches = TensorBatches(*fit_part, transform, recipe.batch_size, pose(recipe))
+    batches = TensorBatches(*fit_part, transform, recipe.batch_size, affine_augmentation(recipe))
     judged = TensorBatches(*judged_part, transform, 128)
     data = Data("digits", tuple("0123456789"), transform, batches, judged, test_once=True)
     model = create_model(recipe.model, drop_path_rate=recipe.drop_path_rate, **sizes)
-    prepare(recipe, model)
+    configure_model(recipe, model)
     began = time.process_time()
-    *_, last = follow(plan(model, data, recipe))
+    *_, last = build_trainer(model, data, recipe).fit()
     return last.test.accuracy, time.process_time() - began
 
 

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from benchmarks.digits import provenance
 from fastvit_triton.files import replacing
 from fastvit_triton.models import create_model
-from fastvit_triton.train import few, few_shot
-from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, Data, TensorBatches, digits, pose
-from fastvit_triton.train.fewshot import extract
-from fastvit_triton.train.image import Transform
-from fastvit_triton.train.job import follow, plan
+from fastvit_triton.train import extract_features, few_shot, sample_per_class
+from fastvit_triton.train.build import build_masked_model, configure_model
+from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, Data, TensorBatches, affine_augmentation, digits
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Score
-from fastvit_triton.train.plan import masked_for, prepare
 from fastvit_triton.train.recipes import DIGITS, Recipe
+from fastvit_triton.train.trainer import build_trainer
 from fastvit_triton.weights import load_weights
 
 RESULT = Path(__file__).parent / "results" / "learn.json"
@@ -44,17 +43,17 @@ PRETRAIN = replace(DIGITS, loss="colours", mask_ratio=0.5, label_smoothing=0.0, 
 
 def fit(model: nn.Module, recipe: Recipe, images: Tensor, targets: Tensor, **options: object) -> Score:
     """Trains by the recipe on these images, and reads the test split once."""
-    train = TensorBatches(images, targets, TRANSFORM, recipe.batch_size, pose(recipe))
+    train = TensorBatches(images, targets, TRANSFORM, recipe.batch_size, affine_augmentation(recipe))
     test = TensorBatches(*digits("test"), TRANSFORM, 128)
     data = Data("digits", tuple("0123456789"), TRANSFORM, train, test, test_once=True)
-    *_, last = follow(plan(model, data, recipe, **options))
+    *_, last = build_trainer(model, data, recipe, **options).fit()
     return last.test
 
 
 def build(name: str, **options: object) -> nn.Module:
     """A model of the digits' size, prepared as the default recipe has it."""
     model = create_model(name, **SIZE | {"num_classes": 10} | options)
-    prepare(DIGITS, model)
+    configure_model(DIGITS, model)
     return model
 
 
@@ -82,9 +81,9 @@ def simplevit(epochs: int) -> dict:
 def masked(epochs: int) -> dict:
     """Masked patch prediction on all training images without labels, then fine-tuning with ten labels of each class."""
     images, targets = digits("train")
-    chosen = few(targets, SHOTS)
+    chosen = sample_per_class(targets, SHOTS)
     encoder = build("vit_digits_patch2_8")
-    loss = fit(masked_for(PRETRAIN, encoder), replace(PRETRAIN, epochs=epochs), images, targets).loss
+    loss = fit(build_masked_model(PRETRAIN, encoder), replace(PRETRAIN, epochs=epochs), images, targets).loss
     tuned, scratch = build("vit_digits_patch2_8"), build("vit_digits_patch2_8")
     load_weights(tuned, {k: v for k, v in encoder.state_dict().items() if not k.startswith("head")})
     recipe = replace(DIGITS, epochs=epochs, batch_size=32)
@@ -100,13 +99,13 @@ def ridge(epochs: int) -> dict:
     """
     images, targets = digits("train")
     encoder = build("vit_digits_patch2_8")
-    fit(masked_for(PRETRAIN, encoder), replace(PRETRAIN, epochs=epochs), images, targets)
-    chosen = few(targets, SHOTS)
+    fit(build_masked_model(PRETRAIN, encoder), replace(PRETRAIN, epochs=epochs), images, targets)
+    chosen = sample_per_class(targets, SHOTS)
     parts = (images[chosen], targets[chosen]), digits("test")
 
     def accuracy(features: Callable[[Tensor], Tensor]) -> float:
         (some, answers), (others, expected) = (
-            extract(encoder, TensorBatches(*part, TRANSFORM, 128), features) for part in parts
+            extract_features(encoder, TensorBatches(*part, TRANSFORM, 128), features) for part in parts
         )
         return (few_shot(some, answers, others, 10).argmax(1) == expected).double().mean().item()
 

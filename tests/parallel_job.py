@@ -22,12 +22,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, optimize
-from fastvit_triton.train import checkpoint, job
+from fastvit_triton.train import checkpoint, trainer
 from fastvit_triton.train.data import Data, TensorBatches, load
-from fastvit_triton.train.image import Transform
-from fastvit_triton.train.parallel import World, checkpoint_blocks, ddp, find_blocks, fsdp, join
+from fastvit_triton.train.data.transform import Transform
+from fastvit_triton.train.distributed import World, process_group
+from fastvit_triton.train.distributed.checkpoint import (
+    full_state,
+    load_full_state,
+    load_sharded,
+    newest_sharded,
+    save_sharded,
+)
+from fastvit_triton.train.distributed.parallel import checkpoint_blocks, ddp, find_blocks, fsdp
 from fastvit_triton.train.recipes import Recipe
-from fastvit_triton.train.sharded import full_state, load_full_state, load_sharded, newest_sharded, save_sharded
 
 LR, STEPS = 0.5, 3
 CLIP = 1.0
@@ -71,8 +78,8 @@ def batch(count: int, step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def share(world: World, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
-    """This process's part of a batch; one image that counts nothing where there are fewer images than processes."""
-    mine = images.tensor_split(world.size)[world.rank], targets.tensor_split(world.size)[world.rank]
+    """This rank's slice of a batch; if it is empty, one image with weight 0."""
+    mine = images.tensor_split(world.world_size)[world.rank], targets.tensor_split(world.world_size)[world.rank]
     return (*mine, len(mine[0])) if len(mine[0]) else (images[:1], targets[:1], 0)
 
 
@@ -92,7 +99,7 @@ def train(model: nn.Module, world: World, images: int = 10, steps: int = STEPS) 
     for step in range(steps):
         x, y, count = share(world, *batch(images, step))
         optimizer.zero_grad()
-        world.mean_of(F.cross_entropy(model(x.to(dtype)), y), count).backward()
+        world.rescale_mean(F.cross_entropy(model(x.to(dtype)), y), count).backward()
         if step == 0:
             grads = {name: whole(p.grad) for name, p in bare(model).named_parameters()}
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -165,7 +172,7 @@ def cases(world: World) -> dict:
         "ddp, foreign, optimised": (foreign, lambda: ddp(optimised(), world), 10),
         "fsdp, foreign, optimised": (foreign, lambda: fsdp(optimised(), world), 10),
     }
-    if world.size == 4:
+    if world.world_size == 4:
         return {name: found[name] for name in ("ddp", "fsdp", "ddp, few images", "fsdp, few images")}
     import fastvit_triton.convert.backend  # noqa: F401  (registers its name)
 
@@ -180,7 +187,7 @@ def trained(wrap, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
     for step in range(2):
         x, y, count = share(world, *batch(10, step))
-        world.mean_of(F.cross_entropy(model(x), y), count).backward()
+        world.rescale_mean(F.cross_entropy(model(x), y), count).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
@@ -197,22 +204,22 @@ def checkpoints(folder: Path, world: World) -> dict:
     report = {}
     for name, wrap in {"ddp": ddp, "fsdp": fsdp}.items():
         place = folder / name
-        if world.size == 2:
-            if world.first:
+        if world.world_size == 2:
+            if world.is_main:
                 place.mkdir()
-            world.wait()
+            world.barrier()
             model, optimizer = trained(wrap, world)
             state = full_state(model, optimizer)
             for step in (5, 6, 7):
-                save_sharded(place, step, model, optimizer, world, extra={"step": step}, own=world.rank)
-            if world.first:
+                save_sharded(place, step, model, optimizer, world, extra={"step": step}, per_rank=world.rank)
+            if world.is_main:
                 torch.save(state, folder / f"{name}.pt")
                 report[name, "kept"] = sorted(path.name for path in place.iterdir())
-        world.wait()
+        world.barrier()
         model, optimizer = fresh(wrap, world)
         path, damaged = newest_sharded(place, world)
         extra, own = load_sharded(path, model, optimizer, world)
-        report[name, "own"] = world.gather(own)
+        report[name, "own"] = world.all_gather(own)
         report[name, "read"] = [path.name, len(damaged), extra]
         report[name, "sharded"] = same(full_state(model, optimizer), folder / f"{name}.pt")
         model, optimizer = fresh(wrap, world)
@@ -231,7 +238,7 @@ RECIPE = Recipe(
     label_smoothing=0.1,
     mixup=0.4,
     erasing=0.25,
-    average=0.5,
+    ema_decay=0.5,
 )
 
 
@@ -260,34 +267,34 @@ def run(
     engine: str | None = None,
     stop: int | None = None,
     wrap=lambda model: model,
-    pictures: Path | None = None,
+    image_folder: Path | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """The weights after a run of two epochs, or of the one in `out` to its end, or until its fifth step.
 
-    On noise, or on pictures in files, which are not blended, since each process would blend its own.
+    On noise, or on image files without mixing, since each rank would mix its own images.
     """
-    recipe, data = RECIPE, task() if pictures is None else None
-    if pictures is not None:
+    recipe, data = RECIPE, task() if image_folder is None else None
+    if image_folder is not None:
         recipe = replace(RECIPE, mixup=0.0, erasing=0.0, mean=(0.5,), std=(0.5,))
-    if world.first:
+    if world.is_main:
         out.mkdir(exist_ok=True)
-    world.wait()
+    world.barrier()
     state = checkpoint.newest_state(out)[0] if list(out.iterdir()) else None
-    world.wait()
+    world.barrier()
     torch.manual_seed(0)
     small = {"embed_dim": 16, "depth": 2, "num_heads": 2} | options
     model = wrap(create_model("vit_digits_patch2_8", **small))
-    data = data or load(str(pictures), recipe, world=world, skip_bad_images=True)
-    plan = job.plan(model, data, recipe, parts=2, parallel=engine, world=world)
+    data = data or load(str(image_folder), recipe, world=world, skip_bad_images=True)
+    built = trainer.build_trainer(model, data, recipe, grad_accum_steps=2, parallel=engine, world=world)
     torch.manual_seed(5)
     step, start = 0 if state is None else 5, {"settings": {}, "save": save_state_dict, "state": state, "save_every": 1}
-    for progress in job.run(plan, out, **start):
+    for progress in trainer.run(built, out, **start):
         step += not progress.done
         if step == stop or (progress.done and progress.epoch == RECIPE.epochs):
             break
-    world.wait()
-    return load_file(out / "model.safetensors") if progress.done and world.first else {}
+    world.barrier()
+    return load_file(out / "model.safetensors") if progress.done and world.is_main else {}
 
 
 def save_state_dict(model: nn.Module, path: Path, metadata: dict) -> None:
@@ -301,7 +308,7 @@ def keep(weights: dict, path: Path) -> None:
 
 
 def paint(root: Path) -> Path:
-    """21 pictures of noise to train on, 13 to test, and one of each that cannot be read beyond its header."""
+    """21 noise images for training, 13 for testing, and one damaged image in each."""
     noise = torch.randint(256, (36, 9, 10), generator=torch.Generator().manual_seed(2)).byte().numpy()
     for i in range(36):
         place = root / ("train" if i < 22 else "val") / str(i % 10)
@@ -316,11 +323,11 @@ def paint(root: Path) -> Path:
 def runs(folder: Path, world: World) -> dict:
     """Two processes train, and stop within an epoch; two and four go on from there. Weights stay in the folder."""
     report = {}
-    if world.first and world.size == 2:
-        paint(folder / "pictures")
-    world.wait()
+    if world.is_main and world.world_size == 2:
+        paint(folder / "images")
+    world.barrier()
     for engine in ("ddp", "fsdp"):
-        if world.size == 2:
+        if world.world_size == 2:
             keep(run(folder / f"{engine}-2", world, engine), folder / f"{engine}-2.pt")
             run(folder / f"{engine}-part", world, engine, stop=5)
             drop = {"drop_path_rate": 0.5, "proj_drop_rate": 0.2}
@@ -328,14 +335,16 @@ def runs(folder: Path, world: World) -> dict:
             run(folder / f"{engine}-drop-part", world, engine, stop=5, **drop)
             again = run(folder / f"{engine}-drop-part", world, engine, **drop)
             report[engine] = all(torch.equal(tensor, again[name]) for name, tensor in whole.items()) and len(whole)
-        elif world.first:
-            shutil.copytree(folder / f"{engine}-part", folder / f"{engine}-{world.size}")
-        if world.size == 2:
-            trained = run(folder / f"{engine}-pictures", world, engine, pictures=folder / "pictures")
-            keep(trained, folder / f"{engine}-pictures.pt")
+        elif world.is_main:
+            shutil.copytree(folder / f"{engine}-part", folder / f"{engine}-{world.world_size}")
+        if world.world_size == 2:
+            trained = run(folder / f"{engine}-images", world, engine, image_folder=folder / "images")
+            keep(trained, folder / f"{engine}-images.pt")
         else:
-            world.wait()
-            keep(run(folder / f"{engine}-{world.size}", world, engine), folder / f"{engine}-{world.size}.pt")
+            world.barrier()
+            keep(
+                run(folder / f"{engine}-{world.world_size}", world, engine), folder / f"{engine}-{world.world_size}.pt"
+            )
     return report
 
 
@@ -359,9 +368,9 @@ def str_key(entry: tuple) -> str:
 def main() -> None:
     folder = Path(sys.argv[1])
     warnings.simplefilter("ignore")
-    faulthandler.dump_traceback_later(240, exit=True)  # processes that wait for each other say where
+    faulthandler.dump_traceback_later(240, exit=True)  # prints stack traces on a deadlock
     torch.set_num_threads(1)
-    with join("cpu") as world:
+    with process_group("cpu") as world:
         report = {"errors": {}, "seconds": {}}
         for name, (make, wrap, images) in cases(world).items():
             began = time.perf_counter()
@@ -369,7 +378,7 @@ def main() -> None:
             report["seconds"][name] = time.perf_counter() - began
         model = fsdp(ours(), world, dtype=torch.bfloat16)
         report["errors"]["fsdp, bfloat16"] = half_errors(model, world)
-        if world.size == 2:  # the kernels themselves, where FSDP2 frees and gathers the weights that they read
+        if world.world_size == 2:  # the kernels themselves, where FSDP2 frees and gathers the weights that they read
             from interpreter import interpreting
 
             began = time.perf_counter()
@@ -385,9 +394,9 @@ def main() -> None:
         began = time.perf_counter()
         report["runs"] = runs(folder, world)
         report["seconds"]["runs"] = time.perf_counter() - began
-        report["told"] = world.gather(world.tell(world.rank))
-        if world.first:
-            (folder / f"report-{world.size}.json").write_text(json.dumps(report))
+        report["broadcast"] = world.all_gather(world.broadcast(world.rank))
+        if world.is_main:
+            (folder / f"report-{world.world_size}.json").write_text(json.dumps(report))
     assert not torch.distributed.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""What happens to pictures before the model sees them, and in which order they come."""
+"""Augmentation policies, random erasing, repeated augmentation and drop-path rates."""
 
 import random
 
@@ -11,11 +11,10 @@ from timm.data.auto_augment import _RAND_INCREASING_TRANSFORMS, AugmentOp
 from timm.data.distributed_sampler import RepeatAugSampler
 
 from fastvit_triton.models import create_model
-from fastvit_triton.train import policy
-from fastvit_triton.train.augment import random_erasing
-from fastvit_triton.train.drop_path import set_drop_path
-from fastvit_triton.train.image import Transform
-from fastvit_triton.train.sampler import RepeatedAugmentation
+from fastvit_triton.train.augment import policy, random_erasing
+from fastvit_triton.train.build import set_drop_path
+from fastvit_triton.train.data.sampler import RepeatedAugmentation
+from fastvit_triton.train.data.transform import Transform
 
 FILL = (124, 116, 104)
 
@@ -43,7 +42,7 @@ def test_each_operation_is_timms(sign: int, level: float, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_policies_are_their_seed(mode: str):
-    """Oracle: the same seed, the same picture; size and mode are kept; probability 0 changes nothing."""
+    """Oracle: the same seed, the same image; size and mode are kept; probability 0 changes nothing."""
     for change in (policy.rand_augment, policy.three_augment):
         results = set()
         for seed in range(30):
@@ -56,7 +55,7 @@ def test_policies_are_their_seed(mode: str):
 
 
 def test_three_augment_is_one_of_three(monkeypatch: pytest.MonkeyPatch):
-    """Oracle: Pillow's grey and solarised pictures, or a blur of 0.1 to 2 pixels; all come up; jitter by ±30 %."""
+    """Oracle: Pillow's grey and solarised images, or a blur of 0.1 to 2 pixels; all come up; jitter by ±30 %."""
     radii, blur = [], ImageFilter.GaussianBlur
     monkeypatch.setattr(ImageFilter, "GaussianBlur", lambda radius: (radii.append(radius), blur(radius))[1])
     grey, solarised = ImageOps.grayscale(photo()).convert("RGB").tobytes(), ImageOps.solarize(photo()).tobytes()
@@ -74,9 +73,9 @@ def test_three_augment_is_one_of_three(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_transform_applies_its_policy():
-    """Oracle: a policy that paints the picture black; never where no crop is drawn."""
+    """Oracle: a policy that paints the image black; never where no crop is drawn."""
     transform = Transform((8, 8), (0.0,) * 3, (1.0,) * 3)
-    black = lambda picture, generator: Image.new("RGB", picture.size)  # noqa: E731
+    black = lambda image, generator: Image.new("RGB", image.size)  # noqa: E731
     assert transform(photo(), seed=3, policy=black).abs().sum() == 0
     assert torch.equal(transform(photo(), policy=black), transform(photo()))
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, sentences, files, and real pictures."""
+"""The command line: exit codes, messages, files, and real images."""
 
 import json
 import os
@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from test_data import truncate, write_folder
 
-from fastvit_triton.cli import main, measuring
+from fastvit_triton.cli import benchmark, main
 from fastvit_triton.measure.arms import compiling
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.data import digits
-from fastvit_triton.train.job import CURVES, EXAMPLE, FILES, LOG, PREDICTIONS, STATE, WEIGHTS
+from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOG, PREDICTIONS, STATE, WEIGHTS
 
 EPOCHS = "40"
 
@@ -79,16 +79,16 @@ def test_evaluate_repeats_the_accuracy_exactly(digits_run: Path, capsys: pytest.
     """Oracle: the log's last row; the classes' counts add up."""
     assert main(["evaluate", "--checkpoint", str(digits_run)]) == 0
     text = capsys.readouterr().out
-    right = round(accuracy(digits_run) * 360)
-    assert right / 360 == accuracy(digits_run)
-    assert f"({right} of 360 images)" in text
+    correct = round(accuracy(digits_run) * 360)
+    assert correct / 360 == accuracy(digits_run)
+    assert f"({correct} of 360 images)" in text
     counts = re.findall(r"│ \d +│ (\d+) +│ (\d+) +│", text)
     assert len(counts) == 10 and sum(int(images) for images, _ in counts) == 360
-    assert sum(int(correct) for _, correct in counts) == right
+    assert sum(int(count) for _, count in counts) == correct
 
 
-def test_predict_reads_real_pictures(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the right digits; 17 of 20 is 96 % less three deviations; a dark-on-light page gives the same answer."""
+def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the correct digits; 17 of 20 is 96 % less three deviations; inverted images give the same class."""
     images, targets = digits("test")
     pages = tmp_path / "pages"
     pages.mkdir()
@@ -108,8 +108,8 @@ def test_predict_reads_real_pictures(digits_run: Path, tmp_path: Path, capsys: p
     assert line.count("%") == 3 and f": {said[0][1]} (" in line
 
 
-def test_predict_and_bad_pictures(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: one sentence for the bad picture, an answer for the good one, exit code 2."""
+def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence for the bad image, a prediction for the good one, exit code 2."""
     good, bad = digits_run / EXAMPLE, tmp_path / "bad.png"
     bad.write_bytes(b"")
     assert main(["predict", "--checkpoint", str(digits_run), str(bad), str(good)]) == 2
@@ -120,19 +120,19 @@ def test_predict_and_bad_pictures(digits_run: Path, tmp_path: Path, capsys: pyte
     assert "there is no image in" in refused(capsys, "predict", "--checkpoint", digits_run, tmp_path / "void")
 
 
-def test_existing_run_is_safe(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_an_existing_run_is_not_overwritten(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: the files' bytes, after every way to ask for trouble."""
     before = {path.name: path.read_bytes() for path in digits_run.iterdir()}
     train = ("train", "--out", digits_run)
     assert "already holds a run; pass --resume, --overwrite or another --out" in refused(capsys, *train)
     assert "pass one of them" in refused(capsys, *train, "--resume", "--overwrite")
     assert "lr is 1.0, but the run to resume has" in refused(capsys, *train, "--resume", "--lr", "1")
-    assert "no folder" in refused(capsys, *train, "--overwrite", "--data", tmp_path / "nowhere")
+    assert "is not a folder" in refused(capsys, *train, "--overwrite", "--data", tmp_path / "nowhere")
     assert "epochs is 0" in refused(capsys, *train, "--overwrite", "--epochs", "0")
     assert {path.name: path.read_bytes() for path in digits_run.iterdir()} == before
 
 
-def test_input_that_will_not_do(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence that says what would do; nothing is written."""
     out = tmp_path / "out"
     train = ("train", "--out", out)
@@ -166,8 +166,8 @@ def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
 
 
 def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: red and blue are told apart; the same files; the two bad pictures are fatal, then skipped and named."""
-    folder = write_folder(tmp_path / "my pictures", per_class=8)
+    """Oracle: red and blue are classified; the same files; the two bad images raise, then are skipped and listed."""
+    folder = write_folder(tmp_path / "my images", per_class=8)
     (folder / "train" / "red" / "1.png").write_bytes(b"")
     cut = truncate(folder / "val" / "blue" / "2.jpg")
     out = tmp_path / "my run"
@@ -178,7 +178,7 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["train", *options, "--skip-bad-images"]) == 0
     text = capsys.readouterr().out
     assert "skipped 2 images that cannot be read: " in text and str(cut) in text
-    assert accuracy(out) >= 13 / 15  # the two grey pictures are anyone's guess
+    assert accuracy(out) >= 13 / 15  # the two grey images are guesses
     assert (out / CURVES).exists() and (out / PREDICTIONS).exists()
     assert f"--checkpoint '{out}'" in text
 
@@ -252,11 +252,11 @@ def test_benchmark_on_a_gpu_tells_times_and_memory(capsys: pytest.CaptureFixture
     wrong = dict(arm="wrong", match=False, worst="output 0", within=3.5, peak_bytes=None)
     late, absent = dict(arm="slow", error="Late: x"), dict(arm="peer", reason="peer cannot be imported")
     case = SimpleNamespace(name="vit batch 2 training")
-    measuring._report(case, "training", [eager, ours, wrong, late, absent], gpu=True)
+    benchmark._report(case, "training", [eager, ours, wrong, late, absent], gpu=True)
     text = capsys.readouterr().out
     assert "2.000 (1.900-2.100)" in text
     assert re.search(r"^ *ours +1.000 \(1.900-2.100\) +2.00 +2.0 +0.5 +yes", text, re.MULTILINE)
-    assert re.search(r"wrong +- +- +- +- +NO", text) and "output 0 is 3.5 times as far off" in text
+    assert re.search(r"wrong +- +- +- +- +NO", text) and "the error of output 0 is 3.5 times the limit" in text
     assert "slow: not ready in time" in text and "peer: peer cannot be imported" in text and "No GPU" not in text
     assert text.startswith("vit batch 2, one training step without optimiser, bfloat16")
 
@@ -273,7 +273,7 @@ def test_benchmark_refuses(capsys: pytest.CaptureFixture):
 @pytest.mark.filterwarnings("default")
 def test_benchmark_ends_in_time(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """Oracle: the clock, with seconds for minutes: what takes longer ends with a sentence."""
-    monkeypatch.setattr(measuring, "SECONDS", -14.0)  # and 15 beyond that
+    monkeypatch.setattr(benchmark, "SECONDS", -14.0)  # and 15 beyond that
     start = time.monotonic()
     sentence = refused(capsys, "benchmark", "--device", "cpu", "--model", "vit_huge_patch14_224")
     assert "vit_huge_patch14_224 at batch 2 takes longer than" in sentence and time.monotonic() - start < 30
@@ -337,14 +337,14 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
         ("keras:vit", "begins with 'keras'; use timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS"),
         ("vit_nothing", "no model is called 'vit_nothing'"),
         ("absent:vit", "begins with 'absent'"),
-        ("hf-config:Nothing", "no file, no folder with config.json, and no class"),
-        ("hf-config:AutoConfig", "no class of transformers"),
+        ("hf-config:Nothing", "not a file, a folder with config.json, or a class"),
+        ("hf-config:AutoConfig", "or a class of transformers"),
         ("hf-config:BertConfig", "BertModel takes input_ids, not images"),
         ("hf-config:VitPoseConfig", "name the class of a model"),
         ("hf-config:Siglip2VisionConfig", "missing 2 required positional arguments"),
         ("hf-config:{nonsense", "Expecting property name"),
         ('hf-config:{"a": 1}', "'model_type' is missing or unknown"),
-        ("hf-config:[1]", "no configuration of transformers"),
+        ("hf-config:[1]", "not a configuration of transformers"),
         ('hf-config:{"model_type": "vit", "hidden_size": "many"}', "hidden_size"),
         ("vit_tiny_patch16_224 --img-size 97", "not a multiple of patch_size 16"),
         ("torchvision:vit_b_16 --img-size 97", "--img-size 97 does not fit"),

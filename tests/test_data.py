@@ -1,4 +1,4 @@
-"""Images in: the digits, image folders, and every way in which a folder can be wrong."""
+"""Data sets: the digits, image folders, transforms, and invalid folders and files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +10,15 @@ from PIL import Image
 
 from fastvit_triton.train.augment import random_affine
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits, load
-from fastvit_triton.train.folder import scan
-from fastvit_triton.train.image import Transform, defect, read, save_picture
+from fastvit_triton.train.data.folder import scan_folder
+from fastvit_triton.train.data.transform import Transform, find_defect, read_image, save_image
 from fastvit_triton.train.recipes import DIGITS, FOLDER
 
 RECIPE = replace(FOLDER, img_size=16, batch_size=4)
 
 
 def write_folder(root: Path, per_class: int = 5) -> Path:
-    """Two classes, red and blue, of noisy pictures in several sizes, modes and formats."""
+    """Two classes, red and blue, of noisy images in several sizes, modes and formats."""
     generator = np.random.default_rng(0)
     for split in ("train", "val"):
         for name, channel in (("red", 0), ("blue", 2)):
@@ -27,16 +27,16 @@ def write_folder(root: Path, per_class: int = 5) -> Path:
             for i in range(per_class):
                 pixels = generator.integers(0, 80, (20 + 7 * i, 31 - 3 * i, 3), dtype=np.uint8)
                 pixels[..., channel] += 150
-                picture = Image.fromarray(pixels)
+                image = Image.fromarray(pixels)
                 if i == 1:
-                    picture = picture.convert("L")
-                picture.save(folder / f"{i}.{'png' if i % 2 else 'jpg'}")
+                    image = image.convert("L")
+                image.save(folder / f"{i}.{'png' if i % 2 else 'jpg'}")
     return root
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "pictures")
+    return write_folder(tmp_path / "images")
 
 
 def truncate(path: Path) -> Path:
@@ -46,7 +46,7 @@ def truncate(path: Path) -> Path:
     return path
 
 
-def test_digits_are_split_once_and_for_all():
+def test_digits_split_is_fixed():
     """Oracle: the published count 1,797, disjoint parts, every class within one image of a fifth; stated constants."""
     (train, train_targets), (test, test_targets) = digits("train"), digits("test")
     assert train.shape == (1437, 1, 8, 8) and test.shape == (360, 1, 8, 8)
@@ -91,41 +91,41 @@ def test_random_affine_at_rest_and_in_motion():
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
 def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str):
-    """Oracle: a picture that is black on the left and white on the right is so in every mode."""
+    """Oracle: an image that is black on the left and white on the right looks the same in every mode."""
     levels = np.zeros((12, 20), np.uint8)
     levels[:, 10:] = 255
-    picture = Image.fromarray(levels)
+    image = Image.fromarray(levels)
     if mode == "I;16":
-        picture = Image.fromarray(levels.astype(np.uint16) * 257)
+        image = Image.fromarray(levels.astype(np.uint16) * 257)
     elif mode == "I":
-        picture = Image.fromarray(levels.astype(np.int32) * 257)
+        image = Image.fromarray(levels.astype(np.int32) * 257)
     elif mode == "F":
-        picture = Image.fromarray(levels.astype(np.float32))
+        image = Image.fromarray(levels.astype(np.float32))
     else:
-        picture = picture.convert(mode)
-    path = tmp_path / "picture.tif"
-    picture.save(path)
-    image = Transform((4, 4), (0.0,) * 3, (1.0,) * 3)(read(path))
+        image = image.convert(mode)
+    path = tmp_path / "image.tif"
+    image.save(path)
+    image = Transform((4, 4), (0.0,) * 3, (1.0,) * 3)(read_image(path))
     assert image.shape == (3, 4, 4)
     torch.testing.assert_close(image[:, :, 0], torch.zeros(3, 4), atol=0.02, rtol=0)
     torch.testing.assert_close(image[:, :, 3], torch.ones(3, 4), atol=0.02, rtol=0)
 
 
 def test_transparent_is_white_and_rotated_is_upright(tmp_path: Path):
-    """Oracle: an empty transparent page is white; EXIF orientation 6 turns the picture's left edge to its top."""
+    """Oracle: an empty transparent page is white; EXIF orientation 6 turns the image's left edge to its top."""
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "empty.png")
-    assert read(tmp_path / "empty.png").convert("L").getextrema() == (255, 255)
+    assert read_image(tmp_path / "empty.png").convert("L").getextrema() == (255, 255)
     lying = Image.new("L", (16, 8))
     lying.paste(255, (0, 0, 8, 8))
     exif = Image.Exif()
     exif[0x0112] = 6
     lying.save(tmp_path / "lying.png", exif=exif)
-    upright = np.asarray(read(tmp_path / "lying.png"))
+    upright = np.asarray(read_image(tmp_path / "lying.png"))
     assert upright.shape == (16, 8) and upright[:8].min() == 255 and upright[8:].max() == 0
 
 
 def test_transform_takes_the_centre_or_a_seeded_crop():
-    """Oracle: the centre of a wide picture; the same seed gives the same crop, another seed another."""
+    """Oracle: the centre of a wide image; the same seed gives the same crop, another seed another."""
     wide = Image.new("RGB", (30, 10))
     wide.paste((255, 255, 255), (10, 0, 20, 10))
     transform = Transform((10, 10), (0.0,) * 3, (1.0,) * 3)
@@ -133,16 +133,16 @@ def test_transform_takes_the_centre_or_a_seeded_crop():
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (30, 40, 3), dtype=np.uint8))
     assert torch.equal(transform(noise, seed=1), transform(noise, seed=1))
     assert not torch.equal(transform(noise, seed=1), transform(noise, seed=2))
-    with pytest.raises(ValueError, match="mean has 2 channels and std 2; pictures have 1 or 3"):
+    with pytest.raises(ValueError, match="mean has 2 channels and std 2; images have 1 or 3"):
         Transform((8, 8), (0.0, 0.0), (1.0, 1.0))
 
 
 def test_saved_picture_reads_back(tmp_path: Path):
     """Oracle: eight bits a channel, so half a level of error before any resampling, none after repetition."""
     image = torch.rand(3, 8, 8)
-    save_picture(image, tmp_path / "x.png", side=8)
+    save_image(image, tmp_path / "x.png", side=8)
     torch.testing.assert_close(
-        Transform((8, 8), (0.0,) * 3, (1.0,) * 3)(read(tmp_path / "x.png")), image, atol=0.5 / 255 + 1e-6, rtol=0
+        Transform((8, 8), (0.0,) * 3, (1.0,) * 3)(read_image(tmp_path / "x.png")), image, atol=0.5 / 255 + 1e-6, rtol=0
     )
 
 
@@ -153,7 +153,7 @@ def test_folder_of_any_size_and_mode(folder: Path):
     images, targets = zip(*data.test, strict=True)
     assert torch.cat(targets).tolist() == [0] * 5 + [1] * 5
     assert torch.cat(images).shape == (10, 3, 16, 16)
-    shown = data.test.picture(9)  # red/4.jpg
+    shown = data.test.display_image(9)  # red/4.jpg
     assert shown.shape == (3, 16, 16) and shown[0].mean() > shown[2].mean() + 0.3
     assert sorted(torch.cat([targets for _, targets in data.train]).tolist()) == [0] * 5 + [1] * 5
 
@@ -173,17 +173,17 @@ def test_workers_do_not_change_the_batches(folder: Path):
     assert not torch.equal(here[0], here[3])
 
 
-def test_bad_folders_get_one_sentence(tmp_path: Path):
-    """Oracle: the sentence names the folder and what would do."""
+def test_invalid_folders_raise(tmp_path: Path):
+    """Oracle: the sentence names the folder and the remedy."""
     root = tmp_path / "data"
 
     def refusal(split: str = "train", classes: tuple[str, ...] | None = None) -> str:
         with pytest.raises(ValueError) as caught:
-            scan(root, split, classes)
+            scan_folder(root, split, classes)
         assert "\n" not in str(caught.value) and str(root) in str(caught.value)
         return str(caught.value)
 
-    assert "is no folder; give one that holds train/<class>/ and val/<class>/" in refusal()
+    assert "is not a folder; give one that holds train/<class>/ and val/<class>/" in refusal()
     root.mkdir()
     assert "has no folder train/; put images into train/<class>/" in refusal()
     (root / "train").mkdir()
@@ -200,21 +200,21 @@ def test_bad_folders_get_one_sentence(tmp_path: Path):
 def test_bad_images_are_named_counted_and_skipped(folder: Path):
     """Oracle: an empty file and a foreign one are found by their headers, a truncated one when it is decoded."""
     (folder / "train" / "red" / "1.png").write_bytes(b"")
-    (folder / "train" / "blue" / "3.png").write_text("not a picture")
+    (folder / "train" / "blue" / "3.png").write_text("not an image")
     cut = truncate(folder / "val" / "red" / "0.jpg")
     with pytest.raises(ValueError) as caught:
         load(str(folder), RECIPE)
     assert str(caught.value).startswith(f"2 of 10 images in {folder} cannot be read: train/blue/3.png (not an image), ")
-    assert str(caught.value).endswith("train/red/1.png (empty file); mend or remove, or pass --skip-bad-images")
+    assert str(caught.value).endswith("train/red/1.png (empty file); repair or remove, or pass --skip-bad-images")
 
     data = load(str(folder), RECIPE, skip_bad_images=True)
     assert len(data.train.bad) == 2 and not data.test.bad
     assert sum(len(targets) for _, targets in data.train) == 8
     assert sum(len(targets) for _, targets in data.test) == 9
     assert list(data.test.bad) == [cut] and "truncated" in data.test.bad[cut]
-    # Predictions count readable pictures only: the sixth is now red/1.png.
-    expected = data.transform.restore(data.transform(read(folder / "val" / "red" / "1.png")))
-    assert torch.equal(data.test.picture(5), expected)
+    # Predictions count readable images only: the sixth is now red/1.png.
+    expected = data.transform.restore(data.transform(read_image(folder / "val" / "red" / "1.png")))
+    assert torch.equal(data.test.display_image(5), expected)
 
 
 def test_truncated_image_is_fatal_unless_skipped(folder: Path):
@@ -240,5 +240,5 @@ def test_many_bad_images_are_ten_names_and_a_count(tmp_path: Path):
 def test_defect_looks_at_the_header_or_at_all(folder: Path):
     """Oracle: a truncated file has a sound header."""
     path = truncate(folder / "train" / "red" / "2.jpg")
-    assert defect(path) is None and "truncated" in defect(path, decode=True)
-    assert "No such file" in defect(folder / "nowhere.png")
+    assert find_defect(path) is None and "truncated" in find_defect(path, decode=True)
+    assert "No such file" in find_defect(folder / "nowhere.png")

@@ -27,7 +27,7 @@ from fastvit_triton.layers import (
     sincos2d,
 )
 from fastvit_triton.models.transformer import VisionTransformer
-from fastvit_triton.train.distill import hard_distillation, soft_distillation
+from fastvit_triton.train.loss import hard_distillation, soft_distillation
 
 EPS = torch.finfo(torch.float64).eps
 

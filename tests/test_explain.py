@@ -24,7 +24,7 @@ from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
 from fastvit_triton.explain import figures, published, recording
 from fastvit_triton.layers.body import AttentionParts
-from fastvit_triton.train import job
+from fastvit_triton.train.outputs import write_log
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=5)
 OWN = {
@@ -445,7 +445,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_weights(model, out / "model.safetensors", metadata={"training": json.dumps(about)})
     row = dict(epoch=1, lr=0.1, train_loss=2.0, train_accuracy=0.1, test_loss=None, test_accuracy=None)
-    job.write_log(out / "log.csv", [row, row | {"epoch": 2, "test_loss": 2.1, "test_accuracy": 0.2}])
+    write_log(out / "log.csv", [row, row | {"epoch": 2, "test_loss": 2.1, "test_accuracy": 0.2}])
     pictures = out / "pictures"
     pictures.mkdir()
     for i in range(3):

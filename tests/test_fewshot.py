@@ -12,9 +12,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from fastvit_triton.models import create_model
 from fastvit_triton.train import fewshot
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, TensorBatches, digits
-from fastvit_triton.train.image import Transform
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import evaluate, fit
-from fastvit_triton.train.optim import redraw_positions
+from fastvit_triton.train.optim import reinit_pos_embed
 from fastvit_triton.weights import load_weights
 
 CLOSE = torch.testing.assert_close
@@ -38,9 +38,11 @@ def test_ridge(rows: int, columns: int):
 def test_few_shot():
     """Oracle: scikit-learn's ridge on the same whitened features and targets in {−1, 1}."""
     (train, targets), (test, answers) = digits("train"), digits("test")
-    chosen = fewshot.few(targets, 10)
+    chosen = fewshot.sample_per_class(targets, 10)
     assert targets[chosen].bincount().tolist() == [10] * 10
-    assert torch.equal(chosen, fewshot.few(targets, 10)) and not torch.equal(chosen, fewshot.few(targets, 10, seed=1))
+    assert torch.equal(chosen, fewshot.sample_per_class(targets, 10)) and not torch.equal(
+        chosen, fewshot.sample_per_class(targets, 10, seed=1)
+    )
     x, y, z = train[chosen].flatten(1), targets[chosen], test.flatten(1)
     ours = fewshot.few_shot(x, y, z, 10)
     mean, std = x.double().mean(0), x.double().std(0, correction=0) + 1e-5
@@ -67,12 +69,12 @@ def test_features_of_a_model():
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2, drop_path_rate=0.5, num_classes=0)
     images, targets = digits("test")
     batches = TensorBatches(images, targets, Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,)), 100)
-    features, answers = fewshot.extract(model, batches)
+    features, answers = fewshot.extract_features(model, batches)
     assert model.training and torch.equal(answers, targets) and features.shape == (360, 16)
     with torch.no_grad():
         CLOSE(features, model.eval()(batches.transform.normalise(images)))
-    with pytest.raises(ValueError, match="no image to take features of"):
-        fewshot.extract(model, [])
+    with pytest.raises(ValueError, match="no images to extract features from"):
+        fewshot.extract_features(model, [])
 
 
 def test_fine_tuning_at_a_higher_resolution():
@@ -80,7 +82,11 @@ def test_fine_tuning_at_a_higher_resolution():
     the digits helps on all: after the same few steps the loss is lower than from random weights."""
     options = dict(embed_dim=32, depth=2, num_heads=2)
     images, targets = digits("train")
-    transform, half, some = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,)), targets < 5, fewshot.few(targets, 20)
+    transform, half, some = (
+        Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,)),
+        targets < 5,
+        fewshot.sample_per_class(targets, 20),
+    )
     enlarged = F.interpolate(images, (16, 16), mode="bilinear")
     batches = TensorBatches(enlarged[some], targets[some], transform, 50, torch.clone)
 
@@ -90,7 +96,7 @@ def test_fine_tuning_at_a_higher_resolution():
         return [progress.test.loss for progress in steps if progress.done][-1]
 
     small = create_model("vit_digits_patch2_8", num_classes=5, **options)
-    redraw_positions(small, 0.5)
+    reinit_pos_embed(small, 0.5)
     random = create_model("vit_digits_patch2_8", img_size=16, **options)
     load_weights(random, small.state_dict())
     final_loss(small, TensorBatches(images[half], targets[half], transform, 50, torch.clone), 6)

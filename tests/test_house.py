@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,49 @@ def test_arrows_point_one_way(path):
     assert "triton" not in imports(path) or path.name == "tile.py"
 
 
+def module_imports() -> dict[str, set[str]]:
+    """Module → modules of the package that it imports, anywhere in the file, also under TYPE_CHECKING.
+
+    Importing a.b.c runs a/__init__ and a/b/__init__ first, so these count too, except packages that hold the importer.
+    """
+    modules = {".".join(("fastvit_triton", *f.relative_to(ROOT).with_suffix("").parts)): f for f in FILES}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph = {}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        targets = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+                base = ".".join([*base, *([node.module] if node.module else [])])
+                names = {f"{base}.{alias.name}" for alias in node.names}
+                targets |= (names & modules.keys()) | ({base} if names - modules.keys() else set())
+        targets &= modules.keys()
+        parents = {".".join(t.split(".")[:i]) for t in targets for i in range(1, t.count(".") + 1)}
+        holders = {".".join(module.split(".")[:i]) for i in range(1, module.count(".") + 2)}
+        graph[module] = (targets | (parents - holders)) - {module}
+    return graph
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one import circle, or an empty list."""
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_imports_have_no_circle():
+    """Oracle: a topological order of all modules of the package exists; a circle of two is found."""
+    graph = module_imports()
+    assert {"fastvit_triton.train.loop", "fastvit_triton.train.data"} <= graph["fastvit_triton.train"]
+    assert find_circle(graph) == []
+    assert find_circle({"a": {"b"}, "b": {"a"}})
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_files_stay_small(path):
     """Lines per file; a budget is raised only in a commit that says why."""
@@ -113,6 +157,14 @@ def test_public_surface():
     from fastvit_triton.kernels import attention
 
     assert inspect.ismodule(attention)
+
+
+def test_training_surface():
+    """Every public name of `train` resolves, once."""
+    from fastvit_triton import train
+
+    assert len(set(train.__all__)) == len(train.__all__)
+    assert all(getattr(train, name) is not None for name in train.__all__)
 
 
 def test_every_op_has_the_same_parts():

@@ -10,9 +10,9 @@ from interpreter import interpreting
 
 from benchmarks import learn
 from fastvit_triton.models import create_model
+from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.data import TensorBatches, digits
 from fastvit_triton.train.loop import evaluate, fit
-from fastvit_triton.train.mix import mixup
 from fastvit_triton.train.optim import adamw
 from fastvit_triton.train.step import Step
 
@@ -22,7 +22,7 @@ def path(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     images, targets = (x[:12] for x in digits("train"))
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=1).to(dtype)
-    learn.prepare(learn.DIGITS, model)
+    learn.configure_model(learn.DIGITS, model)
     batches = TensorBatches(images.to(dtype), targets, learn.TRANSFORM, 4, torch.clone)
     step = Step(mix=partial(mixup, classes=10, alpha=0.4), clip=1.0)
     test = partial(evaluate, batches=[(images[:1].to(dtype), targets[:1])])

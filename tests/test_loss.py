@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fastvit_triton.train import loss
-from fastvit_triton.train.mix import mix_tokens
+from fastvit_triton.train.augment.mix import mix_tokens
 
 CLOSE = torch.testing.assert_close
 
@@ -24,12 +24,14 @@ def logits(*shape: int) -> torch.Tensor:
 def test_smoothing_is_cross_entropys():
     """Oracle: PyTorch's cross-entropy with label_smoothing; by hand for four classes."""
     z, y = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
-    CLOSE(loss.soft_cross_entropy(z, loss.smooth(y, 4, 0.1).double()), F.cross_entropy(z, y, label_smoothing=0.1))
-    assert loss.smooth(torch.tensor([1]), 4, 0.2).tolist() == [pytest.approx([0.05, 0.85, 0.05, 0.05])]
+    CLOSE(
+        loss.soft_cross_entropy(z, loss.smooth_labels(y, 4, 0.1).double()), F.cross_entropy(z, y, label_smoothing=0.1)
+    )
+    assert loss.smooth_labels(torch.tensor([1]), 4, 0.2).tolist() == [pytest.approx([0.05, 0.85, 0.05, 0.05])]
     blend = soft(3, 4)
-    CLOSE(loss.smooth(blend, 4, 0.2), 0.8 * blend + 0.05)
+    CLOSE(loss.smooth_labels(blend, 4, 0.2), 0.8 * blend + 0.05)
     with pytest.raises(ValueError, match=r"smoothing is 1.0; use a number in \[0, 1\)"):
-        loss.smooth(y, 4, 1.0)
+        loss.smooth_labels(y, 4, 1.0)
 
 
 def test_soft_cross_entropy():

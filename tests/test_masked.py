@@ -1,4 +1,4 @@
-"""Hidden patches: the autoencoder against transformers' own, corruption and colours by counting; both learn."""
+"""Masked pre-training: the autoencoder against transformers, corruption and colours by counting; both learn."""
 
 import math
 
@@ -10,7 +10,7 @@ from transformers import ViTMAEConfig, ViTMAEForPreTraining
 from fastvit_triton.models import create_model
 from fastvit_triton.train import masked
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits
-from fastvit_triton.train.image import Transform
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.weights import load_weights, save_weights
 
 CLOSE = torch.testing.assert_close
@@ -72,10 +72,10 @@ def test_decoder_positions():
     angles = [3, 3 / 100, 2, 2 / 100]
     want = [math.sin(a) for a in angles[:2]] + [math.cos(a) for a in angles[:2]]
     want += [math.sin(a) for a in angles[2:]] + [math.cos(a) for a in angles[2:]]
-    CLOSE(masked.sines((3, 5), 8)[0, 2 * 5 + 3], torch.tensor(want))
+    CLOSE(masked.sincos_positions((3, 5), 8)[0, 2 * 5 + 3], torch.tensor(want))
 
 
-def test_nothing_hidden_reaches_the_encoder():
+def test_hidden_patches_do_not_reach_the_encoder():
     """Oracle: the prediction does not change with the hidden pixels, and does with the others."""
     encoder = create_model("vit_tiny_patch16_224", **SHAPE, embed_dim=16, depth=1, class_token=False, global_pool="avg")
     model = masked.MaskedAutoencoder(encoder, nn.Identity(), 8, ratio=0.5)
@@ -119,7 +119,7 @@ def test_mean_colours():
 @pytest.mark.parametrize("kind", ["colours", "pixels"])
 @pytest.mark.parametrize("options", [{}, SIMPLE], ids=["token", "mean"])
 def test_pre_training_learns(kind: str, options: dict, tmp_path):
-    """Oracle: the loss of a guess that ignores the picture (the colours' entropy; the pixels' variance) is beaten, and
+    """Oracle: the loss of a guess that ignores the image (the colours' entropy; the pixels' variance) is beaten, and
     the encoder's weights go on as an ordinary checkpoint."""
     images = digits("train")[0]
     transform = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))

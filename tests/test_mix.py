@@ -1,4 +1,4 @@
-"""Blends of images and of tokens: the label must say what is in the picture."""
+"""Mixing of images and tokens: labels must match the mixed images."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from timm.data.mixup import mixup_target, rand_bbox
 
 from fastvit_triton.models import create_model
-from fastvit_triton.train import mix
+from fastvit_triton.train.augment import mix
 
 CLOSE = torch.testing.assert_close
 
@@ -21,7 +21,7 @@ def flags(count: int = 6, side: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_pasted_label_is_the_area():
-    """Oracle: the mean of each channel, the share of the image in the picture; the images given stay as they were."""
+    """Oracle: the mean of each channel, the fraction of each source image; the input is not modified."""
     images, targets = flags()
     for _ in range(20):
         pasted, soft = mix.cutmix(images, targets, 6, alpha=1.0)
@@ -66,7 +66,7 @@ def test_the_recipe_of_both(mixup_alpha: float, cutmix_alpha: float):
         shares = blend.mean((2, 3))
         CLOSE(soft, 0.9 * shares + 0.1 / 6)
         pasted += bool((blend.amax((2, 3)) - blend.amin((2, 3)) > 0.5).any())  # a box has an edge
-    CLOSE(mix.smooth(targets, 6, 0.1), mixup_target(targets, 6, smoothing=0.1))
+    CLOSE(mix.smooth_labels(targets, 6, 0.1), mixup_target(targets, 6, smoothing=0.1))
     if mixup_alpha and cutmix_alpha:
         assert 0 < pasted < 40
     else:

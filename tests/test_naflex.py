@@ -1,4 +1,4 @@
-"""Images of different sizes in one batch: each must be treated as if it were alone."""
+"""NaFlex batches: an image's logits must not depend on the other images of its batch."""
 
 import math
 from functools import partial
@@ -11,8 +11,8 @@ from torch import nn
 from fastvit_triton.models.config import ViTConfig
 from fastvit_triton.models.naflex import NaFlexVisionTransformer
 from fastvit_triton.models.transformer import VisionTransformer
+from fastvit_triton.train.data.naflex import TokenBudgetBatches, fitting_grid, to_patches
 from fastvit_triton.train.loop import evaluate, fit
-from fastvit_triton.train.naflex import TokenBudgetBatches, fitting_grid, to_patches
 from fastvit_triton.train.step import Step
 
 CLOSE = torch.testing.assert_close
@@ -94,8 +94,8 @@ def test_patches_know_their_places():
 
 
 def test_budget_and_epochs():
-    """Oracle: each image exactly once an epoch, no batch above the budget, the same number of batches; `after` goes on
-    as the epoch would have."""
+    """Oracle: each image exactly once an epoch, no batch above the budget, the same number of batches; `iter_from`
+    continues as the epoch would have."""
     images = [torch.randn(1, 4 + 4 * (i % 5), 4 + 4 * (i % 3)) for i in range(23)]
     batches = TokenBudgetBatches(images, torch.arange(23), (4, 4), budget=24, lengths=(4, 8, 12))
     for _ in range(3):
@@ -108,14 +108,14 @@ def test_budget_and_epochs():
     state = torch.get_rng_state()
     whole = list(batches)
     torch.set_rng_state(state)
-    for (a, b), (c, d) in zip(whole[2:], batches.after(2), strict=True):
+    for (a, b), (c, d) in zip(whole[2:], batches.iter_from(2), strict=True):
         assert torch.equal(a, c) and torch.equal(b, d)
     with pytest.raises(ValueError, match=r"lengths is \(32,\) and budget 24"):
         TokenBudgetBatches(images, torch.arange(23), (4, 4), budget=24, lengths=(32,))
 
 
 def test_it_learns_on_mixed_sizes():
-    """Oracle: bright and dark pictures of many shapes are told apart, by the loop that trains everything else."""
+    """Oracle: bright and dark images of many shapes are classified, by the loop that trains everything else."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.arange(60) % 2
     images = [
@@ -127,6 +127,6 @@ def test_it_learns_on_mixed_sizes():
     batches = TokenBudgetBatches(images, targets, (4, 4), budget=128, lengths=(8, 16))
     test = TokenBudgetBatches(images, targets, (4, 4), budget=128, lengths=(16,), shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    step = Step(parts=2, clip=1.0)
+    step = Step(grad_accum_steps=2, clip=1.0)
     *_, last = fit(model, batches, optimizer, lambda _: 3e-3, epochs=4, step=step, test=partial(evaluate, batches=test))
     assert last.test.accuracy == 1.0 and last.test.loss < F.cross_entropy(torch.zeros(1, 2), torch.tensor([0]))

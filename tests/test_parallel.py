@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fastvit_triton.train.parallel import World, find_blocks, join
-from fastvit_triton.train.sharded import (
+from fastvit_triton.train.distributed import World, process_group
+from fastvit_triton.train.distributed.checkpoint import (
     checkpoints,
     consolidate,
     full_state,
@@ -26,8 +26,9 @@ from fastvit_triton.train.sharded import (
     newest_sharded,
     save_sharded,
 )
+from fastvit_triton.train.distributed.engine import parallelize
+from fastvit_triton.train.distributed.parallel import find_blocks
 from fastvit_triton.train.step import Step
-from fastvit_triton.train.together import engage
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -118,11 +119,11 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
             assert parallel_job.same(full_state(again, other), folder / f"{engine}.pt")
         whole = consolidate(folder / engine / "step-000000007")
         assert parallel_job.same(whole, folder / f"{engine}.pt")
-    assert two["told"] == [0, 0] and four["told"] == [0] * 4
+    assert two["broadcast"] == [0, 0] and four["broadcast"] == [0] * 4
 
 
 def test_runs_are_those_of_one_process(folder, two, four, tmp_path):
-    """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the average and the test.
+    """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the EMA and the test.
 
     Two processes train it whole; four, and one, go on from a state that two left within an epoch.
     """
@@ -147,12 +148,12 @@ def near(weights: dict, plain: dict, exact: dict) -> bool:
     return error <= 2 * (alone + EPS * size)
 
 
-def test_pictures_in_files_too(folder, two, tmp_path):
-    """Oracle: as above, on a folder of which each process decodes its part, and skips what cannot be read."""
-    exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, pictures=folder / "pictures")
-    plain = parallel_job.run(tmp_path / "plain", World(), pictures=folder / "pictures")
+def test_image_files_too(folder, two, tmp_path):
+    """Oracle: as above, on a folder of which each rank decodes its part, skipping unreadable images."""
+    exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, image_folder=folder / "images")
+    plain = parallel_job.run(tmp_path / "plain", World(), image_folder=folder / "images")
     for engine in ("ddp", "fsdp"):
-        assert near(torch.load(folder / f"{engine}-pictures.pt"), plain, exact), engine
+        assert near(torch.load(folder / f"{engine}-images.pt"), plain, exact), engine
 
 
 def test_runs_go_on_bit_for_bit(two):
@@ -162,7 +163,7 @@ def test_runs_go_on_bit_for_bit(two):
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "lost", "manifest"])
 def test_the_newest_whole_checkpoint_is_taken(damage, folder, two, tmp_path):
-    """One byte less, one bit changed, a part lost, or no list of parts: the one before is taken, and it is said why."""
+    """A byte or shard missing, a bit flipped, no manifest: the previous checkpoint, and a report of the damage."""
     shutil.copytree(folder / "fsdp", tmp_path / "run")
     path = tmp_path / "run" / "step-000000007"
     part = sorted(path.glob("__1_*"))[0]
@@ -202,22 +203,25 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
     assert [path.name[-1] for path in checkpoints(tmp_path)] == ["4", "3", "2"]
 
 
-def test_torchrun_is_asked_for(monkeypatch):
+def test_torchrun_is_required(monkeypatch):
     """One sentence without its environment, and for a process without a GPU of its own."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="started by torchrun"), join("cpu"):
+    with pytest.raises(ValueError, match="started by torchrun"), process_group("cpu"):
         pass
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="process 3 of this machine has no GPU, it has 2; start 2"), join("cuda"):
+    with (
+        pytest.raises(ValueError, match="process 3 of this machine has no GPU, it has 2; start 2"),
+        process_group("cuda"),
+    ):
         pass
-    with pytest.raises(ValueError, match="device is 'tpu'"), join("tpu"):
+    with pytest.raises(ValueError, match="device is 'tpu'"), process_group("tpu"):
         pass
 
 
-def test_a_lost_process_is_one_sentence(monkeypatch):
+def test_a_lost_process_raises(monkeypatch):
     """What a collective raises when another process has died; other errors pass, and the group is left either way."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -225,10 +229,10 @@ def test_a_lost_process_is_one_sentence(monkeypatch):
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(OSError, match="the other processes are gone"), join("cpu"):
+    with pytest.raises(OSError, match="lost the other processes"), process_group("cpu"):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     assert not torch.distributed.is_initialized()
-    with pytest.raises(RuntimeError, match="out of memory"), join("cpu"):
+    with pytest.raises(RuntimeError, match="out of memory"), process_group("cpu"):
         raise RuntimeError("out of memory")
     assert not torch.distributed.is_initialized()
 
@@ -280,7 +284,7 @@ def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
     assert "after 1 epochs" in capsys.readouterr().out
 
 
-def test_the_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
+def test_invalid_commands_raise(capsys, monkeypatch, tmp_path):
     """--parallel without torchrun, torchrun without --parallel, and a dtype that the engine is not for."""
     from fastvit_triton.cli import main
 
@@ -293,20 +297,20 @@ def test_the_command_says_what_it_needs(capsys, monkeypatch, tmp_path):
     assert "torchrun started 2 processes; pass --parallel" in capsys.readouterr().err
     step = Step(amp=torch.float16)
     with pytest.raises(ValueError, match=r"amp is float16.*use bfloat16 with fsdp"):
-        engage("fsdp", nn.Linear(1, 1), step, World(), False)
+        parallelize("fsdp", nn.Linear(1, 1), step, World(), False)
     with pytest.raises(ValueError, match="parallel is 'tp'; use 'ddp' or 'fsdp'"):
-        engage("tp", nn.Linear(1, 1), step, World(), False)
+        parallelize("tp", nn.Linear(1, 1), step, World(), False)
 
 
-def test_what_a_model_draws_is_its_own():
-    """The generator that deals the data is left alone, however much is drawn; key and rank fix what is drawn."""
+def test_each_rank_draws_its_own_numbers():
+    """The global generator is unchanged, however much is drawn; key and rank determine the numbers."""
     before, drawn = torch.get_rng_state(), {}
     for rank, key in ((0, 1), (0, 2), (1, 1)):
         for count in (3, 4):
-            with World(rank, 2).own(key):
+            with World(rank, 2).rank_rng(key):
                 drawn.setdefault((rank, key), []).append(torch.rand(count)[:3])
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(*pair) for pair in drawn.values())
     assert len({tuple(pair[0].tolist()) for pair in drawn.values()}) == 3
-    with World().own(1):  # alone, nothing is another's
+    with World().rank_rng(1):  # alone, nothing is another's
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().set_state(before)))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fastvit_triton.models import create_model
-from fastvit_triton.train.plan import loss_for, lr_for, mix_for, optimizer_for, prepare
-from fastvit_triton.train.policy import policy_of
-from fastvit_triton.train.published import PUBLISHED
-from fastvit_triton.train.recipes import Recipe, shorten
+from fastvit_triton.train.augment.policy import policy_by_name
+from fastvit_triton.train.build import build_loss, build_lr, build_mix, build_optimizer, configure_model
+from fastvit_triton.train.recipes import Recipe, override_recipe
+from fastvit_triton.train.recipes.published import PUBLISHED
 
 # Read from the papers, READMEs and configs that `source` names; what is not listed has the default.
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, weight_init="jax", pre_logits=True)
@@ -40,12 +40,12 @@ PINNED = {
     "deit": dict(
         batch_size=1024, epochs=300, warmup=5, warmup_unit="epochs", lr=1e-3, lr_images=512, weight_decay=0.05,
         schedule="deit", floor=1e-5, label_smoothing=0.1, mixup=0.8, cutmix=1.0, drop_path_rate=0.1, policy="timm",
-        erasing=0.25, repeats=3, average=0.99996, min_area=0.08, eval_crop=0.875,
+        erasing=0.25, repeats=3, ema_decay=0.99996, min_area=0.08, eval_crop=0.875,
     ),
     "deit3": dict(
         options={"init_values": 1e-4}, img_size=192, batch_size=2048, epochs=800, warmup=5, warmup_unit="epochs",
         lr=3e-3, weight_decay=0.05, schedule="deit", floor=1e-5, optimizer="lamb", loss="bce", mixup=0.8, cutmix=1.0,
-        drop_path_rate=0.2, drop_path_constant=True, policy="three", repeats=3, average=0.99996, min_area=0.08,
+        drop_path_rate=0.2, drop_path_constant=True, policy="three", repeats=3, ema_decay=0.99996, min_area=0.08,
         eval_crop=1.0,
     ),
     "mae-pretrain": dict(
@@ -93,23 +93,23 @@ def test_each_recipe_takes_a_step(name: str):
     recipe = PUBLISHED[name]
     size = dict(embed_dim=32, depth=2, num_heads=2, img_size=32, drop_path_rate=recipe.drop_path_rate)
     model = create_model(recipe.model, **(size | {"num_classes": 10} | recipe.options))
-    prepare(recipe, model)
-    at = lr_for(recipe, steps_per_epoch=1000)
+    configure_model(recipe, model)
+    at = build_lr(recipe, steps_per_epoch=1000)
     length, warmup = (
         recipe.steps or 1000 * recipe.epochs,
         recipe.warmup * {"steps": 1, "epochs": 1000}[recipe.warmup_unit],
     )
     assert at(0) <= 1e-6 and max(at(step) for step in range(warmup, warmup + 2001, 500)) > 0.99 * recipe.lr
     assert recipe.floor <= at(length - 1) < 0.05 * recipe.lr
-    optimizer = optimizer_for(recipe, model)
+    optimizer = build_optimizer(recipe, model)
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, recipe.weight_decay}
     if recipe.loss == "pixels":
         with pytest.raises(ValueError, match="this recipe predicts pixels"):
-            loss_for(recipe)
+            build_loss(recipe)
         return
-    mix = mix_for(recipe, 10) or (lambda images, targets: (images, targets))
+    mix = build_mix(recipe, 10) or (lambda images, targets: (images, targets))
     images, targets = mix(torch.randn(4, 3, 32, 32), torch.arange(4))
-    before, loss = [parameter.detach().clone() for parameter in model.parameters()], loss_for(recipe)
+    before, loss = [parameter.detach().clone() for parameter in model.parameters()], build_loss(recipe)
     for _ in range(2):  # a head of zeros passes no gradient on at first
         optimizer.zero_grad()
         value = loss(model(images), targets)
@@ -120,28 +120,28 @@ def test_each_recipe_takes_a_step(name: str):
 
 def test_policies_by_name():
     """Oracle: which recipes change crops, by whose operations and how strongly."""
-    names = {name: policy_of(recipe.policy) for name, recipe in PUBLISHED.items() if recipe.policy}
+    names = {name: policy_by_name(recipe.policy) for name, recipe in PUBLISHED.items() if recipe.policy}
     assert names["deit"].__name__ == names["mae-finetune"].__name__ == "rand_augment"
     assert names["deit3"].__name__ == "three_augment"
     assert names["augreg"].keywords == dict(layers=2, magnitude=15.0)
     assert names["simplevit"].keywords == dict(layers=2, magnitude=10.0)
-    assert policy_of("") is None and names.keys() == {"deit", "deit3", "mae-finetune", "augreg", "simplevit"}
+    assert policy_by_name("") is None and names.keys() == {"deit", "deit3", "mae-finetune", "augreg", "simplevit"}
     with pytest.raises(ValueError, match="policy is 'auto'; use 'timm'"):
-        policy_of("auto")
+        policy_by_name("auto")
 
 
 def test_shorter_runs_keep_proportions():
     """Oracle: by hand; ImageNet has 1,281,167 // 4096 = 312 steps an epoch, // 1024 = 1251."""
-    vit = shorten(PUBLISHED["vit-i1k"], epochs=3)
+    vit = override_recipe(PUBLISHED["vit-i1k"], epochs=3)
     assert (vit.epochs, vit.warmup_unit, vit.lr) == (3, "run", 3e-3)
     assert math.isclose(vit.warmup, 10_000 / (300 * 312))
-    deit = shorten(PUBLISHED["deit"], batch_size=64)
+    deit = override_recipe(PUBLISHED["deit"], batch_size=64)
     assert deit.lr == 1e-3 * 64 / 1024 == 5e-4 * 64 / 512 and math.isclose(deit.warmup, 5 / 300)
-    assert shorten(PUBLISHED["deit"], batch_size=64, lr=1.0).lr == 1.0
-    assert shorten(PUBLISHED["deit3"], batch_size=64).lr == 3e-3  # --unscale-lr
-    cifar = shorten(PUBLISHED["cifar10"], epochs=2, warmup=0.1)
+    assert override_recipe(PUBLISHED["deit"], batch_size=64, lr=1.0).lr == 1.0
+    assert override_recipe(PUBLISHED["deit3"], batch_size=64).lr == 3e-3  # --unscale-lr
+    cifar = override_recipe(PUBLISHED["cifar10"], epochs=2, warmup=0.1)
     assert (cifar.epochs, cifar.steps, cifar.warmup) == (2, None, 0.1)
-    at = lr_for(shorten(PUBLISHED["deit"], epochs=3), steps_per_epoch=100)
+    at = build_lr(override_recipe(PUBLISHED["deit"], epochs=3), steps_per_epoch=100)
     assert at(0) == 1e-6 and at(10) > 0.99e-3  # it leaves its warm-up, at every step instead of after each epoch
     with pytest.raises(ValueError, match="warmup is 10000 of 300 steps; take more epochs"):
-        lr_for(PUBLISHED["vit-i1k"], steps_per_epoch=1)
+        build_lr(PUBLISHED["vit-i1k"], steps_per_epoch=1)

@@ -1,4 +1,4 @@
-"""What the values of training may be: every field and argument, by its annotation, and every option of the command."""
+"""Value ranges: every field and argument against its annotation, and every option of the command."""
 
 import inspect
 import math
@@ -12,26 +12,26 @@ import torch
 from test_cli import refused
 
 from fastvit_triton import train
-from fastvit_triton.cli import NUMBERS
+from fastvit_triton.cli.train import RECIPE_OPTIONS
 from fastvit_triton.train import Recipe, Step, Transform, ranges
-from fastvit_triton.train.job import RECIPES
-from fastvit_triton.train.recipes import FOLDER, shorten
+from fastvit_triton.train.recipes import FOLDER, override_recipe
+from fastvit_triton.train.trainer import RECIPES
 
-# Text that no list could hold: a name of `create_model`, of `policy_of`, and what a source says.
+# Text that no list could hold: a name of `create_model`, of `policy_by_name`, and what a source says.
 FREE = {"source", "reported", "duration", "model", "policy"}
 HINTS = inspect.get_annotations(Recipe)
 RECORDS = {"Data", "Progress", "Score"}  # what training hands out
 
 
 def leaves(hint: Any) -> list[Any]:
-    """An annotation's parts: types, literals, and types with a range."""
+    """Components of an annotation: types, literals, and types with a range."""
     if get_origin(hint) is Literal or (get_origin(hint) is Annotated and len(leaves(get_args(hint)[0])) == 1):
         return [hint]
     parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
     return [leaf for part in parts if part is not ... for leaf in leaves(part)] or [hint]
 
 
-def wrong(hint: Any) -> list[Any]:
+def excluded_values(hint: Any) -> list[Any]:
     """Values that an annotation excludes: of other types, and, of each range, both sides, NaN and infinity."""
     kinds, found = leaves(hint), [[object()], object()]
     if bool not in kinds:
@@ -50,16 +50,16 @@ def wrong(hint: Any) -> list[Any]:
         numbers += [] if math.isinf(high) else [high + 1 if interval[-1] == "]" else high]
     if get_origin(hint) is tuple:
         size = 1 if get_args(hint)[-1] is ... else len(get_args(hint))
-        return found + [()] + [(right(get_args(hint)[0]),) * (size - 1) + (number,) for number in numbers]
+        return found + [()] + [(allowed_value(get_args(hint)[0]),) * (size - 1) + (number,) for number in numbers]
     return found + numbers
 
 
-def right(hint: Any) -> Any:
+def allowed_value(hint: Any) -> Any:
     """A value that an annotation includes."""
     if get_origin(hint) is Literal:
         return get_args(hint)[0]
     if get_origin(hint) is tuple:
-        return tuple(right(part) for part in get_args(hint) if part is not ...)
+        return tuple(allowed_value(part) for part in get_args(hint) if part is not ...)
     if get_origin(hint) is Annotated and isinstance(get_args(hint)[0], type):
         kind, interval = get_args(hint)
         return kind(1) if interval[1:].startswith(("0, inf", "1", "-inf", "0, 255", "0, 18", "0, 10", "0, 2")) else 0.5
@@ -68,7 +68,7 @@ def right(hint: Any) -> Any:
 
 def unranged(hint: Any) -> list[Any]:
     """Numbers of an annotation that have no range, where it can be compared: of a tensor or a function it cannot."""
-    return [leaf for leaf in leaves(hint) if ranges._plain(hint) and leaf in (int, float)]
+    return [leaf for leaf in leaves(hint) if ranges._is_checkable(hint) and leaf in (int, float)]
 
 
 def functions() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -93,14 +93,14 @@ def test_every_number_has_a_range():
         for argument, hint in hints.items():
             assert not unranged(hint), f"{name}({argument}) is {hint}; annotate it as ranges.py says"
     assert {name for name, hint in HINTS.items() if str in leaves(hint)} == FREE
-    assert all(ranges._plain(hint) for hint in HINTS.values())
+    assert all(ranges._is_checkable(hint) for hint in HINTS.values())
 
 
 @pytest.mark.parametrize("name", HINTS)
 def test_a_recipe_refuses(name: str):
     """Oracle: the annotation; one sentence with the field's name and value, from both ways to make a recipe."""
-    for value in wrong(HINTS[name]):
-        for make in (replace, shorten):
+    for value in excluded_values(HINTS[name]):
+        for make in (replace, override_recipe):
             with pytest.raises(ValueError) as error:
                 make(FOLDER, **{name: value})
             sentence = str(error.value)
@@ -111,10 +111,12 @@ def test_a_recipe_refuses(name: str):
 def test_other_records_refuse(record: Step | Transform):
     """Oracle: the same, for what a loop or a program of one's own builds."""
     hints = inspect.get_annotations(type(record))
-    held = {f.name: hints[f.name] for f in fields(record) if ranges._plain(hints[f.name])}
-    assert held.keys() == ({"parts", "clip", "dealt"} if isinstance(record, Step) else hints.keys())
+    held = {f.name: hints[f.name] for f in fields(record) if ranges._is_checkable(hints[f.name])}
+    assert held.keys() == (
+        {"grad_accum_steps", "clip", "per_rank_batches"} if isinstance(record, Step) else hints.keys()
+    )
     for name, hint in held.items():
-        for value in wrong(hint):
+        for value in excluded_values(hint):
             with pytest.raises(ValueError, match=f"^{name} is .*; use "):
                 replace(record, **{name: value})
 
@@ -124,9 +126,9 @@ def test_a_function_refuses(name: str):
     """Oracle: the annotations; the sentence comes before anything is done with the other arguments."""
     function, hints = functions()[name]
     for argument, hint in hints.items():
-        if ranges._plain(hint) and any(get_origin(leaf) in (Annotated, Literal) for leaf in leaves(hint)):
-            for value in wrong(hint):
-                given = {other: right(kind) for other, kind in hints.items()} | {argument: value}
+        if ranges._is_checkable(hint) and any(get_origin(leaf) in (Annotated, Literal) for leaf in leaves(hint)):
+            for value in excluded_values(hint):
+                given = {other: allowed_value(kind) for other, kind in hints.items()} | {argument: value}
                 with pytest.raises(ValueError, match=rf"^{argument} is .*; use "):
                     function(**given)
 
@@ -158,10 +160,10 @@ def test_ends_of_ranges():
         ("warmup", (0, 0.99), (1.0, -0.1)),  # of this recipe's run
     ):
         for value in allowed:
-            assert getattr(shorten(FOLDER, **{name: value}), name) == value
+            assert getattr(override_recipe(FOLDER, **{name: value}), name) == value
         for value in refused_:
             with pytest.raises(ValueError, match=f"^{name} is "):
-                shorten(FOLDER, **{name: value})
+                override_recipe(FOLDER, **{name: value})
 
 
 def test_sentences():
@@ -169,7 +171,7 @@ def test_sentences():
     for name, value, sentence in (
         ("clip", -1, "clip is -1; use a number above 0, or None for no clipping"),
         ("mixup", -1, "mixup is -1; use a number of at least 0"),
-        ("average", 2, "average is 2; use a number in [0, 1), or None for no average"),
+        ("ema_decay", 2, "ema_decay is 2; use a number in [0, 1), or None for no EMA"),
         ("repeats", 0.5, "repeats is 0.5; use an integer of at least 1"),
         ("decay", "cos", "decay is 'cos'; use 'cosine' or 'linear'"),
         ("optimizer", "adam", "optimizer is 'adam'; use 'adamw', 'sgd' or 'lamb'"),
@@ -180,7 +182,7 @@ def test_sentences():
         ("options", None, "options is None; use a dictionary"),
     ):
         with pytest.raises(ValueError) as error:
-            shorten(FOLDER, **{name: value})
+            override_recipe(FOLDER, **{name: value})
         assert str(error.value) == sentence
 
 
@@ -195,9 +197,9 @@ def test_gradients_are_not_turned_around():
 
 
 WRONG = {float: "nan", int: "0", str: "no-such-choice"}
-OPTIONS = {f"--{name}": WRONG[kind] for name, (kind, _) in NUMBERS.items()}
+OPTIONS = {f"--{name}": WRONG[kind] for name, (kind, _) in RECIPE_OPTIONS.items() if name != "model"}
 OPTIONS |= {"--epochs": "0", "--batch-size": "-1", "--lr": "inf", "--warmup": "1", "--img-size": "100000"}
-OPTIONS |= {"--average": "nan", "--parts": "0", "--save-every": "0", "--workers": "-1", "--seed": "-1"}
+OPTIONS |= {"--grad-accum-steps": "0", "--save-every": "0", "--workers": "-1", "--seed": "-1"}
 
 
 @pytest.mark.parametrize("option", OPTIONS)

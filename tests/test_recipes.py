@@ -1,4 +1,4 @@
-"""Every recipe by the command line, and what they need beside the loop: LAMB, big_vision's policy, CIFAR-10's files."""
+"""Every recipe through the command line; LAMB, big_vision's policy, CIFAR-10's files, distillation, drop path."""
 
 import json
 import math
@@ -18,16 +18,16 @@ from torch import nn
 from fastvit_triton.cli import main
 from fastvit_triton.layers import DropPath
 from fastvit_triton.models import create_model
-from fastvit_triton.train import policy
+from fastvit_triton.train.augment import policy
+from fastvit_triton.train.augment.mix import mixup
+from fastvit_triton.train.build import DISTILLATION, set_drop_path
 from fastvit_triton.train.checkpoint import load_state
-from fastvit_triton.train.cifar import META, PARTS, cifar, is_cifar
-from fastvit_triton.train.drop_path import set_drop_path
-from fastvit_triton.train.job import BEST, LOG, RECIPES, STATE, WEIGHTS
-from fastvit_triton.train.lamb import Lamb
-from fastvit_triton.train.mix import mixup
+from fastvit_triton.train.data.cifar import FILES, META, is_cifar, scan_cifar
 from fastvit_triton.train.objective import distilled, supervised
-from fastvit_triton.train.plan import DISTILLATION
+from fastvit_triton.train.optim import Lamb
+from fastvit_triton.train.outputs import BEST, LOG, STATE, WEIGHTS
 from fastvit_triton.train.step import Step
+from fastvit_triton.train.trainer import RECIPES
 from fastvit_triton.weights import load_model
 
 CLOSE = torch.testing.assert_close
@@ -36,14 +36,14 @@ SMALL = ("--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("data") / "pictures", per_class=8)
+    return write_folder(tmp_path_factory.mktemp("data") / "images", per_class=8)
 
 
 @pytest.fixture(autouse=True)
-def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run draws its curves when it ends; once is tested elsewhere."""
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the plots at the end of a run, which tests/test_train.py covers, by empty files."""
     for name in ("draw_curves", "draw_predictions"):
-        monkeypatch.setattr(f"fastvit_triton.train.job.{name}", lambda *arguments: arguments[-1].touch())
+        monkeypatch.setattr(f"fastvit_triton.train.outputs.{name}", lambda *arguments: arguments[-1].touch())
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("digits", "mae-pretrain", "mae-finetune")])
@@ -54,13 +54,13 @@ def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str)
     state = load_state(out / STATE)
     recipe = RECIPES[name]
     assert state["settings"]["recipe"] == name and len(state["history"]) == 2
-    assert (state["average"] is not None) == (recipe.average is not None)
+    assert (state["ema"] is not None) == (recipe.ema_decay is not None)
     assert state["settings"]["policy"] == recipe.policy and state["settings"]["repeats"] == recipe.repeats
     assert all(math.isfinite(row["train_loss"]) for row in state["history"])
 
 
-def test_masked_pretraining_starts_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the loss of hidden pixels falls; the encoder's blocks are what fine-tuning starts from."""
+def test_masked_pretraining_then_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the loss of hidden pixels falls; fine-tuning starts from the encoder's blocks."""
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
     options = ["--data", str(folder), *SMALL]
     assert main(["train", "--recipe", "mae-pretrain", "--out", str(first), "--epochs", "3", *options]) == 0
@@ -77,7 +77,7 @@ def test_masked_pretraining_starts_fine_tuning(folder: Path, tmp_path: Path, cap
 
 
 def test_distillation_by_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: a student with a distillation token learns from the teacher's file; others are refused by name."""
+    """Oracle: a student with a distillation token learns from the teacher's file; other students raise."""
     teacher, out = tmp_path / "teacher", tmp_path / "student"
     options = ["--data", str(folder), "--epochs", "1", "--batch-size", "8", "--workers", "0", "--img-size", "16"]
     plain = ["train", *options, "--model", "vit_tiny_patch16_224"]
@@ -89,30 +89,40 @@ def test_distillation_by_command(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
     for recipe in ("deit3", "augreg"):
         argv = [*student[:-4], "--out", tmp_path / recipe, "--teacher", teacher, "--recipe", recipe]
-        assert "distillation is defined for a softmax" in refused(capsys, *argv)
+        assert "distillation needs loss 'softmax'" in refused(capsys, *argv)
 
 
 @pytest.mark.parametrize("amp", ["float16", "bfloat16"])
-def test_half_precision_averages_and_parts(folder: Path, tmp_path: Path, amp: str):
-    """Oracle: the state has a scaler's scale for float16 alone; the file holds the average; evaluate repeats it."""
+def test_half_precision_ema_and_accumulation(folder: Path, tmp_path: Path, amp: str):
+    """Oracle: the state has a scaler's scale for float16 alone; the file holds the EMA."""
     out = tmp_path / "run"
-    options = ["--amp", amp, "--average", "0.9", "--parts", "3", "--grad-checkpointing", "--save-every", "1"]
+    options = [
+        "--amp",
+        amp,
+        "--ema-decay",
+        "0.9",
+        "--grad-accum-steps",
+        "3",
+        "--grad-checkpointing",
+        "--save-every",
+        "1",
+    ]
     assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL, *options]) == 0
     state = load_state(out / STATE)
     assert bool(state["scaler"]) == (amp == "float16")
     kept, _ = load_model(out)
     for name, parameter in kept.named_parameters():
-        assert torch.equal(parameter, state["average"][f"module.{name}"]), name
+        assert torch.equal(parameter, state["ema"][f"module.{name}"]), name
         assert not torch.equal(parameter, state["model"][name]), name
 
 
-def test_every_part_can_be_chosen(folder: Path, tmp_path: Path):
-    """Oracle: the settings of the state, and two finite epochs, of a recipe in which everything is another."""
+def test_every_option_can_be_set(folder: Path, tmp_path: Path):
+    """Oracle: the settings of the state, and two finite epochs, of a recipe in which every value differs."""
     out = tmp_path / "run"
     chosen = {
         "optimizer": "lamb", "schedule": "vit", "loss": "bce", "weight_decay": 0.02, "layer_decay": 0.8, "clip": 0.5,
         "mixup": 0.0, "mixtoken": 0.7, "erasing": 0.5, "policy": "three", "repeats": 2, "min_area": 0.5,
-        "drop_path_rate": 0.3, "label_smoothing": 0.0, "average": 0.9, "warmup": 0.2,
+        "drop_path_rate": 0.3, "label_smoothing": 0.0, "ema_decay": 0.9, "warmup": 0.2,
     }  # fmt: skip
     options = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL, *options]) == 0
@@ -122,18 +132,18 @@ def test_every_part_can_be_chosen(folder: Path, tmp_path: Path):
     assert len({group["lr"] for group in state["optimizer"]["param_groups"]}) == 6  # four blocks, stem and head
 
 
-def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence each, and no folder."""
     train = ("train", "--out", tmp_path / "out")
     assert "recipe is 'vit'; use one of digits, folder, vit-i1k" in refused(capsys, *train, "--recipe", "vit")
     assert "--save-every is 0; use an integer of at least 1" in refused(capsys, *train, "--save-every", "0")
-    assert "parts is 0; use an integer of at least 1" in refused(capsys, *train, "--parts", "0")
-    assert "the recipe's policy is for pictures in files" in refused(capsys, *train, "--recipe", "deit")
-    assert "average is 1.5; use a number in [0, 1)" in refused(capsys, *train, "--average", "1.5")
+    assert "grad_accum_steps is 0; use an integer of at least 1" in refused(capsys, *train, "--grad-accum-steps", "0")
+    assert "the recipe's policy needs image files" in refused(capsys, *train, "--recipe", "deit")
+    assert "ema_decay is 1.5; use a number in [0, 1)" in refused(capsys, *train, "--ema-decay", "1.5")
     on_folder = (*train, "--data", folder, "--recipe", "vit-i1k", "--workers", "0")
     assert "warmup is 10000 of 300 steps" in refused(capsys, *on_folder, "--img-size", "16")
     assert "beside mixup or cutmix" in refused(capsys, *train, "--mixtoken", "1")
-    assert "mask_ratio 0.0; hide a part" in refused(capsys, *train, "--loss", "pixels")
+    assert "mask_ratio 0.0; hide some patches" in refused(capsys, *train, "--loss", "pixels")
     assert "loss 'bce' takes none, set it to 0" in refused(capsys, *train, "--loss", "bce")
     assert "optimizer is 'adam'; use 'adamw'" in refused(capsys, *train, "--optimizer", "adam")
     assert "schedule is 'step'; use 'own'" in refused(capsys, *train, "--schedule", "step")
@@ -142,7 +152,7 @@ def test_settings_that_will_not_do(folder: Path, tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "out").exists()
 
 
-def test_lamb_is_its_equations():
+def test_lamb_equals_its_equations():
     """Oracle: the docstring's equations in float64, for three steps with a clipped and an unclipped gradient, two
     groups and a matrix of zeros; and timm's Lamb."""
     torch.manual_seed(0)
@@ -177,9 +187,9 @@ def noise(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
 
 def test_big_vision_operations():
     """Oracle: the arithmetic of big_vision/pp/autoaugment.py on pixels, at its magnitude 15, so level 1.5."""
-    picture, moved = noise(), dict(fillcolor=(128,) * 3, at=(0.5, 0.5))
-    pixels = np.asarray(picture).astype(float)
-    apply = lambda name, level=1.5, sign=1: np.asarray(policy.BIG_VISION[name](picture, level, sign, moved))  # noqa: E731
+    image, moved = noise(), dict(fillcolor=(128,) * 3, at=(0.5, 0.5))
+    pixels = np.asarray(image).astype(float)
+    apply = lambda name, level=1.5, sign=1: np.asarray(policy.BIG_VISION[name](image, level, sign, moved))  # noqa: E731
     factor = 1.5 * 1.8 + 0.1
     assert np.array_equal(apply("brightness"), np.clip(factor * pixels, 0, 255).astype(np.uint8))
     mean = int(40 * 30 / 256)
@@ -194,8 +204,8 @@ def test_big_vision_operations():
     assert np.array_equal(apply("translate_y", 0.1)[:-10], pixels[10:])
     hole = apply("cutout", 0.2)  # 16 x 16 around the middle
     assert (hole[7:23, 12:28] == 128).all() and np.array_equal(hole[:7], pixels[:7])
-    assert np.array_equal(apply("color"), np.asarray(ImageEnhance.Color(picture).enhance(factor)))
-    assert np.array_equal(apply("auto_contrast"), np.asarray(ImageOps.autocontrast(picture)))
+    assert np.array_equal(apply("color"), np.asarray(ImageEnhance.Color(image).enhance(factor)))
+    assert np.array_equal(apply("auto_contrast"), np.asarray(ImageOps.autocontrast(image)))
     assert len(policy.BIG_VISION) == 16
 
 
@@ -217,7 +227,7 @@ def write_cifar(root: Path, count: int = 8) -> np.ndarray:
     """The layout of cifar-10-batches-py: rows of 1024 red, green and blue levels each."""
     root.mkdir()
     generator, pixels = np.random.default_rng(0), []
-    for name in (*PARTS["train"], *PARTS["val"]):
+    for name in (*FILES["train"], *FILES["val"]):
         rows = generator.integers(0, 90, (count, 3, 1024), dtype=np.uint8)
         labels = [i % 2 for i in range(count)]
         rows[np.arange(count), labels] += 150  # red, or green
@@ -229,11 +239,11 @@ def write_cifar(root: Path, count: int = 8) -> np.ndarray:
 
 
 def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the pixels that were written; two colours are told apart; a pickle that wants to run code is refused."""
+    """Oracle: the pixels that were written; two colours are classified; a pickle that would execute code raises."""
     root = tmp_path / "cifar-10-batches-py"
     pixels = write_cifar(root)
     assert is_cifar(root) and not is_cifar(tmp_path)
-    files, targets, classes, decode = cifar(root, "train")
+    files, targets, classes, decode, _ = scan_cifar(root, "train")
     assert len(files) == len(targets) == 40 and classes[:2] == ("airplane", "automobile")
     assert np.array_equal(np.asarray(decode(files[17]))[3, 5], pixels[17].reshape(3, 32, 32)[:, 3, 5])
     out = tmp_path / "run"
@@ -242,21 +252,23 @@ def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert accuracy(out) == 1.0
     assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
     with pytest.raises(ValueError, match="has the classes of CIFAR-10, and the model has cat"):
-        cifar(root, "val", ("cat",))
+        scan_cifar(root, "val", ("cat",))
     (root / "test_batch").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match=r"test_batch is damaged or no batch of CIFAR-10: it asks for builtins.print"):
-        cifar(root, "val")
+    with pytest.raises(
+        ValueError, match=r"test_batch is damaged or not a batch of CIFAR-10: it asks for builtins.print"
+    ):
+        scan_cifar(root, "val")
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_a_step_in_parts_is_the_step(parts: int):
-    """Oracle: float64, the same blended batch at once, clipped, with AdamW; the average follows."""
+@pytest.mark.parametrize("steps", [1, 3])
+def test_accumulated_steps_equal_whole_ones(steps: int):
+    """Oracle: float64, the same blended batch at once, clipped, with AdamW."""
     models = [create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     images, targets = torch.randn(8, 1, 8, 8).double(), torch.arange(8) % 10
-    for model, count in zip(models, (1, parts), strict=True):
+    for model, count in zip(models, (1, steps), strict=True):
         torch.manual_seed(3)
-        step = Step(mix=lambda x, y: mixup(x, y, 10, 0.5), parts=count, clip=0.1)
+        step = Step(mix=lambda x, y: mixup(x, y, 10, 0.5), grad_accum_steps=count, clip=0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(3):
             step(model, optimizer, images, targets)
@@ -265,7 +277,7 @@ def test_a_step_in_parts_is_the_step(parts: int):
 
 
 @pytest.mark.parametrize("kind", DISTILLATION)
-def test_distillation_is_its_loss(kind: str):
+def test_distillation_equals_its_loss(kind: str):
     """Oracle: the loss on the pair that the student gives, and a teacher without gradient."""
     student = create_model("deit_tiny_distilled_patch16_224", embed_dim=16, depth=1, num_heads=2, img_size=16)
     student.set_distilled_training()
@@ -295,7 +307,7 @@ def test_log_and_headers_are_complete(folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("init_values", [None, 0.1])
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_skipped_images_are_not_worked_on(init_values: float | None, norm: str):
+def test_dropped_images_are_not_computed(init_values: float | None, norm: str):
     """Oracle: the branches multiplied by the same draws, in float64, output and gradients; the MLP counts its rows."""
     options = dict(embed_dim=16, depth=3, num_heads=2, init_values=init_values, norm=norm, drop_path_rate=0.5)
     skipping, scaling = (create_model("vit_digits_patch2_8", **options).double() for _ in range(2))

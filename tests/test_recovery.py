@@ -1,4 +1,4 @@
-"""Nothing is lost: runs that are killed at any moment end in exactly the weights of one that was not.
+"""Crash recovery: runs that are killed at any moment and resumed end with bitwise the same weights.
 
 As a script, `test_recovery.py FOLDER SEED`, this file is the test's own process: it forks trainers and kills them.
 """
@@ -17,31 +17,31 @@ import pytest
 import torch
 from test_train import RECIPE, save, stripes, tiny
 
-from fastvit_triton.cli.console import trained
+from fastvit_triton.cli.loading import load_trained
 from fastvit_triton.files import replacing, sweep
 from fastvit_triton.models import create_model
-from fastvit_triton.train import checkpoint, job
+from fastvit_triton.train import checkpoint, outputs, trainer
 from fastvit_triton.train.data import Data, TensorBatches
-from fastvit_triton.train.folder import FolderBatches
-from fastvit_triton.train.image import Transform
+from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged
 from fastvit_triton.weights import save_weights
 
 
-def plan() -> job.Plan:
-    """Shuffled, augmented, erased and blended images; dropout, stochastic depth, clipping and an average."""
+def build() -> trainer.Trainer:
+    """Shuffled, augmented, erased and blended images; dropout, stochastic depth, clipping and EMA."""
     transform, model = Transform((8, 8), (0.2,), (0.3,)), tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     train = TensorBatches(*stripes(61), transform, 8, torch.clone)
     data = Data("stripes", tuple("0123456789"), transform, train, TensorBatches(*stripes(16), transform, 8))
     torch.manual_seed(5)
-    return job.plan(model, data, RECIPE)
+    return trainer.build_trainer(model, data, RECIPE)
 
 
 def train(out: Path, save_every: int | None = 1, last: int | None = None) -> int:
-    """Goes on with the run in `out`, or starts it; returns the steps taken, `last` at most."""
-    whole, steps = plan(), 0
+    """Resumes the run in `out`, or starts it; returns the number of steps taken, at most `last`."""
+    built, steps = build(), 0
     state = checkpoint.newest_state(out)[0] if held(out) else None
-    for progress in job.run(whole, out, settings={}, save=save, state=state, save_every=save_every):
+    for progress in trainer.run(built, out, settings={}, save=save, state=state, save_every=save_every):
         steps += not progress.done
         if steps == last:
             break
@@ -61,7 +61,7 @@ def same(a: dict, b: dict) -> bool:
 
 
 def die_in(name: str, call: int, after: bool) -> None:
-    """This process kills itself at a call of os.fsync, os.replace or torch.save, before it or when it is done."""
+    """Makes this process kill itself before or after the n-th call of os.fsync, os.replace or torch.save."""
     module = torch if name == "save" else os
     real, calls = getattr(module, name), iter(range(1, 10**6))
 
@@ -79,12 +79,12 @@ def die_in(name: str, call: int, after: bool) -> None:
     setattr(module, name, deadly)
 
 
-def attempt(out: Path, delay: float | None, blow: tuple[str, int, bool] | None) -> bool:
-    """One trainer in a process of its own, killed after a delay or by a blow; whether it came to the end."""
+def attempt(out: Path, delay: float | None, kill: tuple[str, int, bool] | None) -> bool:
+    """Runs a trainer in a forked process that is killed after a delay or at a call; True if it finished."""
     child = os.fork()
     if not child:
-        if blow is not None:
-            die_in(*blow)
+        if kill is not None:
+            die_in(*kill)
         train(out)
         os._exit(0)
     if delay is not None:
@@ -93,10 +93,14 @@ def attempt(out: Path, delay: float | None, blow: tuple[str, int, bool] | None) 
     return os.WEXITSTATUS(status) == 0 if os.WIFEXITED(status := os.waitpid(child, 0)[1]) else False
 
 
+def _touch(*arguments: object) -> None:
+    arguments[-1].touch()  # plots would take most of the time
+
+
 def main(root: Path, seed: int) -> None:
     """Twenty kills: ten at random moments, ten within the writing of a checkpoint."""
     torch.set_num_threads(1)
-    job.draw_curves = job.draw_predictions = lambda *arguments: arguments[-1].touch()  # pictures take most of the time
+    outputs.draw_curves = outputs.draw_predictions = _touch
     dice = random.Random(seed)
     (root / "whole").mkdir()
     began = time.perf_counter()
@@ -109,16 +113,16 @@ def main(root: Path, seed: int) -> None:
         runs += 1
         done = False
         while not done:
-            blow, delay = None, None
+            kill, delay = None, None
             if kills < 20 and kills % 2:
-                blow = dice.choice(("fsync", "replace", "save")), dice.randint(1, 5), dice.random() < 0.5
+                kill = dice.choice(("fsync", "replace", "save")), dice.randint(1, 5), dice.random() < 0.5
             elif kills < 20:
                 delay = dice.uniform(0.02, span / 6)
-            done = attempt(out, delay, blow)
+            done = attempt(out, delay, kill)
             kills += not done
             inside += any(out.glob(".*")) or len(held(out)) == 1
         assert same(weights(out), expected), out
-        assert (out / job.LOG).exists() and not any(out.glob(".*"))
+        assert (out / outputs.LOG).exists() and not any(out.glob(".*"))
     print(f"{kills} kills in {runs} runs, {inside} inside a write")
 
 
@@ -135,25 +139,25 @@ def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
 
 def test_resumes_within_an_epoch(tmp_path: Path):
     """Oracle: an undisturbed run; the log too, but for times."""
-    for name in ("whole", "parts"):
+    for name in ("whole", "resumed"):
         (tmp_path / name).mkdir()
     train(tmp_path / "whole", save_every=None)
-    train(tmp_path / "parts", save_every=3, last=15)  # saved after step 6 of the second epoch
-    assert checkpoint.load_state(tmp_path / "parts" / checkpoint.STATE)["progress"]["step"] == 6
+    train(tmp_path / "resumed", save_every=3, last=15)  # saved after step 6 of the second epoch
+    assert checkpoint.load_state(tmp_path / "resumed" / checkpoint.STATE)["progress"]["step"] == 6
     torch.rand(7)
-    train(tmp_path / "parts", save_every=5)
-    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
-    rows = [(tmp_path / name / job.LOG).read_text().splitlines() for name in ("whole", "parts")]
+    train(tmp_path / "resumed", save_every=5)
+    assert same(weights(tmp_path / "resumed"), weights(tmp_path / "whole"))
+    rows = [(tmp_path / name / outputs.LOG).read_text().splitlines() for name in ("whole", "resumed")]
     assert [row.split(",")[:6] for row in rows[0]] == [row.split(",")[:6] for row in rows[1]]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str):
-    """Oracle: the sentence, and the weights of an undisturbed run; two damaged states are refused."""
-    for name in ("whole", "parts"):
+def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage: str):
+    """Oracle: the sentence, and the weights of an undisturbed run; two damaged states raise."""
+    for name in ("whole", "resumed"):
         (tmp_path / name).mkdir()
     train(tmp_path / "whole")
-    out = tmp_path / "parts"
+    out = tmp_path / "resumed"
     train(out, last=13)
     path = out / checkpoint.STATE
 
@@ -164,8 +168,8 @@ def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str
 
     harm(path)
     state, sentence = checkpoint.newest_state(out)
-    assert sentence.startswith(f"{path} is damaged or no training state: ")
-    assert sentence.endswith(f"; going on from {out / checkpoint.PREVIOUS}, epoch 2, step 4")
+    assert sentence.startswith(f"{path} is damaged or not a training state: ")
+    assert sentence.endswith(f"; resuming from {out / checkpoint.PREVIOUS}, epoch 2, step 4")
     assert state["progress"]["step"] == 4
     train(out)
     assert same(weights(out), weights(tmp_path / "whole"))
@@ -175,20 +179,20 @@ def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str
         checkpoint.newest_state(out)
 
 
-def test_damaged_weights_are_refused(tmp_path: Path):
+def test_damaged_weights_raise(tmp_path: Path):
     """Oracle: one flipped bit in the last tensor."""
     model = create_model("vit_digits_patch2_8")
-    path = tmp_path / job.WEIGHTS
-    save_weights(model, path, metadata=job.header(plan().data, RECIPE, model, None))
-    trained(path)
+    path = tmp_path / outputs.WEIGHTS
+    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None))
+    load_trained(path)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: its tensors are not those that were written"):
-        trained(path)
+    with pytest.raises(ValueError, match="is damaged: the checksum of its tensors is wrong"):
+        load_trained(path)
 
 
-def test_the_old_file_is_kept_and_leftovers_are_swept(tmp_path: Path):
+def test_the_old_file_is_kept_and_temporary_files_are_removed(tmp_path: Path):
     """Oracle: the contents, after each of a success, a full disk and a death."""
     path, before = tmp_path / "a.pt", tmp_path / "b.pt"
     for text in ("one", "two"):
@@ -206,10 +210,10 @@ def test_the_old_file_is_kept_and_leftovers_are_swept(tmp_path: Path):
 
 def test_divergence_names_step_images_and_state(tmp_path: Path):
     """Oracle: images that turn infinite in the second epoch; the state of the step before them is whole."""
-    whole = plan()
+    whole = build()
     steps = 0
     with pytest.raises(Diverged) as caught:
-        for progress in job.run(whole, tmp_path, settings={}, save=save, save_every=1):
+        for progress in trainer.run(whole, tmp_path, settings={}, save=save, save_every=1):
             steps += not progress.done
             if steps == 11:
                 whole.data.train.images.fill_(torch.inf)
@@ -221,10 +225,10 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
 
 
-def test_weights_that_are_not_finite_replace_nothing(tmp_path: Path):
+def test_non_finite_weights_are_not_saved(tmp_path: Path):
     """Oracle: the files as the first epoch left them; a weight is spoilt after the last step of the second."""
-    whole, names = plan(), (job.WEIGHTS, job.BEST, checkpoint.STATE)
-    for progress in job.run(whole, tmp_path, settings={}, save=save):
+    whole, names = build(), (outputs.WEIGHTS, outputs.BEST, checkpoint.STATE)
+    for progress in trainer.run(whole, tmp_path, settings={}, save=save):
         if progress.done and progress.epoch == 1:
             before = [(tmp_path / name).read_bytes() for name in names]
         if progress.step == len(whole.data.train) and progress.epoch == 2 and not progress.done:
@@ -235,21 +239,20 @@ def test_weights_that_are_not_finite_replace_nothing(tmp_path: Path):
     assert [(tmp_path / name).read_bytes() for name in names] == before
 
 
-def test_a_worker_that_dies_is_one_sentence(tmp_path: Path):
+def test_a_worker_that_dies_raises(tmp_path: Path):
     """Oracle: the sentence."""
     files = [tmp_path / str(i) for i in range(4)]
-    options = dict(batch_size=2, workers=1, decode=lambda path: os._exit(1), check=lambda path: None)
-    batches = FolderBatches(tmp_path, files, [0] * 4, Transform((8, 8), (0.5,), (0.5,)), **options)
-    with pytest.raises(OSError, match=r"^a process that decodes images died, perhaps for want of memory; lower"):
+    images = ImageFiles(files, [0] * 4, ("a",), decode=lambda path: os._exit(1), check=None)
+    batches = FolderBatches(tmp_path, images, Transform((8, 8), (0.5,), (0.5,)), batch_size=2, workers=1)
+    with pytest.raises(OSError, match=r"^a process that decodes images died, perhaps out of memory; lower"):
         list(batches)
 
 
-def test_a_file_that_vanishes_is_one_sentence(tmp_path: Path):
+def test_a_file_that_vanishes_raises(tmp_path: Path):
     """Oracle: the sentence names the file."""
     files = [tmp_path / f"{i}.png" for i in range(2)]
-    batches = FolderBatches(
-        tmp_path, files, [0, 0], Transform((8, 8), (0.5,), (0.5,)), batch_size=2, check=lambda path: None
-    )
+    images = ImageFiles(files, [0, 0], ("a",), check=None)
+    batches = FolderBatches(tmp_path, images, Transform((8, 8), (0.5,), (0.5,)), batch_size=2)
     with pytest.raises(ValueError, match=r"^2 of 2 images in .* 0.png \(No such file or directory\), 1.png"):
         list(batches)
 

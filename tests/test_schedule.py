@@ -1,4 +1,4 @@
-"""What moves the weights: groups, rates, averages and gradients in parts."""
+"""Parameter groups, learning-rate schedules, EMA and gradient accumulation."""
 
 import math
 from functools import partial
@@ -12,11 +12,11 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from fastvit_triton.models import create_model
-from fastvit_triton.train.accumulate import accumulate
-from fastvit_triton.train.average import moving_average, warm_decay
+from fastvit_triton.train.ema import ema_decay_at, ema_model
 from fastvit_triton.train.objective import supervised
 from fastvit_triton.train.optim import layer_of, parameter_groups, set_lr
 from fastvit_triton.train.schedule import constant, deit_schedule, mae_schedule, vit_schedule
+from fastvit_triton.train.step import accumulate_gradients
 
 CLOSE = torch.testing.assert_close
 
@@ -112,38 +112,38 @@ def test_maes_schedule():
 
 
 @pytest.mark.parametrize("warmup", [True, False])
-def test_moving_average(warmup: bool):
+def test_ema(warmup: bool):
     """Oracle: the recursion on w_n = n, in closed form Σ (1 − d) d^(N−n) n without warm-up; counters are copied."""
     model = nn.BatchNorm1d(1, affine=True)
-    average = moving_average(model, 0.9, warmup)
+    ema = ema_model(model, 0.9, warmup)
     expected = 0.0
     for n in range(40):
         with torch.no_grad():
             model.weight.fill_(float(n))
             model.running_mean.fill_(float(n))
             model.num_batches_tracked.fill_(n)
-        average.update_parameters(model)
-        kept = 0.0 if n == 0 else warm_decay(n, 0.9) if warmup else 0.9
+        ema.update_parameters(model)
+        kept = 0.0 if n == 0 else ema_decay_at(n, 0.9) if warmup else 0.9
         expected = kept * expected + (1 - kept) * n
     if not warmup:
         assert math.isclose(expected, sum(0.1 * 0.9 ** (39 - n) * n for n in range(1, 40)), rel_tol=1e-12)
     rounding = 40 * 40 * torch.finfo(torch.float32).eps
-    assert abs(average.module.weight.item() - expected) <= rounding
-    assert abs(average.module.running_mean.item() - expected) <= rounding
-    assert average.module.num_batches_tracked == 39
-    again = moving_average(nn.BatchNorm1d(1), 0.9, warmup)
-    again.load_state_dict(average.state_dict())
-    for one in (average, again):
+    assert abs(ema.module.weight.item() - expected) <= rounding
+    assert abs(ema.module.running_mean.item() - expected) <= rounding
+    assert ema.module.num_batches_tracked == 39
+    again = ema_model(nn.BatchNorm1d(1), 0.9, warmup)
+    again.load_state_dict(ema.state_dict())
+    for one in (ema, again):
         one.update_parameters(model)
-    assert torch.equal(average.module.weight, again.module.weight)
-    assert warm_decay(1, 0.9999) == 2 / 11 and warm_decay(10**9, 0.9999) == 0.9999
+    assert torch.equal(ema.module.weight, again.module.weight)
+    assert ema_decay_at(1, 0.9999) == 2 / 11 and ema_decay_at(10**9, 0.9999) == 0.9999
     with pytest.raises(ValueError, match=r"decay is 1.0; use a number in \[0, 1\)"):
-        moving_average(model, 1.0)
+        ema_model(model, 1.0)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_parts_make_the_whole_gradient(parts: int):
-    """Oracle: one backward pass over the whole batch, in float64, then clipped; a ragged last part."""
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_accumulation_gives_the_whole_gradient(steps: int):
+    """Oracle: one backward pass over the whole batch, in float64, then clipped; a smaller last micro-batch."""
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2).double()
     images, targets = torch.randn(7, 1, 8, 8).double(), torch.rand(7, 10).double().softmax(-1)
     value = F.cross_entropy(model(images), targets)
@@ -151,11 +151,11 @@ def test_parts_make_the_whole_gradient(parts: int):
     whole_norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     whole = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    total, answers = accumulate(model, supervised(F.cross_entropy), images, targets, parts)
+    total, answers = accumulate_gradients(model, supervised(F.cross_entropy), images, targets, steps)
     CLOSE(total, value.detach(), check_dtype=False)
     CLOSE(answers, model(images).detach())
     CLOSE(nn.utils.clip_grad_norm_(model.parameters(), 0.1), whole_norm)
     for parameter, expected in zip(model.parameters(), whole, strict=True):
         CLOSE(parameter.grad, expected)
-    with pytest.raises(ValueError, match="parts is 8 for 7 images"):
-        accumulate(model, supervised(F.cross_entropy), images, targets, 8)
+    with pytest.raises(ValueError, match="grad_accum_steps is 8 for 7 images"):
+        accumulate_gradients(model, supervised(F.cross_entropy), images, targets, 8)

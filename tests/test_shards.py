@@ -1,4 +1,4 @@
-"""Shards and folders on many processes: each sample once per epoch, whoever reads it, and from wherever one goes on."""
+"""Shards and folders on several ranks: each sample once per epoch, for any number of ranks and any resume point."""
 
 import io
 import itertools
@@ -11,22 +11,22 @@ from PIL import Image
 from webdataset import tariterators
 
 from fastvit_triton.cli import main
-from fastvit_triton.train.checkpoint import generators, set_generators
 from fastvit_triton.train.data import load
-from fastvit_triton.train.folder import FolderBatches, scan
-from fastvit_triton.train.image import Transform
-from fastvit_triton.train.parallel import World
-from fastvit_triton.train.recipes import FOLDER, shorten
-from fastvit_triton.train.shards import pack, shards, windowed
+from fastvit_triton.train.data.folder import FolderBatches, scan_folder
+from fastvit_triton.train.data.shards import pack, scan_shards, windowed
+from fastvit_triton.train.data.transform import Transform
+from fastvit_triton.train.distributed import World
+from fastvit_triton.train.recipes import FOLDER, override_recipe
+from fastvit_triton.train.rng import get_rng_state, set_rng_state
 
-COUNT, BATCH = 67, 8  # of 67 pictures, 9 batches of 8, the last with 3: uneven for every number of processes
+COUNT, BATCH = 67, 8  # of 67 images, 9 batches of 8, the last with 3: uneven for every number of processes
 TRANSFORM = Transform((4, 4), (0.0,), (1.0,))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Picture i is grey level 3 i, in class i mod 3."""
-    root = tmp_path_factory.mktemp("pictures")
+    root = tmp_path_factory.mktemp("images")
     for split, count in (("train", COUNT), ("val", 5)):
         for i in range(count):
             place = root / split / f"class {i % 3}"
@@ -45,17 +45,14 @@ def packed(folder, tmp_path_factory) -> Path:
 def batches(root: Path, world: World, workers: int = 0, crop: dict | None = None) -> FolderBatches:
     crop = {"min_area": 1.0} if crop is None else crop
     if (root / "classes.txt").exists():
-        files, targets, _, decode = shards(root, "train")
-        options = {"decode": decode, "check": None}
+        images = scan_shards(root, "train")
     else:
-        (files, targets, _), options = scan(root, "train"), {}
-    return FolderBatches(
-        root, files, targets, TRANSFORM, batch_size=BATCH, crop=crop, workers=workers, world=world, **options
-    )
+        images = scan_folder(root, "train")
+    return FolderBatches(root, images, TRANSFORM, batch_size=BATCH, crop=crop, workers=workers, world=world)
 
 
 def seen(stream) -> list[list[tuple[int, int]]]:
-    """(picture, class) of each batch, from the pixels themselves."""
+    """(image, class) of each batch, from the pixels themselves."""
     return [
         [
             (round(image.mean().item() * 255) // 3, target)
@@ -65,12 +62,12 @@ def seen(stream) -> list[list[tuple[int, int]]]:
     ]
 
 
-def everybody(root: Path, size: int, workers: int, start: int = 0, stop: int | None = None) -> list:
-    """What `size` processes see of one epoch, rank by rank, batch by batch, from the same draws."""
-    here, found = generators(), []
+def all_ranks(root: Path, size: int, workers: int, start: int = 0, stop: int | None = None) -> list:
+    """What `size` ranks see of one epoch, rank by rank, batch by batch, from the same random state."""
+    here, found = get_rng_state(), []
     for rank in range(size):
-        set_generators(here)
-        found.append(seen(itertools.islice(batches(root, World(rank, size), workers).after(start), stop)))
+        set_rng_state(here)
+        found.append(seen(itertools.islice(batches(root, World(rank, size), workers).iter_from(start), stop)))
     return found
 
 
@@ -81,17 +78,17 @@ WHOLE = {(i, i % 3) for i in range(COUNT)}
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 11])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_is_seen_once(kind, size, workers, request):
-    """Oracle: the list of what was written. The batches are those of one process, cut in parts that differ by one."""
+    """Oracle: the list of what was written. Batches are those of one process, sliced so that sizes differ by one."""
     root = request.getfixturevalue(kind)
     torch.manual_seed(3)
-    alone = everybody(root, 1, 0)[0]
+    alone = all_ranks(root, 1, 0)[0]
     torch.manual_seed(3)
-    found = everybody(root, size, workers)
-    assert [len(part) for part in found] == [9] * size
-    for number, parts in enumerate(zip(*found, strict=True)):
-        assert [sample for part in parts for sample in part] == alone[number]
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    flat = [sample for part in found for batch in part for sample in batch]
+    found = all_ranks(root, size, workers)
+    assert [len(rank) for rank in found] == [9] * size
+    for number, ranks in enumerate(zip(*found, strict=True)):
+        assert [sample for rank in ranks for sample in rank] == alone[number]
+        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    flat = [sample for rank in found for batch in rank for sample in batch]
     assert len(flat) == COUNT and set(flat) == WHOLE
 
 
@@ -100,13 +97,13 @@ def test_an_epoch_goes_on_with_another_number_of_processes(kind, request):
     """Three processes stop after four batches, two go on: nothing twice, nothing lost, in one process's order."""
     root = request.getfixturevalue(kind)
     torch.manual_seed(4)
-    began = generators()
-    alone = everybody(root, 1, 0)[0]
-    set_generators(began)
-    first = everybody(root, 3, 0, stop=4)
-    set_generators(began)
-    rest = everybody(root, 2, 0, start=4)
-    joined = [[s for part in parts for s in part] for parts in (*zip(*first, strict=True), *zip(*rest, strict=True))]
+    began = get_rng_state()
+    alone = all_ranks(root, 1, 0)[0]
+    set_rng_state(began)
+    first = all_ranks(root, 3, 0, stop=4)
+    set_rng_state(began)
+    rest = all_ranks(root, 2, 0, start=4)
+    joined = [[s for rank in ranks for s in rank] for ranks in (*zip(*first, strict=True), *zip(*rest, strict=True))]
     assert joined == alone
 
 
@@ -138,9 +135,9 @@ def test_windows_open_few_shards():
     assert ((share - 1 / 9).abs() < 5 * (1 / 9 * 8 / 9 / 4000) ** 0.5).all()
 
 
-def test_shards_are_webdatasets(folder, packed):
-    """Oracle: what the webdataset package reads from the same files; and the bytes of the folder's pictures."""
-    samples, targets, classes, decode = shards(packed, "train")
+def test_webdataset_reads_our_shards(folder, packed):
+    """Oracle: what the webdataset package reads from the same files; and the bytes of the folder's images."""
+    samples, targets, classes, decode, _ = scan_shards(packed, "train")
     assert classes == ("class 0", "class 1", "class 2") and len(samples) == COUNT
     urls = [str(path) for path in sorted((packed / "train").glob("*.tar"))]
     assert len(urls) == 7
@@ -163,11 +160,11 @@ def test_load_takes_shards(folder, packed, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("holds 3 of train/ and 1 of val/ shards\n")
     assert main(["pack", str(folder), str(tmp_path / "none"), "--per-shard", "0"]) == 2
     assert "per_shard is 0" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    recipe = shorten(FOLDER, img_size=8, batch_size=4)
+    recipe = override_recipe(FOLDER, img_size=8, batch_size=4)
     data = load(str(packed), recipe)
     assert data.classes == ("class 0", "class 1", "class 2") and len(data.train) == 17
     assert sum(len(targets) for _, targets in data.test) == 5
-    assert data.test.picture(0).shape == (3, 8, 8)
+    assert data.test.display_image(0).shape == (3, 8, 8)
 
 
 def tar(path: Path, **members: bytes) -> None:
@@ -179,28 +176,28 @@ def tar(path: Path, **members: bytes) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
-def test_what_cannot_be_read_is_named(folder, packed, tmp_path):
+def test_invalid_shards_raise(folder, packed, tmp_path):
     """One sentence each: no shards, no class number, a cut or foreign file, too few names, a folder in the way."""
     png = next((folder / "train").rglob("*.png")).read_bytes()
     with pytest.raises(ValueError, match="holds no shards"):
-        shards(tmp_path, "train")
+        scan_shards(tmp_path, "train")
     tar(tmp_path / "a/train/0.tar", x_png=png)
     with pytest.raises(ValueError, match=r"0.tar has x.png without a class number; add /?x.cls"):
-        shards(tmp_path / "a", "train")
+        scan_shards(tmp_path / "a", "train")
     tar(tmp_path / "b/train/0.tar", x_cls=b"1")
-    with pytest.raises(ValueError, match="holds no pictures"):
-        shards(tmp_path / "b", "train")
+    with pytest.raises(ValueError, match="holds no images"):
+        scan_shards(tmp_path / "b", "train")
     whole = (packed / "train/000000.tar").read_bytes()
     for name, content in {"cut": whole[: len(whole) // 2 + 100], "foreign": png}.items():
         place = tmp_path / name / "train/0.tar"
         place.parent.mkdir(parents=True)
         place.write_bytes(content)
-        with pytest.raises(ValueError, match="damaged or no plain tar file"):
-            shards(tmp_path / name, "train")
+        with pytest.raises(ValueError, match="damaged or not a plain tar file"):
+            scan_shards(tmp_path / name, "train")
     tar(tmp_path / "c/train/0.tar", x_png=png, x_cls=b"7")
-    assert shards(tmp_path / "c", "train")[2] == tuple("01234567")
+    assert scan_shards(tmp_path / "c", "train").classes == tuple("01234567")
     (tmp_path / "c/classes.txt").write_text("one\n")
-    with pytest.raises(ValueError, match="class number 7, and there are 1 names"):
-        shards(tmp_path / "c", "train")
+    with pytest.raises(ValueError, match="class number 7, but only 1 class names"):
+        scan_shards(tmp_path / "c", "train")
     with pytest.raises(ValueError, match="exists; give a new folder"):
         pack(folder, packed)

@@ -1,4 +1,4 @@
-"""Training utilities: each pure function at known points, the loop, and runs that stop and go on."""
+"""Training utilities: each pure function at known points, the loop, and runs that are resumed."""
 
 import errno
 import io
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from fastvit_triton.files import replacing
 from fastvit_triton.models import create_model
-from fastvit_triton.train import checkpoint, job, plots
+from fastvit_triton.train import checkpoint, outputs, plots, trainer
+from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.data import Data, TensorBatches
-from fastvit_triton.train.display import display
-from fastvit_triton.train.image import Transform
+from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged, Progress, Score, evaluate, fit
-from fastvit_triton.train.mix import mixup
-from fastvit_triton.train.optim import adamw, parameter_groups, redraw_positions, warmup_cosine
+from fastvit_triton.train.optim import adamw, parameter_groups, reinit_pos_embed, warmup_cosine
+from fastvit_triton.train.progress import show_progress
 from fastvit_triton.train.recipes import DIGITS, Recipe
-from fastvit_triton.train.step import Step, agreement
+from fastvit_triton.train.step import Step, count_correct
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2}
 RECIPE = Recipe(
@@ -38,7 +38,7 @@ RECIPE = Recipe(
     label_smoothing=0.1,
     mixup=0.4,
     erasing=0.25,
-    average=0.9,
+    ema_decay=0.9,
     shift=1,
 )
 
@@ -73,8 +73,8 @@ def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Mod
     model = tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     torch.manual_seed(5)
     state = checkpoint.newest_state(out)[0] if resume else None
-    plan = job.plan(model, data(), RECIPE)
-    for progress in job.run(plan, out, settings={"seed": 5}, save=save, state=state, **options):
+    built = trainer.build_trainer(model, data(), RECIPE)
+    for progress in trainer.run(built, out, settings={"seed": 5}, save=save, state=state, **options):
         if progress.test is not None and progress.epoch == epochs < RECIPE.epochs:
             break
     return model
@@ -112,10 +112,10 @@ def test_parameter_groups():
 def test_positions_are_redrawn_where_they_are_learned():
     """Oracle: the deviation of 17 · 16 normal numbers, within four standard errors; a model without positions."""
     model = tiny()
-    redraw_positions(model, 0.5)
+    reinit_pos_embed(model, 0.5)
     numbers = model.pos_embed.numel()
     assert abs(model.pos_embed.std().item() - 0.5) < 4 * 0.5 / math.sqrt(2 * numbers)
-    redraw_positions(nn.Linear(2, 2), 0.5)
+    reinit_pos_embed(nn.Linear(2, 2), 0.5)
 
 
 def test_mixup_blends_images_and_labels_alike():
@@ -133,8 +133,8 @@ def test_mixup_blends_images_and_labels_alike():
 def test_agreement():
     """Oracle: by hand; a blended target counts by its share."""
     logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]])
-    assert agreement(logits, torch.tensor([0, 0, 0])) == 2
-    assert agreement(logits, torch.tensor([[0.75, 0.25], [0.75, 0.25], [0.0, 1.0]])) == 1.0
+    assert count_correct(logits, torch.tensor([0, 0, 0])) == 2
+    assert count_correct(logits, torch.tensor([[0.75, 0.25], [0.75, 0.25], [0.0, 1.0]])) == 1.0
 
 
 def test_evaluate_any_module():
@@ -149,7 +149,7 @@ def test_evaluate_any_module():
     assert score.accuracy == (logits.argmax(1) == targets).sum().item() / 10
     assert math.isclose(score.loss, F.cross_entropy(logits, targets).item(), rel_tol=1e-6)
     assert torch.equal(score.predictions, logits.argmax(1)) and torch.equal(score.targets, targets)
-    with pytest.raises(ValueError, match="no test image"):
+    with pytest.raises(ValueError, match="no test images"):
         evaluate(model, [])
 
 
@@ -211,7 +211,7 @@ def test_fit_stops_at_losses_that_are_not_finite():
     assert torch.equal(model.weight, start)
     reports = train([bad, bad, good] * 2, patience=3)
     assert [report.images for report in reports[:7]] == [0, 0, 2, 2, 2, 4, 4] and model.weight.isfinite().all()
-    with pytest.raises(ValueError, match="no training image left"):
+    with pytest.raises(ValueError, match="no training images left"):
         train([])
 
 
@@ -223,33 +223,33 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
     parts = train(tmp_path / "parts", resume=True)
     for (name, a), b in zip(whole.state_dict().items(), parts.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    a, b = (checkpoint.load_state(tmp_path / folder / job.STATE) for folder in ("whole", "parts"))
+    a, b = (checkpoint.load_state(tmp_path / folder / outputs.STATE) for folder in ("whole", "parts"))
     timeless = lambda rows: [{k: v for k, v in row.items() if "second" not in k} for row in rows]  # noqa: E731
     assert timeless(a["history"]) == timeless(b["history"]) and len(a["history"]) == 3
     assert torch.equal(a["generators"]["cpu"], b["generators"]["cpu"])
-    kept = torch.load(io.BytesIO((tmp_path / "parts" / job.WEIGHTS).read_bytes()))
-    for part in ("model", "average"):
+    kept = torch.load(io.BytesIO((tmp_path / "parts" / outputs.WEIGHTS).read_bytes()))
+    for part in ("model", "ema"):
         assert all(torch.equal(tensor, b[part][name]) for name, tensor in a[part].items())
-    assert torch.equal(kept["norm.weight"], a["average"]["module.norm.weight"])
+    assert torch.equal(kept["norm.weight"], a["ema"]["module.norm.weight"])
 
 
 def test_run_leaves_all_files_and_a_finished_one_can_draw_again(tmp_path: Path):
     """Oracle: the list of files; the log has one row per epoch, and equals the state's history."""
     train(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(job.FILES)
-    header, *rows = (tmp_path / job.LOG).read_text().splitlines()
-    history = checkpoint.load_state(tmp_path / job.STATE)["history"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES)
+    header, *rows = (tmp_path / outputs.LOG).read_text().splitlines()
+    history = checkpoint.load_state(tmp_path / outputs.STATE)["history"]
     assert header.split(",") == list(history[0]) and len(rows) == 3
     assert [float(number) for number in rows[2].split(",")] == list(history[2].values())
-    (tmp_path / job.CURVES).unlink()
+    (tmp_path / outputs.CURVES).unlink()
     train(tmp_path, resume=True)
-    assert (tmp_path / job.CURVES).exists()
+    assert (tmp_path / outputs.CURVES).exists()
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
     """Oracle: each of the epoch's four files in turn meets a full disk; all read back, and the run resumes."""
-    monkeypatch.setattr(job, "is_best", lambda history: True)
+    monkeypatch.setattr(trainer, "is_best", lambda history: True)
     train(tmp_path, epochs=1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     sync, calls = os.fsync, iter(range(1, 1000))
@@ -260,15 +260,15 @@ def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.M
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"^cannot write .*: No space left on device; what it held before is intact$"):
+    with pytest.raises(OSError, match=r"^cannot write .*: No space left on device; its previous content is intact$"):
         train(tmp_path, epochs=2, resume=True)
     monkeypatch.undo()
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert after.keys() - before.keys() <= {job.PREVIOUS}
-    unchanged = (job.WEIGHTS, job.BEST, job.STATE, job.LOG)[fails_at - 1 :]
+    assert after.keys() - before.keys() <= {outputs.PREVIOUS}
+    unchanged = (outputs.WEIGHTS, outputs.BEST, outputs.STATE, outputs.LOG)[fails_at - 1 :]
     assert all(after[name] == before[name] for name in unchanged)
     train(tmp_path, resume=True)
-    assert len(checkpoint.load_state(tmp_path / job.STATE)["history"]) == 3
+    assert len(checkpoint.load_state(tmp_path / outputs.STATE)["history"]) == 3
 
 
 class _Pickled:
@@ -279,29 +279,44 @@ def test_state_that_is_damaged_or_wants_to_run_code(tmp_path: Path):
     """Oracle: one sentence that names the file."""
     path = tmp_path / "state.pt"
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=f"{path} is damaged or no training state"):
+    with pytest.raises(ValueError, match=f"{path} is damaged or not a training state"):
         checkpoint.load_state(path)
     torch.save(_Pickled(), path)
-    with pytest.raises(ValueError, match=f"{path} is damaged or no training state"):
+    with pytest.raises(ValueError, match=f"{path} is damaged or not a training state"):
         checkpoint.load_state(path)
     torch.save({"model": {}}, path)
-    with pytest.raises(ValueError, match=f"{path} is no training state of ours"):
+    with pytest.raises(ValueError, match=f"{path} is not a training state of fastvit-triton"):
         checkpoint.load_state(path)
+
+
+def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
+    """Oracle: a state of today under the keys that earlier versions wrote."""
+    train(tmp_path, epochs=1)
+    state = checkpoint.load_state(tmp_path / outputs.STATE)
+    state["settings"] = {"grad_accum_steps": 2, "ema_decay": 0.5}
+    older = {"average" if name == "ema" else name: value for name, value in state.items()}
+    older["settings"] = {"parts": 2, "average": 0.5}
+    names = {"correct": "right", "epoch_rng": "began"}
+    older["progress"] = {names.get(name, name): value for name, value in state["progress"].items()}
+    torch.save(older, tmp_path / "older.pt")
+    found = checkpoint.load_state(tmp_path / "older.pt")
+    assert found.keys() == state.keys() and found["settings"] == state["settings"]
+    assert found["progress"].keys() == state["progress"].keys() and found["ema"].keys() == state["ema"].keys()
 
 
 def test_settings_of_a_resumed_run():
     """Oracle: what was not given comes from the run; what differs is refused by name."""
-    saved = job.settle({"epochs": 7}, None)
+    saved = trainer.resolve_settings({"epochs": 7}, None)
     assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
-    assert job.settle({"epochs": 7}, saved) == saved
+    assert trainer.resolve_settings({"epochs": 7}, saved) == saved
     with pytest.raises(ValueError, match=r"seed is -1; use an integer in \[0, 2\^63\)"):
-        job.settle({"seed": -1}, None)
+        trainer.resolve_settings({"seed": -1}, None)
     with pytest.raises(ValueError, match="epochs is 8, but the run to resume has 7; leave it out"):
-        job.settle({"epochs": 8}, saved)
+        trainer.resolve_settings({"epochs": 8}, saved)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 16])
-def test_pictures_are_drawn_without_global_state(tmp_path: Path, wrong: int):
+def test_plots_are_drawn_without_global_state(tmp_path: Path, wrong: int):
     """Oracle: PNG files of a sane size; red pixels where, and only where, something is wrong; pyplot untouched."""
     import matplotlib
     from PIL import Image
@@ -311,7 +326,7 @@ def test_pictures_are_drawn_without_global_state(tmp_path: Path, wrong: int):
     predictions = targets.clone()
     predictions[:wrong] = 9
     score = Score(0.1, (16 - wrong) / 16, predictions, targets)
-    plots.draw_predictions(data(), score, tmp_path / "p.png", most=12)
+    plots.draw_predictions(data(), score, tmp_path / "p.png", max_images=12)
     row = dict(epoch=1, lr=1e-3, train_loss=1.0, train_accuracy=0.5, test_loss=1.1, test_accuracy=0.4)
     untested = row | dict(test_loss=None, test_accuracy=None)
     plots.draw_curves([untested, row] if wrong else [row, untested], tmp_path / "c.png")
@@ -342,7 +357,7 @@ def test_display(terminal: bool):
     page = io.StringIO()
     console = Console(file=page, force_terminal=terminal, width=80, color_system=None)
     loss, accuracy = torch.tensor(1.234), torch.tensor(0.875)
-    with display(console, epochs=60, steps=23) as show:
+    with show_progress(console, epochs=60, steps_per_epoch=23) as show:
         for test in (None, Score(0.1, 0.95, loss, loss)):
             show(Progress(60, 23, 1437, 1437 * loss, 1437 * accuracy, 1e-3, 1.0, None, test is not None, test))
     lines = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", page.getvalue())) if line]

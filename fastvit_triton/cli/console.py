@@ -1,35 +1,38 @@
-"""What commands share: a checkpoint, a device, and one line to say it."""
+"""What commands share: options for the device and for image files, and one-line messages."""
 
-import json
-from pathlib import Path
+import argparse
+import os
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
-def trained(path: Path) -> tuple["nn.Module", dict]:
-    """A model and what its file says of its training; what it does not say takes the usual values."""
-    from ..train.checkpoint import checksum
-    from ..train.image import IMAGENET_MEAN, IMAGENET_STD, Transform
-    from ..weights import load_model
-
-    model, header = load_model(path)
-    about = {"data": None, "batch_size": 64, "skip_bad_images": False} | json.loads(header.get("training", "{}"))
-    if "crc32" in about and about["crc32"] != checksum(model):
-        raise ValueError(f"{path} is damaged: its tensors are not those that were written")
-    channels = model.config.in_chans
-    usual = {"size": model.config.img_size, "mean": IMAGENET_MEAN[:channels], "std": IMAGENET_STD[:channels]}
-    about["transform"] = Transform(**about.get("transform", usual))
-    about["classes"] = tuple(about.get("classes", map(str, range(model.config.num_classes))))
-    return model, about
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --device, which `select_device` reads."""
+    parser.add_argument("--device", default="auto", help="cpu, cuda, …; auto means a GPU if there is one")
 
 
-def choose(name: str) -> "torch.device":
-    """The device of that name, once it has been seen to work."""
+def add_workers_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --workers."""
+    default = min(8, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=default, help="processes that decode images")
+
+
+def add_skip_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --skip-bad-images; None if it is not given."""
+    text = "leave out images that cannot be read"
+    parser.add_argument("--skip-bad-images", action="store_true", default=None, help=text)
+
+
+def select_device(name: str) -> "torch.device":
+    """The device of that name, after allocating on it.
+
+    Raises:
+        ValueError: PyTorch has no such device here.
+    """
     import torch
 
     if name == "auto":
@@ -40,13 +43,13 @@ def choose(name: str) -> "torch.device":
         raise ValueError(f"--device {name} does not work here ({str(error).splitlines()[0]}); leave it out") from error
 
 
-def say(text: str) -> None:
-    """One line on stdout, never folded, coloured or parsed."""
+def print_line(text: str) -> None:
+    """Prints text on stdout without wrapping, colours or markup."""
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 
-def complain(text: str, code: int) -> int:
-    """One line on stderr; returns the exit code."""
+def print_error(text: str, code: int) -> int:
+    """Prints one line on stderr and returns the exit code."""
     text = f"fastvit-triton: {'' if code == 130 else 'error: '}{text}"
     Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
     return code

@@ -3,7 +3,7 @@
 After Patch n' Pack (NaViT, Dehghani et al., arXiv:2307.06304) and FlexiViT; timm's NaFlexVit batches in the same way.
 Differs from ViT:
   1. Its input is patches, not pixels: [B, L, 2 + P·P·C], each with its row and column, −1 where an image has fewer than
-     L. `fastvit_triton.train.naflex` makes them.
+     L. `fastvit_triton.train.data.naflex` makes them.
   2. Positions are resampled to each image's own grid, and keys beyond an image's tokens are masked.
 Adds nothing: the weights are those of the `VisionTransformer` with the same config.
 """

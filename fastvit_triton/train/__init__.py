@@ -1,39 +1,47 @@
 """Training utilities in plain PyTorch, for any `nn.Module`: use one of them, or all through `fastvit-triton train`."""
 
-from .accumulate import accumulate
 from .augment import random_affine, random_erasing
-from .average import moving_average
-from .checkpoint import load_state, newest_state, restore, save_state, state_of
+from .augment.mix import cut_box, cutmix, mix_by_area, mix_tokens, mixtoken, mixup, mixup_or_cutmix
+from .augment.policy import big_vision_augment, rand_augment, three_augment
+from .build import set_drop_path
+from .checkpoint import load_state, make_state, newest_state, restore, save_state
 from .data import Data, TensorBatches, load
-from .distill import hard_distillation, soft_distillation
-from .drop_path import set_drop_path
-from .fewshot import extract, few, few_shot, nearest_neighbours, ridge
-from .image import Transform
-from .lamb import Lamb
-from .loop import Diverged, Progress, Score, assess, evaluate, fit
+from .data.naflex import TokenBudgetBatches
+from .data.sampler import RepeatedAugmentation
+from .data.shards import pack
+from .data.transform import Transform
+from .distributed import World, process_group
+from .distributed.checkpoint import (
+    consolidate,
+    full_state,
+    load_full_state,
+    load_sharded,
+    newest_sharded,
+    save_sharded,
+)
+from .distributed.parallel import checkpoint_blocks, ddp, find_blocks, fsdp
+from .ema import ema_model
+from .fewshot import extract_features, few_shot, nearest_neighbours, ridge, sample_per_class
+from .loop import Diverged, Progress, Score, evaluate, evaluate_objective, fit
 from .loss import (
     binary_cross_entropy,
+    hard_distillation,
     patch_contrastive_loss,
     patch_mixing_loss,
     similarity_loss,
-    smooth,
+    smooth_labels,
     soft_cross_entropy,
+    soft_distillation,
     token_label_loss,
 )
 from .masked import MaskedAutoencoder, MaskedPatchPrediction, colour_loss, mean_colours, pixel_loss
-from .mix import cut_box, cutmix, mix_by_area, mix_tokens, mixtoken, mixup, mixup_or_cutmix
-from .naflex import TokenBudgetBatches
 from .objective import distilled, masked_colours, masked_pixels, supervised
-from .optim import adamw, parameter_groups, set_lr, warmup_cosine
-from .parallel import World, checkpoint_blocks, ddp, find_blocks, fsdp, join
-from .policy import big_vision_augment, rand_augment, three_augment
-from .published import PUBLISHED
-from .recipes import DIGITS, FOLDER, Recipe, shorten
-from .sampler import RepeatedAugmentation
+from .optim import Lamb, adamw, parameter_groups, set_lr, warmup_cosine
+from .recipes import DIGITS, FOLDER, Recipe, override_recipe
+from .recipes.published import PUBLISHED
 from .schedule import constant, deit_schedule, mae_schedule, vit_schedule
-from .sharded import consolidate, full_state, load_full_state, load_sharded, newest_sharded, save_sharded
-from .shards import pack
-from .step import Step
+from .step import Step, StepResult, accumulate_gradients
+from .trainer import Trainer, build_trainer
 
 __all__ = [
     "DIGITS",
@@ -49,15 +57,17 @@ __all__ = [
     "RepeatedAugmentation",
     "Score",
     "Step",
+    "StepResult",
     "TensorBatches",
     "TokenBudgetBatches",
+    "Trainer",
     "Transform",
     "World",
-    "accumulate",
+    "accumulate_gradients",
     "adamw",
-    "assess",
     "big_vision_augment",
     "binary_cross_entropy",
+    "build_trainer",
     "checkpoint_blocks",
     "colour_loss",
     "consolidate",
@@ -67,21 +77,22 @@ __all__ = [
     "ddp",
     "deit_schedule",
     "distilled",
+    "ema_model",
     "evaluate",
-    "extract",
-    "few",
+    "evaluate_objective",
+    "extract_features",
     "few_shot",
     "find_blocks",
     "fit",
     "fsdp",
     "full_state",
     "hard_distillation",
-    "join",
     "load",
     "load_full_state",
     "load_sharded",
     "load_state",
     "mae_schedule",
+    "make_state",
     "masked_colours",
     "masked_pixels",
     "mean_colours",
@@ -90,30 +101,30 @@ __all__ = [
     "mixtoken",
     "mixup",
     "mixup_or_cutmix",
-    "moving_average",
     "nearest_neighbours",
     "newest_sharded",
     "newest_state",
+    "override_recipe",
     "pack",
     "parameter_groups",
     "patch_contrastive_loss",
     "patch_mixing_loss",
     "pixel_loss",
+    "process_group",
     "rand_augment",
     "random_affine",
     "random_erasing",
     "restore",
     "ridge",
+    "sample_per_class",
     "save_sharded",
     "save_state",
     "set_drop_path",
     "set_lr",
-    "shorten",
     "similarity_loss",
-    "smooth",
+    "smooth_labels",
     "soft_cross_entropy",
     "soft_distillation",
-    "state_of",
     "supervised",
     "three_augment",
     "token_label_loss",

@@ -1,4 +1,4 @@
-"""What frozen features know: ridge regression in closed form and nearest neighbours. Nothing is trained by gradient."""
+"""Evaluation of frozen features: few-shot linear evaluation by ridge regression, and k nearest neighbours."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,28 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ranges import Count, Number, Positive, checked
+from .ranges import NonNegativeInt, Positive, PositiveInt, checked
 
-BIAS = 100.0  # a constant feature so large that its weight is hardly penalised (big_vision, evaluators/fewshot_lsr.py)
+BIAS = 100.0  # constant feature; large, so that its weight is hardly penalised (big_vision, evaluators/fewshot_lsr.py)
 
 
 @torch.no_grad()
-def extract(
+def extract_features(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], forward: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Features and targets of all images, on the CPU; the model is left in the mode it came in.
+    """Features and targets of all images, on the CPU. Training mode is restored afterwards.
 
     Args:
         model: any module.
-        batches: (images [B, C, H, W], targets [B]).
-        forward: images to features [B, D]; None calls the model, which then must have no head. A timm model or one of
-            ours with a head: `lambda x: model.forward_head(model.forward_features(x), pre_logits=True)`.
+        batches: yields (images [B, C, H, W], targets [B]).
+        forward: from images to features [B, D]; None calls a model without head. For a timm model or one of ours with a
+            head: `lambda x: model.forward_head(model.forward_features(x), pre_logits=True)`.
 
     Returns:
-        [N, D] and [N].
+        Features [N, D] and targets [N].
 
     Raises:
-        ValueError: there is no image.
+        ValueError: there are no images.
     """
     device, modes = next(model.parameters()).device, {module: module.training for module in model.modules()}
     model.eval()
@@ -40,18 +40,18 @@ def extract(
         for module, mode in modes.items():
             module.training = mode
     if not features:
-        raise ValueError("there is no image to take features of")
+        raise ValueError("there are no images to extract features from")
     return torch.cat(features), torch.cat(answers)
 
 
 @checked
-def few(targets: Tensor, shots: Count, seed: Number = 0) -> Tensor:
-    """Indices of `shots` random images of each class, fewer where a class has fewer.
+def sample_per_class(targets: Tensor, shots: PositiveInt, seed: NonNegativeInt = 0) -> Tensor:
+    """Indices of `shots` random images of each class, or of all images of a smaller class.
 
     Args:
         targets: class numbers [N].
         shots: images per class.
-        seed: draws them.
+        seed: of the draw.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(targets.shape[0], generator=generator)
@@ -60,18 +60,18 @@ def few(targets: Tensor, shots: Count, seed: Number = 0) -> Tensor:
 
 @checked
 def ridge(features: Tensor, targets: Tensor, penalty: Positive, dual: bool | None = None) -> Tensor:
-    """The minimiser of ‖X W − Y‖² + λ ‖W‖², through one symmetric eigendecomposition Q diag(e) Qᵀ.
+    """Ridge regression: the minimiser of ‖X W − Y‖² + λ ‖W‖², by one symmetric eigendecomposition Q diag(e) Qᵀ.
 
         primal   W = Q (e + λ)⁻¹ Qᵀ Xᵀ Y,   XᵀX = Q e Qᵀ   [D, D]
         dual     W = Xᵀ Q (e + λ)⁻¹ Qᵀ Y,   XXᵀ = Q e Qᵀ   [N, N]
 
-    The same W; the smaller matrix is the cheaper one. Compute in float64.
+    Both give the same W; the smaller matrix is cheaper. Pass float64 tensors.
 
     Args:
         features: X [N, D].
         targets: Y [N, K].
         penalty: λ above 0.
-        dual: None takes the smaller matrix.
+        dual: which form to use; None takes the smaller matrix.
 
     Returns:
         W [D, K].
@@ -89,22 +89,22 @@ def ridge(features: Tensor, targets: Tensor, penalty: Positive, dual: bool | Non
 
 @checked
 def few_shot(
-    features: Tensor, targets: Tensor, test_features: Tensor, classes: Count, penalty: Positive = 2.0**10
+    features: Tensor, targets: Tensor, test_features: Tensor, classes: PositiveInt, penalty: Positive = 2.0**10
 ) -> Tensor:
     """Few-shot linear evaluation (ViT, arXiv:2010.11929, section 4.1 "Metrics"; big_vision, `fewshot_lsr`).
 
-    Features are whitened by the training images' mean and deviation + 1e-5, a constant 100 is appended, and ridge
-    regression maps them to {−1, 1}^K: 1 for the class. All in float64.
+    Features are standardised by the training images' mean and standard deviation + 1e-5, a constant 100 is appended,
+    and ridge regression predicts targets in {−1, 1}^K, 1 for the image's class. Computed in float64.
 
     Args:
-        features: [N, D], of the few training images.
+        features: [N, D], of the training images.
         targets: [N].
         test_features: [M, D].
         classes: K.
         penalty: λ, 2¹⁰ as in big_vision.
 
     Returns:
-        Outputs [M, K] in float64; argmax(1) is the answer.
+        Outputs [M, K] in float64; argmax(1) is the predicted class.
     """
     features, test_features = features.double(), test_features.double()
     mean, std = features.mean(0), features.std(0, correction=0) + 1e-5
@@ -117,11 +117,13 @@ def nearest_neighbours(
     features: Tensor,
     targets: Tensor,
     test_features: Tensor,
-    classes: Count,
-    k: Count = 20,
+    classes: PositiveInt,
+    k: PositiveInt = 20,
     temperature: Positive = 0.07,
 ) -> Tensor:
-    """Votes of the k most similar training images (Wu et al., arXiv:1805.01978, section 3.4; DINO, eval_knn.py).
+    """Weighted votes of the k nearest training images by cosine similarity.
+
+    Wu et al., arXiv:1805.01978, section 3.4; DINO, eval_knn.py.
 
         vote for class c = Σ over the k nearest i of class c: exp(cos(f, f_i) / τ)
 
@@ -134,17 +136,19 @@ def nearest_neighbours(
         temperature: τ.
 
     Returns:
-        Votes [M, K]; argmax(1) is the answer.
+        Votes [M, K]; argmax(1) is the predicted class.
 
     Raises:
-        ValueError: there are fewer images than neighbours.
+        ValueError: there are fewer than k training images.
     """
     if k > features.shape[0]:
-        raise ValueError(f"k is {k} for {features.shape[0]} images; it must be at most the images")
+        raise ValueError(f"k is {k} for {features.shape[0]} images; use at most the number of images")
     bank = F.normalize(features, dim=1)
     votes = []
-    for some in F.normalize(test_features, dim=1).split(1024):  # never an [M, N] matrix of a large set
-        cosines, nearest = (some @ bank.mT).topk(k, dim=1)
+    for queries in F.normalize(test_features, dim=1).split(
+        1024
+    ):  # in chunks: the [M, N] matrix may not fit into memory
+        cosines, nearest = (queries @ bank.mT).topk(k, dim=1)
         weights = (cosines / temperature).exp()
-        votes.append(weights.new_zeros(some.shape[0], classes).scatter_add_(1, targets[nearest], weights))
+        votes.append(weights.new_zeros(queries.shape[0], classes).scatter_add_(1, targets[nearest], weights))
     return torch.cat(votes)

@@ -1,29 +1,34 @@
-"""The training loop, all of it, and the evaluation that goes with it. Any module, any batches, any optimiser."""
+"""The training loop and evaluation, for any module, batches and optimiser."""
 
 import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint import generators, set_generators
+from .distributed import World
 from .objective import Objective
 from .optim import set_lr
-from .parallel import World
-from .ranges import Count, checked
+from .ranges import PositiveInt, checked
+from .rng import get_rng_state, set_rng_state
 from .step import Step
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model made of a test set: mean loss (nats), accuracy in [0, 1], predictions [N] and targets [N].
+    """Result of an evaluation. Self-supervised models have a loss only; the other fields are None.
 
-    A model that only looks at pictures answers nothing: its score has a loss and Nones.
+    Attributes:
+        loss: mean over images; cross-entropy is in nats.
+        accuracy: in [0, 1].
+        predictions: class numbers [N], on the CPU.
+        targets: class numbers [N], on the CPU.
     """
 
     loss: float
@@ -34,36 +39,47 @@ class Score:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands after a step; the last report of an epoch is `done`, with the `test` score if one was due.
+    """State of the training loop after a step. Pass it to `fit` as `start` to resume.
 
-    Handed to `fit` as `start`, with weights, optimiser and generators as they were, it is where a run goes on.
-    `loss` and `accuracy` are means over the epoch so far, 0-d tensors on the model's device: reading one waits for it.
-    `epoch` and `step` count from 1, `images` counts within the epoch, `seconds` is training time in the epoch, `began`
-    holds the random generators as the epoch found them.
+    `fit` yields one per step and one more, with `done`, at the end of each epoch.
+
+    Attributes:
+        epoch: from 1.
+        step: within the epoch, from 1.
+        images: trained on in this epoch.
+        loss_sum: sum of losses over these images, a 0-d tensor on the model's device.
+        correct: correct predictions among them, likewise.
+        lr: learning rate of the step.
+        seconds: training time in this epoch.
+        epoch_rng: state of the random generators at the start of the epoch; None when the epoch is done.
+        done: the epoch is complete.
+        test: score on the test images, if the epoch is done and an evaluation was due.
     """
 
     epoch: int = 0
     step: int = 0
     images: int = 0
     loss_sum: Tensor | float = 0.0
-    right: Tensor | float = 0.0
+    correct: Tensor | float = 0.0
     lr: float = 0.0
     seconds: float = 0.0
-    began: dict | None = None
+    epoch_rng: dict | None = None
     done: bool = True
     test: Score | None = None
 
     @property
     def loss(self) -> Tensor:
+        """Mean loss over the epoch so far, a 0-d tensor; reading its value waits for the device."""
         return self.loss_sum / self.images
 
     @property
     def accuracy(self) -> Tensor:
-        return self.right / self.images
+        """Mean training accuracy over the epoch so far, a 0-d tensor; NaN for self-supervised models."""
+        return self.correct / self.images
 
 
 class Diverged(ValueError):
-    """The loss was not finite for too long."""
+    """The loss was not finite in too many consecutive steps."""
 
 
 @checked
@@ -73,35 +89,35 @@ def fit(
     optimizer: Optimizer,
     lr_at: Callable[[int], float],
     *,
-    epochs: Count,
+    epochs: PositiveInt,
     start: Progress | None = None,
     step: Step | None = None,
     test: Callable[[nn.Module], Score],
     test_once: bool = False,
-    patience: Count = 10,
+    patience: PositiveInt = 10,
 ) -> Iterator[Progress]:
-    """Trains, one step per `next`, and evaluates after every epoch, or after the last one only.
+    """Trains a model: a generator that runs one step per `next` and evaluates after every epoch or after the last one.
 
-    A generator, so that the caller draws the bar, writes the log and saves the checkpoint in plain sight, between two
-    steps. All randomness is PyTorch's global generators: restore their state with the weights' and optimiser's, pass
-    the `Progress` as `start`, and the rest of the run is the same to the last bit, from within an epoch too.
+    The caller draws the progress bar, writes the log and saves checkpoints between steps. All randomness comes from
+    PyTorch's global generators. If they, the weights and the optimiser are restored and the `Progress` is passed as
+    `start`, the rest of the run is bitwise the same, also from the middle of an epoch.
 
     Args:
-        model: any module that the step's objective can use; images [B, C, H, W] to logits [B, classes] by default.
-        batches: (images [B, C, H, W], targets [B]); iterated once per epoch, and has a length. `after(n)`, if there is
-            one, is the same iteration without its first n batches; `indices` says which images the last batch held.
+        model: that the step's objective can call; by default from images [B, C, H, W] to logits [B, classes].
+        batches: yields (images [B, C, H, W], targets [B]); has a length and is iterated once per epoch. Optional:
+            `iter_from(n)`, which iterates without the first n batches, and `indices`, the images of the last batch.
         optimizer: over the model's parameters.
-        lr_at: step of the whole run, from 0, to learning rate.
-        epochs: where to stop.
-        start: how far an earlier run came; None starts.
-        step: what happens to a batch; None is plain cross-entropy.
-        test: the score of a model, such as `partial(evaluate, batches=…)`; it gets the average where one is kept.
-        test_once: evaluate after the last epoch only: a test split that nothing may be chosen by is read once.
-        patience: steps in a row whose loss is not finite; they change nothing, and the last one is fatal.
+        lr_at: from the step of the whole run, from 0, to the learning rate.
+        epochs: total number of epochs.
+        start: progress of the run to resume; None starts a new run.
+        step: one optimiser step; None is plain cross-entropy.
+        test: scores a model, such as `partial(evaluate, batches=…)`; it is called with the EMA if there is one.
+        test_once: evaluate only after the last epoch.
+        patience: number of consecutive steps with a non-finite loss, which change nothing, before the run stops.
 
     Raises:
-        ValueError: there is no image.
-        Diverged: the loss was not finite in `patience` steps in a row, or in a whole epoch.
+        ValueError: there are no images.
+        Diverged: the loss was not finite in `patience` consecutive steps, or in a whole epoch.
     """
     step, now, failures = step or Step(), start or Progress(), 0
     device = next(model.parameters()).device
@@ -109,49 +125,52 @@ def fit(
         model.train()
         if now.done:
             zero = torch.zeros((), device=device)
-            now = Progress(now.epoch + 1, loss_sum=zero, right=zero, began=generators(), done=False)
-        key = zlib.crc32(now.began["cpu"].numpy()) << 32
+            now = Progress(now.epoch + 1, loss_sum=zero, correct=zero, epoch_rng=get_rng_state(), done=False)
+        key = zlib.crc32(now.epoch_rng["cpu"].numpy()) << 32
         clock = time.perf_counter() - now.seconds
-        for number, (images, targets) in enumerate(rest(batches, now), now.step + 1):
+        for number, (images, targets) in enumerate(remaining_batches(batches, now), now.step + 1):
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             lr = lr_at((now.epoch - 1) * len(batches) + number - 1)
             set_lr(optimizer, lr)
-            value, right, count = step(model, optimizer, images, targets, key + number)
-            sums = now.images, now.loss_sum, now.right
-            if value.isfinite():
-                failures, sums = 0, (now.images + count, now.loss_sum + value * count, now.right + right)
+            loss, correct, count = step(model, optimizer, images, targets, key + number)
+            sums = now.images, now.loss_sum, now.correct
+            if loss.isfinite():
+                failures, sums = 0, (now.images + count, now.loss_sum + loss * count, now.correct + correct)
             elif (failures := failures + 1) == patience:
-                raise Diverged(_obituary(f"{failures} steps in a row", now.epoch, number, lr, batches))
-            now = Progress(now.epoch, number, *sums, lr, time.perf_counter() - clock, now.began, done=False)
+                raise Diverged(_divergence_message(f"{failures} steps in a row", now.epoch, number, lr, batches))
+            now = Progress(now.epoch, number, *sums, lr, time.perf_counter() - clock, now.epoch_rng, done=False)
             yield now
         if not now.step:
-            raise ValueError("there is no training image left to learn from")
+            raise ValueError("there are no training images left")
         if not now.images:
-            raise Diverged(_obituary("every step", now.epoch, now.step, now.lr, batches))
-        float(now.loss)  # waits for the device, so that the epoch's time is its own
+            raise Diverged(_divergence_message("every step", now.epoch, now.step, now.lr, batches))
+        float(now.loss)  # waits for the device, so that `seconds` includes all of the epoch's work
         seconds, due = time.perf_counter() - clock, not test_once or now.epoch == epochs
-        score = test(step.weights(model)) if due else None
-        now = Progress(now.epoch, now.step, now.images, now.loss_sum, now.right, now.lr, seconds, None, True, score)
+        score = test(step.eval_model(model)) if due else None
+        now = Progress(now.epoch, now.step, now.images, now.loss_sum, now.correct, now.lr, seconds, None, True, score)
         yield now
 
 
-def rest(batches: Iterable[tuple[Tensor, Tensor]], now: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of an epoch that are still to come; the generators are left as they were, unless it just began."""
+def remaining_batches(batches: Iterable[tuple[Tensor, Tensor]], now: Progress) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of the current epoch from `now` on, drawn with the generators of the epoch's start.
+
+    In the middle of an epoch the global generators are restored afterwards.
+    """
     if not now.step:
         return iter(batches)
-    here = generators()
-    set_generators(now.began)
-    if hasattr(batches, "after"):
-        stream = batches.after(now.step)
+    current = get_rng_state()
+    set_rng_state(now.epoch_rng)
+    if hasattr(batches, "iter_from"):
+        stream = batches.iter_from(now.step)
     else:
         stream = iter(batches)
         for _ in itertools.islice(stream, now.step):
             pass
-    set_generators(here)
+    set_rng_state(current)
     return stream
 
 
-def _obituary(span: str, epoch: int, number: int, lr: float, batches: Iterable) -> str:
+def _divergence_message(span: str, epoch: int, number: int, lr: float, batches: Iterable) -> str:
     indices = getattr(batches, "indices", None)
     which = "" if indices is None else f", images {', '.join(map(str, indices[:10]))}{', …' if indices[10:] else ''}"
     place = f"the last being step {number} of epoch {epoch}{which}"
@@ -164,94 +183,103 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     amp: torch.dtype | None = None,
     world: World | None = None,
-    dealt: bool = False,
+    per_rank_batches: bool = False,
 ) -> Score:
-    """Mean cross-entropy and accuracy of a model, which is left in the mode it came in.
+    """Mean cross-entropy and accuracy of a classifier. Training mode is restored afterwards.
 
-    The same weights and batches give the same score on the same machine. Refuses batches without a single image.
+    Deterministic: the same weights and batches give the same score on the same machine.
 
     Args:
-        model: any module from images [B, C, H, W] to logits [B, classes].
-        batches: (images [B, C, H, W], targets [B]).
+        model: from images [B, C, H, W] to logits [B, classes].
+        batches: yields (images [B, C, H, W], targets [B]); has `indices` if there are several ranks.
         amp: autocast dtype; None computes in the weights' dtype.
         world: processes that share the work; all get the score.
-        dealt: the batches, which have `indices`, hold this process's part already; else they are cut here.
+        per_rank_batches: batches hold this rank's images only; if False all ranks get whole batches and slice them.
+
+    Raises:
+        ValueError: there are no images.
     """
     device, modes = next(model.parameters()).device, {module: module.training for module in model.modules()}
     world = world or World()
     model.eval()
     losses, predictions, answers, places = [], [], [], []
     try:
-        for images, targets, rows in _parts(batches, world, dealt):
+        for images, targets, indices in _local_batches(batches, world, per_rank_batches):
             with torch.autocast(device.type, amp, enabled=amp is not None):
                 logits = model(images.to(device, non_blocking=True)).float()[: len(targets)]
             losses.append(F.cross_entropy(logits, targets.to(device), reduction="none"))
             predictions.append(logits.argmax(1))
             answers.append(targets)
-            places.append(rows)
+            places.append(indices)
     finally:
         for module, mode in modes.items():
             module.training = mode
     if not predictions:
-        raise ValueError("there is no test image to evaluate on")
+        raise ValueError("there are no test images to evaluate on")
     columns = [torch.cat(column).cpu() for column in (losses, predictions, answers, places)]
-    if world.size > 1:
-        columns = [torch.cat(column) for column in zip(*world.gather(columns), strict=True)]
+    if world.world_size > 1:
+        columns = [torch.cat(column) for column in zip(*world.all_gather(columns), strict=True)]
         columns = [column[columns[-1].argsort()] for column in columns]
-    value, predicted, expected, _ = columns
+    loss, predicted, expected, _ = columns
     accuracy = (predicted == expected).sum().item() / len(expected)
-    return Score(value.double().mean().item(), accuracy, predicted, expected)
+    return Score(loss.double().mean().item(), accuracy, predicted, expected)
 
 
-def _parts(
-    batches: Iterable[tuple[Tensor, Tensor]], world: World, dealt: bool
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """This process's images, targets and indices; where it has none, an image without a target, for company."""
+class _LocalBatch(NamedTuple):
+    images: Tensor
+    targets: Tensor
+    indices: Tensor
+
+
+def _local_batches(
+    batches: Iterable[tuple[Tensor, Tensor]], world: World, per_rank_batches: bool
+) -> Iterator[_LocalBatch]:
+    """This rank's images, targets and indices; a rank with no images gets one dummy image, so collectives match."""
     for images, targets in batches:
-        rows = torch.tensor(batches.indices if world.size > 1 else [], dtype=torch.long)
-        if not dealt:
-            images, targets, rows = world.part(images), world.part(targets), world.part(rows)
-        yield images if len(images) else images.new_zeros(1, *images.shape[1:]), targets, rows
+        indices = torch.tensor(batches.indices if world.world_size > 1 else [], dtype=torch.long)
+        if not per_rank_batches:
+            images, targets, indices = world.shard(images), world.shard(targets), world.shard(indices)
+        yield _LocalBatch(images if len(images) else images.new_zeros(1, *images.shape[1:]), targets, indices)
 
 
 @torch.no_grad()
-def assess(
+def evaluate_objective(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     objective: Objective,
     amp: torch.dtype | None = None,
     world: World | None = None,
-    dealt: bool = False,
+    per_rank_batches: bool = False,
 ) -> Score:
-    """Mean objective over a test set, for models that answer nothing. The masks are the same ones at every call.
+    """Mean objective over a test set, for self-supervised models. Every call draws the same masks.
 
     Args:
-        model: any module that the objective can use; it is left in the mode it came in.
-        batches: (images [B, C, H, W], targets [B]).
+        model: that the objective can call; training mode is restored afterwards.
+        batches: yields (images [B, C, H, W], targets [B]).
         objective: such as `masked_pixels`.
         amp: autocast dtype; None computes in the weights' dtype.
         world: as for `evaluate`.
-        dealt: as for `evaluate`.
+        per_rank_batches: as for `evaluate`.
 
     Raises:
-        ValueError: there is no image.
+        ValueError: there are no images.
     """
-    device, modes, here = next(model.parameters()).device, {m: m.training for m in model.modules()}, generators()
-    world = world or World()
+    modes, rng = {module: module.training for module in model.modules()}, get_rng_state()
+    device, world = next(model.parameters()).device, world or World()
     model.eval()
     total, count = 0.0, 0
     try:
         torch.manual_seed(0)
-        for images, targets, _ in _parts(batches, world, dealt):
-            answers = targets if len(targets) else targets.new_zeros(1)
+        for images, targets, _ in _local_batches(batches, world, per_rank_batches):
+            labels = targets if len(targets) else targets.new_zeros(1)
             with torch.autocast(device.type, amp, enabled=amp is not None):
-                value, _ = objective(model, images.to(device, non_blocking=True), answers.to(device))
-            total, count = total + value.item() * len(targets), count + len(targets)
+                loss, _ = objective(model, images.to(device, non_blocking=True), labels.to(device))
+            total, count = total + loss.item() * len(targets), count + len(targets)
     finally:
-        set_generators(here)
+        set_rng_state(rng)
         for module, mode in modes.items():
             module.training = mode
-    total, count = (sum(column) for column in zip(*world.gather((total, count)), strict=True))
+    total, count = (sum(column) for column in zip(*world.all_gather((total, count)), strict=True))
     if not count:
-        raise ValueError("there is no test image to evaluate on")
+        raise ValueError("there are no test images to evaluate on")
     return Score(total / count)

@@ -1,6 +1,6 @@
-"""Losses of the Vision Transformer recipes, of what any model gives: logits and tokens. Two more are in distill.py.
+"""Losses of the Vision Transformer recipes: classification, distillation, token labels, and losses on patch tokens.
 
-Soft targets are probabilities: what `smooth`, `mixup` and `cutmix` make of class numbers.
+Soft targets are class probabilities, as `smooth_labels`, `mixup` and `cutmix` return them.
 """
 
 from typing import Annotated, Literal
@@ -8,30 +8,30 @@ from typing import Annotated, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ranges import Count, Finite, NotNegative, Share, checked
+from .ranges import Finite, FractionBelow1, NonNegative, Positive, PositiveInt, Probability, checked
 
 
 @checked
-def smooth(targets: Tensor, classes: Count, smoothing: Share = 0.0) -> Tensor:
+def smooth_labels(targets: Tensor, classes: PositiveInt, smoothing: FractionBelow1 = 0.0) -> Tensor:
     """Label smoothing as soft targets: (1 − s) y + s / K (Szegedy et al., arXiv:1512.00567, section 7).
 
     Args:
-        targets: class numbers [...], or probabilities [..., K] from a blend.
+        targets: class numbers [...], or probabilities [..., K] from mixing.
         classes: K.
         smoothing: s, the probability spread evenly over all classes, in [0, 1).
 
     Returns:
-        Probabilities [..., K] in float32, or in the probabilities' own dtype.
+        Probabilities [..., K] in float32, or in the dtype of `targets` if they are probabilities.
 
     Raises:
-        ValueError: the smoothing is no probability below 1.
+        ValueError: the smoothing is outside [0, 1).
     """
     soft = targets if targets.is_floating_point() else F.one_hot(targets, classes).float()
     return soft * (1 - smoothing) + smoothing / classes
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """−Σ_k y_k log softmax(z)_k, mean over everything but the classes.
+    """Cross-entropy with soft targets: −Σ_k y_k log softmax(z)_k, mean over all other axes.
 
     Args:
         logits: z [..., K].
@@ -47,19 +47,19 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def binary_cross_entropy(
     logits: Tensor,
     targets: Tensor,
-    threshold: Annotated[Finite | None, "the targets as they are"] = None,
+    threshold: Annotated[Finite | None, "unchanged targets"] = None,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """One yes-or-no question per class: −y log σ(z) − (1 − y) log σ(−z).
+    """Binary cross-entropy per class: −y log σ(z) − (1 − y) log σ(−z).
 
-    DeiT III (arXiv:2204.07118, section 3.2; facebookresearch/deit, engine.py, `targets.gt(0.0)`) asks whether a class
-    is in the blend at all, threshold 0, and takes the mean over images and classes. That needs targets without
-    smoothing: smoothed ones are all above 0. big_vision's `sigmoid_xent` keeps the shares and sums over classes.
+    DeiT III (arXiv:2204.07118, section 3.2; facebookresearch/deit, engine.py, `targets.gt(0.0)`) sets targets above a
+    threshold of 0 to 1 and takes the mean over images and classes; do not smooth its targets, which would all become 1.
+    big_vision's `sigmoid_xent` keeps the probabilities and sums over classes.
 
     Args:
         logits: z [B, K].
         targets: y [B, K], probabilities.
-        threshold: targets above it count as 1, others as 0; None takes them as they are.
+        threshold: targets above it become 1, others 0; None keeps the probabilities.
         reduction: "mean" over images and classes, or "sum" over classes and mean over images.
 
     Returns:
@@ -80,13 +80,13 @@ def token_label_loss(
     token_logits: Tensor,
     targets: Tensor,
     token_targets: Tensor,
-    weight: NotNegative = 1.0,
-    token_weight: NotNegative = 1.0,
+    weight: NonNegative = 1.0,
+    token_weight: NonNegative = 1.0,
 ) -> Tensor:
-    """Every patch answers too: w CE(class token, y) + w' mean_i CE(token_i, y_i) (Jiang et al., arXiv:2104.10858).
+    """Token labelling: w CE(class token, y) + w' mean_i CE(token_i, y_i) (Jiang et al., arXiv:2104.10858).
 
-    The default weights are those of the code (TokenLabeling, tlt/loss/cross_entropy.py). After `mix_tokens`, mix the
-    class targets by area and put the token logits back with the same box, so that token i is about patch i.
+    The default weights are those of the authors' code (TokenLabeling, tlt/loss/cross_entropy.py). After `mix_tokens`,
+    mix the class targets by area and apply `mix_tokens` with the same box to the token logits, which restores them.
 
     Args:
         logits: of the class token [B, K].
@@ -103,11 +103,11 @@ def token_label_loss(
 
 
 def similarity_loss(tokens: Tensor, absolute: bool = True) -> Tensor:
-    """How alike the patches have become: mean cosine of two different ones (Gong et al., arXiv:2104.12753).
+    """Patch-wise cosine loss: mean cosine similarity of pairs of patch tokens (Gong et al., arXiv:2104.12753).
 
         1 / (n(n − 1)) Σ_{i≠j} |u_i · u_j|,   u_i = h_i / ‖h_i‖
 
-    The paper's first version has no absolute value; then the sum is ‖Σ u_i‖² − n and no n × n map is made.
+    The first version of the paper has no absolute value; then the sum is ‖Σ u_i‖² − n, without an n × n matrix.
 
     Args:
         tokens: final patch tokens h [B, n, D], n at least 2.
@@ -117,11 +117,11 @@ def similarity_loss(tokens: Tensor, absolute: bool = True) -> Tensor:
         A scalar: 1 for equal tokens, 0 for orthogonal ones.
 
     Raises:
-        ValueError: there is only one patch.
+        ValueError: there are fewer than two patches.
     """
     count = tokens.shape[1]
     if count < 2:
-        raise ValueError(f"tokens has {count} patches; two or more have a similarity")
+        raise ValueError(f"tokens has {count} patches; use two or more")
     units = F.normalize(tokens, dim=-1)
     if absolute:
         cosines = (units @ units.mT).abs()
@@ -132,12 +132,12 @@ def similarity_loss(tokens: Tensor, absolute: bool = True) -> Tensor:
 
 
 def patch_contrastive_loss(first: Tensor, last: Tensor, others: bool = True) -> Tensor:
-    """Each last token should resemble its own first one more than the average token does (arXiv:2104.12753).
+    """Patch-wise contrastive loss between the first and the last layer's tokens (arXiv:2104.12753).
 
         −1/n Σ_i log [ exp(e_i · h_i) / (exp(e_i · h_i) + exp(e_i · m_i)) ]
 
     Args:
-        first: patch tokens after the first layer, e [B, n, D]; they get no gradient.
+        first: patch tokens after the first layer, e [B, n, D]; detached.
         last: final patch tokens, h [B, n, D].
         others: m_i is the mean over j ≠ i (second version); False takes the mean over all (first version).
 
@@ -145,7 +145,7 @@ def patch_contrastive_loss(first: Tensor, last: Tensor, others: bool = True) -> 
         A scalar.
 
     Raises:
-        ValueError: there is only one patch, and `others` asks for another.
+        ValueError: `others` is True and there are fewer than two patches.
     """
     first, count = first.detach(), last.shape[1]
     if others and count < 2:
@@ -156,13 +156,62 @@ def patch_contrastive_loss(first: Tensor, last: Tensor, others: bool = True) -> 
 
 
 def patch_mixing_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """1/n Σ_i CE(g(h_i), y_i): each patch names the image it was cut from (arXiv:2104.12753).
+    """Patch-wise mixing loss, 1/n Σ_i CE(g(h_i), y_i): classify the source image of each patch (arXiv:2104.12753).
 
     Args:
-        logits: g(h), one head for all patches [B, n, K].
-        targets: y, the source's class numbers [B, n]: `mix_tokens(targets[:, None].expand(-1, n), box, grid)`.
+        logits: g(h) [B, n, K], from one head shared by all patches.
+        targets: y, class numbers of the source images [B, n]: `mix_tokens(targets[:, None].expand(-1, n), box, grid)`.
 
     Returns:
         A scalar.
     """
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def hard_distillation(student: Tensor, distilled: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+    """½ CE(student, target) + ½ CE(distilled, argmax teacher) (DeiT, arXiv:2012.12877, section 3, equation 3).
+
+    Args:
+        student: class-token logits [B, K].
+        distilled: distillation-token logits [B, K].
+        teacher: the teacher's logits [B, K]; no gradient flows to them.
+        target: class numbers [B].
+
+    Returns:
+        A scalar.
+    """
+    return (F.cross_entropy(student, target) + F.cross_entropy(distilled, teacher.argmax(-1))) / 2
+
+
+@checked
+def soft_distillation(
+    student: Tensor,
+    distilled: Tensor,
+    teacher: Tensor,
+    target: Tensor,
+    weight: Probability = 0.1,
+    tau: Positive = 3.0,
+    reduction: Literal["batchmean", "official"] = "batchmean",
+) -> Tensor:
+    """(1 − λ) CE(student, target) + λ τ² KL(softmax(teacher / τ) ‖ softmax(distilled / τ)), equation 2 of DeiT.
+
+    Args:
+        student: class-token logits [B, K].
+        distilled: distillation-token logits [B, K].
+        teacher: the teacher's logits [B, K]; no gradient flows to them.
+        target: class numbers [B].
+        weight: λ.
+        tau: τ, the temperature.
+        reduction: "batchmean" (the paper: mean over images) or "official" (the released code divides by B·K).
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: the reduction is unknown.
+    """
+    targets = F.log_softmax(teacher.detach() / tau, -1)
+    divergence = F.kl_div(F.log_softmax(distilled / tau, -1), targets, reduction="batchmean", log_target=True)
+    if reduction == "official":
+        divergence = divergence / student.shape[-1]
+    return (1 - weight) * F.cross_entropy(student, target) + weight * tau**2 * divergence

@@ -1,16 +1,19 @@
-"""AdamW's parameter groups and the learning rate of each step. Pure functions for any module."""
+"""Parameter groups, AdamW, LAMB, and our learning-rate schedule; the published schedules are in schedule.py."""
 
 import math
 import re
+from collections.abc import Iterable
+from typing import Annotated
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .ranges import Count, NotNegative, Number, Part, Positive, Share, checked
+from .ranges import FractionAbove0, FractionBelow1, NonNegative, NonNegativeInt, Positive, PositiveInt, checked
 
-# Positions and class, register, distillation and mask tokens, as timm, transformers, torchvision and vit-pytorch say.
-_FREE = re.compile(
+# Names of positions and of class, register, distillation and mask tokens in timm, transformers, torchvision and
+# vit-pytorch; of the stem; of the patch projection; and of numbered blocks.
+_NO_DECAY = re.compile(
     r"(^|[._])((cls|class|reg|register|dist|distillation|mask)_tokens?|pos(ition)?_embed(ding)?s?|\w*bias_table)(\.|$)"
 )
 _STEM = re.compile(r"(^|\.)(patch_embed|to_patch_embedding|embeddings|conv_proj|norm_pre|stem)(\.|$)")
@@ -20,30 +23,29 @@ _BLOCK = re.compile(r"(^|\.)(blocks|layers?|encoder_layer)[._](\d+)\.")
 
 @checked
 def parameter_groups(
-    model: nn.Module, weight_decay: NotNegative, layer_decay: Part = 1.0, patch_embed_scale: NotNegative = 1.0
+    model: nn.Module, weight_decay: NonNegative, layer_decay: FractionAbove0 = 1.0, patch_embed_scale: NonNegative = 1.0
 ) -> list[dict]:
-    """Splits trainable parameters by weight decay, and by learning rate where it differs from layer to layer.
+    """Parameter groups with and without weight decay and, with layer-wise decay, with a learning-rate scale per layer.
 
-    Weight decay pulls weights towards zero; that regularises matrices but only distorts biases, norms, LayerScale,
-    tokens and positions. So a parameter is exempt when it has fewer than two axes, when it is called a token or a
-    position, or when `model.no_weight_decay()`, as in timm, names it. A shared parameter appears once.
+    No decay for parameters with fewer than two axes (biases, norms, LayerScale), for tokens and positions, which are
+    recognised by name, and for those named by `model.no_weight_decay()`, as in timm. A shared parameter appears once.
 
-    Layer-wise decay keeps early layers, which are already good, nearly still in fine-tuning (facebookresearch/mae,
-    util/lr_decay.py): with L blocks, block i has rate d^(L − i), the stem (patches, tokens, positions) d^(L + 1), the
-    rest 1. `lr_scale` of a group is that factor; whoever sets the rate multiplies by it, as `set_lr` does.
+    Layer-wise decay d changes early layers less in fine-tuning (facebookresearch/mae, util/lr_decay.py): with L blocks,
+    the scale of block i is d^(L − i), of the stem (patches, tokens, positions) d^(L + 1), of the rest 1. It is stored
+    as the group's `lr_scale`; multiply the learning rate by it, as `set_lr` does.
 
     Args:
         model: any module; `no_weight_decay` is optional. Blocks are numbered in names: blocks.3, layers.3, layer.3.
-        weight_decay: decay of matrices, per unit of learning rate.
+        weight_decay: of the groups that decay, in torch.optim.AdamW's convention.
         layer_decay: d in (0, 1]; 1 gives all layers the same rate.
-        patch_embed_scale: another factor for the patch projection (DINOv2: 0.2).
+        patch_embed_scale: additional factor for the patch projection (DINOv2: 0.2).
 
     Returns:
-        Groups for any `torch.optim` optimiser, in the order of `model.named_parameters()`, those that decay first; at
-        most two without the last two arguments. Empty groups are left out.
+        Groups for any `torch.optim` optimiser, those with decay first, each in the order of `model.named_parameters()`.
+        At most two groups if both scales are 1; empty groups are left out.
 
     Raises:
-        ValueError: the layer decay is outside (0, 1], or the model has no numbered blocks for it.
+        ValueError: the layer decay is outside (0, 1], or it is below 1 and the model has no numbered blocks.
     """
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -53,10 +55,10 @@ def parameter_groups(
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            free = parameter.ndim < 2 or name in exempt or _FREE.search(name)
+            no_decay = parameter.ndim < 2 or name in exempt or _NO_DECAY.search(name)
             scale = layer_decay ** (depth + 1 - layer_of(name, depth))
             scale *= patch_embed_scale if _PATCH.search(name) else 1
-            groups.setdefault((0.0 if free else weight_decay, scale), []).append(parameter)
+            groups.setdefault((0.0 if no_decay else weight_decay, scale), []).append(parameter)
     groups = dict(sorted(groups.items(), key=lambda item: item[0][0] == 0.0))
     if {scale for _, scale in groups} <= {1.0}:
         return [{"params": found, "weight_decay": decay} for (decay, _), found in groups.items()]
@@ -64,15 +66,15 @@ def parameter_groups(
 
 
 def layer_of(name: str, depth: int) -> int:
-    """Which layer a parameter belongs to: 0 for the stem, i + 1 for block i of `depth`, depth + 1 for the rest."""
+    """Layer number of a parameter: 0 for the stem, i + 1 for block i of `depth`, depth + 1 for the rest."""
     if found := _BLOCK.search(name):
         return int(found[3]) + 1
-    return 0 if _FREE.search(name) or _STEM.search(name) else depth + 1
+    return 0 if _NO_DECAY.search(name) or _STEM.search(name) else depth + 1
 
 
 @checked
-def set_lr(optimizer: Optimizer, lr: NotNegative) -> None:
-    """Gives every group this learning rate, times its own `lr_scale`."""
+def set_lr(optimizer: Optimizer, lr: NonNegative) -> None:
+    """Sets the learning rate of every group to `lr` times the group's `lr_scale`, if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
@@ -80,25 +82,26 @@ def set_lr(optimizer: Optimizer, lr: NotNegative) -> None:
 @checked
 def adamw(
     model: nn.Module,
-    lr: NotNegative,
-    weight_decay: NotNegative,
-    betas: tuple[Share, Share] = (0.9, 0.999),
-    layer_decay: Part = 1.0,
+    lr: NonNegative,
+    weight_decay: NonNegative,
+    betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999),
+    layer_decay: FractionAbove0 = 1.0,
 ) -> Optimizer:
-    """AdamW over `parameter_groups`, with PyTorch's fused kernels, which exist on every device we train on."""
+    """PyTorch's fused AdamW over `parameter_groups`; arguments as there."""
     groups = parameter_groups(model, weight_decay, layer_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 @checked
-def warmup_cosine(step: Number, steps: Count, warmup: Number, peak: NotNegative, floor: NotNegative = 0.0) -> float:
-    """The learning rate of one step: a straight line up, then half a cosine down.
+def warmup_cosine(
+    step: NonNegativeInt, steps: PositiveInt, warmup: NonNegativeInt, peak: NonNegative, floor: NonNegative = 0.0
+) -> float:
+    """Learning rate of one step: linear warm-up, then cosine decay.
 
         step < warmup    peak · (step + 1) / (warmup + 1)
         otherwise        floor + (peak − floor) · ½ (1 + cos(π · (step − warmup) / (steps − warmup)))
 
-    Warm-up keeps Adam's first, noisy steps small; the cosine ends where averaging would. The peak is reached at
-    `step == warmup`, and `step == steps`, one past the last, gives the floor. Refuses a warm-up as long as the run.
+    The peak is reached at `step == warmup`, the floor at `step == steps`, one past the last step.
 
     Args:
         step: 0 … steps.
@@ -106,6 +109,9 @@ def warmup_cosine(step: Number, steps: Count, warmup: Number, peak: NotNegative,
         warmup: steps before the peak.
         peak: largest rate.
         floor: rate at the end.
+
+    Raises:
+        ValueError: the warm-up is not shorter than the run.
     """
     if not warmup < steps:
         raise ValueError(f"warmup is {warmup} of {steps} steps; it must be shorter than the run")
@@ -115,14 +121,77 @@ def warmup_cosine(step: Number, steps: Count, warmup: Number, peak: NotNegative,
 
 
 @checked
-def redraw_positions(model: nn.Module, std: Positive) -> None:
-    """Draws the learned position table anew from N(0, std²); a model without one is left alone.
+def reinit_pos_embed(model: nn.Module, std: Positive) -> None:
+    """Reinitialises the learned position embedding from N(0, std²); does nothing if the model has none.
 
-    The usual 0.02 drowns beside tokens of deviation 0.5, and a short run on few images ends before it has grown.
+    The usual 0.02 is small beside tokens of standard deviation 0.5, and grows too slowly in a short run.
 
     Args:
-        model: any module; `pos_embed`, as in timm, is the table.
-        std: in the units of the tokens.
+        model: any module; `pos_embed`, as in timm, is the embedding.
+        std: standard deviation.
     """
     if isinstance(getattr(model, "pos_embed", None), nn.Parameter):
         nn.init.normal_(model.pos_embed, std=std)
+
+
+class Lamb(Optimizer):
+    """LAMB: Adam with a per-layer trust ratio (You et al., arXiv:1904.00962, algorithm 2).
+
+    Computed as in NVIDIA apex's FusedLAMB, which DeiT III trains with:
+
+        g ← g / max(1, ‖g‖ / c)                      over all parameters together
+        m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
+        u = (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε) + λ w
+        w ← w − lr · r · u,   r = ‖w‖ / ‖u‖ where λ > 0 and neither is 0, else 1
+
+    Args:
+        params: parameters or groups, such as `parameter_groups` gives.
+        lr: learning rate.
+        betas: β₁ and β₂.
+        eps: ε; the default is apex's, DeiT's main.py passes 1e-8.
+        weight_decay: λ.
+        max_grad_norm: c, over all parameters; None does not clip.
+    """
+
+    @checked
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict],
+        lr: NonNegative = 1e-3,
+        betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999),
+        eps: NonNegative = 1e-6,
+        weight_decay: NonNegative = 0.01,
+        max_grad_norm: Annotated[Positive | None, "no clipping"] = 1.0,
+    ) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.max_grad_norm = max_grad_norm
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates all parameters that have a gradient; `closure` is ignored."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        shrink = 1.0
+        if self.max_grad_norm is not None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+            shrink = (norm / self.max_grad_norm).clamp(min=1)
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self._update(p, p.grad / shrink, **{name: group[name] for name in self.defaults})
+
+    def _update(
+        self, p: Tensor, grad: Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        state = self.state[p]
+        if not state:
+            state |= dict(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        m = state["exp_avg"].lerp_(grad, 1 - betas[0])
+        v = state["exp_avg_sq"].mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+        corrections = [1 - beta ** state["step"] for beta in betas]
+        update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + eps) + weight_decay * p
+        if weight_decay:
+            weight_norm, update_norm = p.norm(), update.norm()
+            update *= torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+        p.sub_(lr * update)

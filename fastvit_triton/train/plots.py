@@ -1,4 +1,4 @@
-"""The two pictures of a run. matplotlib is imported when one is drawn, without pyplot and its global state."""
+"""Training curves and a grid of predictions. matplotlib is imported on first use, without pyplot's global state."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,34 +6,33 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .data import Data
 from .loop import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .data import Data
-
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, RED = "#2f6fde", "#e8833a", "#d64545"
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
-    """Loss, accuracy and learning rate by epoch, as a PNG. Refuses nothing.
+    """Writes a PNG of loss, accuracy and learning rate by epoch.
 
     Args:
         history: rows of the log.
-        path: where to.
+        path: file to write.
     """
     curves(history).savefig(path, format="png", dpi=150)
 
 
 def curves(history: list[dict], stacked: bool = False) -> "Figure":
-    """The same as a page, side by side or one above the other. Refuses nothing.
+    """A figure of loss, accuracy and learning rate by epoch.
 
     Args:
         history: rows of the log.
-        stacked: for narrow screens.
+        stacked: one plot above the other, for narrow screens, instead of side by side.
     """
     page = figure(6.4, 7.5) if stacked else figure(12.5, 3.6)
     epochs = [row["epoch"] for row in history]
@@ -44,9 +43,9 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
         style["marker"] = "o" if len(rows) < 10 else ""
         at = [row["epoch"] for row in rows]
         loss.plot(at, [row[f"{key}_loss"] for row in rows], color=colour, label=label, **style)
-        answered = [row for row in rows if row[f"{key}_accuracy"] is not None]
-        heights = [100 * row[f"{key}_accuracy"] for row in answered]
-        accuracy.plot([row["epoch"] for row in answered], heights, color=colour, label=label, **style)
+        with_accuracy = [row for row in rows if row[f"{key}_accuracy"] is not None]
+        heights = [100 * row[f"{key}_accuracy"] for row in with_accuracy]
+        accuracy.plot([row["epoch"] for row in with_accuracy], heights, color=colour, label=label, **style)
     style["marker"] = "o" if len(epochs) < 10 else ""
     rate.plot(epochs, [row["lr"] for row in history], color=INK, **style)
     rate.yaxis.set_major_formatter("{x:g}")
@@ -58,25 +57,25 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
     return page
 
 
-def draw_predictions(data: "Data", score: Score, path: Path, most: int = 60) -> None:
-    """A grid of test images with what the model says, as a PNG: wrong ones first, in red, with the right answer.
+def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60) -> None:
+    """Writes a PNG with a grid of test images and predictions: errors first, in red, with the correct class.
 
     Args:
-        data: of the run; gives pictures and class names.
-        score: of `data.test`.
-        path: where to.
-        most: images in the grid.
+        data: of the run.
+        score: of `data.test`, with predictions.
+        path: file to write.
+        max_images: in the grid.
     """
     wrong = (score.predictions != score.targets).nonzero().flatten()
-    right = (score.predictions == score.targets).nonzero().flatten()
-    spread = right[torch.linspace(0, max(len(right) - 1, 0), min(most, len(right))).long()]
-    chosen = torch.cat([wrong, spread])[:most].tolist()
+    correct = (score.predictions == score.targets).nonzero().flatten()
+    sample = correct[torch.linspace(0, max(len(correct) - 1, 0), min(max_images, len(correct))).long()]
+    chosen = torch.cat([wrong, sample])[:max_images].tolist()
     columns = min(12, len(chosen))
     rows = -(-len(chosen) // columns)
     page = figure(columns + 0.4, 1.24 * rows + 0.7)
-    names, shown = data.classes, min(len(wrong), most)
+    names, shown = data.classes, min(len(wrong), max_images)
     page.suptitle(
-        f"{100 * score.accuracy:.1f} % of {len(score.targets):,} test images right;  {len(wrong):,} wrong"
+        f"{100 * score.accuracy:.1f} % of {len(score.targets):,} test images correct;  {len(wrong):,} wrong"
         + (f", {'shown first' if shown == len(wrong) else f'{shown} of them shown'}, in red" if shown else ""),
         color=INK,
         fontsize=12,
@@ -85,29 +84,29 @@ def draw_predictions(data: "Data", score: Score, path: Path, most: int = 60) -> 
         axes.axis("off")
         if i < len(chosen):
             predicted, expected = int(score.predictions[chosen[i]]), int(score.targets[chosen[i]])
-            _picture(axes, data.test.picture(chosen[i]), names[predicted], names[expected])
+            _draw_image(axes, data.test.display_image(chosen[i]), names[predicted], names[expected])
     page.savefig(path, format="png", dpi=150)
 
 
-def _picture(axes: "Axes", image: Tensor, predicted: str, expected: str) -> None:
-    """One image [C, H, W] and its caption."""
+def _draw_image(axes: "Axes", image: Tensor, predicted: str, expected: str) -> None:
+    """Draws one image [C, H, W] and its caption."""
     axes.imshow(image.movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     if predicted == expected:
-        axes.set_title(_short(predicted), fontsize=9, color=MUTED, pad=3)
+        axes.set_title(_shorten(predicted), fontsize=9, color=MUTED, pad=3)
         return
     axes.axis("on")
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(color=RED, linewidth=3)
-    axes.set_title(f"{_short(predicted)}, not {_short(expected)}", fontsize=9, color=RED, pad=4, fontweight="bold")
+    axes.set_title(f"{_shorten(predicted)}, not {_shorten(expected)}", fontsize=9, color=RED, pad=4, fontweight="bold")
 
 
-def _short(name: str, most: int = 12) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
+def _shorten(name: str, length: int = 12) -> str:
+    return name if len(name) <= length else name[: length - 1] + "…"
 
 
 def figure(width: float, height: float) -> "Figure":
-    """An empty page of the house's look, in inches."""
+    """An empty white figure; sizes in inches."""
     from matplotlib.figure import Figure
 
     page = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -116,7 +115,7 @@ def figure(width: float, height: float) -> "Figure":
 
 
 def dress(axes: "Axes", title: str, unit: str, below: str = "epoch") -> None:
-    """The look of a plot by epoch, or by whatever whole number stands below."""
+    """Styles a plot over integer x values, by default epochs; `below` labels the x axis."""
     axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
     axes.set_xlabel(below, color=MUTED)
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -1,22 +1,22 @@
-"""The learning rate of each step, exactly as four codebases compute it. `optim.warmup_cosine` is our own.
+"""Learning-rate schedules exactly as four codebases compute them. Our own is `optim.warmup_cosine`.
 
-Each is a pure function of time. Bind all but the first argument and pass it to `fit`; those in epochs take fractions:
+Each is a pure function of time, in steps or in (fractional) epochs. Bind the other arguments and pass it to `fit`:
 `lambda step: mae_schedule(step / steps_per_epoch, …)`.
 """
 
 import math
 from typing import Literal
 
-from .ranges import NotNegative, Positive, checked
+from .ranges import NonNegative, Positive, checked
 
 
 @checked
-def constant(step: NotNegative, warmup: NotNegative, peak: NotNegative) -> float:
-    """peak · min(1, step / warmup).
+def constant(step: NonNegative, warmup: NonNegative, peak: NonNegative) -> float:
+    """Linear warm-up, then constant: peak · min(1, step / warmup).
 
     Args:
         step: 0 …
-        warmup: steps; 0 starts at the peak.
+        warmup: in steps; 0 starts at the peak.
         peak: largest rate.
     """
     return peak * min(1.0, step / warmup) if warmup else peak
@@ -24,12 +24,12 @@ def constant(step: NotNegative, warmup: NotNegative, peak: NotNegative) -> float
 
 @checked
 def vit_schedule(
-    step: NotNegative,
+    step: NonNegative,
     steps: Positive,
-    warmup: NotNegative,
-    peak: NotNegative,
+    warmup: NonNegative,
+    peak: NonNegative,
     decay: Literal["cosine", "linear"] = "cosine",
-    linear_end: NotNegative = 1e-5,
+    linear_end: NonNegative = 1e-5,
 ) -> float:
     """ViT (vision_transformer, vit_jax/utils.py) and big_vision (big_vision/utils.py), `create_learning_rate_schedule`.
 
@@ -37,7 +37,7 @@ def vit_schedule(
         cosine   peak · ½ (1 + cos π p) · min(1, step / warmup)
         linear   (end + (peak − end)(1 − p)) · min(1, step / warmup)
 
-    Step 0 has rate 0.
+    The rate of step 0 is 0.
 
     Args:
         step: 0 … steps.
@@ -48,7 +48,7 @@ def vit_schedule(
         linear_end: rate at the end of a linear decay; 1e-5 in ViT's code, 0 in big_vision's.
 
     Raises:
-        ValueError: the warm-up is as long as the run, or the decay is unknown.
+        ValueError: the warm-up is not shorter than the run, or the decay is unknown.
     """
     _check(warmup, steps)
     progress = min(max((step - warmup) / (steps - warmup), 0.0), 1.0)
@@ -59,33 +59,32 @@ def vit_schedule(
 
 @checked
 def deit_schedule(
-    epoch: NotNegative,
+    epoch: NonNegative,
     epochs: Positive,
-    warmup: NotNegative,
-    peak: NotNegative,
-    floor: NotNegative = 1e-5,
-    start: NotNegative = 1e-6,
+    warmup: NonNegative,
+    peak: NonNegative,
+    floor: NonNegative = 1e-5,
+    start: NonNegative = 1e-6,
 ) -> float:
     """DeiT (facebookresearch/deit, main.py: timm's CosineLRScheduler without `warmup_prefix`).
 
         epoch < warmup   start + (peak − start) · epoch / warmup
         epoch < epochs   floor + (peak − floor) · ½ (1 + cos(π · epoch / epochs))
-        later            floor: the cooldown
+        later            floor (cooldown)
 
-    The cosine counts from epoch 0, so the peak itself is never reached. DeiT changes the rate once an epoch, after it,
-    by `step(epoch)`: epochs 0 and 1 both have `start`, and epoch e > 0 has the rate of e − 1. To repeat that, pass
-    max(epoch − 1, 0).
+    The cosine starts at epoch 0, so the peak is never reached. DeiT calls `step(epoch)` after each epoch, so epochs 0
+    and 1 both have rate `start`, and epoch e > 0 has the rate of e − 1: pass max(epoch − 1, 0) to reproduce that.
 
     Args:
-        epoch: 0 …, may be a fraction.
+        epoch: 0 …, may be fractional.
         epochs: length of the cosine.
-        warmup: epochs.
+        warmup: in epochs.
         peak: largest rate, already scaled: 5e-4 · batch / 512.
         floor: rate at the end.
         start: rate at epoch 0.
 
     Raises:
-        ValueError: the warm-up is as long as the run.
+        ValueError: the warm-up is not shorter than the run.
     """
     _check(warmup, epochs)
     if epoch < warmup:
@@ -95,22 +94,22 @@ def deit_schedule(
 
 @checked
 def mae_schedule(
-    epoch: NotNegative, epochs: Positive, warmup: NotNegative, peak: NotNegative, floor: NotNegative = 0.0
+    epoch: NonNegative, epochs: Positive, warmup: NonNegative, peak: NonNegative, floor: NonNegative = 0.0
 ) -> float:
-    """MAE (facebookresearch/mae, util/lr_sched.py), set before every step with a fraction of an epoch.
+    """MAE (facebookresearch/mae, util/lr_sched.py); MAE calls it before every step with a fractional epoch.
 
         epoch < warmup   peak · epoch / warmup
         otherwise        floor + (peak − floor) · ½ (1 + cos(π (epoch − warmup) / (epochs − warmup)))
 
     Args:
-        epoch: 0 … epochs, may be a fraction.
+        epoch: 0 … epochs, may be fractional.
         epochs: length of the run.
-        warmup: epochs.
+        warmup: in epochs.
         peak: largest rate, already scaled: base · batch / 256.
         floor: rate at the end.
 
     Raises:
-        ValueError: the warm-up is as long as the run.
+        ValueError: the warm-up is not shorter than the run.
     """
     _check(warmup, epochs)
     if epoch < warmup:

@@ -1,8 +1,8 @@
-"""One update of the weights: blend, differentiate part by part, clip, step, average."""
+"""One optimiser step: mix the batch, accumulate gradients over micro-batches, clip, update the weights and the EMA."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,107 +11,174 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from .accumulate import accumulate
+from .distributed import World
+from .distributed.parallel import gradient_sync
 from .objective import Objective, supervised
-from .parallel import World
-from .ranges import Count, Positive, check_fields, checked
+from .ranges import Positive, PositiveInt, check_fields, checked
+
+
+class StepResult(NamedTuple):
+    """Result of one step, over all ranks.
+
+    Attributes:
+        loss: mean over the batch, a 0-d tensor on the model's device.
+        correct: number of correct predictions, a 0-d tensor; NaN if the objective has no logits.
+        images: number of images in the batch.
+    """
+
+    loss: Tensor
+    correct: Tensor
+    images: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What happens to one batch. Each part is a function or an object; None leaves it out.
+    """One optimiser step on one batch. Optional components are None when they are off.
 
-    A loss that is not finite changes nothing: no weight, no statistic of the optimiser, no average.
+    A loss that is not finite changes nothing: no weights, no optimiser state, no EMA.
 
     Attributes:
-        objective: the loss of (model, images, targets), see objective.py.
+        objective: (model, images, targets) → (loss, logits or None), see objective.py.
         mix: blends a batch, such as `mixup`; targets [B] may become [B, classes].
-        parts: pieces in which the gradient is taken, each with its own activations; the update is that of the whole.
+        grad_accum_steps: number of micro-batches; the update equals that of the whole batch.
         amp: autocast dtype, such as torch.bfloat16; None computes in the weights' dtype.
-        scaler: for float16, whose small gradients vanish; a disabled one does nothing.
-        clip: largest gradient norm.
-        average: a slow copy that follows the weights, from `moving_average`.
-        world: processes that share a batch; the update is that of the whole.
-        dealt: the batches hold this process's part already, and are blended each in itself; else they are cut here.
+        scaler: loss scaling for float16; a disabled scaler does nothing.
+        clip: maximum gradient norm; None does not clip.
+        ema: moving average of the weights, from `ema_model`.
+        world: processes that share each batch; the update equals that of the whole batch.
+        per_rank_batches: batches hold this rank's images only, and `mix` blends within the rank; if False all ranks get
+            the whole batch, mix it alike, and take their slice.
     """
 
     objective: Objective = field(default_factory=lambda: supervised(F.cross_entropy))
     mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    parts: Count = 1
+    grad_accum_steps: PositiveInt = 1
     amp: torch.dtype | None = None
     scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
     clip: Annotated[Positive | None, "no clipping"] = None
-    average: AveragedModel | None = None
+    ema: AveragedModel | None = None
     world: World = field(default_factory=World)
-    dealt: bool = False
+    per_rank_batches: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def __call__(
         self, model: nn.Module, optimizer: Optimizer, images: Tensor, targets: Tensor, key: int = 0
-    ) -> tuple[Tensor, Tensor, int]:
-        """One update.
+    ) -> StepResult:
+        """Runs one step.
 
         Args:
             model: in training mode.
-            optimizer: over its parameters, with this step's rate.
+            optimizer: over its parameters, with this step's learning rate.
             images: [B, C, H, W].
-            targets: [B].
-            key: fixes what a model draws where it is trained on several processes.
-
-        Returns:
-            The loss, how many answers were right (nan where nothing is answered), 0-d tensors, and how many images
-            there were, on all processes.
+            targets: class numbers [B].
+            key: seeds the model's random numbers when there are several ranks.
         """
         world = self.world
-        if not self.dealt:  # blended as one process would, then cut
+        if not self.per_rank_batches:  # mix the whole batch as one process would, then slice
             images, targets = (images, targets) if self.mix is None else self.mix(images, targets)
-            images, targets = world.part(images), world.part(targets)
-        with world.own(key):
+            images, targets = world.shard(images), world.shard(targets)
+        with world.rank_rng(key):
             count = images.shape[0]
-            if not count:  # engines need everybody: an image that weighs nothing
+            if not count:  # collectives need every rank: one dummy image with weight 0
                 images, targets = images.new_zeros(1, *images.shape[1:]), targets.new_zeros(1, *targets.shape[1:])
-            if self.dealt and self.mix is not None:
+            if self.per_rank_batches and self.mix is not None:
                 images, targets = self.mix(images, targets)
             optimizer.zero_grad()
-            parts = min(self.parts, world.least(images.shape[0]) if self.parts > 1 else 1)
-            weight = world.mean_of(torch.ones((), device=images.device), count)
-            value, logits = accumulate(model, self.objective, images, targets, parts, self.amp, self.scaler, weight)
-        right = torch.full((), torch.nan) if logits is None else agreement(logits, targets)
-        if world.size > 1:
-            sums = [total.to(value) * (count > 0) for total in (value * count, right)]
-            total, right, images_seen = world.sum(torch.stack([*sums, value.new_tensor(count)]))
-            value, count = total / images_seen, int(images_seen)
-        if not value.isfinite():
-            return value, right, count
+            micro = self.grad_accum_steps
+            micro = min(micro, world.all_reduce_min(images.shape[0]) if micro > 1 else 1)
+            weight = world.rescale_mean(torch.ones((), device=images.device), count)
+            loss, logits = accumulate_gradients(
+                model, self.objective, images, targets, micro, self.amp, self.scaler, weight
+            )
+        correct = torch.full((), torch.nan) if logits is None else count_correct(logits, targets)
+        if world.world_size > 1:
+            sums = [total.to(loss) * (count > 0) for total in (loss * count, correct)]
+            total, correct, all_images = world.all_reduce_sum(torch.stack([*sums, loss.new_tensor(count)]))
+            loss, count = total / all_images, int(all_images)
+        if not loss.isfinite():
+            return StepResult(loss, correct, count)
         if self.clip is not None:
             self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), self.clip)
         self.scaler.step(optimizer)
         self.scaler.update()
-        if self.average is not None:
-            self.average.update_parameters(model)
-        return value, right, count
+        if self.ema is not None:
+            self.ema.update_parameters(model)
+        return StepResult(loss, correct, count)
 
-    def weights(self, model: nn.Module) -> nn.Module:
-        """What is evaluated and saved: the average where one is kept, else the model."""
-        return model if self.average is None else self.average.module
-
-
-def agreement(logits: Tensor, targets: Tensor) -> Tensor:
-    """How many answers are right; of blended targets [B, classes], the share that the answer has in them."""
-    answers = logits.argmax(1)
-    return (answers == targets).sum() if targets.ndim == 1 else targets.gather(1, answers[:, None]).sum()
+    def eval_model(self, model: nn.Module) -> nn.Module:
+        """The model to evaluate and save: the EMA if there is one, else `model`."""
+        return model if self.ema is None else self.ema.module
 
 
 @checked
-def half(device: torch.device, name: Literal["auto", "bfloat16", "float16", "float32"] = "auto") -> torch.dtype | None:
-    """The autocast dtype of training and evaluation.
+def accumulate_gradients(
+    model: nn.Module,
+    objective: Objective,
+    images: Tensor,
+    targets: Tensor,
+    grad_accum_steps: PositiveInt = 1,
+    amp: torch.dtype | None = None,
+    scaler: GradScaler | None = None,
+    weight: Tensor | float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient accumulation over micro-batches: adds the whole batch's gradient to `.grad`, up to rounding.
+
+        ∇ L(batch) = Σ_m (B_m / B) ∇ L(micro-batch m)
+
+    This holds for every loss that is a mean over images, for any micro-batch sizes. Only one micro-batch's activations
+    are in memory at a time. It does not hold for models whose images interact: BatchNorm statistics are those of a
+    micro-batch. Mix before and clip afterwards: both need the whole batch.
 
     Args:
-        device: where the model is.
-        name: "auto" (bfloat16 where a GPU has it, none elsewhere), "bfloat16", "float16" or "float32" for none.
+        model: from images [B, C, H, W] to what the objective takes, such as logits [B, classes].
+        objective: see objective.py.
+        images: [B, C, H, W].
+        targets: [B] or [B, classes].
+        grad_accum_steps: number of micro-batches, at most B; sizes differ by at most one.
+        amp: autocast dtype; None computes in the weights' dtype.
+        scaler: loss scaling for float16; None does not scale.
+        weight: of this rank's loss, from `World.rescale_mean`.
+
+    Returns:
+        The loss of the whole batch, a scalar, and its logits [B, classes] or None; both detached.
+
+    Raises:
+        ValueError: there are more micro-batches than images, or fewer than one.
+    """
+    count = images.shape[0]
+    if grad_accum_steps > count:
+        raise ValueError(f"grad_accum_steps is {grad_accum_steps} for {count} images; use at most the number of images")
+    total, outputs = torch.zeros((), device=images.device), []
+    pairs = zip(images.tensor_split(grad_accum_steps), targets.tensor_split(grad_accum_steps), strict=True)
+    for number, (micro_images, micro_targets) in enumerate(pairs, 1):
+        with gradient_sync(model, number == grad_accum_steps):
+            with torch.autocast(images.device.type, amp, enabled=amp is not None):
+                loss, logits = objective(model, micro_images, micro_targets)
+            loss = loss * (micro_images.shape[0] / count)
+            (loss * weight if scaler is None else scaler.scale(loss * weight)).backward()
+        total = total + loss.detach()
+        outputs.append(None if logits is None else logits.detach())
+    return total, None if None in outputs else torch.cat(outputs)
+
+
+def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
+    """Number of correct predictions; for soft targets [B, classes], the sum of the predicted classes' probabilities."""
+    predictions = logits.argmax(1)
+    return (predictions == targets).sum() if targets.ndim == 1 else targets.gather(1, predictions[:, None]).sum()
+
+
+@checked
+def autocast_dtype(
+    device: torch.device, name: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+) -> torch.dtype | None:
+    """The autocast dtype for training and evaluation; None means no autocast.
+
+    Args:
+        device: of the model.
+        name: "auto" (bfloat16 on a GPU that supports it, else none), "bfloat16", "float16", or "float32" for none.
     """
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}[name]

@@ -1,0 +1,171 @@
+"""`benchmark`: the speed of a model on this machine, against eager PyTorch, torch.compile and other libraries."""
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..files import replacing
+from .console import add_device_option, print_line, select_device
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from ..measure.arms import Case
+
+SECONDS = 100.0  # time limit after the imports; variants that are not ready by then are reported as late
+COPIES = 2  # sets of images, used in turn
+DTYPES = ("float32", "bfloat16", "float16")
+HELP = "measure the speed of a model on this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `benchmark`."""
+    add = parser.add_argument
+    add("--model", help="a name from list_models(), or of timm (default: ViT-B on a GPU, ViT-Ti elsewhere)")
+    add("--batch", type=int, help="images per batch (default: 64 on a GPU, 2 elsewhere)")
+    add("--dtype", choices=DTYPES, help="of weights and images (default: bfloat16 on a GPU, float32 elsewhere)")
+    add("--train", action="store_true", help="forward and backward instead of inference")
+    add("--out", type=Path, help="file for the rows as JSON")
+    add_device_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures a model on this machine in under two minutes: eager, compiled, ours, and other installed libraries."""
+    from ..measure.arms import measure
+    from ..measure.deadline import Deadline, Late
+
+    device = select_device(args.device)
+    gpu = device.type == "cuda"
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device} has no float64 to compare with; use cpu or cuda")
+    name = args.model or ("vit_base_patch16_224" if gpu else "vit_tiny_patch16_224")
+    batch = (64 if gpu else 2) if args.batch is None else args.batch
+    if batch < 1:
+        raise ValueError(f"--batch is {batch}; give a number of images, 1 or more")
+    dtype = args.dtype or ("bfloat16" if gpu else "float32")
+    phase = "training" if args.train else "forward"
+    deadline, hard, console = Deadline(SECONDS), Deadline(SECONDS + 15), Console(stderr=True)
+    columns = TextColumn("{task.description:26}"), BarColumn(), TimeElapsedColumn()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, hard:
+            stage = bar.add_task("building the models", total=None)
+            case = _case(name, batch, args.train, dtype, device)
+            bar.update(stage, total=sum(arm.reason is None for arm in case.arms) + 3)
+
+            def on_progress(what: str) -> None:
+                bar.update(stage, advance=1, description=what)
+
+            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, tell=on_progress)
+    except Late as error:
+        raise ValueError(f"{name} at batch {batch} takes longer than {SECONDS:.0f} s; lower --batch") from error
+    except RuntimeError as error:  # there is no OutOfMemoryError on a CPU
+        if "allocate memory" not in str(error):
+            raise
+        raise ValueError(f"--batch {batch} does not fit into memory; lower it") from error
+    _report(case, phase, list(found.rows.values()), gpu)
+    if args.out is not None:
+        _write(args, list(found.rows.values()), gpu)
+        print_line(f"{args.out} holds these rows and the hardware and versions they were measured on")
+    return 0
+
+
+def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.device") -> "Case":
+    """The variants of a model: timm's eager model first if it is installed, compiled variants last."""
+    import torch
+
+    from ..measure.models import Run, case, known, least_bytes
+    from ..models import create_model
+
+    if known(name):
+        create_model(name)  # raises with the nearest names
+    made = case(Run(name, batch, training), getattr(torch, dtype), device)
+    needed, there = least_bytes(made, COPIES), _memory(device)
+    if needed > there:
+        fits = max(int(batch * there / needed), 1)
+        raise ValueError(
+            f"--batch {batch} needs more than {needed / 2**30:.0f} GiB for {name}, and {device} has "
+            f"{there / 2**30:.0f} GiB; at most {fits} can fit"
+        )
+    eager, timm = made.arms[0], next((arm for arm in made.arms if arm.name == "timm" and arm.reason is None), None)
+    others = [arm for arm in made.arms if arm not in (eager, timm)]
+    others.sort(key=lambda arm: "compile" in arm.name)
+    first = replace(timm, name="eager (timm)") if timm else eager
+    return replace(made, arms=[first, *others])
+
+
+def _memory(device: "torch.device") -> int:
+    """Memory of the device in bytes."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**63
+
+
+def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
+    """Prints the table, the reasons for missing rows, and how to read it."""
+    from ..measure.machine import gpu_name
+
+    console = Console()
+    what = "one training step without optimiser" if phase == "training" else "inference"
+    print_line(f"{case.name.rsplit(' ', 1)[0]}, {what}, {rows[0]['dtype']}, on {gpu_name()}")
+    console.print(_table(rows, gpu))
+    for row in rows:
+        why = row.get("reason") or row.get("error")
+        if why == "needs a GPU":  # printed once below
+            continue
+        if why is not None:
+            late = why.startswith("Late")
+            print_line(
+                f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}"
+            )
+        elif not row["match"]:
+            print_line(f"{row['arm']}: no time, because the error of {row['worst']} is {row['within']} times the limit")
+    print_line("Ratio: speed relative to the first row, median of alternating pairs; quartiles in brackets.")
+    print_line("Match: the error against float64 is at most twice that of eager PyTorch plus one rounding.")
+    if not gpu:
+        print_line(
+            "No GPU is in use, and the Triton kernels need one: on a CPU our ops run PyTorch operators, so expect"
+        )
+        print_line("ratios near 1. CPU clocks and load vary, so times are given as ratios only.")
+
+
+def _table(rows: list[dict], gpu: bool) -> "Table":
+    """One row per variant that was measured or is wrong."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    titles = ["", *["ms"] * gpu, "ratio", *["peak MiB"] * gpu, *["saved MiB"] * ("saved_bytes" in rows[0])]
+    table = Table(*titles, "match", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns hold it
+    for row in rows:
+        if "match" not in row:
+            continue
+        ratio = row.get("speedup_quartiles")
+        time = "{:#.4g} ({:#.4g}-{:#.4g})".format(*(row[n] / 1e3 for n in ("us", "q1", "q3"))) if ratio else "-"
+        cells = [time] * gpu
+        spread = "" if gpu or not ratio else f" ({ratio[0]:.2f} to {ratio[1]:.2f})"
+        cells.append(f"{row['speedup']:.2f}{spread}" if ratio else "-")
+        cells += [_mebibytes(row.get("peak_bytes"))] * gpu
+        cells += [_mebibytes(row.get("saved_bytes"))] * ("saved_bytes" in rows[0])
+        table.add_row(row["arm"], *cells, "yes" if row["match"] else "NO")
+    return table
+
+
+def _mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.1f}"
+
+
+def _write(args: argparse.Namespace, rows: list[dict], gpu: bool) -> None:
+    """Writes rows with their provenance as JSON; on a CPU without absolute times."""
+    from ..measure.machine import provenance
+
+    kept = [row if gpu else {n: v for n, v in row.items() if n not in ("us", "q1", "q3", "tflops")} for row in rows]
+    with replacing(args.out) as temporary:
+        temporary.write_text(json.dumps(provenance() | dict(rows=kept), indent=1) + "\n")

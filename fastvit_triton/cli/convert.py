@@ -1,0 +1,34 @@
+"""`convert`: rewrites a checkpoint with the parameter names of another library."""
+
+import argparse
+from pathlib import Path
+
+from .console import print_line
+
+HELP = "rewrite a checkpoint for another library"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `convert`."""
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint of ours, or with --model of any known layout")
+    parser.add_argument("out", type=Path, help="file to write, ending in .safetensors")
+    layouts = ("fastvit_triton", "timm", "transformers")
+    parser.add_argument("--to", required=True, choices=layouts, help="library whose parameter names to use")
+    parser.add_argument("--model", help="name of the model that another library's checkpoint holds")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rewrites a checkpoint with the parameter names of another library."""
+    from ..models import create_model
+    from ..weights import load_model, load_weights, save_weights
+
+    if args.out.exists():
+        raise ValueError(f"{args.out} exists already; name another file")
+    if args.model is None:
+        model, header = load_model(args.checkpoint)
+    else:
+        model, header = create_model(args.model), {}
+        load_weights(model, args.checkpoint)
+    save_weights(model, args.out, layout=args.to, metadata=header)
+    print_line(f"{args.out} holds {model.variant} with the parameter names of {args.to}")
+    return 0

@@ -1,0 +1,51 @@
+"""`evaluate`: accuracy of a checkpoint on test images, in total and by class."""
+
+import argparse
+
+from rich.console import Console
+
+from .console import add_device_option, add_skip_option, add_workers_option, print_line, select_device
+from .loading import add_checkpoint_option, load_trained
+
+HELP = "compute the test accuracy of a checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `evaluate`."""
+    add_checkpoint_option(parser)
+    parser.add_argument("--data", help="another data set, of which val/ is read (default: that of training)")
+    add_device_option(parser)
+    add_workers_option(parser)
+    add_skip_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Computes the test accuracy of a checkpoint, in total and by class."""
+    from rich.table import Table
+
+    from ..train.data import load_test
+    from ..train.data.transform import join_names
+    from ..train.loop import evaluate
+    from ..train.step import autocast_dtype
+
+    trained = load_trained(args.checkpoint)
+    name = args.data or trained.data
+    if name is None:
+        raise ValueError(f"{args.checkpoint} does not say what it was trained on; give --data")
+    skip = args.skip_bad_images or trained.skip_bad_images
+    options = {"workers": args.workers, "skip_bad_images": skip}
+    test = load_test(name, trained.classes, trained.transform, trained.batch_size, **options)
+    device = select_device(args.device)
+    score = evaluate(trained.model.to(device), test, autocast_dtype(device))
+    table = Table("class", "images", "correct", "accuracy")
+    for number, label in enumerate(trained.classes):
+        mask = score.targets == number
+        images, correct = int(mask.sum()), int((score.predictions[mask] == number).sum())
+        table.add_row(label, f"{images:,}", f"{correct:,}", f"{100 * correct / images:.1f} %" if images else "-")
+    Console().print(table)
+    correct, images = int((score.predictions == score.targets).sum()), len(score.targets)
+    print_line(f"test accuracy {100 * score.accuracy:.2f} % ({correct:,} of {images:,} images), loss {score.loss:.4f}")
+    if test.bad:
+        names = join_names([str(path) for path in sorted(test.bad)])
+        print_line(f"skipped {len(test.bad)} images that cannot be read: {names}")
+    return 0

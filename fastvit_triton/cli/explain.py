@@ -1,0 +1,100 @@
+"""`explain`: a report on what a model attends to in images."""
+
+import argparse
+import csv
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .console import add_device_option, add_workers_option, print_line, select_device
+from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..train.loop import Score
+
+HELP = "report what a model attends to in images"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `explain`."""
+    add_checkpoint_option(parser)
+    parser.add_argument("--image", type=Path, required=True, help="an image file, or a folder of them")
+    text = "folder for report.html and its figures (default: report)"
+    parser.add_argument("--out", type=Path, default=Path("report"), help=text)
+    parser.add_argument("--query", type=int, help="token whose attention is shown (default: the class token)")
+    parser.add_argument("--most", type=int, default=8, help="number of images of a folder to show (default: 8)")
+    text = "leave out the confusion matrix, which reads all test images"
+    parser.add_argument("--no-test", action="store_true", help=text)
+    add_device_option(parser)
+    add_workers_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes one report about a checkpoint and image files: attention, tokens, positions, filters and costs."""
+    import torch
+
+    from ..explain import explain, explain_run, published_tables, write_report
+    from ..train.data.transform import read_image
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("explain draws with matplotlib; pip install matplotlib")
+    if args.most < 1:
+        raise ValueError(f"--most is {args.most}; show at least 1 image")
+    trained = load_trained(args.checkpoint)
+    device = select_device(args.device)
+    model = trained.model.to(device).eval()
+    files = find_images([args.image])
+    chosen = files[: args.most]
+    shown = list(readable_images(chosen))
+    code = 0 if len(shown) == len(chosen) else 2
+    if not shown:
+        return code
+    images = torch.stack([trained.transform(read_image(file)) for file in shown])
+    panels = explain(
+        model,
+        images.to(device),
+        trained.transform.restore(images),
+        [file.name for file in shown],
+        trained.classes,
+        args.query,
+    )
+
+    def all_panels() -> Iterator:
+        yield from panels
+        yield from explain_run(*_run_results(args, trained, device), trained.classes)
+        yield published_tables()
+
+    page = write_report(all_panels(), args.out, f"What {args.checkpoint.resolve().name} sees")
+    plural = "s" if len(files) > 1 else ""
+    print_line(f"{page} shows {len(shown)} of {len(files)} image{plural}; its figures are in the same folder")
+    return code
+
+
+class _RunResults(NamedTuple):
+    """Log rows of a run and its score on the test images; None where there are none."""
+
+    history: list[dict] | None
+    score: "Score | None"
+
+
+def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch.device") -> _RunResults:
+    from ..train.data import load_test
+    from ..train.loop import evaluate
+    from ..train.outputs import LOG
+    from ..train.step import autocast_dtype
+
+    folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
+    history = None
+    if (folder / LOG).exists():
+        with (folder / LOG).open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        history = [{name: float(value) if value else None for name, value in line.items()} for line in lines]
+    data = trained.data
+    if data is None or args.no_test or not (data == "digits" or Path(data).is_dir()):
+        return _RunResults(history, None)
+    options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images}
+    test = load_test(data, trained.classes, trained.transform, trained.batch_size, **options)
+    return _RunResults(history, evaluate(trained.model, test, autocast_dtype(device)))

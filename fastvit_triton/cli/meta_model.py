@@ -1,0 +1,150 @@
+"""Builds models of ours and of other libraries by name on the meta device, for `doctor`."""
+
+import difflib
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name of ours without prefix"
+
+
+class MetaModel(NamedTuple):
+    """A model on the meta device.
+
+    Attributes:
+        model: in evaluation mode.
+        shape: of an image, [C, H, W].
+        input: name of the images argument of forward; None if it is the first positional argument.
+        ours: it is from `create_model`, and calls the kernels without conversion.
+    """
+
+    model: "nn.Module"
+    shape: tuple[int, int, int]
+    input: str | None = None
+    ours: bool = False
+
+
+def build_meta_model(name: str, side: int | None = None) -> MetaModel:
+    """Builds a model by name, without downloading weights.
+
+    Args:
+        name: timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or one of `list_models()`.
+        side: image side in pixels; None means the model's own.
+
+    Raises:
+        ValueError: the name is unknown, the package is not installed, or the image size does not fit.
+    """
+    import torch
+
+    prefix, colon, rest = name.partition(":")
+    build = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}.get(prefix)
+    if colon and build is None:
+        raise ValueError(f"--model {name} begins with {prefix!r}; use {PREFIXES}")
+    if side is not None and side < 1:
+        raise ValueError(f"--img-size is {side}; it must be at least 1")
+    with torch.device("meta"):
+        found = build(rest, side) if colon else _ours(name, side)
+    found.model.eval()
+    return found
+
+
+def _ours(name: str, side: int | None) -> MetaModel:
+    from ..models import create_model
+
+    try:
+        model = create_model(name, **({} if side is None else {"img_size": side}))
+    except ValueError as error:
+        raise ValueError(f"{error}; for models of other packages use {PREFIXES}" if side is None else error) from error
+    return MetaModel(model, (model.config.in_chans, *model.config.img_size), ours=True)
+
+
+def _timm(name: str, side: int | None) -> MetaModel:
+    timm = _package("timm")
+    if not timm.is_model(name):
+        raise ValueError(_unknown("timm", name, timm.list_models()))
+    model = timm.create_model(name)
+    channels, *sides = model.pretrained_cfg["input_size"]
+    if side is not None:
+        sides = side, side
+        if hasattr(model, "set_input_size"):
+            _fit(model.set_input_size, side, img_size=(side, side))
+    return MetaModel(model, (channels, *sides))
+
+
+def _torchvision(name: str, side: int | None) -> MetaModel:
+    models = _package("torchvision").models
+    names = models.list_models(module=models)
+    if name not in names:
+        raise ValueError(_unknown("torchvision", name, names))
+    options = {"image_size": side} if side is not None and name.startswith("vit_") else {}
+    model = _fit(models.get_model, side, name, weights=None, **options)
+    side = side or getattr(model, "image_size", 224)
+    return MetaModel(model, (3, side, side))
+
+
+def _transformers(name: str, side: int | None) -> MetaModel:
+    transformers = _package("transformers")
+    config, cls = _read_config(transformers, name)
+    if hasattr(config, "vision_config"):
+        config, cls = config.vision_config, None
+    if side is not None and hasattr(config, "image_size"):
+        config.image_size = side
+    if cls is None and type(config) not in transformers.AutoModel._model_mapping:
+        raise ValueError(f"transformers has no model for {type(config).__name__} alone; name the class of a model")
+    model = _fit(transformers.AutoModel.from_config if cls is None else cls._from_config, side, config)
+    if model.main_input_name != "pixel_values":
+        raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not images; name a vision model")
+    size = getattr(config, "image_size", side or 224)
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    return MetaModel(model, (getattr(config, "num_channels", 3), *size), "pixel_values")
+
+
+def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | None]:
+    """A configuration, and the model class if the name or the file gives one."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        cls = getattr(transformers, name, None) if name.isidentifier() else None
+        if getattr(cls, "config_class", None) is not None:
+            return cls.config_class(), cls
+        if not getattr(cls, "model_type", None):
+            raise ValueError(f"hf-config:{name} is not a file, a folder with config.json, or a class of transformers")
+        return cls(), None
+    strict = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        config = transformers.CONFIG_MAPPING[held["model_type"]].from_dict(held)
+    except KeyError as error:
+        raise ValueError(f"{path} has no model_type that transformers knows: {error} is missing or unknown") from error
+    except (ValueError, TypeError, strict) as error:
+        raise ValueError(f"{path} is not a configuration of transformers: {str(error).splitlines()[0]}") from error
+    return config, getattr(transformers, (held.get("architectures") or [""])[0], None)
+
+
+def _package(name: str) -> ModuleType:
+    """Imports a package; raises ValueError if it cannot be used."""
+    from ..measure.arms import absent
+
+    if (why := absent(name)) is not None:
+        raise ValueError(f"{why}; install it beside this version of torch")
+    return importlib.import_module(name)
+
+
+def _unknown(package: str, name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+    return f"{package} has no model called {name!r}; the nearest are {', '.join(near)}"
+
+
+def _fit(make, side: int | None, *inputs: object, **options: object) -> object:
+    """Calls make(*inputs, **options); with a given image size its errors become ValueError."""
+    try:
+        return make(*inputs, **options)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        if side is None:
+            raise
+        why = str(error).splitlines()[0] if str(error) else "its patches do not divide it"
+        raise ValueError(f"--img-size {side} does not fit this model: {why}") from error

@@ -1,0 +1,25 @@
+"""`pack`: writes an image folder as webdataset shards."""
+
+import argparse
+from pathlib import Path
+
+from .console import print_line
+
+HELP = "write an image folder as webdataset shards"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `pack`."""
+    parser.add_argument("folder", type=Path, help="holds train/<class>/ and val/<class>/")
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("--per-shard", type=int, default=1000, help="images per shard (default: 1000)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes an image folder as webdataset shards, which `train --data` reads."""
+    from ..train.data.shards import pack
+
+    pack(args.folder, args.out, args.per_shard)
+    counts = (f"{len(list((args.out / split).iterdir()))} of {split}/" for split in ("train", "val"))
+    print_line(f"{args.out} holds {' and '.join(counts)} shards")
+    return 0

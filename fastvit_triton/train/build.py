@@ -1,0 +1,287 @@
+"""Builds the components of a training run from a recipe: optimiser, schedule, objective, mixing, step, evaluation."""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from .augment import random_erasing
+from .augment.mix import mixtoken, mixup_or_cutmix
+from .data.transform import Transform
+from .ema import ema_model
+from .loop import Score, evaluate, evaluate_objective
+from .loss import binary_cross_entropy, hard_distillation, smooth_labels, soft_distillation
+from .masked import MaskedAutoencoder, MaskedPatchPrediction
+from .objective import Objective, distilled, masked_colours, masked_pixels, supervised
+from .optim import Lamb, adamw, parameter_groups, reinit_pos_embed, warmup_cosine
+from .ranges import FractionBelow1, PositiveInt, checked
+from .recipes import Recipe
+from .schedule import deit_schedule, mae_schedule, vit_schedule
+from .step import Step
+
+SELF_SUPERVISED = ("pixels", "colours")  # losses of masked models, which have no logits
+DISTILLATION = {"hard": hard_distillation, "soft": soft_distillation}
+# Class names of stochastic-depth modules → names of their rate: ours and timm's, torchvision's.
+_DROP_PATH_RATE = {"DropPath": ("p", "drop_prob"), "StochasticDepth": ("p",)}
+_BLOCK_NUMBER = re.compile(r"(^|\.)(?:blocks|layers?|encoder_layer)[._](\d+)(\.|$)")
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
+    """The recipe's optimiser over `parameter_groups` of the model."""
+    if recipe.optimizer == "adamw":
+        return adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay)
+    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay)
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9)
+    return Lamb(groups, lr=recipe.lr, betas=recipe.betas, eps=1e-8)
+
+
+@checked
+def build_lr(recipe: Recipe, steps_per_epoch: PositiveInt) -> Callable[[int], float]:
+    """The learning-rate schedule: a function from the step of the whole run, from 0, to the learning rate.
+
+    DeiT updates its rate once per epoch. A run that `override_recipe` shortened to less than the published warm-up
+    would then never leave the warm-up, so shortened runs update the rate at every step.
+
+    Args:
+        recipe: the recipe.
+        steps_per_epoch: batches in the training data.
+
+    Raises:
+        ValueError: the warm-up is not shorter than the run.
+    """
+    steps = recipe.steps or recipe.epochs * steps_per_epoch
+    warmup = recipe.warmup * {"run": steps, "epochs": steps_per_epoch, "steps": 1}[recipe.warmup_unit]
+    if recipe.schedule == "own":
+        return partial(warmup_cosine, steps=steps, warmup=int(warmup), peak=recipe.lr, floor=recipe.floor)
+    if warmup >= steps:
+        raise ValueError(
+            f"warmup is {warmup:.0f} of {steps} steps; take more epochs, "
+            "smaller batches or a fraction of the run, such as 0.1"
+        )
+    if recipe.schedule == "vit":
+        return partial(
+            vit_schedule, steps=steps, warmup=warmup, peak=recipe.lr, decay=recipe.decay, linear_end=recipe.floor
+        )
+    schedule = mae_schedule if recipe.schedule == "mae" else deit_schedule
+    by_epoch = recipe.schedule == "deit" and recipe.warmup_unit == "epochs"
+
+    def at(step: int) -> float:
+        epoch = max(step // steps_per_epoch - 1, 0) if by_epoch else step / steps_per_epoch
+        return schedule(epoch, steps / steps_per_epoch, warmup / steps_per_epoch, recipe.lr, recipe.floor)
+
+    return at
+
+
+def build_loss(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss function of logits [B, K] and targets [B] or [B, K].
+
+    Raises:
+        ValueError: the recipe is self-supervised; its loss is part of the objective.
+    """
+    if recipe.loss in SELF_SUPERVISED:
+        raise ValueError(f"this recipe predicts {recipe.loss}; its loss is part of the masked objective")
+    if recipe.loss == "softmax":
+        return partial(F.cross_entropy, label_smoothing=recipe.label_smoothing)
+    bce = dict(threshold=0.0, reduction="mean") if recipe.loss == "bce" else dict(reduction="sum")
+    return partial(binary_cross_entropy, **bce)
+
+
+@checked
+def build_mix(
+    recipe: Recipe, classes: PositiveInt, patch_size: tuple[PositiveInt, PositiveInt] = (16, 16)
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """The batch augmentation: random erasing, then mixing, which makes soft targets; None if the recipe has neither.
+
+    Args:
+        recipe: the recipe.
+        classes: K.
+        patch_size: (height, width) of the model's patches, for MixToken.
+
+    Returns:
+        From images [B, C, H, W] and class numbers [B] to images and targets [B] or [B, K].
+    """
+    blend = None
+    if recipe.mixtoken:
+        blend = partial(mixtoken, classes=classes, alpha=recipe.mixtoken, patch_size=patch_size)
+    elif recipe.mixup or recipe.cutmix:
+        alphas = dict(mixup_alpha=recipe.mixup, cutmix_alpha=recipe.cutmix, smoothing=0.0)
+        blend = partial(mixup_or_cutmix, classes=classes, **alphas)
+    elif recipe.loss in ("bce", "sigmoid"):
+        blend = partial(_soften, classes=classes)
+    if not recipe.erasing:
+        return blend
+    return partial(_erase, probability=recipe.erasing, blend=blend)
+
+
+def _soften(images: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    return images, smooth_labels(targets, classes)
+
+
+def _erase(images: Tensor, targets: Tensor, probability: float, blend: Callable | None) -> tuple[Tensor, Tensor]:
+    images = random_erasing(images, probability)
+    return (images, targets) if blend is None else blend(images, targets)
+
+
+@checked
+def build_objective(
+    recipe: Recipe,
+    model: nn.Module,
+    transform: Transform,
+    teacher: nn.Module | None = None,
+    kind: Literal["hard", "soft"] = "hard",
+) -> Objective:
+    """The training objective, see objective.py.
+
+    Args:
+        recipe: the recipe.
+        model: a classifier, or from `build_masked_model` for self-supervised recipes.
+        transform: of the images; its inverse gives the colours to predict.
+        teacher: for distillation; None trains on the targets only.
+        kind: "hard" or "soft" distillation.
+
+    Raises:
+        ValueError: there is a teacher, and the recipe's loss is not "softmax".
+    """
+    if recipe.loss == "pixels":
+        return masked_pixels(model.encoder.patch_embed.patch_size, recipe.norm_pixels)
+    if recipe.loss == "colours":
+        return masked_colours(model.encoder.patch_embed.patch_size, transform.restore)
+    if teacher is None:
+        return supervised(build_loss(recipe))
+    if recipe.loss != "softmax":
+        raise ValueError(f"distillation needs loss 'softmax'; this recipe's loss is {recipe.loss!r}")
+    loss = DISTILLATION[kind]
+    if not recipe.label_smoothing:
+        return distilled(teacher, loss)
+
+    def smoothed(logits: Tensor, distillation_logits: Tensor, teacher_logits: Tensor, targets: Tensor) -> Tensor:
+        soft = smooth_labels(targets, logits.shape[1], recipe.label_smoothing)
+        return loss(logits, distillation_logits, teacher_logits, soft)
+
+    return distilled(teacher, smoothed)
+
+
+@checked
+def build_step(
+    recipe: Recipe,
+    model: nn.Module,
+    objective: Objective,
+    classes: PositiveInt,
+    grad_accum_steps: PositiveInt = 1,
+    amp: torch.dtype | None = None,
+) -> Step:
+    """One optimiser step of the recipe.
+
+    Args:
+        recipe: the recipe.
+        model: on its device.
+        objective: from `build_objective`.
+        classes: K.
+        grad_accum_steps: number of micro-batches.
+        amp: autocast dtype.
+    """
+    device = next(model.parameters()).device.type
+    return Step(
+        objective=objective,
+        mix=None if recipe.loss in SELF_SUPERVISED else build_mix(recipe, classes, *_patch_size_of(model)),
+        grad_accum_steps=grad_accum_steps,
+        amp=amp,
+        scaler=GradScaler(device, enabled=amp is torch.float16),
+        clip=recipe.clip,
+        ema=None if recipe.ema_decay is None else ema_model(model, recipe.ema_decay),
+    )
+
+
+def _patch_size_of(model: nn.Module) -> list[tuple[int, int]]:
+    """[patch size] of a model that has one, or []."""
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    return [] if size is None else [tuple(size)]
+
+
+def build_test(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Module], Score]:
+    """The evaluation of a model on test batches: accuracy, or the mean objective for self-supervised recipes."""
+    options = {"batches": batches, "amp": step.amp, "world": step.world, "per_rank_batches": step.per_rank_batches}
+    if recipe.loss in SELF_SUPERVISED:
+        return partial(evaluate_objective, objective=step.objective, **options)
+    return partial(evaluate, **options)
+
+
+def configure_model(recipe: Recipe, model: nn.Module, fresh: bool = True) -> None:
+    """Applies the recipe's model settings in place: drop-path rates and, for a new model, positions and head bias.
+
+    Args:
+        recipe: the recipe.
+        model: a ViT.
+        fresh: the weights are random; False keeps positions and head bias.
+    """
+    if recipe.drop_path_rate:
+        set_drop_path(model, recipe.drop_path_rate, recipe.drop_path_constant, skip=True)
+    if fresh and recipe.pos_std:
+        reinit_pos_embed(model, recipe.pos_std)
+    if fresh and recipe.head_bias:
+        nn.init.constant_(model.head.bias, recipe.head_bias)
+
+
+@checked
+def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False, skip: bool = False) -> list[float]:
+    """Sets the stochastic-depth rate of each block of a model (Huang et al., arXiv:1603.09382, section 3, equation 4).
+
+        rate of block i of L = last · i / (L − 1),   or `last` in all of them (DeiT III)
+
+    Args:
+        model: with `DropPath` modules in numbered blocks (blocks.3, layers.3). timm creates them only for rates above
+            0, so create its models with one.
+        last: rate of the last block, in [0, 1).
+        constant: the same rate in every block.
+        skip: do not compute the branch for dropped images, if the model's `DropPath` supports it (ours does).
+
+    Returns:
+        The rates, one per block.
+
+    Raises:
+        ValueError: the rate is outside [0, 1), or a block with a rate above 0 has no `DropPath`.
+    """
+    blocks: dict[int, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if found := _BLOCK_NUMBER.search(name):
+            in_block = blocks.setdefault(int(found[2]), [])
+            if type(module).__name__ in _DROP_PATH_RATE:
+                in_block.append(module)
+    depth = len(blocks)
+    rates = [last if constant else last * i / max(depth - 1, 1) for i in range(depth)]
+    missing = [i for i in range(depth) if rates[i] and not blocks[i]]
+    if missing or not blocks:
+        where = f"block {missing[0]} has" if blocks else "the model has no numbered blocks with"
+        raise ValueError(f"{where} {'no' if blocks else 'any'} DropPath; build it with drop_path_rate above 0")
+    for i, rate in enumerate(rates):
+        for module in blocks[i]:
+            attribute = next(field for field in _DROP_PATH_RATE[type(module).__name__] if hasattr(module, field))
+            setattr(module, attribute, rate)
+            if hasattr(module, "skip"):
+                module.skip = skip
+    return rates
+
+
+def build_masked_model(recipe: Recipe, encoder: nn.Module, decoder: nn.Module | None = None) -> nn.Module:
+    """The self-supervised model that the recipe trains around an encoder.
+
+    Args:
+        recipe: its `loss` is "pixels" or "colours".
+        encoder: see masked.py.
+        decoder: of a masked autoencoder: blocks of width `recipe.decoder["embed_dim"]`.
+    """
+    if recipe.loss == "pixels":
+        return MaskedAutoencoder(encoder, decoder, recipe.decoder["embed_dim"], recipe.mask_ratio)
+    return MaskedPatchPrediction(encoder, 8**encoder.patch_embed.in_chans, recipe.mask_ratio)
+
+
+def module_to_export(recipe: Recipe, model: nn.Module) -> nn.Module:
+    """The module to save: the encoder of a self-supervised model, else the model."""
+    return model.encoder if recipe.loss in SELF_SUPERVISED else model

@@ -1,0 +1,234 @@
+"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, and webdataset shards."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..augment import random_affine
+from ..augment.policy import policy_by_name
+from ..distributed import World
+from ..ranges import NonNegativeInt, PositiveInt, checked
+from ..recipes import Recipe
+from .cifar import is_cifar, scan_cifar
+from .folder import FolderBatches, ImageFiles, scan_folder
+from .shards import is_shards, scan_shards
+from .transform import Transform
+
+# Mean and standard deviation of the digits' training split, pixels in [0, 1].
+DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
+
+
+class Batches(Protocol):
+    """What `fit` and `evaluate` iterate over: images [B, C, H, W] and class numbers [B].
+
+    Attributes:
+        per_rank: each rank gets its own part of a batch; if False all ranks get the whole batch.
+        bad: files that were left out, with the reason.
+        indices: of the images in the last batch.
+    """
+
+    per_rank: bool
+    bad: dict[Path, str]
+    indices: list[int]
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterates without the first `count` batches, with the same random draws as a whole epoch."""
+
+    def display_image(self, i: int) -> Tensor:
+        """Image i for display, [C, H, W] in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and test batches of one task.
+
+    Attributes:
+        name: "digits" or a path.
+        classes: names, in the order of the model's logits.
+        transform: from an image file to the model's input; `predict` uses the same.
+        train: shuffled and augmented.
+        test: in order.
+        test_once: evaluate after the last epoch only.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    transform: Transform
+    train: Batches
+    test: Batches
+    test_once: bool = False
+
+
+class TensorBatches:
+    """Batches of images held in memory; with `augment`, shuffled and augmented one batch at a time.
+
+    Args:
+        images: [N, C, H, W] in [0, 1].
+        targets: [N] class numbers.
+        transform: normalises.
+        batch_size: images per batch; the last batch may be smaller.
+        augment: from a batch [B, C, H, W] in [0, 1] to the same, before normalisation; None neither augments nor
+            shuffles.
+    """
+
+    per_rank = False
+
+    @checked
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        transform: Transform,
+        batch_size: PositiveInt,
+        augment: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.images, self.targets, self.transform = images, targets, transform
+        self.batch_size, self.augment = batch_size, augment
+        self.bad: dict[Path, str] = {}
+        self.indices: list[int] = []
+
+    def __len__(self) -> int:
+        return -(-len(self.images) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.iter_from(0)
+
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterates over an epoch without its first `count` batches."""
+        order = torch.randperm(len(self.images)) if self.augment else torch.arange(len(self.images))
+        return self._stream(order.split(self.batch_size)[count:])
+
+    def _stream(self, batches: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in batches:
+            self.indices = chosen.tolist()
+            images = self.augment(self.images[chosen]) if self.augment else self.images[chosen]
+            yield self.transform.normalise(images), self.targets[chosen]
+
+    def display_image(self, i: int) -> Tensor:
+        """Image i, [C, H, W] in [0, 1], not augmented."""
+        return self.images[i]
+
+
+@checked
+def load(
+    name: str, recipe: Recipe, *, workers: NonNegativeInt = 0, skip_bad_images: bool = False, world: World | None = None
+) -> Data:
+    """Loads a data set by name.
+
+    A path is one of: an image folder with `train/<class>/` and `val/<class>/`, images of any size, grey or colour,
+    whose sorted folder names are the classes; webdataset shards, see shards.py; CIFAR-10's own files `data_batch_1` …
+    `test_batch`.
+
+    Args:
+        name: "digits" or a path.
+        recipe: image size, batch size and augmentation.
+        workers: processes that decode images; 0 decodes in this process.
+        skip_bad_images: leave out images that cannot be read; `train.bad` and `test.bad` list them.
+        world: processes that share each batch of image files.
+
+    Raises:
+        ValueError: the path is none of these, an image cannot be read and is not to be skipped, or the recipe's
+            augmentation does not apply to the digits.
+    """
+    size = (recipe.img_size, recipe.img_size)
+    if name == "digits":
+        if recipe.policy or recipe.repeats > 1:
+            raise ValueError(
+                f"the recipe's {'policy' if recipe.policy else 'repeated augmentation'} needs image files, and "
+                "the digits are arrays in memory; give --data a folder"
+            )
+        classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
+        train = TensorBatches(*digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe))
+    else:
+        found = _scan(Path(name), "train", world=world)
+        classes = found.classes
+        transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
+        crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_by_name(recipe.policy)}
+        options = {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+        train = FolderBatches(Path(name), found, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
+    options = {"workers": workers, "skip_bad_images": skip_bad_images, "world": world}
+    test = load_test(name, classes, transform, recipe.batch_size, **options)
+    return Data(name, classes, transform, train, test, test_once=name == "digits")
+
+
+@checked
+def load_test(
+    name: str,
+    classes: tuple[str, ...],
+    transform: Transform,
+    batch_size: PositiveInt,
+    *,
+    workers: NonNegativeInt = 0,
+    skip_bad_images: bool = False,
+    world: World | None = None,
+) -> Batches:
+    """Loads the test images only, for a trained model.
+
+    Args:
+        name: as for `load`; of a folder, `val/` is read.
+        classes: names, in the order of the model's logits.
+        transform: as in training.
+        batch_size: images per batch.
+        workers: processes that decode images.
+        skip_bad_images: leave out images that cannot be read.
+        world: processes that share each batch of image files.
+
+    Raises:
+        ValueError: as `load`, or there is a class that is not in `classes`.
+    """
+    if name == "digits":
+        return TensorBatches(*digits("test", transform.size), transform, batch_size)
+    options = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+    return FolderBatches(Path(name), _scan(Path(name), "val", classes, world), transform, world=world, **options)
+
+
+def _scan(root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None) -> ImageFiles:
+    """Lists a split of shards, CIFAR-10 or an image folder."""
+    if is_shards(root):
+        return scan_shards(root, split, classes, world)
+    return (scan_cifar if is_cifar(root) else scan_folder)(root, split, classes)
+
+
+def affine_augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    """The recipe's `random_affine`: from images [B, C, H, W] in [0, 1] to the same."""
+    return partial(random_affine, degrees=recipe.degrees, zoom=recipe.zoom, shear=recipe.shear, shift=recipe.shift)
+
+
+def digits(split: str, size: tuple[int, int] = (8, 8)) -> tuple[Tensor, Tensor]:
+    """The 1,797 handwritten digits that ship with scikit-learn: 8 x 8 pixels, white on black, 17 levels of grey.
+
+    Source: Alpaydin & Kaynak, UCI Optical Recognition of Handwritten Digits, 1998. The split is fixed and stratified:
+    1,437 training and 360 test images.
+
+    Args:
+        split: "train" or "test".
+        size: (height, width); other sizes than 8 x 8 are interpolated.
+
+    Returns:
+        Images [N, 1, H, W] in [0, 1] and class numbers [N].
+
+    Raises:
+        ValueError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise ValueError("data 'digits' needs scikit-learn; pip install scikit-learn, or give a folder") from error
+    bunch = load_digits()
+    rows = train_test_split(range(len(bunch.target)), test_size=0.2, random_state=0, stratify=bunch.target)
+    chosen = rows[("train", "test").index(split)]
+    images = torch.tensor(bunch.images[chosen] / 16, dtype=torch.float32)[:, None]  # [N, 1, 8, 8]
+    if size != (8, 8):
+        images = F.interpolate(images, size, mode="bilinear", antialias=True)
+    return images, torch.tensor(bunch.target[chosen])

@@ -1,0 +1,240 @@
+"""Image folders: `train/<class>/…` and `val/<class>/…`, decoded on the fly by worker processes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ..distributed import World
+from ..ranges import NonNegativeInt, PositiveInt, checked
+from .sampler import SampleKey, SeededBatches
+from .transform import DECODE_ERRORS, SUFFIXES, Transform, find_defect, join_names, read_image
+
+
+class ImageFiles(NamedTuple):
+    """One split of a data set on disk.
+
+    Attributes:
+        files: one path per image; a sequence with a method `order()` draws its own random order.
+        targets: class numbers, one per file.
+        classes: names.
+        decode: from a path to an image.
+        check: from a path to a defect of its header, or None; None skips the check.
+    """
+
+    files: Sequence[Path]
+    targets: list[int]
+    classes: tuple[str, ...]
+    decode: Callable[[Path], Image.Image] = read_image
+    check: Callable[[Path], str | None] | None = find_defect
+
+
+def scan_folder(root: Path, split: str, classes: tuple[str, ...] | None = None) -> ImageFiles:
+    """Lists one split of an image folder, in sorted order. Hidden files and other suffixes are ignored.
+
+    Args:
+        root: holds `train/` and `val/`.
+        split: "train" or "val".
+        classes: names that the model knows; None accepts the folders found.
+
+    Raises:
+        ValueError: a folder is missing, there are no classes, a class has no images or is not in `classes`.
+    """
+    if not root.is_dir():
+        raise ValueError(
+            f"data {str(root)!r} is not a folder; give one that holds train/<class>/ and val/<class>/ with images"
+        )
+    if not (root / split).is_dir():
+        raise ValueError(f"data {str(root)!r} has no folder {split}/; put images into {split}/<class>/")
+    found = sorted(entry.name for entry in (root / split).iterdir() if entry.is_dir() and entry.name[0] != ".")
+    if not found:
+        raise ValueError(f"data {str(root / split)!r} holds no class folders; put images into {split}/<class>/")
+    unknown = [name for name in found if classes is not None and name not in classes]
+    if unknown:
+        raise ValueError(
+            f"data {str(root / split)!r} has {join_names(unknown)}, not among the {len(classes)} classes of training "
+            f"({join_names(list(classes))}); rename or remove"
+        )
+    classes = classes or tuple(found)
+    files, targets = [], []
+    for name in found:
+        folder = root / split / name
+        candidates = (path for path in folder.rglob("*") if is_image(path))
+        images = sorted(p for p in candidates if not any(part[0] == "." for part in p.relative_to(folder).parts))
+        if not images:
+            raise ValueError(f"data {str(folder)!r} holds no images; add some ({', '.join(SUFFIXES)})")
+        files += images
+        targets += [classes.index(name)] * len(images)
+    return ImageFiles(files, targets, classes)
+
+
+def is_image(path: Path) -> bool:
+    """True if the name has the suffix of an image and is not hidden."""
+    return path.suffix.lower() in SUFFIXES and path.name[0] != "."
+
+
+def _unreadable_message(bad: dict[Path, str], total: int, root: Path) -> str:
+    """One sentence with the number of unreadable images and at most ten of their names."""
+    names = [f"{path.relative_to(root)} ({why})" for path, why in sorted(bad.items())]
+    return f"{len(bad)} of {total} images in {root} cannot be read: {join_names(names)}"
+
+
+class FolderBatches:
+    """Batches of image files, decoded by worker processes.
+
+    Each image's random crop has its own seed, drawn with the order from PyTorch's global generator, so batches do not
+    depend on the number of workers or ranks. Each rank decodes its part of a batch. Headers are checked at
+    construction, pixels when an image is decoded. Iterating raises ValueError at an unreadable image unless bad images
+    are skipped, and OSError if a worker dies.
+
+    Args:
+        root: the folder, for messages.
+        images: from `scan_folder`, `scan_cifar` or `scan_shards`.
+        transform: from image to tensor.
+        batch_size: images per batch, over all ranks; fewer if some are skipped.
+        crop: keyword arguments of a random crop, for training in random order; None takes centre crops, in order.
+        workers: decoding processes; 0 decodes in this process.
+        skip_bad_images: leave out unreadable images; `bad` maps each to the reason.
+        repeats: of each image with repeated augmentation; 1 is off.
+        world: processes that share each batch; a rank without images gets [0, C, H, W].
+
+    Raises:
+        ValueError: a file is unreadable and `skip_bad_images` is False.
+    """
+
+    per_rank = True
+
+    @checked
+    def __init__(
+        self,
+        root: Path,
+        images: ImageFiles,
+        transform: Transform,
+        *,
+        batch_size: PositiveInt,
+        crop: dict | None = None,
+        workers: NonNegativeInt = 0,
+        skip_bad_images: bool = False,
+        repeats: PositiveInt = 1,
+        world: World | None = None,
+    ) -> None:
+        files, targets, self.decode = images.files, images.targets, images.decode
+        self.root, self.total, self.skip_bad, self.transform = root, len(files), skip_bad_images, transform
+        self.bad: dict[Path, str] = {}
+        if images.check is not None:
+            with ThreadPoolExecutor() as pool:
+                defects = zip(files, pool.map(images.check, files), strict=True)
+                self.bad = {path: defect for path, defect in defects if defect}
+        self._raise_if_bad()
+        if self.bad:
+            kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
+            files, targets = [path for path, _ in kept], [target for _, target in kept]
+        self.files, self.indices, self.world = files, [], world or World()
+        order = getattr(files, "order", partial(torch.randperm, len(files)))
+        self.sampler = SeededBatches(len(files), order if crop is not None else None, repeats, batch_size, self.world)
+        self.loader = DataLoader(
+            _ImageDataset(files, targets, transform, crop, self.decode),
+            batch_sampler=self.sampler,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=workers > 0,
+            generator=torch.Generator(),  # keeps the loader's own draws, which depend on workers, off the global one
+        )
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.iter_from(0)
+
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterates over an epoch without its first `count` batches, which are not decoded."""
+        self.sampler.start_epoch(count)
+        return self._stream(iter(self.loader))
+
+    def _stream(self, loaded: Iterator) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            try:
+                batch = next(loaded)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise OSError(
+                    "a process that decodes images died, perhaps out of memory; lower --workers and --resume"
+                ) from error
+            self.bad.update(batch.bad)
+            self._raise_if_bad()
+            self.indices = batch.indices
+            if len(batch.targets) or self.world.world_size > 1:
+                shape = (len(self.transform.mean), *self.transform.size)
+                yield batch.images if len(batch.targets) else batch.images.new_empty(0, *shape), batch.targets
+
+    def display_image(self, i: int) -> Tensor:
+        """Readable image i after the centre crop, [C, H, W] in [0, 1]. Valid after a pass over all batches."""
+        readable = [path for path in self.files if path not in self.bad]
+        return self.transform.restore(self.transform(self.decode(readable[i])))
+
+    def _raise_if_bad(self) -> None:
+        if self.bad and not self.skip_bad:
+            message = _unreadable_message(self.bad, self.total, self.root)
+            raise ValueError(f"{message}; repair or remove, or pass --skip-bad-images")
+
+
+class _Sample(NamedTuple):
+    """One decoded image; `image` is None and `error` says why if it cannot be read."""
+
+    image: Tensor | None
+    target: int
+    index: int
+    path: Path
+    error: str
+
+
+class _Batch(NamedTuple):
+    images: Tensor
+    targets: Tensor
+    indices: list[int]
+    bad: dict[Path, str]
+
+
+class _ImageDataset(Dataset):
+    """From a `SampleKey` to a `_Sample`."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        targets: list[int],
+        transform: Transform,
+        crop: dict | None,
+        decode: Callable[[Path], Image.Image],
+    ) -> None:
+        self.files, self.targets, self.decode = files, targets, decode
+        self.transform, self.crop = transform, crop or {}
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, key: SampleKey) -> _Sample:
+        path, target = self.files[key.index], self.targets[key.index]
+        try:
+            return _Sample(self.transform(self.decode(path), key.seed, **self.crop), target, key.index, path, "")
+        except DECODE_ERRORS as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            return _Sample(None, target, key.index, path, reason)
+
+
+def _collate(samples: list[_Sample]) -> _Batch:
+    good = [sample for sample in samples if sample.image is not None]
+    images = torch.stack([sample.image for sample in good]) if good else torch.empty(0)
+    targets = torch.tensor([sample.target for sample in good], dtype=torch.long)
+    bad = {sample.path: sample.error for sample in samples if sample.image is None}
+    return _Batch(images, targets, [sample.index for sample in good], bad)

@@ -1,0 +1,118 @@
+"""Batches of images of different sizes under a token budget, for a NaFlex model (arXiv:2502.14786, section 2.4).
+
+Each image keeps its aspect ratio: it is resized so that its patches fill a sequence of at most L tokens, and padded to
+L. L varies between batches; the number of images is the budget divided by L, so all steps cost about the same.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..masked import patchify
+from ..ranges import PositiveInt, checked
+
+
+def fitting_grid(size: tuple[int, int], tokens: int, patch_size: tuple[int, int]) -> tuple[int, int]:
+    """The largest patch grid with an image's aspect ratio and at most `tokens` patches; at least 1 × 1.
+
+    Args:
+        size: (height, width) of the image, in pixels.
+        tokens: L.
+        patch_size: (height, width).
+
+    Returns:
+        (rows, columns).
+    """
+    rows, columns = size[0] / patch_size[0], size[1] / patch_size[1]
+    scale = math.sqrt(tokens / (rows * columns))
+    rows, columns = max(1, int(rows * scale)), max(1, int(columns * scale))
+    return min(rows, tokens), min(columns, tokens // min(rows, tokens))
+
+
+def to_patches(image: Tensor, tokens: int, patch_size: tuple[int, int]) -> Tensor:
+    """Resizes an image [C, H, W] to its `fitting_grid` and returns its patches with positions, [L, 2 + P·P·C].
+
+    Each entry is (row, column, pixels in the order row, column, channel). Padding has row and column −1 and pixels 0.
+    """
+    grid = fitting_grid(tuple(image.shape[1:]), tokens, patch_size)
+    target = (grid[0] * patch_size[0], grid[1] * patch_size[1])
+    if target != tuple(image.shape[1:]):
+        image = F.interpolate(image[None], target, mode="bilinear", antialias=True)[0]
+    pixels = patchify(image[None], patch_size)[0]  # [N, P·P·C]
+    positions = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).to(pixels)  # [N, 2]
+    rows = torch.cat((positions, pixels), 1)
+    padding = rows.new_zeros(tokens - rows.shape[0], rows.shape[1])
+    padding[:, :2] = -1
+    return torch.cat((rows, padding))
+
+
+class TokenBudgetBatches:
+    """Batches of images of any size, of about equal cost, for `fit` and `evaluate`.
+
+    Batches cycle through the sequence lengths, so every epoch has the same batch sizes in another order; images are
+    assigned to batches at random, by PyTorch's global generator.
+
+    Args:
+        images: N of them, [C, H, W] each, normalised.
+        targets: [N] class numbers.
+        patch_size: (height, width).
+        budget: tokens in a batch, including padding; at least the longest sequence.
+        lengths: values of L; use one for evaluation.
+        shuffle: draw the order of images and of lengths; False keeps both.
+        augment: from an image [C, H, W] to the same, before resizing.
+
+    Raises:
+        ValueError: a sequence length is above the budget.
+    """
+
+    per_rank = False
+
+    @checked
+    def __init__(
+        self,
+        images: Sequence[Tensor],
+        targets: Tensor,
+        patch_size: tuple[PositiveInt, PositiveInt],
+        budget: PositiveInt,
+        lengths: tuple[PositiveInt, ...] = (128, 256, 576, 784, 1024),
+        shuffle: bool = True,
+        augment: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        if max(lengths) > budget:
+            raise ValueError(f"lengths is {lengths} and budget {budget}; each length must be at most the budget")
+        self.images, self.targets, self.patch_size = images, targets, patch_size
+        self.shuffle, self.augment = shuffle, augment
+        self.bad: dict[Path, str] = {}
+        self.indices: list[int] = []
+        self.sizes, left = [], len(images)  # (L, number of images) of each batch
+        while left > 0:
+            length = lengths[len(self.sizes) % len(lengths)]
+            self.sizes.append((length, min(budget // length, left)))
+            left -= budget // length
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.iter_from(0)
+
+    def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterates over an epoch without its first `count` batches."""
+        draw = torch.randperm if self.shuffle else torch.arange
+        order, sizes = draw(len(self.images)), [self.sizes[i] for i in draw(len(self.sizes)).tolist()]
+        groups = order.split([size for _, size in sizes])
+        return self._stream(list(zip(sizes, groups, strict=True))[count:])
+
+    def _stream(self, groups: list[tuple[tuple[int, int], Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for (length, _), chosen in groups:
+            self.indices = chosen.tolist()
+            images = [self.images[i] if self.augment is None else self.augment(self.images[i]) for i in self.indices]
+            yield torch.stack([to_patches(image, length, self.patch_size) for image in images]), self.targets[chosen]
+
+    def display_image(self, i: int) -> Tensor:
+        """Image i as passed to the constructor, [C, H, W]."""
+        return self.images[i]

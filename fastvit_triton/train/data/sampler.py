@@ -1,0 +1,104 @@
+"""Samplers: repeated augmentation, and the seeded batches of an image folder."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from ..distributed import World
+from ..ranges import NonNegativeInt, PositiveInt, checked
+
+
+class RepeatedAugmentation(Sampler[int]):
+    """Repeated augmentation: each image several times in a row, distributed over the ranks in turn.
+
+    Berman et al., MultiGrain, arXiv:1902.05509, section 3.2; Hoffer et al., arXiv:1901.09335. Indices equal those of
+    facebookresearch/deit, samplers.py: the epoch's order is repeated, distributed, and cut to the length of one epoch
+    rounded down to a multiple of 256 images, so about a third of the images occur, three times each. Set `epoch` before
+    each epoch.
+
+    Args:
+        count: images in the data set.
+        repeats: of each image.
+        rank: of this process.
+        world_size: number of processes.
+
+    Raises:
+        ValueError: `count` is 0, or the rank is not below the world size.
+    """
+
+    @checked
+    def __init__(
+        self, count: PositiveInt, repeats: PositiveInt = 3, rank: NonNegativeInt = 0, world_size: PositiveInt = 1
+    ) -> None:
+        if rank >= world_size:
+            raise ValueError(f"rank is {rank} of {world_size} processes; it must be below them")
+        self.count, self.repeats, self.rank, self.world_size, self.epoch = count, repeats, rank, world_size, 0
+
+    def __len__(self) -> int:
+        if self.count < 256:  # timm's rule for small data sets, for which DeiT's gives 0
+            return -(-self.count // self.world_size)
+        return self.count // 256 * 256 // self.world_size
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.epoch))
+        order = order.repeat_interleave(self.repeats)
+        mine = torch.arange(self.rank, self.rank + len(self) * self.world_size, self.world_size)
+        return iter(order[mine % order.shape[0]].tolist())
+
+
+class SampleKey(NamedTuple):
+    """What a worker needs to produce one image.
+
+    Attributes:
+        index: of the image.
+        seed: of its random crop; None takes the centre crop.
+    """
+
+    index: int
+    seed: int | None
+
+
+class SeededBatches(Sampler[list[SampleKey]]):
+    """Batches of image indices, each with its own augmentation seed, drawn when an epoch starts.
+
+    All ranks draw the same epoch, and each yields its slice of every batch.
+
+    Args:
+        count: images in the data set.
+        order: draws a random order [count]; None keeps the order and gives no seeds.
+        repeats: of each image with repeated augmentation; 1 is off.
+        batch_size: images per batch, over all ranks.
+        world: processes that share each batch.
+    """
+
+    def __init__(
+        self, count: int, order: Callable[[], Tensor] | None, repeats: int, batch_size: int, world: World
+    ) -> None:
+        self.count, self.order, self.batch_size, self.world = count, order, batch_size, world
+        self.repeated = RepeatedAugmentation(count, repeats) if repeats > 1 else None
+        self.keys: list[SampleKey] = []
+
+    def __len__(self) -> int:
+        return -(-(self.count if self.repeated is None else len(self.repeated)) // self.batch_size)
+
+    def start_epoch(self, skip: int) -> None:
+        """Draws an epoch from PyTorch's global generator and drops its first `skip` batches."""
+        if self.order is None:
+            self.keys = [SampleKey(i, None) for i in range(self.count)]
+        else:
+            if self.repeated is None:
+                order = self.order().tolist()
+            else:
+                self.repeated.epoch = torch.randint(2**62, ()).item()
+                order = list(self.repeated)
+            seeds = torch.randint(2**62, (len(order),)).tolist()
+            self.keys = list(map(SampleKey, order, seeds))
+        self.keys = self.keys[skip * self.batch_size :]
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for start in range(0, len(self.keys), self.batch_size):
+            batch = self.keys[start : start + self.batch_size]
+            yield [batch[i] for i in self.world.shard(torch.arange(len(batch))).tolist()]

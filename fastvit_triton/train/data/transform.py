@@ -1,0 +1,165 @@
+"""Decodes image files and transforms them to model input: crop, resize, augment, normalise."""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ..augment.policy import Policy
+from ..ranges import FractionAbove0, ImageSide, NonNegativeInt, Probability, check_fields, checked
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+# What Pillow raises on a file that is not an image or is damaged.
+DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Preprocessing from an image to model input. It is saved with the weights, so `predict` repeats it exactly.
+
+    Attributes:
+        size: (height, width) in pixels.
+        mean: per channel, of pixels in [0, 1]; its length, 1 or 3, is the number of channels.
+        std: per channel.
+        crop: fraction of the shorter side that a centre crop keeps.
+    """
+
+    size: tuple[ImageSide, ImageSide]
+    mean: tuple[Probability, ...]
+    std: tuple[FractionAbove0, ...]
+    crop: FractionAbove0 = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for field in ("size", "mean", "std"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} channels and std {len(self.std)}; images have 1 or 3")
+
+    @checked
+    def __call__(
+        self,
+        image: Image.Image,
+        seed: Annotated[NonNegativeInt | None, "the centre crop"] = None,
+        min_area: FractionAbove0 = 0.35,
+        flip: bool = True,
+        policy: Policy | None = None,
+    ) -> Tensor:
+        """Crops, resizes, augments and normalises an image of any size.
+
+        Args:
+            image: as `read_image` returns it.
+            seed: of a random crop, for training; None takes the centre crop without augmentation.
+            min_area: smallest fraction of the area in a random crop (Szegedy et al., arXiv:1409.4842, section 6).
+            flip: mirror half of the random crops.
+            policy: augmentation of a random crop, such as `rand_augment`.
+
+        Returns:
+            [C, H, W], normalised by mean and std.
+        """
+        height, width = self.size
+        image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        if seed is None:
+            box, mirrored = _centre_box(image.size, width / height, self.crop), False
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            box = _random_box(image.size, width / height, min_area, generator)
+            mirrored = flip and torch.rand((), generator=generator).item() < 0.5
+        image = image.resize((width, height), Image.Resampling.BILINEAR, box=box)  # antialiased
+        if mirrored:
+            image = ImageOps.mirror(image)
+        if seed is not None and policy is not None:
+            image = policy(image, generator)
+        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).view(height, width, -1)
+        return self.normalise(pixels.movedim(-1, 0))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """[..., C, H, W] in [0, 1] → (x − mean) / std."""
+        return (images - _column(self.mean, images)) / _column(self.std, images)
+
+    def restore(self, images: Tensor) -> Tensor:
+        """The inverse of `normalise`, clamped to [0, 1]."""
+        return (images * _column(self.std, images) + _column(self.mean, images)).clamp(0, 1)
+
+
+def read_image(path: Path | BinaryIO) -> Image.Image:
+    """Decodes an image: applies the EXIF orientation, converts to 8 bits per channel, puts transparency on white.
+
+    Raises:
+        One of `DECODE_ERRORS`: the file cannot be decoded.
+    """
+    with Image.open(path) as image:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits per pixel
+            levels = np.asarray(image, dtype=np.float64)
+            maximum = 65535 if image.mode.startswith("I") else max(levels.max(), 1e-12)
+            return Image.fromarray((levels / maximum * 255).clip(0, 255).astype(np.uint8))
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            background = Image.new("RGBA", image.size, "white")
+            background.alpha_composite(image.convert("RGBA"))
+            return background.convert("RGB")
+        image.load()
+        return image
+
+
+def save_image(image: Tensor, path: Path, side: int = 128) -> None:
+    """Writes an image [C, H, W] in [0, 1] as a PNG, repeating pixels until the height is at least `side`."""
+    levels = (image * 255).round().to(torch.uint8).movedim(0, -1).squeeze(-1).numpy()
+    repeat = -(-side // levels.shape[0])
+    Image.fromarray(levels.repeat(repeat, 0).repeat(repeat, 1)).save(path, format="PNG")
+
+
+def find_defect(path: Path, decode: bool = False) -> str | None:
+    """Checks an image file; returns why it is unusable, in a few words, or None.
+
+    Args:
+        path: the file.
+        decode: decode all pixels; False reads the header only, which finds empty and foreign files in about 0.1 ms.
+    """
+    try:
+        if path.stat().st_size == 0:
+            return "empty file"
+        if decode:
+            read_image(path)
+        else:
+            Image.open(path).close()
+    except Image.UnidentifiedImageError:
+        return "not an image"
+    except DECODE_ERRORS as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def join_names(names: list[str], limit: int = 10) -> str:
+    """The first `limit` names, comma-separated, then "and … more"."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _column(values: tuple[float, ...], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+
+
+def _centre_box(size: tuple[int, int], aspect: float, crop: float) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of the largest centred box of this aspect (width / height), times `crop`."""
+    width = min(size[0], size[1] * aspect) * crop
+    height = width / aspect
+    left, top = (size[0] - width) / 2, (size[1] - height) / 2
+    return left, top, left + width, top + height
+
+
+def _random_box(
+    size: tuple[int, int], aspect: float, min_area: float, generator: torch.Generator
+) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of a box of random area and position, its aspect within 3:4 … 4:3 of `aspect`."""
+    area, stretch, x, y = torch.rand(4, generator=generator).tolist()
+    area = (min_area + (1 - min_area) * area) * size[0] * size[1]
+    aspect *= (4 / 3) ** (2 * stretch - 1)
+    width, height = min((area * aspect) ** 0.5, size[0]), min((area / aspect) ** 0.5, size[1])
+    left, top = x * (size[0] - width), y * (size[1] - height)
+    return left, top, left + width, top + height

@@ -1,0 +1,155 @@
+"""Processes that train one model: `World` describes this rank and its collectives, `process_group` starts the group.
+
+torchrun --nproc-per-node 8 train.py
+
+with process_group() as world:
+    model = fsdp(model.to(world.device), world)  # or ddp
+    loss = world.rescale_mean(F.cross_entropy(model(images), targets), len(images))
+    loss.backward()
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ranges import NonNegativeInt, PositiveInt, check_fields
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank in its process group. With world size 1, the default, every method is a no-op.
+
+    All ranks must make each collective call: the `all_*` methods, `broadcast`, `barrier` and `rescale_mean`.
+
+    Attributes:
+        rank: of this process; rank 0 logs and writes.
+        world_size: number of processes.
+        device: that this process computes on.
+    """
+
+    rank: NonNegativeInt = 0
+    world_size: PositiveInt = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    def shard(self, values: Tensor) -> Tensor:
+        """This rank's slice of the first axis, [B, ...] → [B_p, ...]; sizes differ by at most one, and may be 0."""
+        return values.tensor_split(self.world_size)[self.rank]
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def all_reduce_min(self, count: int) -> int:
+        """Minimum over ranks."""
+        if self.world_size == 1:
+            return count
+        box = torch.tensor(count, device=self.device)
+        dist.all_reduce(box, dist.ReduceOp.MIN)
+        return int(box)
+
+    def rescale_mean(self, loss: Tensor, images: int) -> Tensor:
+        """Rescales a local mean so that DDP/FSDP averaging gives the global mean.
+
+        DDP and FSDP average gradients over P ranks, of which rank p has seen B_p of the batch's B images. A mean over
+        images has the gradient of the whole batch, up to rounding and for any B_p, when it is scaled:
+
+            ∇ L = 1/P Σ_p ∇ (P B_p / B · L_p)
+
+        Args:
+            loss: L_p, a scalar.
+            images: B_p, the number of images that it averages; 0 if this rank has none.
+        """
+        if self.world_size == 1:
+            return loss
+        total = self.all_reduce_sum(torch.tensor(float(images), device=loss.device))
+        return loss * (images * self.world_size / total)
+
+    @contextmanager
+    def rank_rng(self, key: int) -> Iterator[None]:
+        """Inside, random numbers are seeded by `key` and the rank; the global generator is restored afterwards.
+
+        So the generator that draws the data stays equal on all ranks, whatever the model draws.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(Random(f"{key} {self.rank}").getrandbits(62))
+            yield
+
+    def barrier(self) -> None:
+        """Waits until all ranks have called it."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's value, a picklable object, on all ranks."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, device=self.device if self.device.type == "cuda" else None)
+        return box[0]
+
+    def all_gather(self, value: object) -> list:
+        """The values of all ranks, picklable objects, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        box = [None] * self.world_size
+        dist.all_gather_object(box, value)
+        return box
+
+
+@contextmanager
+def process_group(device: str = "auto") -> Iterator[World]:
+    """Joins the process group that torchrun started, one process per GPU or any number on the CPU; destroys it at exit.
+
+    Args:
+        device: "cuda", "cpu", or "auto", which means the GPUs if there are any.
+
+    Raises:
+        ValueError: torchrun did not start this process, or there are fewer GPUs than processes on this machine.
+        OSError: another process has stopped.
+    """
+    if missing := [name for name in TORCHRUN if name not in os.environ]:
+        raise ValueError(f"several processes are started by torchrun, which sets {', '.join(missing)}; start with it")
+    rank, world_size, local_rank = (int(os.environ[name]) for name in TORCHRUN[:3])
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"device is {device!r}; several processes train on 'cuda' or 'cpu'")
+    if kind == "cuda" and local_rank >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"process {local_rank} of this machine has no GPU, it has {count}; start {count} per machine")
+    own = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(own)
+    bound = {"device_id": own} if kind == "cuda" else {}  # binds the collectives to this GPU from the first call on
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world_size, **bound)
+    try:
+        yield World(rank, world_size, own)
+        dist.barrier()  # no rank leaves while another is still sending
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise OSError("lost the other processes; the log of the first one that stopped has the cause") from error
+        raise
+    finally:
+        gc.collect()  # unreferenced DDP/FSDP wrappers hold threads of the group, which must end before the process does
+        dist.destroy_process_group()

@@ -1,0 +1,108 @@
+"""Files of a run's output folder: names, log, weights header, plots, and the summary at the end."""
+
+import csv
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from shlex import quote
+
+from torch import nn
+
+from ..files import replacing
+from .checkpoint import PREVIOUS, STATE, checksum, write_errors
+from .data import Data
+from .data.transform import join_names, save_image
+from .loop import Progress, Score
+from .plots import draw_curves, draw_predictions
+from .recipes import Recipe
+
+WEIGHTS, BEST, LOG = "model.safetensors", "best.safetensors", "log.csv"
+CURVES, PREDICTIONS, EXAMPLE = "curves.png", "predictions.png", "example.png"
+FILES = {
+    WEIGHTS: "the model, with its config, classes and normalisation",
+    BEST: "the same, after the best tested epoch",
+    LOG: "loss, accuracy and learning rate by epoch",
+    CURVES: "plot of the log",
+    PREDICTIONS: "test images with the model's predictions, errors first",
+    EXAMPLE: "the first test image, to try predict on",
+    STATE: "weights, optimiser, EMA, random state and position in the data, for --resume",
+    PREVIOUS: "the previous state, in case that one is damaged",
+}
+
+
+def is_best(history: list[dict]) -> bool:
+    """True if the last epoch was tested and has the best accuracy, or the lowest loss if there is no accuracy."""
+    tested = [row for row in history if row["test_loss"] is not None]
+    marks = [-row["test_loss"] if row["test_accuracy"] is None else row["test_accuracy"] for row in tested]
+    return history[-1]["test_loss"] is not None and marks[-1] > max(marks[:-1], default=-math.inf)
+
+
+def log_row(progress: Progress) -> dict:
+    """One row of the log: losses in nats, accuracies in [0, 1], time in seconds; None where there was no test."""
+    return {
+        "epoch": progress.epoch,
+        "lr": progress.lr,
+        "train_loss": progress.loss.item(),
+        "train_accuracy": None if progress.accuracy.isnan() else progress.accuracy.item(),
+        "test_loss": progress.test and progress.test.loss,
+        "test_accuracy": progress.test and progress.test.accuracy,
+        "images_per_second": progress.images / progress.seconds,
+        "seconds": progress.seconds,
+    }
+
+
+def write_log(path: Path, history: list[dict]) -> None:
+    """Writes the whole log as CSV, replacing the file, so that it always agrees with the state."""
+    with write_errors(path), replacing(path) as temporary, temporary.open("w", newline="") as file:
+        table = csv.DictWriter(file, history[0].keys())
+        table.writeheader()
+        table.writerows(history)
+
+
+def weights_metadata(data: Data, recipe: Recipe, model: nn.Module, score: Score | None) -> dict[str, str]:
+    """Header of the weights file: what `predict` and `evaluate` need, and a checksum."""
+    entries = {
+        "data": data.name,
+        "classes": data.classes,
+        "transform": asdict(data.transform),
+        "batch_size": recipe.batch_size,
+        "skip_bad_images": bool(data.train.bad or data.test.bad),
+        "test_accuracy": score and score.accuracy,
+        "crc32": checksum(model),
+    }
+    return {"training": json.dumps(entries)}
+
+
+def draw_results(out: Path, data: Data, history: list[dict], score: Score) -> None:
+    """Writes the plots of a finished run, and the first test image, to the folder `out`.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    with write_errors(out / CURVES), replacing(out / CURVES) as temporary:
+        draw_curves(history, temporary)
+    if score.predictions is not None:
+        with write_errors(out / PREDICTIONS), replacing(out / PREDICTIONS) as temporary:
+            draw_predictions(data, score, temporary)
+    with write_errors(out / EXAMPLE), replacing(out / EXAMPLE) as temporary:
+        save_image(data.test.display_image(0), temporary)
+
+
+def summary(out: Path, data: Data) -> str:
+    """Text for the end of a run: the test score, the files in `out`, skipped images, and commands to try next."""
+    with (out / LOG).open(newline="") as file:
+        *_, last = csv.DictReader(file)
+    reached = f"loss {float(last['test_loss']):.4f}"
+    if last["test_accuracy"]:
+        reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
+    lines = [f"\ntest {reached} after {last['epoch']} epochs\n"]
+    width = max(len(str(out / name)) for name in FILES)
+    lines += [f"  {out / name!s:{width}}  {about}" for name, about in FILES.items() if (out / name).exists()]
+    if bad := data.train.bad | data.test.bad:
+        lines += [f"\nskipped {len(bad)} images that cannot be read: {join_names([str(path) for path in sorted(bad)])}"]
+    example, folder = quote(str(out / EXAMPLE)), quote(str(out))
+    if not last["test_accuracy"]:
+        return "\n".join([*lines, "\ntry next:", f"  fastvit-triton train --weights {folder} --data …"])
+    lines += ["\ntry next:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
+    return "\n".join([*lines, f"  fastvit-triton evaluate --checkpoint {folder}"])
