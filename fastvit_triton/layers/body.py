@@ -20,7 +20,7 @@ from .parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_
 
 
 class Body(Protocol):
-    """What a branch can be fused with: `AttentionParts`, `MlpParts`, and our modules, which have a method `entering`."""
+    """What a branch can be fused with: `AttentionParts`, `MlpParts`, and our modules, with a method `entering`."""
 
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x, into which a norm may be folded; none where x is read otherwise."""
