@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.argument import Norm
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv, rotate
 from ..kernels.fold import Group, packed
@@ -95,11 +96,11 @@ def norm_forward(self: nn.Module, input: Tensor) -> Tensor:
     return original(self, input) if weights is None else normalized(input, weights)
 
 
-def normalized(x: Tensor, weights: tuple[Tensor | None, Tensor | None, float]) -> Tensor:
+def normalized(x: Tensor, weights: Norm) -> Tensor:
     """layer_norm in the dtype that autocast gives it: float32 on a GPU."""
     device = x.device.type
     wide = device != "cpu" and torch.is_autocast_enabled(device) and x.dtype != torch.float64
-    return layer_norm(x.float() if wide else x, *weights)
+    return layer_norm(x.float() if wide else x, *weights[:3])
 
 
 def run(x: Tensor, parts: Attention | Mlp, norm: FoldedNorm | None = None, **end: object) -> Tensor:

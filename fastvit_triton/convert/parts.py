@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.argument import Norm
 from ..kernels.backend import backend, kernels_available
 from ..layers.calls import all_watched, patched
-
-Norm = tuple[Tensor | None, Tensor | None, float]  # weight [D], bias [D], eps
 
 
 class Packed(NamedTuple):
@@ -174,7 +173,7 @@ def last_axis_norm(norm: nn.Module) -> Norm | None:
     """The same of a module known to be a LayerNorm, watched or not."""
     if not own(norm.weight, norm.bias) or len(norm.normalized_shape) != 1 or getattr(norm, "_fast_norm", False):
         return None
-    return norm.weight, norm.bias, norm.eps
+    return Norm(norm.weight, norm.bias, norm.eps)
 
 
 def activation(module: nn.Module) -> str | nn.Module:

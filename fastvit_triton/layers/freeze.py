@@ -168,7 +168,7 @@ def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
                     del kept[other]
                 kept[key] = _Kept(new, tuple(map(weakref.ref, entry.sources)), _state(entry))
         if x.is_cuda:
-            torch.cuda.current_stream().synchronize()  # other streams and threads read these can_fold_norm, too
+            torch.cuda.current_stream().synchronize()  # other streams and threads read these folds, too
     return [kept[key].folded for kept, key in zip(places, keys, strict=True)]
 
 

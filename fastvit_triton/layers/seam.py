@@ -7,14 +7,13 @@ Otherwise it is called, as in any PyTorch model.
 
 from torch import Tensor, nn
 
+from ..kernels.argument import Norm
 from ..kernels.backend import kernels_available
 from ..kernels.fold import Group
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import ACTIVATIONS, linear
 from .calls import all_watched, patched
 from .freeze import Entry, FoldedNorm, operands
-
-Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
 
 
 def hooked(module: nn.Module) -> bool:
@@ -38,12 +37,13 @@ def drops(dropout: nn.Dropout) -> bool:
 
 def norm_weights(norm: nn.Module) -> Norm:
     """(weight, bias, eps) of a LayerNorm, as the kernels take it."""
-    return norm.weight, norm.bias, norm.eps
+    return Norm(norm.weight, norm.bias, norm.eps)
 
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
-    return layer_norm(x, *norm_weights(norm)) if kernels_available(x) and plain(norm, nn.LayerNorm) else norm(x)
+    fused = kernels_available(x) and plain(norm, nn.LayerNorm)
+    return layer_norm(x, norm.weight, norm.bias, norm.eps) if fused else norm(x)
 
 
 def entry(norm: nn.Module | None, layers: tuple[nn.Module, ...]) -> Entry | None:
