@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fastvit_triton import (
     varlen_attention,
 )
 from fastvit_triton.kernels import OPS
-from fastvit_triton.kernels.argument import can_read_values
+from fastvit_triton.kernels.argument import Norm, can_read_values
 from fastvit_triton.kernels.backend import backend, set_backend, using_backend, why_not
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.linear import ACTIVATIONS
@@ -230,6 +231,24 @@ def test_mlp_is_two_linears_and_recompute_changes_nothing():
     for recompute in (False, True):
         got = mlp(x, fc1, fc2, norm=norm, residual=x, recompute=recompute)
         assert torch.equal(got, want) and torch.equal(torch.autograd.grad(got.sum(), x)[0], truth)
+
+
+def test_a_norm_is_the_plain_tuple():
+    """Oracle: the same calls with (weight, bias, eps), bit by bit; another kind of norm is named."""
+    x, fc1, fc2, qkv = randn(2, 3, 4), (randn(9, 4), randn(9)), (randn(4, 9), randn(4)), randn(2, 3, 12)
+    parameters = randn(4), randn(4), 1e-5
+    calls = {
+        "norm": [partial(linear, x, *fc1), partial(mlp, x, fc1, fc2)],
+        "q_norm": [partial(attention_qkv, qkv, 1)],
+        "k_norm": [partial(attention_qkv, qkv, 1)],
+    }
+    for name, functions in calls.items():
+        for function in functions:
+            want = function(**{name: parameters})
+            assert torch.equal(function(**{name: Norm(*parameters)}), want)
+            assert torch.equal(function(**{name: (*parameters, "layer_norm")}), want)
+            with pytest.raises(ValueError, match=f"kind of {name} is 'rms_norm'; the kernels have 'layer_norm' only"):
+                function(**{name: Norm(*parameters, "rms_norm")})
 
 
 def test_patch_embed_is_a_linear_map_of_flattened_patches():

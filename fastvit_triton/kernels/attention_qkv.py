@@ -20,8 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import attention as dense
-from . import check, layer_norm
+from . import attention, check, layer_norm
 from .argument import Norm, Rope
 from .backend import kernels_available
 from .launch import cdiv, power_of_2
@@ -104,7 +103,7 @@ def reference(
         k = layer_norm.reference(k, *k_norm[:3])
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
-    o = dense.attention(q, k, v, bias, scale, kv_lens, return_lse)
+    o = attention.attention(q, k, v, bias, scale, kv_lens, return_lse)
     return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
 
 
@@ -275,9 +274,9 @@ def _bwd_kernel(
     if Q_NORM + K_NORM > 0:
         if part < 2:
             at = (block * 4 + part * 2 + tl.zeros([1], tl.int32)) * D  # [program, query or key, weight or bias, D]
-            inside = at >= 0  # all of them
-            _store_pairs(partial_ptr, at, inside, sums[0][None, :], sums[1][None, :], D, HALF, INTERLEAVED)
-            _store_pairs(partial_ptr, at + D, inside, sums[2][None, :], sums[3][None, :], D, HALF, INTERLEAVED)
+            stored = at >= 0  # the one row
+            _store_pairs(partial_ptr, at, stored, sums[0][None, :], sums[1][None, :], D, HALF, INTERLEAVED)
+            _store_pairs(partial_ptr, at + D, stored, sums[2][None, :], sums[3][None, :], D, HALF, INTERLEAVED)
 
 
 def _blocks(D: int) -> dict[str, int]:
@@ -335,8 +334,10 @@ def _bwd_fake(dy, *_):
 TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float? q_eps, float? k_eps"
 NORMS = "Tensor? q_norm_weight, Tensor? q_norm_bias, Tensor? k_norm_weight, Tensor? k_norm_bias"
 WEIGHTS = "Tensor? q_norm_weight, Tensor? k_norm_weight"
-_fwd_op = register("rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
-_bwd_op = register("rope_bwd", f"(Tensor dy, Tensor qkv, {WEIGHTS}, {TABLES}) -> (Tensor, Tensor)", _bwd, _bwd_fake)
+_fwd_op = register("qk_norm_rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
+_bwd_op = register(
+    "qk_norm_rope_bwd", f"(Tensor dy, Tensor qkv, {WEIGHTS}, {TABLES}) -> (Tensor, Tensor)", _bwd, _bwd_fake
+)
 
 
 class _Fn(torch.autograd.Function):
@@ -352,7 +353,7 @@ class _Fn(torch.autograd.Function):
         if q_eps is not None or k_eps is not None or cos is not None:
             qk = _fwd_op(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *ctx.settings)
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
-        o, lse = dense.fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
+        o, lse = attention.fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
         ctx.save_for_backward(
             qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, o, lse
         )
@@ -369,7 +370,7 @@ class _Fn(torch.autograd.Function):
         if qk is not None:
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
         learn_bias, dnorms = ctx.needs_input_grad[7], [None] * 4
-        dqkv, _, _, dbias = dense.bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
+        dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
         if qk is not None:
             dqkv, sums = _bwd_op(dqkv, qkv, q_norm_weight, k_norm_weight, cos, sin, *ctx.settings)
             norms = zip(

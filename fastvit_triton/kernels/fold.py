@@ -24,7 +24,7 @@ from .launch import cdiv, config, whole_row_blocks
 from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
 
-Parts = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | None, ...]
 
 MAX_K = 16384  # a program holds whole rows
 SPACE = {"border": dict(ROWS_PER_OUTPUT=1)}  # see `pays`; tuned/ may override it
@@ -34,7 +34,7 @@ class Group(NamedTuple):
     """The parameters of a LayerNorm and of the projections that follow it, which are packed in this order."""
 
     weights: tuple[Tensor, ...]  # [F_i, K]
-    biases: Parts  # [F_i], or None
+    biases: Tensors  # [F_i], or None
     norm_weight: Tensor | None  # [K]
     norm_bias: Tensor | None  # [K]
 
@@ -57,7 +57,7 @@ class Folded(NamedTuple):
 
 def fold(
     weights: tuple[Tensor, ...],
-    biases: Parts,
+    biases: Tensors,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     dtype: torch.dtype,
@@ -123,7 +123,7 @@ def pays(x: Tensor, outputs: int) -> bool:
 
 def reference(
     weights: tuple[Tensor, ...],
-    biases: Parts,
+    biases: Tensors,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     dtype: torch.dtype,
@@ -139,7 +139,7 @@ def reference(
     return Folded(folded, folded.detach().to(wide).sum(1), folded_bias)
 
 
-def check(weights: tuple[Tensor, ...], biases: Parts, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
+def check(weights: tuple[Tensor, ...], biases: Tensors, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
     """Raises ValueError or TypeError if projections and norm do not fit each other; arguments as in `fold`."""
     for name, parts in (("weights", weights), ("biases", biases)):
         if not isinstance(parts, (tuple, list)) or not parts:
@@ -164,7 +164,7 @@ def check(weights: tuple[Tensor, ...], biases: Parts, norm_weight: Tensor | None
             expect_mixable(name, parameter, weights[0])
 
 
-def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor | None]:
+def packed(weights: tuple[Tensor, ...], biases: Tensors) -> tuple[Tensor, Tensor | None]:
     """Projections packed into one weight [F, K] and one bias [F] (None if all are None; a missing one is zeros).
 
     One launch if no gradients are needed, else torch.cat.
@@ -260,14 +260,14 @@ def _pack_fake(weights, biases):
 
 
 def launch(
-    weights: Parts,
-    biases: Parts,
-    norm_weights: Parts,
-    norm_biases: Parts,
-    layer_scales: Parts,
-    folded: Parts,
-    colsums: Parts,
-    folded_biases: Parts,
+    weights: Tensors,
+    biases: Tensors,
+    norm_weights: Tensors,
+    norm_biases: Tensors,
+    layer_scales: Tensors,
+    folded: Tensors,
+    colsums: Tensors,
+    folded_biases: Tensors,
 ) -> None:
     """Launches the kernel: writes W' of each projection [F_i, K], rows times layer_scale [F_i] if there is one.
 

@@ -74,7 +74,7 @@ def split_tiles(D: int) -> tuple[int, int]:
 def whole_row_blocks(K: int) -> tuple[int, int, dict[str, int]]:
     """(rows a program, tile width, launch options) of kernels whose programs hold whole rows of K values.
 
-    A warp holds up to 1024 values of a row, so that rows of up to 1024 values need no barrier between warps.
+    There is one warp for every 1024 values: all accesses have 16 bytes, and rows of up to 1024 values need no barrier.
     """
     block = power_of_2(K)
     return max(1, 1024 // block), block, dict(num_warps=min(max(block // 1024, 1), 16), enable_fp_fusion=True)

@@ -98,9 +98,10 @@ def linear(
     expect_bool("return_stats", return_stats)
     if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
         operand, norm = apply_or_keep_norm(x, norm, weight)
-        settings = settings_of(activation, norm, residual is operand, return_stats)
-        stats = None if norm is None else stats
-        residual = None if residual is operand else residual
+        eps, stats = (0.0, None) if norm is None else (norm[2], stats)
+        is_input, grad = residual is operand, torch.is_grad_enabled()
+        residual = None if is_input else residual
+        settings = Settings(activation, norm is not None, eps, is_input, grad, return_stats)
         y, y_stats = _Fn.apply(
             operand, *operands(weight, bias, norm), stats, layer_scale, sample_scale, residual, settings
         )
@@ -140,7 +141,7 @@ def reference(
         x = layer_norm.reference(x, *norm[:3])  # (1)
     if isinstance(weight, Folded):
         weight, bias = weight.weight, weight.bias.to(x.dtype)
-    y = F.linear(x, *operands(weight, bias, None)[:2])
+    y = F.linear(x, *_concatenated(weight, bias))
     if activation == "swiglu":
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up  # (2')
@@ -195,16 +196,6 @@ class Operands(NamedTuple):
     folded_bias: Tensor | None
 
 
-def settings_of(
-    activation: str | None, norm: Norm | None, residual_is_input: bool, return_stats: bool, recompute: bool = False
-) -> Settings:
-    """The settings of a call with this norm [K] still to be folded in, or None."""
-    eps = 0.0 if norm is None else norm[2]
-    return Settings(
-        activation, norm is not None, eps, residual_is_input, torch.is_grad_enabled(), return_stats, recompute
-    )
-
-
 def apply_or_keep_norm(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
     """(operand of the product [..., K], norm to fold into the product): (x, norm), or (norm(x), None).
 
@@ -221,7 +212,7 @@ def _width(weight: Tensor | Pair) -> int:
 
 
 def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None) -> Operands:
-    """The operands for a weight [F, K], a pair of weights or a folded one; a pair is concatenated."""
+    """The operands for a weight [F, K], a pair of weights or a folded one, and a norm that is still to be folded in."""
     norm_weight, norm_bias = (None, None) if norm is None else norm[:2]
     if isinstance(weight, Folded):
         folded_weight, colsum, folded_bias, source = weight
@@ -229,9 +220,14 @@ def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: N
             return Operands(folded_weight, folded_bias, norm_weight, norm_bias, None, colsum, None)
         (weight,), (bias,), norm_weight, norm_bias = source
         return Operands(weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
-    if not isinstance(weight, Tensor):
-        weight, bias = torch.cat(weight), None if bias is None else torch.cat(bias)
-    return Operands(weight, bias, norm_weight, norm_bias, None, None, None)
+    return Operands(*_concatenated(weight, bias), norm_weight, norm_bias, None, None, None)
+
+
+def _concatenated(weight: Tensor | Pair, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one product; those of a gate and an up projection are concatenated."""
+    if isinstance(weight, Tensor):
+        return weight, bias
+    return torch.cat(weight), None if bias is None else torch.cat(bias)
 
 
 def fold_operands(x: Tensor, given: Operands, has_norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:

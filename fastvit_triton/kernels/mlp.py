@@ -93,11 +93,11 @@ def mlp(
     expect_bool("return_stats", return_stats)
     if kernels_available(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
         operand, norm = linear.apply_or_keep_norm(x, norm, fc1[0])
-        settings = linear.settings_of(activation, norm, residual is operand, return_stats, recompute)
-        stats = None if norm is None else stats
-        residual = None if residual is operand else residual
-        first = linear.operands(*fc1, norm)
-        y, y_stats = _Fn.apply(operand, *fc2, *first, stats, layer_scale, sample_scale, residual, settings)
+        eps, stats = (0.0, None) if norm is None else (norm[2], stats)
+        is_input, grad = residual is operand, torch.is_grad_enabled()
+        settings = linear.Settings(activation, norm is not None, eps, is_input, grad, return_stats, recompute)
+        tensors = stats, layer_scale, sample_scale, None if is_input else residual
+        y, y_stats = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
         return (y, y_stats) if return_stats else y
     return reference(
         x,

@@ -143,7 +143,7 @@ def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tenso
 
 
 @jit
-def _patches(
+def _load_patches(
     image_ptr, m, k, M, strides, N, like,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +184,7 @@ def _fwd_kernel(
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(w_at + k[:, None]) if EVEN else tl.load(w_at + k[:, None], mask=(k < K)[:, None], other=0.0)
-        x = _patches(image_ptr, wgmma_m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
+        x = _load_patches(image_ptr, wgmma_m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)  # (2) [BLOCK_M, BLOCK_D]
     parts = split_columns(from_wgmma_order(acc, WGMMA_WARPS), PARTS)
     b, n = (m // N).to(tl.int64), (m % N).to(tl.int64)
@@ -226,7 +226,7 @@ def _bwd_weight_kernel(
         m = first + tl.arange(0, BLOCK_M)
         at = dt_ptr + ((m // N).to(tl.int64) * (T + N) + T + m % N)[None, :] * D + tl.minimum(d, D - 1)[:, None]
         dt = tl.load(at, mask=(m < M)[None, :], other=0.0)  # [BLOCK_D, BLOCK_M]
-        x = _patches(image_ptr, m, k, M, strides, N, dt, P, Q, GRID_W, K, K % BLOCK_K == 0)
+        x = _load_patches(image_ptr, m, k, M, strides, N, dt, P, Q, GRID_W, K, K % BLOCK_K == 0)
         acc = tl.dot(dt, x, acc, input_precision=PRECISION)
     at = partial_ptr + (tl.program_id(2).to(tl.int64) * D + d[:, None]) * K + k[None, :]
     tl.store(at, acc, mask=(d < D)[:, None] & (k < K)[None, :])
