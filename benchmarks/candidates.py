@@ -10,7 +10,7 @@ def _attention(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
 
 
 def _product(columns: str, *blocks: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", columns, "BLOCK_K", "PARTS", "DEAL", "num_warps", "num_stages")
+    names = ("BLOCK_M", columns, "BLOCK_K", "PARTS", "WGMMA_WARPS", "num_warps", "num_stages")
     extra = dict(GROUP=8) if columns == "BLOCK_F" else {}
     return tuple(dict(zip(names, block, strict=True)) | extra for block in blocks)
 

@@ -207,7 +207,7 @@ def work(launch: Launch) -> Work:
 def sequence(launch: Launch) -> tuple[int, int]:
     """Queries and keys of an image in an attention launch; the mean over images that are packed."""
     a = launch.values
-    if not a.get("HAS_CU"):
+    if not a.get("HAS_CU_SEQLENS"):
         return a["Nq"], a["Nk"]
     mean = round(a["Nq"] * a["H"] * a["tiles"] / launch.programs)
     return mean, mean

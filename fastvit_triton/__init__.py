@@ -12,6 +12,7 @@ Apple's FastViT is another architecture, and no model here carries that name.
 
 import ast
 import importlib
+import sys
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -35,7 +36,7 @@ def __getattr__(name: str) -> object:
     where = _PUBLIC[name]
     value = importlib.import_module(f".{name}" if where == "." else where, __name__)
     value = value if where == "." else getattr(value, name)
-    globals()[name] = value
+    setattr(sys.modules[__name__], name, value)
     return value
 
 

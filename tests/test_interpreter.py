@@ -93,7 +93,7 @@ def tables():
 @pytest.mark.parametrize("architecture", list(tables()))
 @pytest.mark.parametrize("op, case", EVERY)
 def test_launch_parameters_of_a_table_give_the_same(op, case, architecture, monkeypatch):
-    """Oracle: as above. Blocks, and the order in which rows are dealt, are those of the architecture."""
+    """Oracle: as above. Blocks and the WGMMA order of rows are those of the architecture."""
     monkeypatch.setattr(kernels.launch, "target", architecture)
     assert outside(op, op.inputs(case, torch.float16, "cpu"), torch.float16) == []
 
@@ -132,18 +132,18 @@ def test_folded_beforehand_is_folded_inside(layer):
     def randn(*shape):
         return torch.randn(*shape, generator=generator).requires_grad_()
 
-    x, gain, shift, out = randn(2, 9, 20), randn(20), randn(20), (randn(20, 24), randn(20))
+    x, norm_weight, norm_bias, out = randn(2, 9, 20), randn(20), randn(20), (randn(20, 24), randn(20))
     weights, biases = (randn(8, 20), randn(8, 20), randn(8, 20)), (randn(8), randn(8), randn(8))
 
-    def parts(x, weights, biases, gain, shift, out):
-        w, b, norm = torch.cat(weights), torch.cat(biases), (gain, shift, 1e-6)
+    def parts(x, weights, biases, norm_weight, norm_bias, out):
+        w, b, norm = torch.cat(weights), torch.cat(biases), (norm_weight, norm_bias, 1e-6)
         return linear.linear(x, w, b, norm=norm) if layer == "linear" else mlp.mlp(x, (w, b), out, norm=norm)
 
-    def folded(x, weights, biases, gain, shift, out):
-        made, norm = fold(weights, biases, gain, shift, x.dtype), (None, None, 1e-6)
+    def folded(x, weights, biases, norm_weight, norm_bias, out):
+        made, norm = fold(weights, biases, norm_weight, norm_bias, x.dtype), (None, None, 1e-6)
         return linear.linear(x, made, norm=norm) if layer == "linear" else mlp.mlp(x, (made, None), out, norm=norm)
 
-    arguments = dict(x=x, weights=weights, biases=biases, gain=gain, shift=shift)
+    arguments = dict(x=x, weights=weights, biases=biases, norm_weight=norm_weight, norm_bias=norm_bias)
     out = dict(out=out if layer == "mlp" else ())
     truth = results(parts, {n: converted(v, torch.float64) for n, v in (arguments | out).items()})
     with interpreting():
@@ -170,10 +170,10 @@ def test_lengths_that_were_not_checked_stay_inside(name, dtype):
     """Oracle: each image that is left alone in float64, 0 elsewhere; the context holds every address to the tensors."""
     ends, longest, images = CUTS[name]
     q, k, v, do = (torch.randn(1, 2, 9, 16).to(dtype) for _ in range(4))
-    cu, ops = torch.tensor(ends), torch.ops.fastvit_triton
+    cu_seqlens, ops = torch.tensor(ends), torch.ops.fastvit_triton
     with interpreting(), poisoned():
-        o, lse = ops.attention_fwd(q, k, v, None, None, cu, longest, 0.25)
-        grads = ops.attention_bwd(do, q, k, v, None, None, cu, longest, 0.25, o, lse, False, False)[:3]
+        o, lse = ops.attention_fwd(q, k, v, None, None, cu_seqlens, longest, 0.25)
+        grads = ops.attention_bwd(do, q, k, v, None, None, cu_seqlens, longest, 0.25, o, lse, False, False)[:3]
     wide = [t.double().requires_grad_() for t in (q, k, v)]
     want = torch.zeros_like(wide[0])
     for start, end in images:

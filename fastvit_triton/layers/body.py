@@ -203,4 +203,4 @@ def fold_or_normalize(x: Tensor, norm: nn.Module | None, layers: tuple[Layer, ..
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
     weights = norm_of(norm) if can_fuse(x) and "forward" not in norm.__dict__ else None
-    return norm(x) if weights is None else layer_norm(x, *weights)
+    return norm(x) if weights is None else layer_norm(x, *weights[:3])
