@@ -6,7 +6,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin make no
 
 import torch
 
-from fastvit_triton.measure.arms import declare
+from fastvit_triton.measure.variants import declare
 
 if torch.version.cuda is None and torch.version.hip is None:
     declare()

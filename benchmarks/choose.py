@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit_triton import create_model
 from fastvit_triton.kernels import dispatch, launch
-from fastvit_triton.measure.deadline import Deadline
-from fastvit_triton.measure.match import Named, converted, leaves, verdict
+from fastvit_triton.measure.compare import Named, converted, leaves, verdict
+from fastvit_triton.measure.timeout import Deadline
 from fastvit_triton.measure.timing import alternate
 
-from .record import Part
+from .result_file import Part
 
 # what most ViT time goes to, first
 MODELS = (

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fastvit_triton.measure.arms import Case, Measured, measure
-from fastvit_triton.measure.deadline import Deadline
 from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.timeout import Deadline
+from fastvit_triton.measure.variants import Case, Measured, measure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

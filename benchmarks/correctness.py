@@ -17,12 +17,12 @@ import torch
 from fastvit_triton.kernels import OPS, fold
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.arms import forcing
-from fastvit_triton.measure.deadline import told
-from fastvit_triton.measure.match import Named, converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.compare import Named, converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.timeout import told
+from fastvit_triton.measure.variants import forcing
 
-from .ops import BY_NAME
-from .record import ROOT, Part, alive
+from .op_cases import BY_NAME
+from .result_file import ROOT, Part, alive
 
 MARK = "row: "  # before each line of a worker that is one
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

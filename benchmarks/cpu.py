@@ -32,9 +32,9 @@ from torch import nn
 import fastvit_triton.convert  # noqa: F401  (registers the backend where nothing is installed)
 from fastvit_triton import create_model
 from fastvit_triton.files import replacing
+from fastvit_triton.measure.compare import outcome, verdict
+from fastvit_triton.measure.libraries import transformers_model
 from fastvit_triton.measure.machine import provenance
-from fastvit_triton.measure.match import outcome, verdict
-from fastvit_triton.measure.peers import transformers_model
 from fastvit_triton.measure.timing import order
 
 OURS, COMPILER = "fastvit_triton", "torch.compile"

@@ -29,10 +29,10 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.fold import fold
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.match import leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.compare import leaves, named_leaves, outcome, verdict
 
 from .correctness import kernels_on
-from .record import ROOT
+from .result_file import ROOT
 
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 OURS = str(Path(fastvit_triton.__file__).parent)

@@ -5,7 +5,7 @@
 Each part has its own deadline and its own file, <gpu>-<date>-<part>.json, written anew after every row: a kill loses
 at most the row under way. A row that fails says why and stops nothing; where a kernel's fault takes the device with it,
 the command starts itself again after that row. `--dry-run` executes all parts on a CPU with tiny shapes, the kernels in
-Triton's interpreter. Parts behind `--only` alone: first (the measurements that can move the goals), latency.
+Triton's interpreter. Parts behind `--only` alone: hardware (the measurements that can move the goals), latency.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from fastvit_triton.measure.arms import compiling
-from fastvit_triton.measure.deadline import Deadline, Late, told
 from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.timeout import Deadline, Late, told
+from fastvit_triton.measure.variants import compiling
 
-from . import correctness, first, models, ops, tune
-from .record import Dead, Part, compete
+from . import correctness, hardware, model_runs, op_cases, tune
+from .result_file import Dead, Part, compete
 
 SECONDS = 530.0
 
@@ -41,13 +41,13 @@ def environment(part: Part, device: torch.device) -> None:
 
 def run_ops(part: Part, device: torch.device) -> None:
     """Ops of the five models in bfloat16 at batch 256, ViT-B first and compiled too."""
-    shapes, dtype = ((ops.TINY,), torch.float32) if part.dry else (ops.FULL, torch.bfloat16)
-    names = ("attention", "layer_norm") if part.dry else ops.NAMES
+    shapes, dtype = ((op_cases.TINY,), torch.float32) if part.dry else (op_cases.FULL, torch.bfloat16)
+    names = ("attention", "layer_norm") if part.dry else op_cases.NAMES
     for shape in sorted(shapes, key=lambda s: s.name != "ViT-B/16"):
         for name in names:
             with part.row(f"{name} {shape.name} batch {shape.B}", op=name, model=shape.name) as go:
                 if go:
-                    case = ops.case(name, shape, dtype, device)
+                    case = op_cases.case(name, shape, dtype, device)
                     if shape.name not in ("ViT-B/16", "tiny"):
                         case = replace(case, arms=[arm for arm in case.arms if "compile" not in arm.name])
                     compete(case, part, device, 0.02 if part.dry else 0.3)
@@ -59,13 +59,13 @@ def run_models(part: Part, device: torch.device) -> None:
     Compiling takes longer than everything else, and would leave no time for the later models.
     """
     for whole in (False, True):
-        for run in models.TINY if part.dry else models.FULL:
+        for run in model_runs.TINY if part.dry else model_runs.FULL:
             if run.modes and not whole:
                 continue
             name = f"{run.name}, compiled" if whole else run.name
             with part.row(name, model=run.model, batch=run.batch) as go:
                 if go:
-                    case = models.case(run, torch.bfloat16, device)
+                    case = model_runs.case(run, torch.bfloat16, device)
                     arms = [a for a in case.arms[1:] if ("compile" in a.name) == whole]
                     case = replace(case, arms=[case.arms[0], *arms])
                     compete(case, part, device, 0.02 if part.dry else 1.0, copies=2)
@@ -73,10 +73,10 @@ def run_models(part: Part, device: torch.device) -> None:
 
 def run_latency(part: Part, device: torch.device) -> None:
     """Small batches as a user waits for them, also with CUDA graphs."""
-    for run in models.TINY[:1] if part.dry else models.LATENCY:
+    for run in model_runs.TINY[:1] if part.dry else model_runs.LATENCY:
         with part.row(run.name, model=run.model, batch=run.batch) as go:
             if go:
-                case = models.case(run, torch.bfloat16, device)
+                case = model_runs.case(run, torch.bfloat16, device)
                 compete(case, part, device, 0.02 if part.dry else 1.0, copies=1, latency=True)
 
 
@@ -89,12 +89,12 @@ def run_tuning(part: Part, device: torch.device) -> None:
 PARTS: dict[str, tuple[Callable, float | None]] = {
     "environment": (environment, 10),
     "correctness": (correctness.run, 90),
-    "ceilings": (first.ceilings, 20),
+    "ceilings": (hardware.ceilings, 20),
     "ops": (run_ops, 130),
     "models": (run_models, 180),
     "tuning": (run_tuning, 300),
     "latency": (run_latency, None),
-    "first": (first.run, None),
+    "hardware": (hardware.run, None),
 }
 DRY = 120  # seconds of a part in a dry run: the interpreter is slow
 

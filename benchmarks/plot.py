@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastvit_triton.files import replacing
 
-from .record import ROOT
+from .result_file import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = "*not yet measured*"

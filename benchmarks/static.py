@@ -33,8 +33,8 @@ from triton.errors import TritonError
 
 from fastvit_triton.files import replacing
 
-from .cases import Case, cases
 from .fingerprint import key
+from .launch_cases import Case, cases
 from .launches import Launch, compiled, record, sequence, work
 from .sass import PARTS, TOOL, Binary, Part, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines

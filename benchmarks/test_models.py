@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from . import models
+from . import model_runs
 from .conftest import DEVICE
 
 
@@ -14,9 +14,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = metafunc.config.getoption("--full")
     found = [
         pytest.param(build, "training" if run.training else "forward", arm, id=f"{run.name}-{arm}")
-        for run in (models.FULL if full else models.SMALL)
-        for build in [functools.partial(models.case, run, torch.bfloat16 if full else torch.float32, DEVICE)]
-        for arm in models.arms_of(run)
+        for run in (model_runs.FULL if full else model_runs.SMALL)
+        for build in [functools.partial(model_runs.case, run, torch.bfloat16 if full else torch.float32, DEVICE)]
+        for arm in model_runs.arms_of(run)
     ]
     metafunc.parametrize("build, phase, arm", found)
 

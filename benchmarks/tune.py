@@ -22,14 +22,14 @@ from fastvit_triton.files import replacing
 from fastvit_triton.kernels import dispatch, launch
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.deadline import Deadline, noting, told
-from fastvit_triton.measure.match import converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.compare import converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.timeout import Deadline, noting, told
 from fastvit_triton.measure.timing import alternate
 
 from . import choose
 from .candidates import CANDIDATES, Config, Target, targets
-from .ops import BY_NAME
-from .record import Part
+from .op_cases import BY_NAME
+from .result_file import Part
 
 CHOICES = 60.0  # seconds of the part that are kept for the choices
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import choose, compare, cpu, gpu, models, ops, plot, record, tune
+from benchmarks import choose, compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file, tune
 from benchmarks.launches import recording
-from benchmarks.record import ROOT, Part
-from fastvit_triton.measure import deadline, timing
-from fastvit_triton.measure.arms import Arm, Case, measure
-from fastvit_triton.measure.deadline import Deadline, Late
-from fastvit_triton.measure.match import verdict
+from benchmarks.result_file import ROOT, Part
+from fastvit_triton.measure import timeout, timing
+from fastvit_triton.measure.compare import verdict
+from fastvit_triton.measure.timeout import Deadline, Late
+from fastvit_triton.measure.variants import Arm, Case, measure
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def part(tmp_path):
 @pytest.mark.filterwarnings("default")  # other libraries' own
 def test_dry_run_executes_every_part(tmp_path):
     """Oracle: the files. Every part leaves one, whole, with its provenance, nothing missed and no error."""
-    words, apart = ["--out", str(tmp_path), "--dry-run", "--quiet", "--only"], ("correctness", "first")
+    words, apart = ["--out", str(tmp_path), "--dry-run", "--quiet", "--only"], ("correctness", "hardware")
     command = [sys.executable, "-m", "benchmarks.gpu", *words, ",".join(apart)]  # beside the others, for time's sake
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}) as other:
         gpu.main([*words, ",".join(part for part in gpu.PARTS if part not in apart)])
@@ -194,7 +194,7 @@ class _Slow:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_lost_in_a_destructor_comes_again(monkeypatch):
     """Oracle: the clock. Python prints and drops what a destructor raises; the next interrupt ends the work."""
-    monkeypatch.setattr(deadline, "AGAIN", 0.2)
+    monkeypatch.setattr(timeout, "AGAIN", 0.2)
     start = time.monotonic()
     with pytest.raises(Late), Deadline(0.1):
         _Slow()
@@ -259,7 +259,7 @@ def test_a_lost_device_starts_the_script_again_after_the_row(tmp_path, monkeypat
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(record, "alive", lambda: False)
+    monkeypatch.setattr(result_file, "alive", lambda: False)
     monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *a, **k: asked.update(watchdog=(a, k)))
     monkeypatch.setattr(gpu.os, "closerange", lambda *a: asked.update(closed=a))
 
@@ -286,7 +286,7 @@ def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
     monkeypatch.setattr(gpu, "compete", lambda case, *_, **__: seen.append([arm.name for arm in case.arms]))
     gpu.run_models(part(), CPU)
     half = len(seen) // 2
-    assert half == len(models.TINY) and all(names[0] == "eager" for names in seen)
+    assert half == len(model_runs.TINY) and all(names[0] == "eager" for names in seen)
     assert not any("compile" in name for names in seen[:half] for name in names)
     assert all("compile" in name for names in seen[half:] for name in names[1:])
 
@@ -370,11 +370,13 @@ def test_trying_changes_the_launch_and_nothing_after():
 
 def test_the_lists_of_arms_are_true():
     """Oracle: the arms that the cases have."""
-    for name in ops.NAMES:
-        assert tuple(a.name for a in ops.case(name, ops.TINY, torch.float32, CPU).arms) == ops.arms_of(name)
-    run = models.TINY[0]
-    made = {arm.name for arm in models.case(run, torch.bfloat16, CPU).arms}
-    assert made == set(models.arms_of(run))
+    for name in op_cases.NAMES:
+        assert tuple(a.name for a in op_cases.case(name, op_cases.TINY, torch.float32, CPU).arms) == op_cases.arms_of(
+            name
+        )
+    run = model_runs.TINY[0]
+    made = {arm.name for arm in model_runs.case(run, torch.bfloat16, CPU).arms}
+    assert made == set(model_runs.arms_of(run))
 
 
 def fake(part, rows, dry=False):
@@ -459,8 +461,8 @@ def test_comparing_two_trees(tmp_path):
         for turn in range(2):
             rows = [row("eager", eager[turn]), row("ours eager", ours[turn]), row("wrong", 1.0, False), dict(case="x")]
             (tmp_path / side / f"{turn}.json").write_text(fake("ops", rows))
-        compare.collect(tmp_path / side, found.setdefault(side, {}))
-    assert compare.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
+        compare_commits.collect(tmp_path / side, found.setdefault(side, {}))
+    assert compare_commits.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
 
 
 def test_the_readme_is_up_to_date():

@@ -17,7 +17,7 @@ from PIL import Image
 from test_data import truncate, write_folder
 
 from fastvit_triton.cli import main, measuring
-from fastvit_triton.measure.arms import compiling
+from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.data import digits
 from fastvit_triton.train.job import CURVES, EXAMPLE, FILES, LOG, PREDICTIONS, STATE, WEIGHTS

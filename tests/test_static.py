@@ -10,8 +10,8 @@ from interpreter import interpreting
 from triton.runtime.jit import JITFunction
 
 from benchmarks import static
-from benchmarks.cases import cases
 from benchmarks.fingerprint import key
+from benchmarks.launch_cases import cases
 from benchmarks.launches import Launch, compiled, record, work
 from benchmarks.sass import PARTS, read
 from fastvit_triton import layer_norm

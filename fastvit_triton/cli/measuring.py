@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from ..measure.arms import Case
+    from ..measure.variants import Case
 
 SECONDS = 100.0  # for everything after the imports; what is not ready by then says so
 COPIES = 2  # sets of images, taken in turn
@@ -25,8 +25,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def benchmark(args: argparse.Namespace) -> int:
     """Measures a model on this machine in under two minutes: eager, compiled, ours, and what else is installed."""
-    from ..measure.arms import measure
-    from ..measure.deadline import Deadline, Late
+    from ..measure.timeout import Deadline, Late
+    from ..measure.variants import measure
 
     device = choose(args.device)
     gpu = device.type == "cuda"
@@ -67,7 +67,7 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     """The model's case, with timm's eager model as the baseline where it is installed, and compiled arms last."""
     import torch
 
-    from ..measure.models import Run, case, known, least_bytes
+    from ..measure.model_cases import Run, case, known, least_bytes
     from ..models import create_model
 
     if known(name):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .deadline import Deadline, noting
+from .timeout import Deadline, noting
 
 HEAD_START = 1_000_000  # cycles, half a millisecond or more: an autograd engine needs 0.1 ms before its first launch
 

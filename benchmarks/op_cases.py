@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.arms import Arm, Case, absent, compiled, on
+from fastvit_triton.measure.variants import Arm, Case, absent, compiled, on
 
-from .cases import BATCH, MODELS
+from .launch_cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}
 NAMES = ("attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed")

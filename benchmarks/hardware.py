@@ -17,14 +17,14 @@ import triton.language as tl
 
 from fastvit_triton import create_model, layer_norm
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.measure.arms import Arm, Case, on
 from fastvit_triton.measure.timing import alternate, rate, wait
+from fastvit_triton.measure.variants import Arm, Case, on
 
-from . import models, ops, tune
-from .cases import MODELS
+from . import model_runs, op_cases, tune
 from .correctness import kernels_on
-from .ops import here
-from .record import ROOT, Part, compete
+from .launch_cases import MODELS
+from .op_cases import here
+from .result_file import ROOT, Part, compete
 
 
 def ceilings(part: Part, device: torch.device) -> None:
@@ -92,11 +92,13 @@ def sdpa(part: Part, device: torch.device) -> None:
                     continue
                 heads_here = min(H, max(64, 2**30 // N**2 // 16 * 16))  # the float64 reference holds every score
                 per = min(16, heads_here)
-                shape = ops.Shape(f"N={N} D={width} heads={heads_here}", heads_here // per, N, per * width, per, 16)
+                shape = op_cases.Shape(
+                    f"N={N} D={width} heads={heads_here}", heads_here // per, N, per * width, per, 16
+                )
                 with part.row(f"attention {shape.name} batch {shape.B}") as go:
                     if go:
                         dtype = torch.float32 if part.dry else torch.bfloat16
-                        case = ops.case("attention", shape, dtype, device)
+                        case = op_cases.case("attention", shape, dtype, device)
                         case = replace(case, arms=[arm for arm in case.arms if "compile" not in arm.name])
                         compete(case, part, device, 0.02 if part.dry else 0.3)
 
@@ -105,14 +107,14 @@ def wide(part: Part, device: torch.device) -> None:
     """3. Models at other batch sizes, inference, with max-autotune."""
     sizes = [("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14)]
     runs = [
-        models.Run(f"vit_{size}_patch{P}_224", batch, modes=("max-autotune-no-cudagraphs",))
+        model_runs.Run(f"vit_{size}_patch{P}_224", batch, modes=("max-autotune-no-cudagraphs",))
         for batch in (64, 8, 1)
         for size, P in sizes
     ]
-    for run in models.TINY[:1] if part.dry else runs:
+    for run in model_runs.TINY[:1] if part.dry else runs:
         with part.row(run.name, model=run.model) as go:
             if go:
-                case = _short(models.case(run, torch.bfloat16, device), part)
+                case = _short(model_runs.case(run, torch.bfloat16, device), part)
                 compete(case, part, device, 0.02 if part.dry else 1.0, copies=2)
 
 
@@ -138,7 +140,7 @@ def gelu(part: Part, device: torch.device) -> None:
         def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-        ours = on(here(device), partial(ops.BY_NAME["linear"].run, activation="gelu_tanh"))
+        ours = on(here(device), partial(op_cases.BY_NAME["linear"].run, activation="gelu_tanh"))
         why = "on a CPU it computes the exact GELU" if device.type == "cpu" else None
         arms = [Arm("eager", None, eager), Arm("cuBLASLt epilogue", why, fused), Arm("ours eager", None, ours)]
         with part.row(name) as go:
@@ -266,11 +268,11 @@ print(time.perf_counter() - start)
 
 def graphs(part: Part, device: torch.device) -> None:
     """10. Latency of one image with CUDA graphs."""
-    runs = models.TINY[:1] if part.dry else models.LATENCY[:1]
+    runs = model_runs.TINY[:1] if part.dry else model_runs.LATENCY[:1]
     for run in runs:
         with part.row(f"{run.name} latency") as go:
             if go:
-                case = _short(models.case(run, torch.bfloat16, device), part)
+                case = _short(model_runs.case(run, torch.bfloat16, device), part)
                 compete(case, part, device, 0.02 if part.dry else 1.0, copies=1, latency=True)
 
 

@@ -1,6 +1,6 @@
 """Is this tree faster than that commit? Both measured here, one after the other and back, by this tree's benchmarks.
 
-    python -m benchmarks.compare REF [--only ops,models] [--rounds 2] [--seconds 240] [--dry-run]
+    python -m benchmarks.compare_commits REF [--only ops,models] [--rounds 2] [--seconds 240] [--dry-run]
 
 REF is checked out as a git worktree in a temporary folder, with this tree's benchmarks in place of its own.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .record import ROOT
+from .result_file import ROOT
 
 Times = dict[tuple[str, str, str], list[float]]
 

@@ -14,9 +14,9 @@ from torch import nn
 from ..convert import optimize
 from ..models.config import ViTConfig
 from ..weights import save_weights
-from .arms import Arm, absent, compiled
-from .deadline import noting
-from .match import leaves
+from .compare import leaves
+from .timeout import noting
+from .variants import Arm, absent, compiled
 
 TORCHVISION = {"vit_base_patch16_224": "vit_b_16", "vit_large_patch16_224": "vit_l_16"}
 

@@ -1,9 +1,9 @@
 """It learns: five ways of training on the digits, and twenty seeds of the default recipe.
 
-    python -m benchmarks.learn                every way, seed 0; about ten minutes of one core
-    python -m benchmarks.learn --seeds 20     the default recipe, twenty seeds; about half an hour of one core
-    python -m benchmarks.learn --quick        every way for eight epochs: the marks of tests/test_learn.py
-    python -m benchmarks.learn --epochs 5     shorter runs, to try it; prints, and writes nothing
+    python -m benchmarks.train_digits               every way, seed 0; about ten minutes of one core
+    python -m benchmarks.train_digits --seeds 20    the default recipe, twenty seeds; about half an hour of one core
+    python -m benchmarks.train_digits --quick       every way for eight epochs: the marks of tests/test_train_digits.py
+    python -m benchmarks.train_digits --epochs 5    shorter runs, to try it; prints, and writes nothing
 
 Each run sees the training split alone and reads the test split once, after its last epoch; no choice rests on it. The
 first three commands write results/learn.json.

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from fastvit_triton.files import replacing
-from fastvit_triton.measure.arms import Case, measure
-from fastvit_triton.measure.deadline import Deadline, Late, told
 from fastvit_triton.measure.machine import driver, gpu_name, provenance
+from fastvit_triton.measure.timeout import Deadline, Late, told
+from fastvit_triton.measure.variants import Case, measure
 
 ROOT = Path(__file__).parents[1]
 

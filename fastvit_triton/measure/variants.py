@@ -11,8 +11,8 @@ import torch
 from ..convert.backend import backend as rewriting  # whose import registers the name, installed or not
 from ..kernels import dispatch
 from ..kernels.backend import using_backend
-from .deadline import Deadline, noting
-from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
+from .compare import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
+from .timeout import Deadline, noting
 from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
 
 _compiler = "inductor"

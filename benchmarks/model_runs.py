@@ -1,6 +1,6 @@
 """Which models are measured, at what sizes."""
 
-from fastvit_triton.measure.models import Run, arms_of, case
+from fastvit_triton.measure.model_cases import Run, arms_of, case
 
 __all__ = ["FULL", "LATENCY", "SMALL", "TINY", "Run", "arms_of", "case"]
 

@@ -13,9 +13,8 @@ from torch import nn
 from ..kernels.backend import using_backend
 from ..models import create_model, list_models
 from ..weights import load_weights
-from .arms import Arm, Case, absent, compiled, forcing
-from .match import Named
-from .peers import (
+from .compare import Named
+from .libraries import (
     TORCHVISION,
     Encoder,
     Forward,
@@ -26,6 +25,7 @@ from .peers import (
     torchvision_model,
     transformers_model,
 )
+from .variants import Arm, Case, absent, compiled, forcing
 
 VIT_PYTORCH = {"vit-pytorch SimpleViT-B": (768, 12, 12), "vit-pytorch SimpleViT-S": (384, 12, 6)}
 FOREIGN = ("eager", "optimized by us", "torch.compile", "optimized, compiled", "compiled, our backend")
