@@ -10,9 +10,10 @@ Products in IEEE float32 are PyTorch's unless measured. `FASTVIT_TRITON_BACKEND=
 always runs the kernels, so that a proof proves something. Outputs are the same either way: `eager` makes the others.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ MOST = 4096  # shapes that are remembered
 
 forced: bool | None = None  # whether the kernels run, whatever was measured: for those who measure and compare
 _made: dict[tuple, bool] = {}
+_observer: Callable[[str, str, str], None] | None = None  # see `observing`
 
 
 class Work(NamedTuple):
@@ -129,6 +131,12 @@ def _state(x: Tensor) -> tuple:
 
 def remember(key: tuple, row: Callable[[], str], x: Tensor, described: tuple[str, Work] | None) -> bool:
     """Whether the kernels run; `described` is the shape's name and what it costs, None where nobody else could."""
+    if _observer is not None:
+        if described is not None:
+            shape, work = described
+            exact = launch.precision(x) == "ieee"
+            _observer(row(), shape, rule(launch.architecture(x.device), x.dtype, exact, work))
+        return True
     if len(_made) >= MOST:
         _made.clear()
     if described is None or forced is not None or backend.backend() == "triton":
@@ -139,6 +147,35 @@ def remember(key: tuple, row: Callable[[], str], x: Tensor, described: tuple[str
             decide(row(), described[0], architecture, x.dtype, launch.precision(x) == "ieee", described[1]) == "ours"
         )
     return _made[key]
+
+
+@contextlib.contextmanager
+def forcing(kernels: bool = True) -> Iterator[None]:
+    """In this context our kernels run wherever they can, or with `kernels=False` nowhere, whatever the tables say."""
+    global forced
+    before, forced = forced, kernels
+    try:
+        yield
+    finally:
+        forced = before
+
+
+@contextlib.contextmanager
+def observing(observer: Callable[[str, str, str], None]) -> Iterator[None]:
+    """In this context our kernels run wherever they can, and each choice is reported; nothing is cached.
+
+    Args:
+        observer: called with the row's name, the shape's name, and what the rule says, "ours" or "torch"; not called
+            where only our kernels support the case.
+    """
+    global _observer
+    before, _observer = _observer, observer
+    forget()
+    try:
+        yield
+    finally:
+        _observer = before
+        forget()
 
 
 def decide(row: str, shape: str, architecture: str, dtype: torch.dtype, exact: bool, work: Work) -> str:
