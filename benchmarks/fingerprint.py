@@ -3,7 +3,7 @@
 A key covers the code of the kernel and of every function and constant that it uses, its arguments, launch options,
 grid and architecture. Code is read as a syntax tree without the names of functions, parameters and variables, without
 docstrings, comments, layout and annotations (`constexpr` excepted): renaming something or moving it to another file
-changes no key. What belongs to Triton is read by name, so a key says nothing of the Triton version.
+changes no key. What belongs to Triton counts by name, so keys do not depend on the version of Triton.
 """
 
 import ast

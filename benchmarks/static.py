@@ -1,13 +1,13 @@
-"""The compile report: every launch of the public functions, compiled for GPUs that need not be here.
+"""The compile report: all launches of the public functions, compiled for GPUs that need not be here.
 
     python -m benchmarks.static --out DIR [--arch sm_80,sm_90] [--quick] [--all] [--report-only]
 
-Writes DIR/static.json and DIR/static.md: registers, spills, shared memory, occupancy, instructions, and the time that
-the busiest pipe needs at least. It is *predicted* from counts, never measured, and knows nothing of latency and caches.
-Exits with 1 when a kernel spills, does not fit its part, or does products without the part's matrix instructions.
+Writes DIR/static.json and DIR/static.md: registers, spills, shared memory, occupancy, instructions, and the least
+time of the busiest pipe. This time is *predicted* from counts, not measured, and ignores latency and caches.
+Exits with 1 if a kernel spills, does not fit the GPU, or computes products without its matrix instructions.
 
 Only what changed is compiled: a launch whose key (see fingerprint.py) stands in DIR/static.json keeps the figures of
-that row if the report was made by the same Triton and ptxas, for the same figures of the part, and the row has no
+that row if the report was made by the same Triton and ptxas, for the same figures of the GPU, and the row has no
 violation. Kept are the figures of the binary and what was computed from its instructions (fill_bytes, predicted_us,
 bound, bounds_us), which cannot be computed again because only one loop pass is stored; flops, bytes and floor_us come
 from the launch each time. After a change of these computations or of sass.py, --all compiles everything anew.
@@ -36,7 +36,7 @@ from fastvit_triton.files import replacing
 from .fingerprint import key
 from .launch_cases import Case, cases
 from .launches import Launch, compiled, record, sequence, work
-from .sass import PARTS, TOOL, Binary, Part, Pipes, read
+from .sass import GPUS, TOOL, Binary, Gpu, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
 COMMAND = "python -m benchmarks.static --out benchmarks/results"
@@ -44,16 +44,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def violations(launch: Launch, binary: Binary, arch: str, ttir: str) -> list[str]:
-    """What must not be, one sentence each."""
-    found, part = [], PARTS[arch]
+    """Violations of a binary, one sentence each: see the head of this file."""
+    found, gpu = [], GPUS[arch]
     if binary.spill_bytes:
         found.append(f"{binary.spill_bytes} bytes spilled")
-    if binary.shared_bytes > part.block_kb * 1024:
-        found.append(f"{binary.shared_bytes} bytes of shared memory, {part.name} has {part.block_kb * 1024}")
+    if binary.shared_bytes > gpu.block_kb * 1024:
+        found.append(f"{binary.shared_bytes} bytes of shared memory, {gpu.name} has {gpu.block_kb * 1024}")
     if binary.tensor_columns > 512:
         found.append(f"{binary.tensor_columns} columns of tensor memory, there are 512")
     if not binary.ctas_per_sm:
-        found.append("not one block fits")
+        found.append("no block fits")
     products = re.findall(r"tt\.dot .*-> tensor<(\d+)x(\d+)xf32", ttir)
     if products and launch.values.get("PRECISION") != "ieee":
         if not binary.mma:
@@ -68,39 +68,39 @@ def _warpgroup(binary: Binary) -> bool:
 
 
 def spent(launch: Launch, binary: Binary) -> tuple[Pipes, Pipes]:
-    """What one program spends in its main loops and outside them."""
+    """Cost of one program in its main loops, and outside them."""
     todo, looped = work(launch), binary.loop.flops
     passes = (todo.padded - binary.once.flops) / looped if looped else todo.passes
     loop = Pipes().plus(binary.loop, max(passes, 0.0))
-    if binary.mma and not loop.flops + binary.once.flops:  # instructions that do not say their size
+    if binary.mma and not loop.flops + binary.once.flops:  # instructions whose names do not have their size
         loop = replace(loop, flops=todo.padded)
     return loop, binary.once
 
 
-def bounds(launch: Launch, binary: Binary, part: Part) -> dict[str, float]:
-    """Microseconds each pipe needs at least, and "together": the busiest of them.
+def bounds(launch: Launch, binary: Binary, gpu: Gpu) -> dict[str, float]:
+    """Least microseconds of each pipe, and "together", those of the busiest.
 
-    With one block on a unit nothing covers its prologue and epilogue, so they count after the loop.
+    With one block on a unit, its prologue and epilogue do not overlap with other blocks and are added.
     """
-    phases = [_pipe_us(p, launch, part) for p in spent(launch, binary)]
+    phases = [_pipe_us(p, launch, gpu) for p in spent(launch, binary)]
     total = {name: phases[0][name] + phases[1][name] for name in phases[0]}
-    total["memory"] = launch.nbytes / part.gbs / 1e3
+    total["memory"] = launch.nbytes / gpu.gbs / 1e3
     alone = sum(max(p.values()) for p in phases) if binary.ctas_per_sm == 1 else 0.0
     return total | {"together": max(*total.values(), alone)}
 
 
-def _pipe_us(pipes: Pipes, launch: Launch, part: Part) -> dict[str, float]:
-    rate = part.tflops / (2 if launch.tensors[0].dtype == torch.float32 else 1)
-    cycles = launch.programs / part.units / part.ghz / 1e3
+def _pipe_us(pipes: Pipes, launch: Launch, gpu: Gpu) -> dict[str, float]:
+    rate = gpu.tflops / (2 if launch.tensors[0].dtype == torch.float32 else 1)
+    cycles = launch.programs / gpu.units / gpu.ghz / 1e3
     named = dict(exp=pipes.exp, issue=pipes.issue, shared=pipes.shared)
     return {"tensor": pipes.flops * launch.programs / rate / 1e6} | {n: c * cycles for n, c in named.items()}
 
 
-def floor(launch: Launch, phase: str, part: Part) -> float:
-    """Microseconds that no kernel for this operation can beat: flops at the part's rate, or each byte once.
+def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
+    """Lower bound of the operation in microseconds: its flops at the GPU's rate, or each byte moved once.
 
-    Attention pads queries to 64 and keys to 16, and its backward pass, stated at the dq kernel, reads and writes all
-    eight tensors once. Row statistics and folded weights are overhead: 0.
+    Attention pads queries to 64 and keys to 16. Its backward pass, whose floor is that of the dq kernel, reads and
+    writes all eight tensors once. The floor of row statistics and folded weights, which are overhead, is 0.
     """
     a, name = launch.values, launch.name
     if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_kernel"):
@@ -110,8 +110,8 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
         values = heads * (Nq + Nk) * (a["D"] + a["Dv"]) * (2 if backward else 1)
         flops = pairs * (2 * a["D"] + 2 * a["Dv"]) * (2.5 if backward else 1)
         itemsize = a["q_ptr"].dtype.itemsize
-        exp = pairs / (16 * part.units * part.ghz * 1e3)
-        return max(values * itemsize / part.gbs / 1e3, flops / part.tflops / 1e6, exp)
+        exp = pairs / (16 * gpu.units * gpu.ghz * 1e3)
+        return max(values * itemsize / gpu.gbs / 1e3, flops / gpu.tflops / 1e6, exp)
     if name in (
         "linear._fwd_kernel",
         "mlp._fwd_kernel",
@@ -120,7 +120,7 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
         "layer_norm._bwd_kernel",
     ):
         unused = a["pre_ptr"].nbytes if phase == "inference" and "pre_ptr" in a else 0
-        return max((launch.nbytes - unused) / part.gbs / 1e3, work(launch).flops / part.tflops / 1e6)
+        return max((launch.nbytes - unused) / gpu.gbs / 1e3, work(launch).flops / gpu.tflops / 1e6)
     return 0.0
 
 
@@ -171,15 +171,15 @@ def _compile(launch: Launch, arch: str, pool: ThreadPoolExecutor) -> tuple[Futur
 def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) -> dict:
     if isinstance(known, str):
         return facts | dict(violations=[known])
-    part = PARTS[facts["arch"]]
-    least = round(floor(launch, facts["phase"], part), 2)
+    gpu = GPUS[facts["arch"]]
+    least = round(floor(launch, facts["phase"], gpu), 2)
     computed = dict(flops=work(launch).flops, bytes=launch.nbytes, floor_us=least)
     if isinstance(known, dict):
         return facts | {name: value for name, value in known.items() if name not in facts} | computed
     binary, ttir = known[0].result(), known[1]
     figures = asdict(binary)
     figures["loop"] = {name: round(count, 1) for name, count in figures["loop"].items()}
-    needed, fill = bounds(launch, binary, part), sum(p.fill for p in spent(launch, binary)) * launch.programs
+    needed, fill = bounds(launch, binary, gpu), sum(p.fill for p in spent(launch, binary)) * launch.programs
     figures.pop("once")
     together = needed.pop("together")
     row = facts | figures | dict(flops=computed["flops"], bytes=computed["bytes"], fill_bytes=fill)
@@ -190,16 +190,16 @@ def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) ->
 
 def reusable(earlier: dict) -> dict[str, dict]:
     """Rows of an earlier report by key, those that need not be compiled again: see the head of this file."""
-    if (earlier["triton"], earlier["ptxas"]) != (triton.__version__, _ptxas()):
+    if (earlier["triton"], earlier["ptxas"]) != (triton.__version__, ptxas_versions()):
         return {}
-    same = {arch for arch, part in PARTS.items() if earlier["parts"].get(arch) == asdict(part)}
+    same = {arch for arch, gpu in GPUS.items() if earlier["parts"].get(arch) == asdict(gpu)}
     return {row["key"]: row for row in earlier["rows"] if row["arch"] in same and not row["violations"]}
 
 
 def operations(rows: list[dict]) -> list[dict]:
-    """Predicted time of whole operations against their floors, where there is one.
+    """Predicted time of operations, and its ratio to their floor.
 
-    A block's backward pass has none: most of its products are PyTorch's.
+    The backward pass of a block is left out: PyTorch computes most of its products.
     """
     sums: dict[tuple, list[float]] = {}
     for row in rows:
@@ -225,14 +225,14 @@ def report(archs: Iterable[str], quick: bool = False, known: dict[str, dict] | N
         note="predicted from instruction counts; nothing here was measured",
         date=str(date.today()),
         triton=triton.__version__,
-        ptxas=_ptxas(),
-        parts={arch: asdict(PARTS[arch]) for arch in archs},
+        ptxas=ptxas_versions(),
+        parts={arch: asdict(GPUS[arch]) for arch in archs},
         operations=operations(rows),
         rows=rows,
     )
 
 
-def _ptxas() -> dict[str, str]:
+def ptxas_versions() -> dict[str, str]:
     """Versions of Triton's assemblers for NVIDIA GPUs."""
     found = {}
     for name in ("ptxas", "ptxas-blackwell"):
@@ -257,7 +257,7 @@ def main() -> None:
     """Prints the tables, writes the report and exits with 1 on a violation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for static.json and static.md")
-    parser.add_argument("--arch", default=",".join(PARTS), help="comma-separated architectures")
+    parser.add_argument("--arch", default=",".join(GPUS), help="comma-separated architectures")
     parser.add_argument("--quick", action="store_true", help="ViT-B in bfloat16 only")
     parser.add_argument("--all", action="store_true", help="compile what is unchanged since the report in --out, too")
     parser.add_argument("--report-only", action="store_true", help="exit with 0 in spite of violations")

@@ -1,4 +1,4 @@
-"""Ops, forward and backward: every arm of one op and shape in one table. Oracle: float64."""
+"""Ops, forward and backward: every variant of one op and shape in one table. Oracle: float64."""
 
 import functools
 
@@ -15,17 +15,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Arms vary fastest: a case is measured once for all of them."""
     shapes = op_cases.FULL if metafunc.config.getoption("--full") else (op_cases.SMALL,)
     found = [
-        pytest.param(build, phase, arm, id=f"{name}-{shape.name}-{phase}-{arm}")
+        pytest.param(build, phase, variant, id=f"{name}-{shape.name}-{phase}-{variant}")
         for shape in shapes
         for name in op_cases.NAMES
         for build in [functools.partial(op_cases.case, name, shape, DTYPE, DEVICE)]
         for phase in ("forward", "backward")
-        for arm in op_cases.arms_of(name)
+        for variant in op_cases.variant_names(name)
     ]
-    metafunc.parametrize("build, phase, arm", found)
+    metafunc.parametrize("build, phase, variant", found)
 
 
-def test_op(tabulate, build, phase, arm):
-    """Time, memory and match of one arm."""
+def test_op(tabulate, build, phase, variant):
+    """Time, memory and match of one variant."""
     name, shape, *_ = build.args
-    tabulate(build, phase, arm, f"{name}, {shape.name}, {phase}")
+    tabulate(build, phase, variant, f"{name}, {shape.name}, {phase}")

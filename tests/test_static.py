@@ -13,7 +13,7 @@ from benchmarks import static
 from benchmarks.fingerprint import key
 from benchmarks.launch_cases import cases
 from benchmarks.launches import Launch, compiled, record, work
-from benchmarks.sass import PARTS, read
+from benchmarks.sass import GPUS, read
 from fastvit_triton import layer_norm
 from fastvit_triton.kernels import OPS
 
@@ -109,7 +109,7 @@ def test_floor_of_attention():
     """ViT-B, batch 256, on an H200: 3072 heads read q, k, v and write o, 197 × 64 bfloat16 each, at 4.3 TB/s."""
     launch = next(launch for launch in launches("sm_90") if launch.name == "attention._fwd_kernel")
     expected = 3072 * 4 * 197 * 64 * 2 / 4.3e12 * 1e6
-    assert static.floor(launch, "inference", static.PARTS["sm_90"]) == pytest.approx(expected, rel=1e-3)
+    assert static.floor(launch, "inference", static.GPUS["sm_90"]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_recording_leaves_nothing_behind():
@@ -124,9 +124,9 @@ def test_recording_leaves_nothing_behind():
         torch.testing.assert_close(layer_norm(x, weight, None, 1e-6), torch.layer_norm(x, (8,), weight, None, 1e-6))
 
 
-REPORTS = {".": list(PARTS), "triton-3.6.0": ["sm_90"], "triton-3.9.0": ["sm_90"]}
-RECORDED = [("sm_90", False), *((arch, True) for arch in PARTS if arch != "sm_90")]
-RECORDED += [pytest.param(arch, False, marks=pytest.mark.full) for arch in PARTS if arch != "sm_90"]
+REPORTS = {".": list(GPUS), "triton-3.6.0": ["sm_90"], "triton-3.9.0": ["sm_90"]}
+RECORDED = [("sm_90", False), *((arch, True) for arch in GPUS if arch != "sm_90")]
+RECORDED += [pytest.param(arch, False, marks=pytest.mark.full) for arch in GPUS if arch != "sm_90"]
 
 
 def committed(folder: str) -> dict:
@@ -170,11 +170,11 @@ def test_unchanged_rows_are_not_compiled(monkeypatch):
 
 def test_changed_reports_are_not_reused():
     """Rows come from a report by the same Triton and ptxas, for the same figures of the part, without violation."""
-    figures = {arch: dataclasses.asdict(PARTS[arch]) for arch in ("sm_80", "sm_90")}
+    figures = {arch: dataclasses.asdict(GPUS[arch]) for arch in ("sm_80", "sm_90")}
     rows = [dict(key=arch, arch=arch, violations=[]) for arch in figures] + [
         dict(key="b", arch="sm_80", violations="b")
     ]
-    report = dict(triton=triton.__version__, ptxas=static._ptxas(), parts=figures, rows=rows)
+    report = dict(triton=triton.__version__, ptxas=static.ptxas_versions(), parts=figures, rows=rows)
     assert static.reusable(report).keys() == figures.keys()
     assert static.reusable(report | dict(triton="3.0.0")) == {} == static.reusable(report | dict(ptxas={}))
     other = figures | dict(sm_80=figures["sm_80"] | dict(gbs=1))

@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def benchmark(args: argparse.Namespace) -> int:
     """Measures a model on this machine in under two minutes: eager, compiled, ours, and what else is installed."""
-    from ..measure.timeout import Deadline, Late
+    from ..measure.timeout import Deadline, TimedOut
     from ..measure.variants import measure
 
     device = choose(args.device)
@@ -44,13 +44,13 @@ def benchmark(args: argparse.Namespace) -> int:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, hard:
             stage = bar.add_task("building the models", total=None)
             case = _case(name, batch, args.train, dtype, device)
-            bar.update(stage, total=sum(arm.reason is None for arm in case.arms) + 3)
+            bar.update(stage, total=sum(variant.reason is None for variant in case.variants) + 3)
 
-            def tell(what: str) -> None:
+            def show(what: str) -> None:
                 bar.update(stage, advance=1, description=what)
 
-            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, tell=tell)
-    except Late as error:
+            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, on_progress=show)
+    except TimedOut as error:
         raise ValueError(f"{name} at batch {batch} takes longer than {SECONDS:.0f} s; lower --batch") from error
     except RuntimeError as error:  # a processor has no OutOfMemoryError
         if "allocate memory" not in str(error):
@@ -64,7 +64,7 @@ def benchmark(args: argparse.Namespace) -> int:
 
 
 def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.device") -> "Case":
-    """The model's case, with timm's eager model as the baseline where it is installed, and compiled arms last."""
+    """The model's case, with timm's eager model as the baseline where it is installed, and compiled variants last."""
     import torch
 
     from ..measure.model_cases import Run, case, known, least_bytes
@@ -80,11 +80,14 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
             f"--batch {batch} needs more than {needed / 2**30:.0f} GiB for {name}, and {device} has "
             f"{there / 2**30:.0f} GiB; at most {fits} can fit"
         )
-    eager, timm = made.arms[0], next((arm for arm in made.arms if arm.name == "timm" and arm.reason is None), None)
-    others = [arm for arm in made.arms if arm not in (eager, timm)]
-    others.sort(key=lambda arm: "compile" in arm.name)
+    eager, timm = (
+        made.variants[0],
+        next((variant for variant in made.variants if variant.name == "timm" and variant.reason is None), None),
+    )
+    others = [variant for variant in made.variants if variant not in (eager, timm)]
+    others.sort(key=lambda variant: "compile" in variant.name)
     first = replace(timm, name="eager (timm)") if timm else eager
-    return replace(made, arms=[first, *others])
+    return replace(made, variants=[first, *others])
 
 
 def _memory(device: "torch.device") -> int:
@@ -109,7 +112,7 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
         if why == "needs a GPU":  # said below for all
             continue
         if why is not None:
-            late = why.startswith("Late")
+            late = why.startswith("TimedOut")
             say(f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}")
         elif not row["match"]:
             say(f"{row['arm']}: no time, because {row['worst']} is {row['within']} times as far off as it may be")
