@@ -9,7 +9,6 @@ from interpreter import interpreting
 from test_interpreter import EVERY, converted, largest, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import choose
 from benchmarks.launches import record, recording
 from fastvit_triton import attention, linear
 from fastvit_triton.kernels import attention as attention_file
@@ -17,6 +16,7 @@ from fastvit_triton.kernels import attention_launch, backend, dispatch, eager, l
 from fastvit_triton.kernels import linear as linear_file
 from fastvit_triton.kernels import patch_embed as patch_embed_file
 from fastvit_triton.kernels.argument import Epilogue
+from fastvit_triton.measure.choices import calls_of
 
 pytestmark = pytest.mark.usefixtures("always_folded")
 
@@ -161,8 +161,7 @@ def test_committed_tables_say_only_what_dispatch_reads():
 def test_committed_predictions_are_what_the_rule_says(architecture):
     """Oracle: the rule, asked by a layer and the stem of ViT-S; `python -m benchmarks.tune --choices` writes them."""
     column, device = dispatch.choices(architecture), torch.device("cpu")
-    around = partial(recording, architecture)
-    calls = choose.calls_of("vit_small_patch16_224", 256, architecture, device, around)
+    calls = calls_of("vit_small_patch16_224", 256, device, partial(recording, architecture))
     assert calls
     for (row, shape), call in calls.items():
         assert column[row]["predicted"][shape] == call.rule, (row, shape)

@@ -27,7 +27,7 @@ ARROWS = {
     "files": set(),
     "weights": {"layers", "models", "files", "weights"},
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
-    "measure": {"kernels", "models", "weights", "convert", "measure"},
+    "measure": {"kernels", "models", "weights", "convert", "files", "measure"},
     "cli": {"kernels", "models", "convert", "train", "weights", "explain", "measure", "files", "cli"},
     "__init__": {"kernels", "convert", "layers", "models", "weights"},
 }

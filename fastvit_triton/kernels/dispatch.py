@@ -11,9 +11,10 @@ Products in IEEE float32 are left to PyTorch unless measured. FASTVIT_TRITON_BAC
 selects the kernels. Both choices give the same outputs; `eager` is PyTorch's side.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ MAX_CHOICES = 4096  # cached choices
 
 forced: bool | None = None  # overrides the choice, for measurements: True for the kernels, False for PyTorch
 _choices: dict[tuple, bool] = {}
+_observer: Callable[[str, str, str], None] | None = None  # see `observing`
 
 
 class Work(NamedTuple):
@@ -145,6 +147,12 @@ def remember(key: tuple, row: Callable[[], str], x: Tensor, shape_and_work: tupl
         x: tensor of the operation's device and dtype.
         shape_and_work: (name of the shape, cost); None if only our kernels support the case.
     """
+    if _observer is not None:
+        if shape_and_work is not None:
+            shape, work = shape_and_work
+            exact = launch.precision(x) == "ieee"
+            _observer(row(), shape, rule(launch.architecture(x.device), x.dtype, exact, work))
+        return True
     if len(_choices) >= MAX_CHOICES:
         _choices.clear()
     if shape_and_work is None or forced is not None or backend.backend() == "triton":
@@ -154,6 +162,35 @@ def remember(key: tuple, row: Callable[[], str], x: Tensor, shape_and_work: tupl
         choice = decide(row(), shape, architecture, x.dtype, launch.precision(x) == "ieee", work) == "ours"
     _choices[key] = choice
     return choice
+
+
+@contextlib.contextmanager
+def forcing(kernels: bool = True) -> Iterator[None]:
+    """In this context our kernels run wherever they can, or with `kernels=False` nowhere, whatever the tables say."""
+    global forced
+    before, forced = forced, kernels
+    try:
+        yield
+    finally:
+        forced = before
+
+
+@contextlib.contextmanager
+def observing(observer: Callable[[str, str, str], None]) -> Iterator[None]:
+    """In this context our kernels run wherever they can, and each choice is reported; nothing is cached.
+
+    Args:
+        observer: called with the row's name, the shape's name, and what the rule says, "ours" or "torch"; not called
+            where only our kernels support the case.
+    """
+    global _observer
+    before, _observer = _observer, observer
+    forget()
+    try:
+        yield
+    finally:
+        _observer = before
+        forget()
 
 
 def decide(row: str, shape: str, architecture: str, dtype: torch.dtype, exact: bool, work: Work) -> str:

@@ -1,13 +1,16 @@
 """Launch parameters: rows of the tables in tuned/, and tile arithmetic."""
 
+import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 TUNED = Path(__file__).parent / "tuned"
 target: str | None = None  # architecture to compile for instead of the device's own, as in the compile report
+_overrides: tuple[dict, dict] | None = None  # rows in use instead of the tables', and those looked up; see `overriding`
 
 
 def config(row: str, default: dict[str, int], device: torch.device) -> dict[str, int]:
@@ -20,7 +23,38 @@ def config(row: str, default: dict[str, int], device: torch.device) -> dict[str,
         default: launch parameters if the table has no such row.
         device: its architecture selects the table.
     """
-    return dict(table(architecture(device)).get(row, default), enable_fp_fusion=True)
+    found = table(architecture(device)).get(row, default)
+    if _overrides is not None:
+        rows, looked_up = _overrides
+        found = rows.get(row, found)
+        looked_up.setdefault(row, found)
+    return dict(found, enable_fp_fusion=True)
+
+
+@contextlib.contextmanager
+def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, int]]]:
+    """In this context `rows` replace those of the tables; contexts nest.
+
+    Yields the launch parameters that kernels looked up in it, by row name: from `rows`, a table or a default.
+    """
+    global _overrides
+    before, looked_up = _overrides, {}
+    _overrides = (rows if before is None else before[0] | rows), looked_up
+    try:
+        yield looked_up
+    finally:
+        _overrides = before
+
+
+@contextlib.contextmanager
+def targeting(architecture: str) -> Iterator[None]:
+    """In this context launch parameters are those of `architecture`, such as "sm_90", whatever the device is."""
+    global target
+    before, target = target, architecture
+    try:
+        yield
+    finally:
+        target = before
 
 
 @functools.cache
