@@ -89,7 +89,7 @@ def calls_of(
     """
     with device:
         model = create_model(name, **dict(depth=1, num_classes=0) | options).to(torch.bfloat16)
-        image = torch.randn(1, model.config.in_chans, *model.patch_embed.img_size, dtype=torch.bfloat16)
+        image = torch.randn(1, model.config.in_chans, *model.config.img_size, dtype=torch.bfloat16)
     image = image.expand(batch, -1, -1, -1)
     with context(), recording_calls() as calls:
         with torch.no_grad():

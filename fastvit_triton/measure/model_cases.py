@@ -1,6 +1,7 @@
 """Models as benchmark cases: inference and training steps, all variants with the same random weights and images."""
 
 import copy
+import dataclasses
 import importlib
 import math
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..convert.count import count
 from ..kernels.backend import using_backend
 from ..kernels.dispatch import forcing
 from ..models import create_model, list_models
@@ -98,7 +100,7 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
         truth = copy.deepcopy(base).double()
         variants = list(_variants(run, base, first, dtype, device))
     truth = ModelCall(truth, partial(using_backend, "torch"))
-    size = base.config.in_chans, *base.patch_embed.img_size
+    size = base.config.in_chans, *base.config.img_size
     return _finished(run, dtype, device, variants, truth, size, (flops(base) * run.batch, None))
 
 
@@ -169,12 +171,10 @@ def _learning(call: ModelCall, arguments: dict) -> Named:
 
 
 def flops(model: nn.Module) -> float:
-    """Flops of the forward pass of one image: linear layers, the two products of attention, and patch projection."""
-    c, blocks, stem = model.config, len(model.blocks), model.patch_embed
-    N = stem.num_patches + model.num_prefix_tokens
-    weights = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
-    projection = 2 * stem.num_patches * c.embed_dim * c.in_chans * math.prod(stem.patch_size)
-    return 2.0 * N * weights + 4.0 * blocks * N * N * c.embed_dim + projection
+    """Flops of the forward pass of one image through a model from `create_model`: matrix products and convolutions."""
+    with torch.device("meta"), using_backend("torch"), torch.no_grad():
+        twin = create_model(model.variant, **dataclasses.asdict(model.config)).eval()
+        return float(count(twin, torch.empty(1, model.config.in_chans, *model.config.img_size)).flops)
 
 
 def least_bytes(case: Case, copies: int) -> int:
@@ -183,8 +183,9 @@ def least_bytes(case: Case, copies: int) -> int:
     Activations are those of the widest layer in inference and of all layers in training. Weights are not counted.
     """
     model, batch = case.truth.module, case.facts["batch"]
-    tokens, D = batch * getattr(model.patch_embed, "num_patches", 0), getattr(model, "embed_dim", 0)
-    kept = 16 * D * len(model.blocks) if "training" in case.phases else 10 * D  # values a token
+    stem, D = getattr(model, "patch_embed", None), getattr(model, "embed_dim", 0)
+    tokens, blocks = batch * getattr(stem, "num_patches", 0), len(getattr(model, "blocks", ()))
+    kept = 16 * D * blocks if "training" in case.phases else 10 * D  # values a token
     return batch * math.prod(case.facts["image"]) * (copies * case.dtype.itemsize + 8) + tokens * kept * 8
 
 
