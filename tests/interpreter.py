@@ -10,6 +10,7 @@ Every load and store is held to the memory of the launch's tensors: an unmasked 
 import contextlib
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -44,13 +45,12 @@ def _language(patch_lang):
     its time; here it is searched once in a process, and patched for as long as a launch runs.
     """
 
-    class Sees:
-        __globals__ = dict(tl=tl, core=tl.core)
+    sees = SimpleNamespace(__globals__=dict(tl=tl, core=tl.core))
 
     def patch(_):
         scope = interpreter._LangPatchScope()
         if not _PATCHES:
-            found = patch_lang(Sees)
+            found = patch_lang(sees)
             _PATCHES.extend((owner, name, getattr(owner, name)) for owner, name, _ in found._changes)
             found.restore()
         for change in _PATCHES:

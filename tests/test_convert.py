@@ -836,7 +836,7 @@ def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
 @pytest.mark.parametrize("change", [rename, extend])
 @pytest.mark.parametrize("name", TOWERS)
 def test_models_with_modules_built_otherwise_compile(name, change):
-    """Oracle: the model before. All modules of the test above are changed at once; of two layers, the first as a whole."""
+    """Oracle: the model before. The modules of the test above are changed all at once, the first layer as a whole."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     want = outputs(model, given)
     paths = {re.sub(r"\.1$", ".0", path) for tower, path, how, _ in OTHERWISE if (tower, how) == (name, change)}
