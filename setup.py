@@ -34,7 +34,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["fastvit_triton", "fastvit_triton.*"]),
-    package_data={"fastvit_triton": ["py.typed", "kernels/tuned/*.json"]},
+    package_data={"fastvit_triton": ["py.typed", "*.pyi", "kernels/tuned/*.json"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

@@ -1,4 +1,4 @@
-"""What only a GPU can say of the kernels: every op, dtype and shape against float64, the same bits each run."""
+"""Correctness of the kernels on a GPU: every op, dtype and shape against float64, and bitwise repeatability."""
 
 import contextlib
 import importlib
@@ -14,20 +14,21 @@ from functools import partial
 
 import torch
 
-from fastvit_triton.kernels import OPS, fold
+from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.dispatch import forcing
+from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.arms import forcing
-from fastvit_triton.measure.deadline import told
-from fastvit_triton.measure.match import Named, converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.compare import Named, converted, leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.timeout import one_line
 
-from .ops import BY_NAME
-from .record import ROOT, Part, alive
+from .op_cases import BY_NAME
+from .result_file import ROOT, ResultFile, device_answers
 
-MARK = "row: "  # before each line of a worker that is one
+MARK = "row: "  # begins each line of a worker's output that is a row
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# op → shapes of ViTs as they are, ragged where the families are
+# op → shapes of real ViTs
 REAL = {
     "attention": {
         "ViT-B": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64),
@@ -61,30 +62,26 @@ REAL = {
     },
 }
 
-# triton 3.4 to 3.7.0 with its own ptxas multiplies wrongly after a transpose in registers, at 64-wide tiles on sm_90:
-# every width of a head, and token counts around one and several tiles, go through the kernels' backward pass
+# triton 3.4 to 3.7.0 with its own ptxas miscompiles products of tiles transposed in registers, 64 wide, on sm_90: so
+# every width of a head is tested with token counts around one and several tiles, backward pass included
 WIDTHS = (16, 32, 48, 64, 72, 80, 96, 128)
 TOKENS = (63, 64, 65, 128, 197, 257)
 
 
 @contextlib.contextmanager
 def kernels_on(device: torch.device) -> Iterator[None]:
-    """Inside, the ops launch their kernels: on a GPU by themselves, on a CPU in Triton's interpreter.
+    """In this context ops launch their kernels, on a CPU in Triton's interpreter.
 
-    LayerNorms are folded into products whatever the number of rows, so that small cases take that path.
+    LayerNorms are folded into products for any number of rows, so that small cases take that path.
     """
-    border, fold.SPACE["border"] = fold.SPACE["border"], dict(ROWS_PER_OUTPUT=0)
-    try:
-        with _launching(device):
-            yield
-    finally:
-        fold.SPACE["border"] = border
+    with overriding({"fold.border": dict(ROWS_PER_OUTPUT=0)}), _launching(device):
+        yield
 
 
 @contextlib.contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
-        with using_backend("triton"):  # not what the dispatcher would take
+        with using_backend("triton"):  # whatever the dispatcher would choose
             yield
         return
     sys.path.insert(0, str(ROOT / "tests"))
@@ -99,9 +96,9 @@ def _launching(device: torch.device) -> Iterator[None]:
 def check(
     op: Op, arguments: dict, dtype: torch.dtype, device: torch.device, repeats: int = 3, kernels: bool = True
 ) -> dict:
-    """Columns of one check: the verdict on outputs and gradients, and whether repeated runs give the same bits.
+    """Columns of one check: those of the verdict on outputs and gradients, and "bitwise", equality of repeated runs.
 
-    Without `kernels` it is PyTorch's answer inside the ops that is checked.
+    With `kernels=False` PyTorch's implementation in the ops is checked instead of the kernels.
     """
 
     def found(function: Callable, given: dict) -> Named:
@@ -120,20 +117,20 @@ def check(
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same bits, NaN and signs of zero included."""
+    """True if the bits are equal, those of NaN and signs of zero included."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def fill(device: torch.device) -> None:
-    """Leaves NaN in memory that the allocator will hand out next: what a kernel does not write shows."""
+    """Fills memory that the allocator will reuse with NaN, so that values that a kernel does not write show."""
     if device.type == "cuda":
         blocks = [torch.full((2**k,), math.nan, device=device) for k in range(8, 25) for _ in range(4)]
         del blocks
 
 
 def planned(dry: bool) -> dict[str, Callable[[torch.device], dict]]:
-    """Name → check, the most telling first: real shapes in bfloat16, beyond 2³¹ values, then every case and dtype."""
+    """Name → check, the most important first: real shapes in bfloat16, over 2³¹ values, then every case and dtype."""
     if dry:
         firsts = {f"{op.name} {name}": (op, op.cases[name]) for op in OPS for name in [next(iter(op.cases))]}
         found = {name: partial(_near, *what, torch.float32, 2) for name, what in firsts.items()}
@@ -210,35 +207,35 @@ def check_far(op: Op, images: str, arguments: dict, device: torch.device) -> dic
     return verdict({"output 0": got}, truth, baseline, got.dtype).columns() | dict(values=values)
 
 
-def run(part: Part, device: torch.device) -> None:
-    """All checks, each one row.
+def run(result: ResultFile, device: torch.device) -> None:
+    """Runs all checks, one row each.
 
-    They run in processes of their own, as many as there are cores: compiling is what takes long, a fault in a kernel
-    ends one process and not this one, and later parts find Triton's cache filled.
+    They run in one process for each core, because compiling takes most of the time and a fault in a kernel then ends
+    that process alone. They fill Triton's cache for later parts.
     """
-    names = [name for name in planned(part.dry) if name not in part.done]
-    workers = 1 if part.dry else min(os.cpu_count() or 1, 12)
+    names = [name for name in planned(result.dry) if name not in result.done]
+    workers = 1 if result.dry else min(os.cpu_count() or 1, 12)
     adding, finished = threading.Lock(), set()
 
-    def tell(row: dict) -> None:
+    def add(row: dict) -> None:
         with adding:
             finished.add(row["case"])
-            part.add(row)
+            result.add(row)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda i: _supervise(names[i::workers], part, tell), range(workers)))
-    part.not_reached += [name for name in names if name not in finished]
+        list(pool.map(lambda i: _supervise(names[i::workers], result, add), range(workers)))
+    result.not_reached += [name for name in names if name not in finished]
 
 
-def _supervise(names: list[str], part: Part, tell: Callable[[dict], None]) -> None:
-    """Has a process do these checks in turn; one that dies is replaced, and what it died of is a row."""
-    while names and not part.deadline.over:
-        words = [sys.executable, "-m", "benchmarks.correctness", *(["--dry-run"] if part.dry else [])]
+def _supervise(names: list[str], result: ResultFile, add: Callable[[dict], None]) -> None:
+    """Runs checks in a process; if it ends before its time, that is a row, and a new process runs the rest."""
+    while names and not result.deadline.over:
+        words = [sys.executable, "-m", "benchmarks.correctness", *(["--dry-run"] if result.dry else [])]
         environment = os.environ | dict(PYTHONPATH=str(ROOT))
         with subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         ) as worker:
-            alarm = threading.Timer(part.deadline.left, worker.kill)
+            alarm = threading.Timer(result.deadline.left, worker.kill)
             alarm.start()
             worker.stdin.write("\n".join(names))
             worker.stdin.close()
@@ -246,15 +243,15 @@ def _supervise(names: list[str], part: Part, tell: Callable[[dict], None]) -> No
                 if line.startswith(MARK):
                     row = json.loads(line.removeprefix(MARK))
                     names = [name for name in names if name != row["case"]]
-                    tell(row)
+                    add(row)
             alarm.cancel()
-        if names and not part.deadline.over:
-            tell(dict(case=names[0], error=f"the process ended with code {worker.returncode}"))
+        if names and not result.deadline.over:
+            add(dict(case=names[0], error=f"the process ended with code {worker.returncode}"))
             names = names[1:]
 
 
 def main() -> None:
-    """A worker: does the checks named on standard input, one row per line, and ends when the device is lost."""
+    """A worker: runs the checks named on standard input, prints one row per line, ends if the device is lost."""
     dry = "--dry-run" in sys.argv
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
     torch.backends.cudnn.allow_tf32 = False  # PyTorch's convolution sets part of the budget in float32
@@ -263,9 +260,9 @@ def main() -> None:
         try:
             row = todo[name](device)
         except Exception as error:
-            row = dict(error=told(error))
+            row = dict(error=one_line(error))
         print(MARK + json.dumps(dict(case=name) | row), flush=True)
-        if "error" in row and not alive():
+        if "error" in row and not device_answers():
             break
 
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.cpu [--out FILE] [--resume] [--only vit_tiny,bfloat16] [--seconds 1400] [--rounds 40]
 
-All in one process, taking turns. Cells named "compiled" hold timm's model under torch.compile twice, with
-backend="fastvit_triton" and as it is.
+All models of a cell run in one process, in alternation. Cells named "compiled" compare timm's model under torch.compile
+with backend="fastvit_triton" and with the default backend.
 
-A ratio above 1 means that fastvit_triton is faster than the best of the peers, turn by turn. Machines that share their
-cores are noisy, so the table gives the median and the quartiles of the ratios, and no absolute times. The file is
-written after each cell; --resume keeps those that it holds, and --only takes cells whose names have all these words.
+A ratio above 1 means that fastvit_triton is faster than the fastest other library in the same round. Shared processors
+are noisy, so the table has medians and quartiles of ratios, and no absolute times. The file is written after each cell;
+--resume keeps the cells that it has, and --only selects cells whose names contain all the words.
 """
 
 import argparse
@@ -29,18 +29,18 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-import fastvit_triton.convert  # noqa: F401  (registers the backend where nothing is installed)
+import fastvit_triton.convert  # noqa: F401  (registers the backend if the package is not installed)
 from fastvit_triton import create_model
 from fastvit_triton.files import replacing
+from fastvit_triton.measure.compare import outcome, verdict
+from fastvit_triton.measure.libraries import transformers_model
 from fastvit_triton.measure.machine import provenance
-from fastvit_triton.measure.match import outcome, verdict
-from fastvit_triton.measure.peers import transformers_model
 from fastvit_triton.measure.timing import order
 
 OURS, COMPILER = "fastvit_triton", "torch.compile"
 MODELS = {"vit_tiny_patch16_224": (192, 3), "vit_small_patch16_224": (384, 6), "vit_base_patch16_224": (768, 12)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FEWEST = 3  # turns of a cell, whatever the time
+FEWEST = 3  # rounds of a cell, whatever the time
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Unique, and what --only looks into."""
+        """Unique name, which --only searches."""
         return f"{self.model} {self.dtype} batch {self.batch} {self.step}{' compiled' * self.compiled}"
 
 
@@ -71,7 +71,7 @@ def forward(model: Callable, parameters: list[nn.Parameter], images: torch.Tenso
 
 
 def training_step(model: Callable, parameters: list[nn.Parameter], images: torch.Tensor) -> None:
-    """Forward, backward, SGD."""
+    """ModelCall, backward, SGD."""
     model(images).square().mean().backward()
     with torch.no_grad():
         for parameter in parameters:
@@ -83,8 +83,8 @@ def training_step(model: Callable, parameters: list[nn.Parameter], images: torch
 STEPS = {"forward": forward, "training_step": training_step}
 
 
-def arms(cell: Cell, **options: int) -> dict[str, Callable]:
-    """Calls by package, ours first: the same weights for all but vit-pytorch, whose ViT has no bias in its qkv."""
+def variants(cell: Cell, **options: int) -> dict[str, Callable]:
+    """Calls by package, ours first; all have the same weights except vit-pytorch, whose qkv has no bias."""
     dtype, (D, H) = DTYPES[cell.dtype], MODELS[cell.model]
     ours, theirs = create_model(cell.model, **options), timm.create_model(cell.model, **options)
     if cell.compiled:
@@ -99,19 +99,19 @@ def arms(cell: Cell, **options: int) -> dict[str, Callable]:
 
 
 def module_of(call: Callable) -> nn.Module:
-    """The module behind an arm's call."""
+    """The module of a variant."""
     module = call if isinstance(call, nn.Module) else call.module
     return getattr(module, "_orig_mod", module)
 
 
-def timms(calls: dict[str, Callable]) -> nn.Module:
-    """timm's model among the arms, not compiled."""
+def timm_model(calls: dict[str, Callable]) -> nn.Module:
+    """timm's model among the variants, uncompiled."""
     return module_of(calls[COMPILER] if COMPILER in calls else calls["timm"])
 
 
 def matches(calls: dict[str, Callable], images: torch.Tensor) -> bool:
-    """Our output is as close to timm's in float64 as timm's own is, within twice its error and one rounding."""
-    theirs, given = timms(calls), dict(images=images)
+    """True if our output differs from timm's in float64 by at most twice timm's own error plus one rounding."""
+    theirs, given = timm_model(calls), dict(images=images)
     baseline = outcome(lambda images: theirs(images), given, None)
     got = outcome(lambda images: calls[OURS](images), given, None)
     wide = timm.create_model(theirs.pretrained_cfg["architecture"], **_sizes(theirs)).eval().double()
@@ -124,10 +124,10 @@ def _sizes(model: nn.Module) -> dict[str, int]:
     return dict(depth=len(model.blocks), img_size=model.patch_embed.img_size[0])
 
 
-def turns(
+def time_rounds(
     step: Callable, calls: dict[str, Callable], images: torch.Tensor, seconds: float, most: int
 ) -> dict[str, list[float]]:
-    """Seconds of each arm, one per turn, there and back again; one turn warms up."""
+    """Seconds of each variant in each round; the order alternates, and the first round is not timed."""
     parameters = {name: list(module_of(call).parameters()) for name, call in calls.items()}
     taken: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
@@ -143,15 +143,15 @@ def turns(
 
 
 def measured(cell: Cell, seconds: float, most: int, **options: int) -> dict:
-    """The row of a cell: ratios to the best peer and to each."""
-    calls = arms(cell, **options)
+    """The row of a cell: ratios to the fastest other library and to each."""
+    calls = variants(cell, **options)
     for call in calls.values():
         module_of(call).eval()
-    images = torch.randn(cell.batch, 3, *timms(calls).patch_embed.img_size).to(DTYPES[cell.dtype])
+    images = torch.randn(cell.batch, 3, *timm_model(calls).patch_embed.img_size).to(DTYPES[cell.dtype])
     match = matches(calls, images)
     for call in calls.values():
         module_of(call).train(cell.step == "training_step")
-    taken = turns(STEPS[cell.step], calls, images, seconds, most)
+    taken = time_rounds(STEPS[cell.step], calls, images, seconds, most)
     ours = taken.pop(OURS)
     best = min(taken, key=lambda name: statistics.median(taken[name]))
     row = asdict(cell) | dict(cell=cell.name, best=best)
@@ -165,12 +165,12 @@ def _ratios(theirs: list[float], ours: list[float]) -> dict[str, float]:
 
 
 def wanted(only: str) -> Iterator[Cell]:
-    """Cells whose names have all these words."""
+    """Cells whose names contain all these words."""
     yield from (cell for cell in CELLS if all(word in cell.name for word in only.split(",")))
 
 
 def write(path: Path, rows: list[dict]) -> None:
-    """The file as it stands, with its provenance."""
+    """Writes the rows with their provenance."""
     libraries = dict(timm=timm.__version__, transformers=transformers.__version__)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(provenance() | dict(libraries=libraries, rows=rows), indent=1) + "\n")
@@ -178,7 +178,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 def table(rows: list[dict]) -> Table:
     """A row per cell."""
-    made = Table("cell", "best peer", "peer / ours, median", "quartiles", "others", "match", width=140)
+    made = Table("cell", "fastest library", "theirs / ours, median", "quartiles", "others", "match", width=140)
     for row in rows:
         others = ", ".join(f"{n} {r['median']:.2f}" for n, r in row["peers"].items() if n != row["best"])
         numbers = f"{row['median']:.3f}", f"{row['q1']:.3f} to {row['q3']:.3f}"
@@ -193,7 +193,7 @@ def main(words: list[str] | None = None, **options: int) -> list[dict]:
     parser.add_argument("--resume", action="store_true", help="keep the cells that --out holds")
     parser.add_argument("--only", default="", help="words that a cell's name must have, separated by commas")
     parser.add_argument("--seconds", type=float, default=1400.0, help="for all cells together, about")
-    parser.add_argument("--rounds", type=int, default=40, help="most turns of a cell")
+    parser.add_argument("--rounds", type=int, default=40, help="most rounds of a cell")
     arguments = parser.parse_args(words)
     kept = arguments.resume and arguments.out is not None and arguments.out.exists()
     rows = json.loads(arguments.out.read_text())["rows"] if kept else []

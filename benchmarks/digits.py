@@ -3,7 +3,8 @@
     python -m benchmarks.digits           cross-validates every candidate; minutes on two cores
     python -m benchmarks.digits --test    trains the shipped recipe, seed 0, and reads the test split
 
-Seed s trains on four fifths of the training split and is judged on fold s of five; no choice rests on the test split.
+Seed s trains on four of five folds of the training split and is evaluated on fold s. No choice depends on the test
+split.
 The best mean among the candidates that fit the time budget is shipped; the last five candidates combine what helped
 among the others. A difference of half a percent between two means is noise. Both commands write
 results/digits-recipe.json.
@@ -77,12 +78,14 @@ CANDIDATES = {
 }
 
 
-def judge(recipe: Recipe, sizes: dict, fit_part: tuple, judged_part: tuple, seed: int) -> tuple[float, float]:
-    """Accuracy on `judged_part` after the last epoch, and seconds of processor time."""
+def train_and_evaluate(
+    recipe: Recipe, sizes: dict, fit_part: tuple, test_part: tuple, seed: int
+) -> tuple[float, float]:
+    """Accuracy on `test_part` after the last epoch, and seconds of processor time."""
     torch.manual_seed(seed)
     transform = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))
     batches = TensorBatches(*fit_part, transform, recipe.batch_size, affine_augmentation(recipe))
-    judged = TensorBatches(*judged_part, transform, 128)
+    judged = TensorBatches(*test_part, transform, 128)
     data = Data("digits", tuple("0123456789"), transform, batches, judged, test_once=True)
     model = create_model(recipe.model, drop_path_rate=recipe.drop_path_rate, **sizes)
     configure_model(recipe, model)
@@ -97,11 +100,11 @@ def fold(name: str, seed: int) -> tuple[float, float]:
     images, targets = digits("train")
     folds = StratifiedKFold(len(SEEDS), shuffle=True, random_state=0).split(images, targets)
     parts = [(images[rows], targets[rows]) for rows in list(folds)[seed]]
-    return judge(replace(BASE, **changes), sizes, *parts, seed)
+    return train_and_evaluate(replace(BASE, **changes), sizes, *parts, seed)
 
 
 def choose(known: dict) -> dict:
-    """Every candidate on every fold, best first; a row that is already known is kept."""
+    """All candidates on all folds, best first; known rows are kept."""
     rows = known.get("candidates", {}) if known.get("base") == asdict(BASE) else {}
     rows = {name: row for name, row in rows.items() if name in CANDIDATES and row["changes"] == changes(name)}
     with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -122,15 +125,15 @@ def choose(known: dict) -> dict:
 
 
 def changes(name: str) -> dict:
-    """What a candidate changes, recipe and model in one."""
+    """Changes of a candidate, in the recipe and in the model."""
     recipe, sizes = CANDIDATES[name]
     return recipe | sizes
 
 
 def final() -> dict:
-    """The shipped recipe, seed 0, all training images, judged on the test split."""
+    """The shipped recipe, seed 0, trained on all training images and evaluated on the test split."""
     began = time.perf_counter()
-    accuracy, seconds = judge(DIGITS, {}, digits("train"), digits("test"), seed=0)
+    accuracy, seconds = train_and_evaluate(DIGITS, {}, digits("train"), digits("test"), seed=0)
     return {
         "recipe": asdict(DIGITS),
         "test_accuracy": round(accuracy, 5),
@@ -141,7 +144,7 @@ def final() -> dict:
 
 
 def provenance() -> dict:
-    """Where and when."""
+    """Date, versions and processor."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "torch": torch.__version__,
@@ -152,7 +155,7 @@ def provenance() -> dict:
 
 
 def processor() -> str:
-    """The processor's name, where the system tells."""
+    """Name of the processor, from /proc/cpuinfo if it exists."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -161,7 +164,7 @@ def processor() -> str:
 def main() -> None:
     """Runs one of the two commands and writes its part of the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--test", action="store_true", help="read the test split with the shipped recipe")
+    parser.add_argument("--test", action="store_true", help="evaluate the shipped recipe on the test split")
     part = "test" if parser.parse_args().test else "validation"
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     result[part] = provenance() | (final() if part == "test" else choose(result.get(part, {})))

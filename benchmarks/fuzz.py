@@ -1,11 +1,11 @@
-"""Thousands of right and wrong calls of the public functions: what each path takes, and what it says of the rest.
+"""Fuzzing of the public functions: thousands of valid and invalid calls on the PyTorch path and on the kernels.
 
     python -m benchmarks.fuzz                       # 10,000 on PyTorch, 500 on the kernels; writes results/fuzz.json
     python -m benchmarks.fuzz --number 37           # one call on both paths, with its arguments
 
-A call is a case of `OPS` with some arguments replaced; its number alone says which. It must give what the reference
-gives in float64, or raise ValueError, TypeError or NotImplementedError by a `raise` of ours. Kernels run in Triton's
-interpreter, in processes of their own, so that a crash is one failure.
+A call is a case of `OPS` with some arguments replaced, which its number determines. It must match the reference in
+float64, or raise ValueError, TypeError or NotImplementedError in a `raise` statement of this package. Kernels run in
+Triton's interpreter, in processes of their own, so that a crash is one failure.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.fold import fold
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.match import leaves, named_leaves, outcome, verdict
+from fastvit_triton.measure.compare import leaves, named_leaves, outcome, verdict
 
 from .correctness import kernels_on
-from .record import ROOT
+from .result_file import ROOT
 
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 OURS = str(Path(fastvit_triton.__file__).parent)
-SAID = ("ValueError", "TypeError", "NotImplementedError")
+ERRORS = ("ValueError", "TypeError", "NotImplementedError")
 SEED, CALLS, KERNEL_CALLS = 2026, 10_000, 500
 MODULE = ["-m", "benchmarks.fuzz"]  # what a worker runs
 LENGTHS = (torch.int32, torch.int64)
@@ -64,7 +64,7 @@ def example(number: int, seed: int = SEED) -> tuple[Op, dict, list[str]]:
 
 
 def _more(op: str, given: dict, draw: random.Random) -> dict:
-    """Right values of some arguments that the op's own cases leave out."""
+    """Valid values of some arguments that the op's cases do not use."""
 
     def randn(*shape: int, like: torch.Tensor) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float64).to(like.dtype).requires_grad_()
@@ -96,16 +96,16 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
     if op in ("linear", "mlp") and "norm" in given and draw.random() < 0.5:
         found["stats"] = row_stats(given["x"])
         weight, bias = (given["weight"], given.get("bias")) if op == "linear" else given["fc1"]
-        gain, shift, eps = given["norm"]
+        norm_weight, norm_bias, eps = given["norm"]
         if isinstance(weight, torch.Tensor) and draw.random() < 0.5:
-            made = fold((weight,), (bias,), gain, shift, weight.dtype)
+            made = fold((weight,), (bias,), norm_weight, norm_bias, weight.dtype)
             found |= dict(norm=(None, None, eps))
             found |= dict(weight=made, bias=None) if op == "linear" else dict(fc1=(made, None))
     return found
 
 
 def _replaced(value: object, draw: random.Random, exact: bool) -> tuple[object, str]:
-    """Another value for an argument, and what it is; where `exact`, views have the same values."""
+    """Another value for an argument, and a description; if `exact`, views have the same values."""
     if isinstance(value, (tuple, list)) and value and draw.random() < 0.8:
         i = draw.randrange(len(value))
         part, what = _replaced(value[i], draw, exact)
@@ -166,7 +166,7 @@ def _placed(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[object, 
 
 
 def answer(number: int, seed: int = SEED) -> dict:
-    """One call on the path at hand: what it came to, "ok" or an error's class, and what is wrong with that."""
+    """Runs one call: "came" is "ok" or the class of the error, "wrong" is there if that is a failure."""
     op, arguments, done = example(number, seed)
     row = dict(number=number, op=op.name, done=done)
     learning = named_leaves(arguments)
@@ -179,7 +179,11 @@ def answer(number: int, seed: int = SEED) -> dict:
         file = last.tb_frame.f_code.co_filename
         ours = file.startswith(OURS) and linecache.getline(file, last.tb_lineno).lstrip().startswith("raise ")
         row |= dict(came=name, message=str(error).splitlines()[0][:200] if str(error) else "")
-        return row if ours and name in SAID and "\n" not in str(error) else row | dict(wrong="not a sentence of ours")
+        return (
+            row
+            if ours and name in ERRORS and "\n" not in str(error)
+            else row | dict(wrong="not an error message of this package")
+        )
     row["came"] = "ok"
     tensors = list(leaves(tuple(arguments.values())))
     if any(t.is_meta for t in tensors):
@@ -192,17 +196,17 @@ def answer(number: int, seed: int = SEED) -> dict:
         baseline = outcome(op.reference, arguments, learning or None)
     for name in [n for n, t in truth.items() if "return_stats" in arguments and t.shape != got[n].shape]:
         del truth[name], baseline[name], got[name]  # statistics of tiles
-    for name, want in truth.items():  # −inf, the L of a row without keys, has no distance
+    for name, want in truth.items():  # −inf − −inf is NaN; L of a row without keys is −inf
         same = want.isinf() & (got[name] == want)
         for named in (truth, baseline, got):
             named[name] = named[name].masked_fill(same, 0)
     every = got | baseline | truth
-    said = verdict(*(_gradients_joined(found, every) for found in (got, truth, baseline)), dtype)
-    return row if said.match else row | dict(wrong=f"{said.worst} is off by {said.error:.3g} of its budget")
+    compared = verdict(*(_gradients_joined(found, every) for found in (got, truth, baseline)), dtype)
+    return row if compared.match else row | dict(wrong=f"{compared.worst} has {compared.error:.3g} times its budget")
 
 
 def _gradients_joined(found: dict[str, torch.Tensor], every: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outputs, and `every` gradient as one tensor, zeros for one that is None: they share a budget.
+    """Outputs, and all gradients named in `every` as one tensor with one budget, zeros for a missing one.
 
     Attention's Δ is a sum over the stored output, whose rounding a large scale carries into the smaller gradients.
     """
@@ -213,7 +217,7 @@ def _gradients_joined(found: dict[str, torch.Tensor], every: dict[str, torch.Ten
 
 
 def _wide(value: object) -> object:
-    """The same arguments in float64, fold's dtype too."""
+    """The same arguments in float64, dtypes included."""
     if isinstance(value, dict):
         return {name: _wide(v) for name, v in value.items()}
     if isinstance(value, torch.Tensor):
@@ -224,7 +228,7 @@ def _wide(value: object) -> object:
 
 
 def on_kernels(numbers: range, seed: int = SEED) -> list[dict]:
-    """The answers of the kernels; a process that dies is the answer to the call that it was at."""
+    """Rows of calls on the kernels; if the process ends, the call that was running has "crash"."""
     rows, first = [], numbers.start
     while first < numbers.stop:
         words = [sys.executable, *MODULE, "--worker", str(first), str(numbers.stop), "--seed", str(seed)]
@@ -240,7 +244,7 @@ def on_kernels(numbers: range, seed: int = SEED) -> list[dict]:
 
 
 def failures(plain: list[dict], kernels: list[dict]) -> list[str]:
-    """One sentence for each answer that is wrong, and for each call that the two paths answer differently."""
+    """One line for each failure, and for each call whose result differs between the two paths."""
     found = [f"{row['number']} {row['op']} {row['done']}: {row}" for row in (*plain, *kernels) if "wrong" in row]
     of = {row["number"]: row for row in plain}
     pairs = [(of[row["number"]], row) for row in kernels]
@@ -249,12 +253,12 @@ def failures(plain: list[dict], kernels: list[dict]) -> list[str]:
 
 
 def counts(rows: list[dict]) -> dict[str, dict[str, int]]:
-    """Function → what its calls came to, how often."""
+    """Function → result → number of calls."""
     return {op.name: dict(sorted(Counter(r["came"] for r in rows if r["op"] == op.name).items())) for op in OPS}
 
 
 def main() -> None:
-    """Runs both halves and writes the result, or one call, or a worker's share."""
+    """Runs all calls, or one, or those of a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--number", type=int, help="one call on both paths")
@@ -273,7 +277,7 @@ def main() -> None:
 
 
 def report(seed: int = SEED) -> list[str]:
-    """Runs both halves, writes results/fuzz.json and returns what failed."""
+    """Runs all calls, writes results/fuzz.json and returns the failures."""
     plain = [answer(number, seed) for number in range(CALLS)]
     kernels = on_kernels(range(KERNEL_CALLS), seed)
     wrong = failures(plain, kernels)

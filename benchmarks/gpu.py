@@ -1,11 +1,11 @@
-"""Everything a GPU is needed for, in one command that ends inside nine minutes on an H200.
+"""All measurements that need a GPU, in one command that is meant to end within nine minutes on an H200.
 
     python -m benchmarks.gpu --out DIR [--only ops,models] [--dry-run] [--seconds 530]
 
-Each part has its own deadline and its own file, <gpu>-<date>-<part>.json, written anew after every row: a kill loses
-at most the row under way. A row that fails says why and stops nothing; where a kernel's fault takes the device with it,
-the command starts itself again after that row. `--dry-run` executes all parts on a CPU with tiny shapes, the kernels in
-Triton's interpreter. Parts behind `--only` alone: first (the measurements that can move the goals), latency.
+Each part has a time limit and a file, <gpu>-<date>-<part>.json, which is rewritten after every row, so that a kill
+loses at most one row. A row that fails has its error, and the next follows; if a fault in a kernel makes the device
+unusable, the command restarts itself after that row. `--dry-run` runs all parts on a CPU with tiny shapes, the kernels
+in Triton's interpreter. The parts hardware and latency run only if --only names them.
 """
 
 import argparse
@@ -20,83 +20,83 @@ from pathlib import Path
 
 import torch
 
-from fastvit_triton.measure.arms import compiling
-from fastvit_triton.measure.deadline import Deadline, Late, told
 from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.timeout import Deadline, TimedOut, one_line
+from fastvit_triton.measure.variants import compiling
 
-from . import correctness, first, models, ops, tune
-from .record import Dead, Part, compete
+from . import correctness, hardware, model_runs, op_cases, tune
+from .result_file import DeviceLost, ResultFile, measure_case
 
 SECONDS = 530.0
 
 
-def environment(part: Part, device: torch.device) -> None:
-    """What the machine is."""
+def environment(result: ResultFile, device: torch.device) -> None:
+    """Adds a row about the machine."""
     facts = dict(case="environment", **provenance())
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         facts |= dict(units=p.multi_processor_count, l2_bytes=p.L2_cache_size, memory_bytes=p.total_memory)
-    part.add(facts)
+    result.add(facts)
 
 
-def run_ops(part: Part, device: torch.device) -> None:
-    """Ops of the five models in bfloat16 at batch 256, ViT-B first and compiled too."""
-    shapes, dtype = ((ops.TINY,), torch.float32) if part.dry else (ops.FULL, torch.bfloat16)
-    names = ("attention", "layer_norm") if part.dry else ops.NAMES
+def run_ops(result: ResultFile, device: torch.device) -> None:
+    """Ops of the five models in bfloat16 at batch 256, ViT-B first and also compiled."""
+    shapes, dtype = ((op_cases.TINY,), torch.float32) if result.dry else (op_cases.FULL, torch.bfloat16)
+    names = ("attention", "layer_norm") if result.dry else op_cases.NAMES
     for shape in sorted(shapes, key=lambda s: s.name != "ViT-B/16"):
         for name in names:
-            with part.row(f"{name} {shape.name} batch {shape.B}", op=name, model=shape.name) as go:
-                if go:
-                    case = ops.case(name, shape, dtype, device)
+            with result.row(f"{name} {shape.name} batch {shape.B}", op=name, model=shape.name) as wanted:
+                if wanted:
+                    case = op_cases.case(name, shape, dtype, device)
                     if shape.name not in ("ViT-B/16", "tiny"):
-                        case = replace(case, arms=[arm for arm in case.arms if "compile" not in arm.name])
-                    compete(case, part, device, 0.02 if part.dry else 0.3)
+                        case = replace(case, variants=[v for v in case.variants if "compile" not in v.name])
+                    measure_case(case, result, device, 0.02 if result.dry else 0.3)
 
 
-def run_models(part: Part, device: torch.device) -> None:
-    """Inference and training of whole models: all of them eager first, then compiled beside eager.
+def run_models(result: ResultFile, device: torch.device) -> None:
+    """Inference and training of models: first all without compiling, then all compiled.
 
-    Compiling takes longer than everything else, and would leave no time for the later models.
+    Compiling takes longer than everything else and would leave no time for later models.
     """
     for whole in (False, True):
-        for run in models.TINY if part.dry else models.FULL:
+        for run in model_runs.TINY if result.dry else model_runs.FULL:
             if run.modes and not whole:
                 continue
             name = f"{run.name}, compiled" if whole else run.name
-            with part.row(name, model=run.model, batch=run.batch) as go:
-                if go:
-                    case = models.case(run, torch.bfloat16, device)
-                    arms = [a for a in case.arms[1:] if ("compile" in a.name) == whole]
-                    case = replace(case, arms=[case.arms[0], *arms])
-                    compete(case, part, device, 0.02 if part.dry else 1.0, copies=2)
+            with result.row(name, model=run.model, batch=run.batch) as wanted:
+                if wanted:
+                    case = model_runs.case(run, torch.bfloat16, device)
+                    variants = [a for a in case.variants[1:] if ("compile" in a.name) == whole]
+                    case = replace(case, variants=[case.variants[0], *variants])
+                    measure_case(case, result, device, 0.02 if result.dry else 1.0, copies=2)
 
 
-def run_latency(part: Part, device: torch.device) -> None:
-    """Small batches as a user waits for them, also with CUDA graphs."""
-    for run in models.TINY[:1] if part.dry else models.LATENCY:
-        with part.row(run.name, model=run.model, batch=run.batch) as go:
-            if go:
-                case = models.case(run, torch.bfloat16, device)
-                compete(case, part, device, 0.02 if part.dry else 1.0, copies=1, latency=True)
+def run_latency(result: ResultFile, device: torch.device) -> None:
+    """Latency of small batches, also with CUDA graphs."""
+    for run in model_runs.TINY[:1] if result.dry else model_runs.LATENCY:
+        with result.row(run.name, model=run.model, batch=run.batch) as wanted:
+            if wanted:
+                case = model_runs.case(run, torch.bfloat16, device)
+                measure_case(case, result, device, 0.02 if result.dry else 1.0, copies=1, latency=True)
 
 
-def run_tuning(part: Part, device: torch.device) -> None:
-    """The sweep; `python -m benchmarks.tune --adopt FILE` takes its result into kernels/tuned."""
-    tune.run(part, device, partial(correctness.kernels_on, device))
+def run_tuning(result: ResultFile, device: torch.device) -> None:
+    """Launch parameters and choices; `python -m benchmarks.tune --adopt FILE` writes them into kernels/tuned."""
+    tune.run(result, device, partial(correctness.kernels_on, device))
 
 
-# part → what it does, and its seconds; those without seconds run only when asked for
+# part → its function, and its seconds; parts without seconds run only if --only names them
 PARTS: dict[str, tuple[Callable, float | None]] = {
     "environment": (environment, 10),
     "correctness": (correctness.run, 90),
-    "ceilings": (first.ceilings, 20),
+    "ceilings": (hardware.ceilings, 20),
     "ops": (run_ops, 130),
     "models": (run_models, 180),
     "tuning": (run_tuning, 300),
     "latency": (run_latency, None),
-    "first": (first.run, None),
+    "hardware": (hardware.run, None),
 }
-DRY = 120  # seconds of a part in a dry run: the interpreter is slow
+DRY = 120  # seconds of a part in a dry run; the interpreter is slow
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -124,7 +124,7 @@ def main(words: list[str] | None = None) -> list[Path]:
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu") if arguments.dry_run else torch.device("cuda", torch.cuda.current_device())
     end, files = Deadline(arguments.seconds), []
-    if not arguments.dry_run:  # a kernel that hangs hears no alarm: then say where, and leave what is on disk
+    if not arguments.dry_run:  # a kernel that hangs cannot be interrupted: print where, and exit
         faulthandler.dump_traceback_later(arguments.seconds + 20, exit=True)
     wanted = [name for name in PARTS if name in arguments.only.split(",")]
     for i, name in enumerate(wanted):
@@ -133,29 +133,30 @@ def main(words: list[str] | None = None) -> list[Path]:
             seconds = DRY
         deadline = end.sooner(seconds or arguments.seconds)
         show = (lambda line: None) if arguments.quiet else partial(print, flush=True)
-        part = Part(name, arguments.out, deadline, arguments.dry_run, show, resume=arguments.resume)
-        files.append(part.path)
+        result = ResultFile(name, arguments.out, deadline, arguments.dry_run, show, resume=arguments.resume)
+        files.append(result.path)
         start = time.monotonic()
         try:
             with compiling("aot_eager" if arguments.dry_run else "inductor"):
-                work(part, device)
-        except Dead as error:
-            part.close()
-            again(wanted[i:], arguments, end.left, str(error))
-        except (Exception, Late) as error:  # outside every row: the other parts still have their turn
-            part.add(dict(case=name, error=told(error)))
-        part.close()
-        show(f"{name}: {len(part.rows)} rows in {time.monotonic() - start:.0f} s, {len(part.not_reached)} not reached")
+                work(result, device)
+        except DeviceLost as error:
+            result.close()
+            restart(wanted[i:], arguments, end.left, str(error))
+        except (Exception, TimedOut) as error:  # outside of rows; the other parts still run
+            result.add(dict(case=name, error=one_line(error)))
+        result.close()
+        took = time.monotonic() - start
+        show(f"{name}: {len(result.rows)} rows in {took:.0f} s, {len(result.not_reached)} not reached")
         torch.cuda.empty_cache()
     faulthandler.cancel_dump_traceback_later()
     return files
 
 
-def again(parts: list[str], arguments: argparse.Namespace, left: float, why: str) -> None:
-    """Starts the command anew for the parts that are left: a device that faulted is dead to this process."""
+def restart(parts: list[str], arguments: argparse.Namespace, left: float, why: str) -> None:
+    """Restarts the command for the parts that are left, because a device that faulted is lost to this process."""
     print(f"{why}; starting again for {', '.join(parts)} with {left:.0f} s left", flush=True)
     words = ["--out", str(arguments.out), "--only", ",".join(parts), "--seconds", f"{left:.0f}", "--resume"]
-    os.closerange(3, 2**16)  # open device files would keep the memory of the context that died
+    os.closerange(3, 2**16)  # open device files would keep the memory of the lost context allocated
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words])
 
 

@@ -1,7 +1,7 @@
-"""What the public functions launch, recorded on CPU tensors and compiled for GPUs that are not here.
+"""Kernel launches of the public functions, recorded on CPU tensors and compiled for GPUs that are not here.
 
-`record` runs a function with kernel launches written down instead of run: real sizes, alignments and launch parameters,
-no values. `compiled` gives Triton those launches for another target, so specialisation is that of a real launch.
+`record` runs a function and records its launches instead of running them: sizes, alignments and launch parameters,
+without values. `compiled` compiles a launch for another target, specialised like a real launch.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from fastvit_triton import kernels
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
 
 TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 
 
 class Pointer:
-    """Stands for a tensor in a recorded launch: what specialisation reads of it, and its size."""
+    """A tensor in a recorded launch: its size, and what Triton specialises on."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
@@ -30,11 +30,11 @@ class Pointer:
         self._range = tensor.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:
-        """Its address was this."""
+        """Address of the tensor."""
         return self._address
 
     def ptr_range(self) -> int:
-        """Bytes of its storage: AMD's compiler uses 32-bit offsets where that is less than 2 GiB."""
+        """Bytes of its storage; below 2 GiB the compiler for AMD uses 32-bit offsets."""
         return self._range
 
 
@@ -49,7 +49,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Operation and function."""
+        """Name of the operation and of the function, as in "linear._fwd_kernel"."""
         return f"{self.kernel.fn.__module__.rsplit('.', 1)[-1].removesuffix('_backward')}.{self.kernel.fn.__name__}"
 
     @property
@@ -59,18 +59,18 @@ class Launch:
 
     @property
     def tensors(self) -> list[Pointer]:
-        """Its tensors, those of tuples among them."""
+        """Its tensors, those in tuples included."""
         given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
         return [t for t in given if isinstance(t, Pointer)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors, each moved once."""
+        """Bytes of all its tensors, each counted once."""
         return sum({(t.data_ptr(), t.shape): t.nbytes for t in self.tensors}.values())
 
     @property
     def config(self) -> str:
-        """Compile-time arguments that are set, and launch options."""
+        """Compile-time arguments that are neither None nor False, and launch options, as text."""
         fixed = {p.name: self.values[p.name] for p in self.kernel.params if p.is_constexpr and p.name in self.values}
         named = [n if v is True else f"{n}={v}" for n, v in fixed.items() if v is not None and v is not False]
         return " ".join(named + [f"{n}={v}" for n, v in self.options.items() if n != "enable_fp_fusion"])
@@ -78,9 +78,9 @@ class Launch:
 
 @contextlib.contextmanager
 def recording(arch: str) -> Iterator[list[Launch]]:
-    """Launches inside are written down, as they would be on `arch`.
+    """In this context launches are recorded, as they would be on `arch`, and not run.
 
-    PyTorch's own products inside are not computed, for nobody reads them.
+    Products by PyTorch are not computed, because their values are not used.
     """
     found: list[Launch] = []
 
@@ -101,12 +101,10 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     before = [owner.__dict__.get(name) for owner, name, _ in patches]
     for owner, name, function in patches:
         setattr(owner, name, function)
-    kernels.launch.target = arch
     try:
-        with using_backend("triton"):
+        with targeting(arch), using_backend("triton"):
             yield found
     finally:
-        kernels.launch.target = None
         for (owner, name, _), function in zip(patches, before, strict=True):
             setattr(owner, name, function) if function is not None else delattr(owner, name)
 
@@ -141,7 +139,7 @@ def _leaves(value) -> Iterator[torch.Tensor]:
 
 
 class _Absent:
-    """The driver of a GPU that is not here: it knows its target and can do nothing."""
+    """Triton's driver for a GPU that is not here: it knows the target alone."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -157,7 +155,7 @@ class _Absent:
 
 
 def compiled(launch: Launch, arch: str):
-    """The kernel that this launch would run on `arch`; Triton's errors pass through."""
+    """The compiled kernel of a launch on `arch`. Triton's errors are raised."""
     before = driver._active
     driver.set_active(_Absent(TARGETS[arch]))
     try:
@@ -168,7 +166,13 @@ def compiled(launch: Launch, arch: str):
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic of a launch: flops asked for, flops of one program with its padding, passes of its main loop."""
+    """Arithmetic of a launch.
+
+    Attributes:
+        flops: of the operation, without padding.
+        padded: of one program, with padding.
+        passes: of the main loop in one program.
+    """
 
     flops: float = 0.0
     padded: float = 0.0
@@ -176,7 +180,7 @@ class Work:
 
 
 def work(launch: Launch) -> Work:
-    """Counted from the arguments; nothing for kernels without products whose time is memory's."""
+    """Work of a launch, computed from its arguments; no flops for kernels that are bound by memory."""
     a, name = launch.values, launch.name
     if name.startswith("attention."):
         return _attention_work(launch)
@@ -205,15 +209,15 @@ def work(launch: Launch) -> Work:
 
 
 def sequence(launch: Launch) -> tuple[int, int]:
-    """Queries and keys of an image in an attention launch; the mean over images that are packed."""
+    """Queries and keys of an image in an attention launch; their mean over packed images."""
     a = launch.values
-    if not a.get("HAS_CU"):
+    if not a.get("HAS_CU_SEQLENS"):
         return a["Nq"], a["Nk"]
     mean = round(a["Nq"] * a["H"] * a["tiles"] / launch.programs)
     return mean, mean
 
 
-# how often a kernel forms a product over the width of q and k, and over that of v
+# kernel → number of its products over the width of q and k, and over that of v
 _OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
 
 

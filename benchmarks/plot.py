@@ -1,8 +1,8 @@
-"""From result files to the README: pictures, and tables between markers. Nothing is shown that no file holds.
+"""Writes the tables of the README, between markers, and pictures, from result files alone.
 
     python -m benchmarks.plot [--results benchmarks/results] [--readme README.md]
 
-Where nothing was measured a table says so and gives the predicted bound of the committed compile report, called that.
+Without a measurement a table says so, and has the predicted bound of the committed compile report, named as such.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from fastvit_triton.files import replacing
 
-from .record import ROOT
+from .result_file import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = "*not yet measured*"
-# arms of a table, and how its head calls them
-ARMS = {
+# variants of a table → titles of its columns
+COLUMNS = {
     "eager": "eager",
     "torch.compile": "torch.compile",
     "ours eager": "ours",
@@ -28,7 +28,7 @@ ARMS = {
     "transformers": "transformers",
 }
 OURS = ("ours eager", "ours compiled")
-SHOWN = "ViT-B/16"  # whose ops the README lists; the files hold them all
+SHOWN = "ViT-B/16"  # the model whose ops the README lists
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Results:
 
 
 def load(folder: Path = RESULTS) -> Results:
-    """Reads the folder; dry runs are no measurements and are left out, whatever they are called."""
+    """Reads the folder, without dry runs."""
     newest: dict[str, dict] = {}
     cpu = []
     for path in sorted(folder.glob("*.json")):
@@ -61,12 +61,12 @@ def load(folder: Path = RESULTS) -> Results:
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
-    """(case, phase) → microseconds by arm, of arms whose results matched; of one model if it is given."""
+    """(case, phase) → microseconds by variant, of variants whose results matched; of one model if it is given."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in result["rows"] if result else ():
         if row.get("us") is not None and row.get("match") and model in (None, row["model"]):
             found.setdefault((row["case"], row["phase"]), {})[row["arm"]] = row["us"]
-    return {key: by_arm for key, by_arm in found.items() if "eager" in by_arm}
+    return {key: by_variant for key, by_variant in found.items() if "eager" in by_variant}
 
 
 def origin(result: dict) -> str:
@@ -77,15 +77,15 @@ def origin(result: dict) -> str:
 
 
 def models_table(results: Results) -> str:
-    """Milliseconds per batch and arm; the fastest is bold."""
+    """Milliseconds per batch and variant; the fastest is bold."""
     measured = times(results.models)
     if not measured:
         return _predicted("models", results.static)
-    arms = [arm for arm in ARMS if any(arm in by_arm for by_arm in measured.values())]
-    lines = [f"| ms | {' | '.join(ARMS[arm] for arm in arms)} |", "|---" * (len(arms) + 1) + "|"]
-    for (case, _), by_arm in measured.items():
-        best = min(by_arm[arm] for arm in arms if arm in by_arm)
-        cells = [_cell(by_arm.get(arm), best) for arm in arms]
+    variants = [variant for variant in COLUMNS if any(variant in by_variant for by_variant in measured.values())]
+    lines = [f"| ms | {' | '.join(COLUMNS[variant] for variant in variants)} |", "|---" * (len(variants) + 1) + "|"]
+    for (case, _), by_variant in measured.items():
+        best = min(by_variant[variant] for variant in variants if variant in by_variant)
+        cells = [_cell(by_variant.get(variant), best) for variant in variants]
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", origin(results.models)])
 
@@ -98,28 +98,30 @@ def _cell(us: float | None, best: float) -> str:
 
 
 def ops_table(results: Results) -> str:
-    """Times faster than eager and than the fastest other arm, losses included."""
+    """Times faster than eager and than the fastest other variant, losses included."""
     measured = times(results.ops, SHOWN)
     if not measured:
         return _predicted("ops", results.static)
     lines = ["| op | phase | ours µs | × eager | × best other |", "|---|---|--:|--:|--:|"]
-    for (case, phase), by_arm in measured.items():
-        ours = [by_arm[arm] for arm in OURS if arm in by_arm]
-        others = [us for arm, us in by_arm.items() if arm not in OURS]
+    for (case, phase), by_variant in measured.items():
+        ours = [by_variant[variant] for variant in OURS if variant in by_variant]
+        others = [us for variant, us in by_variant.items() if variant not in OURS]
         if ours:
             us = min(ours)
-            lines.append(f"| {case} | {phase} | {us:.1f} | {by_arm['eager'] / us:.2f} | {min(others) / us:.2f} |")
+            lines.append(f"| {case} | {phase} | {us:.1f} | {by_variant['eager'] / us:.2f} | {min(others) / us:.2f} |")
     return "\n".join([*lines, "", origin(results.ops)])
 
 
 def cpu_table(results: Results) -> str:
-    """Ratios of seconds, theirs over ours, with quartiles; a wrong result has none."""
+    """Ratios of seconds, theirs over ours, with quartiles; none for results that do not match."""
     newest = {row["cell"]: (row, held) for held in results.cpu for row in held["rows"]}
     if not newest:
         return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
     columns = [(step, compiled) for compiled in (False, True) for step in ("forward", "training_step")]
     found = {tuple(row[k] for k in ("model", "dtype", "batch", "step", "compiled")): row for row, _ in newest.values()}
-    head = (f"{'torch.compile' if compiled else 'best peer'}, {step.replace('_', ' ')}" for step, compiled in columns)
+    head = (
+        f"{'torch.compile' if compiled else 'fastest library'}, {step.replace('_', ' ')}" for step, compiled in columns
+    )
     lines = [f"| theirs / ours on a CPU | {' | '.join(head)} |", "|---" * 5 + "|"]
     for model, dtype, batch in dict.fromkeys(key[:3] for key in found):
         ratios = " | ".join(_ratio(found.get((model, dtype, batch, *column))) for column in columns)
@@ -139,7 +141,7 @@ def _ratio(row: dict | None) -> str:
 
 
 def _predicted(what: str, static: dict | None) -> str:
-    """That nothing was measured, and for ops what the compile report expects of an H200."""
+    """Says that there is no measurement, and for ops has the bounds of the compile report for an H200."""
     if static is None:
         return f"{NOT_YET}; `python -m benchmarks.gpu --out benchmarks/results` measures it on a GPU."
     rows = [r for r in static["operations"] if r["arch"] == "sm_90" and r["dtype"] == "bfloat16"]
@@ -160,7 +162,7 @@ TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table}
 
 
 def fill(readme: str, results: Results) -> str:
-    """The text with each table anew between `<!-- measured: NAME -->` and `<!-- end -->`.
+    """The text with each table between `<!-- measured: NAME -->` and `<!-- end -->` written anew.
 
     Raises:
         ValueError: a marker is not closed, or names no table.
@@ -177,12 +179,12 @@ def fill(readme: str, results: Results) -> str:
 
 
 def bars(results: Results, path: Path) -> bool:
-    """Speed-ups over eager and over torch.compile by model, losses in red; False where none are measured."""
+    """Draws speed-ups over eager and torch.compile by model, losses in red; False without measurements."""
     rows = []
-    for (case, _), by_arm in times(results.models).items():
-        ours = [by_arm[arm] for arm in OURS if arm in by_arm]
+    for (case, _), by_variant in times(results.models).items():
+        ours = [by_variant[variant] for variant in OURS if variant in by_variant]
         if ours:
-            rows.append((case, by_arm["eager"] / min(ours), by_arm.get("torch.compile", math.nan) / min(ours)))
+            rows.append((case, by_variant["eager"] / min(ours), by_variant.get("torch.compile", math.nan) / min(ours)))
     if not rows:
         return False
     figure, axis = _figure(7, 0.6 + 0.5 * len(rows))
@@ -203,7 +205,7 @@ def bars(results: Results, path: Path) -> bool:
 
 
 def roofline(results: Results, path: Path) -> bool:
-    """Rate against arithmetic intensity of our forward ops, under the measured ceilings; False without either."""
+    """Draws rate against arithmetic intensity of our forward ops, and the measured limits; False without both."""
     ceilings = {row["case"]: row for row in results.ceilings["rows"]} if results.ceilings else {}
     rows = [r for r in (results.ops or {"rows": ()})["rows"] if r.get("flops") and r.get("us") and r["arm"] in OURS]
     if not rows or "tbs" not in ceilings.get("copy", {}) or "tflops" not in ceilings.get("bf16 matmul", {}):
@@ -236,7 +238,7 @@ def _saved(figure: object, path: Path) -> bool:
 
 
 def main(words: Iterable[str] | None = None) -> None:
-    """Draws what is measured and fills the README."""
+    """Draws the pictures and fills the README."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")

@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of, read from its binary: no GPU is asked.
+"""Figures of a compiled kernel, read from its binary without a GPU.
 
 NVIDIA binaries are disassembled by the `cuobjdump` that Triton ships; AMD's assembly carries its own numbers. Spilled
 bytes are counted in the binary itself, because running ptxas again by hand uses other flags than Triton did.
@@ -19,12 +19,12 @@ MATRIX = re.compile(r"HGMMA|QGMMA|HMMA|QMMA|OMMA|UTC\w*MMA")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One GPU per architecture. Rates are data-sheet peaks (dense, 16-bit), for the H200 what was measured on one.
+class Gpu:
+    """One GPU of an architecture. Rates are peaks from data sheets (dense, 16-bit); those of the H200 were measured.
 
     Attributes:
-        name: of the product.
-        units: streaming multiprocessors or compute units.
+        name: product name.
+        units: number of streaming multiprocessors or compute units.
         ghz: clock of one unit.
         tflops: 16-bit matrix product, TFLOP/s.
         gbs: memory bandwidth, GB/s.
@@ -45,14 +45,14 @@ class Part:
     blocks: int
 
 
-PARTS = {
-    "sm_80": Part("A100-80GB", 108, 1.41, 312, 2039, 163, 164, 64, 32),
-    "sm_86": Part("A40", 84, 1.74, 150, 696, 99, 100, 48, 16),
-    "sm_89": Part("L40S", 142, 2.52, 362, 864, 99, 100, 48, 24),
-    "sm_90": Part("H200", 132, 1.755, 790, 4300, 227, 228, 64, 32),
-    "sm_100": Part("B200", 148, 1.85, 2250, 8000, 227, 228, 64, 32),
-    "sm_120": Part("RTX 5090", 170, 2.41, 209, 1792, 99, 100, 48, 24),
-    "gfx942": Part("MI300X", 304, 2.1, 1307, 5300, 64, 64, 32, 16),
+GPUS = {
+    "sm_80": Gpu("A100-80GB", 108, 1.41, 312, 2039, 163, 164, 64, 32),
+    "sm_86": Gpu("A40", 84, 1.74, 150, 696, 99, 100, 48, 16),
+    "sm_89": Gpu("L40S", 142, 2.52, 362, 864, 99, 100, 48, 24),
+    "sm_90": Gpu("H200", 132, 1.755, 790, 4300, 227, 228, 64, 32),
+    "sm_100": Gpu("B200", 148, 1.85, 2250, 8000, 227, 228, 64, 32),
+    "sm_120": Gpu("RTX 5090", 170, 2.41, 209, 1792, 99, 100, 48, 24),
+    "gfx942": Gpu("MI300X", 304, 2.1, 1307, 5300, 64, 64, 32, 16),
 }
 
 
@@ -68,14 +68,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Pipes:
-    """What a run of instructions costs one block on one unit.
+    """Cost of a sequence of instructions for one block on one unit.
 
     Attributes:
         flops: of matrix instructions.
         exp: cycles of the exp2 unit.
         issue: cycles of the schedulers.
         shared: cycles of shared memory.
-        fill: bytes loaded from L2; its rate is not known well enough for a bound.
+        fill: bytes loaded from L2, whose rate is not known well enough for a bound.
     """
 
     flops: float = 0.0
@@ -91,7 +91,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel: `loop` is one pass of its main loops, `once` everything else; AMD's have neither."""
+    """Figures of a compiled kernel: `loop` is one pass of its main loops, `once` all else; both are empty for AMD."""
 
     registers: int
     spill_bytes: int
@@ -107,7 +107,7 @@ class Binary:
 
 
 def read(kernel: "triton.compiler.CompiledKernel") -> Binary:
-    """The facts of one compiled kernel."""
+    """The figures of one compiled kernel."""
     return _read_amd(kernel) if "amdgcn" in kernel.asm else _read_nvidia(kernel)
 
 
@@ -124,7 +124,7 @@ def _read_nvidia(kernel) -> Binary:
         spill_bytes=sum(_bytes(i.code) for i in code if re.match("STL|LDL", i.code)),
         shared_bytes=meta.shared,
         tensor_columns=getattr(meta, "tmem_size", 0) or 0,
-        ctas_per_sm=_resident(registers, warps, meta.shared, PARTS[f"sm_{meta.target.arch}"]),
+        ctas_per_sm=_resident(registers, warps, meta.shared, GPUS[f"sm_{meta.target.arch}"]),
         mma=dict(Counter(".".join(i.code.split(".")[:2]) for i in code if MATRIX.match(i.code))),
         wide=wide,
         narrow=len(memory) - wide,
@@ -143,16 +143,16 @@ def _read_amd(kernel) -> Binary:
     def count(pattern: str) -> int:
         return len(re.findall(pattern, text))
 
-    registers, part = number("vgpr_count"), PARTS["gfx942"]  # vector and accumulation registers share 512 a lane
+    registers, gpu = number("vgpr_count"), GPUS["gfx942"]  # vector and accumulation registers share 512 a lane
     by_registers = min(8, 512 // max(math.ceil(registers / 8) * 8, 1)) * 4 // meta.num_warps
-    by_memory = part.unit_kb * 1024 // max(meta.shared, 1)
+    by_memory = gpu.unit_kb * 1024 // max(meta.shared, 1)
     wide = count(r"(?:global|buffer)_(?:load|store)_dwordx4")
     return Binary(
         registers=registers,
         spill_bytes=4 * number("vgpr_spill_count") + number("private_segment_fixed_size"),
         shared_bytes=meta.shared,
         tensor_columns=0,
-        ctas_per_sm=min(by_registers, by_memory, part.warps // meta.num_warps, part.blocks),
+        ctas_per_sm=min(by_registers, by_memory, gpu.warps // meta.num_warps, gpu.blocks),
         mma={"mfma": found} if (found := count(r"\bv_mfma")) else {},
         wide=wide,
         narrow=count(r"(?:global|buffer)_(?:load|store)_") - wide,
@@ -182,13 +182,13 @@ def _instructions(text: str) -> list[Instruction]:
 def _bytes(code: str) -> int:
     """Bytes one lane moves, from an opcode's width suffix."""
     widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-    return next((widths[part] for part in code.split(".")[1:] if part in widths), 4)
+    return next((widths[gpu] for gpu in code.split(".")[1:] if gpu in widths), 4)
 
 
-def _resident(registers: int, warps: int, shared: int, part: Part) -> int:
-    """Blocks that fit one unit: 64 K registers in four quarters, given out by 256 to a warp; 1 KiB reserved a block."""
+def _resident(registers: int, warps: int, shared: int, gpu: Gpu) -> int:
+    """Blocks that fit on one unit: it has 4 × 16,384 registers, allocated in 256s to a warp; a block reserves 1 KiB."""
     quarter = 16384 // (math.ceil(registers * 32 / 256) * 256)
-    return min(quarter * 4 // warps, part.unit_kb * 1024 // (shared + 1024), part.warps // warps, part.blocks)
+    return min(quarter * 4 // warps, gpu.unit_kb * 1024 // (shared + 1024), gpu.warps // warps, gpu.blocks)
 
 
 def _pipes(code: list[Instruction], warps: int) -> Pipes:
@@ -246,7 +246,7 @@ def _blocks(code: list[Instruction]) -> tuple[list[range], list[list[int]]]:
 def _main_loops(code: list[Instruction]) -> set[int]:
     """Instructions of the innermost natural loops that do matrix work; where none does, of the longest loop.
 
-    Loops are found by dominators: retry blocks of barrier waits lie behind EXIT and jump back too.
+    Loops are found by dominators, because retry blocks of barrier waits, which lie behind EXIT, also jump back.
     """
     blocks, after = _blocks(code)
     before: list[list[int]] = [[] for _ in blocks]
@@ -276,4 +276,5 @@ def _main_loops(code: list[Instruction]) -> set[int]:
         return set.union(*inner)
     if any(MATRIX.match(i.code) for i in code):
         return set()
-    return max((body for body in bodies if len(body) > 4), key=len, default=set())  # each kernel ends in a trap loop
+    bodies = [body for body in bodies if len(body) > 4]  # each kernel ends in an empty endless loop
+    return max(bodies, key=len, default=set())

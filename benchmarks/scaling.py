@@ -1,4 +1,4 @@
-"""What training would take on 8 and on 64 H200s, on paper: `python -m benchmarks.scaling`. Nothing here is measured.
+"""Predicted cost of training on 8 and on 64 H200s: `python -m benchmarks.scaling`. Nothing here is measured.
 
 A step computes 3 F B operations on each GPU (forward F, backward 2 F; B images per GPU) at a stated share of the peak,
 and sends over the slowest link, per GPU and one way (Thakur et al., Optimization of collective communication operations
@@ -10,8 +10,8 @@ in MPICH, 2005: a ring sends (P − 1)/P of a tensor for all-gather and for redu
     TP      four all-reduces a block, of B T images     4 L · 2 · 2 B T N D · (T − 1)/T   T GPUs, Shoeybi et al.,
             and DDP of n/T between the groups                                         arXiv:1909.08053, section 3
 
-DDP's runs beside the backward pass, but for the last bucket; FSDP2's beside both passes, but for the first gather and
-the last scatter, a block's each; TP's beside nothing, for the next product waits for it.
+DDP's communication overlaps with the backward pass, except for the last bucket, and FSDP2's with both passes, except
+for the first gather and the last scatter, of one block each. TP's does not overlap: the next product depends on it.
 """
 
 import argparse
@@ -54,9 +54,9 @@ its docstring has the formulas and their sources.
 - NVLink 4 in a node of 8: {NVLINK / 1e9:.0f} GB/s one way (900 both ways, the same datasheet). Between nodes: one
   400 Gb/s adapter a GPU, {FABRIC / 1e9:.0f} GB/s one way. {REACHED:.0%} of either is reached (assumed). DDP and FSDP2
   run a ring over each of a node's {NODE} adapters, {FABRIC * NODE / 1e9:.0f} GB/s together; TP's groups have one each.
-- Efficiency is arithmetic / step. DDP's sending hides behind the backward pass, FSDP2's behind both, TP's behind
-  nothing. With fewer images a GPU than the last column says it no longer hides.
-- Latency, stragglers and reading images are not counted: small models lose more than this says.
+- Efficiency is arithmetic / step. Communication of DDP overlaps with the backward pass, that of FSDP2 with both
+  passes, that of TP with none. With fewer images a GPU than in the last column it does not overlap completely.
+- Latency, stragglers and reading images are not counted, so the efficiency of small models is overestimated.
 - TP is as wide as the largest common divisor of heads and 8 (ViT-B: 4), with DDP between its groups.
 
 | model | n, M | F, GFLOP | images a GPU | GPUs | engine | weights and optimiser a GPU, GB | \
@@ -72,7 +72,7 @@ DDP and FSDP2 send the same bytes (8 a parameter), so FSDP2 buys memory, not spe
 
 @dataclass(frozen=True)
 class Shape:
-    """What the arithmetic needs of a model: n parameters, F operations an image, and its sizes."""
+    """Sizes of a model: n parameters, F operations an image, tokens, width, depth, heads."""
 
     name: str
     parameters: int
@@ -84,11 +84,11 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """A predicted step of so many GPUs, in groups of `width` for TP.
 
-    `sent` and `state` are bytes that a GPU sends, and keeps of weights and optimiser; `compute`, `sending` and, of
-    that, `exposed`, which nothing hides, are seconds; with fewer images a GPU than `hidden_from`, more is exposed.
+    `sent` and `state` are bytes: communication of a GPU, and its weights and optimiser state. `compute`, `sending` and
+    `exposed`, the communication that does not overlap, are seconds. Below `hidden_from` images a GPU more is exposed.
     """
 
     gpus: int
@@ -107,7 +107,7 @@ class Step:
 
 
 def shape(name: str) -> Shape:
-    """Of a model by name, built without memory."""
+    """The sizes of a model by name; it is built without memory."""
     with torch.device("meta"):
         model = create_model(name)
     config = model.config
@@ -127,7 +127,7 @@ def shape(name: str) -> Shape:
     return Shape(name, count, flops, cost.tokens, config.embed_dim, config.depth, config.num_heads)
 
 
-def predict(model: Shape, images: int, gpus: int, engine: str) -> Step:
+def predict(model: Shape, images: int, gpus: int, engine: str) -> StepEstimate:
     """One training step.
 
     Args:
@@ -159,11 +159,11 @@ def predict(model: Shape, images: int, gpus: int, engine: str) -> Step:
         sent, state = inside + between, state / width
         sending = inside / (REACHED * NVLINK) + between / link
         exposed, hidden = inside / (REACHED * NVLINK) + late, math.nan
-    return Step(gpus, engine, width, sent, compute, sending, exposed, state, hidden)
+    return StepEstimate(gpus, engine, width, sent, compute, sending, exposed, state, hidden)
 
 
 def markdown() -> str:
-    """The table, with what it rests on."""
+    """The page: assumptions and table."""
     rows = []
     for name, images in MODELS.items():
         model = shape(name)

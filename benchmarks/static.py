@@ -1,22 +1,26 @@
-"""The compile report: every launch of the public functions, compiled for GPUs that need not be here.
+"""The compile report: all launches of the public functions, compiled for GPUs that need not be here.
 
-    python -m benchmarks.static --out DIR [--arch sm_80,sm_90] [--quick] [--report-only]
+    python -m benchmarks.static --out DIR [--arch sm_80,sm_90] [--quick] [--all] [--report-only]
 
-Writes DIR/static.json and DIR/static.md: registers, spills, shared memory, occupancy, instructions, and the time that
-the busiest pipe needs at least. It is *predicted* from counts, never measured, and knows nothing of latency and caches.
-Exits with 1 when a kernel spills, does not fit its part, or does products without the part's matrix instructions.
+Writes DIR/static.json and DIR/static.md: registers, spills, shared memory, occupancy, instructions, and the least
+time of the busiest pipe. This time is *predicted* from counts, not measured, and ignores latency and caches.
+Exits with 1 if a kernel spills, does not fit the GPU, or computes products without its matrix instructions.
+
+Only what changed is compiled: a launch whose key (see fingerprint.py) stands in DIR/static.json keeps the figures of
+that row if the report was made by the same Triton and ptxas, for the same figures of the GPU, and the row has no
+violation. Kept are the figures of the binary and what was computed from its instructions (fill_bytes, predicted_us,
+bound, bounds_us), which cannot be computed again because only one loop pass is stored; flops, bytes and floor_us come
+from the launch each time. After a change of these computations or of sass.py, --all compiles everything anew.
 """
 
 import argparse
-import ast
-import hashlib
 import json
 import math
 import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -27,58 +31,29 @@ from rich.console import Console
 from rich.progress import track
 from triton.errors import TritonError
 
-from fastvit_triton import kernels
 from fastvit_triton.files import replacing
 
-from .cases import Case, cases
+from .fingerprint import key
+from .launch_cases import Case, cases
 from .launches import Launch, compiled, record, sequence, work
-from .sass import PARTS, TOOL, Binary, Part, Pipes, read
+from .sass import GPUS, TOOL, Binary, Gpu, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
 COMMAND = "python -m benchmarks.static --out benchmarks/results"
 RESULTS = Path(__file__).parent / "results"
 
 
-def sources_hash() -> str:
-    """Hash of what the kernels and their launch parameters say, blind to comments, docstrings, layout and choices."""
-    digest = hashlib.sha256()
-    folder = Path(kernels.__file__).parent
-    for path in sorted(folder.glob("*.py")):
-        digest.update(f"{path.name}:{_spelled(ast.parse(path.read_text()))}\n".encode())
-    for path in sorted(folder.glob("tuned/*.json")):
-        digest.update(f"{path.name}:{_launched(json.loads(path.read_text()))}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _launched(table: dict) -> dict:
-    """What a table says of launches; who is faster at which shape changes no binary."""
-    return {name: row["config"] for name, row in table.items() if "config" in row}
-
-
-def _spelled(node) -> str:
-    """A syntax tree as text, without docstrings and empty fields, which differ between Python versions."""
-    if isinstance(node, list):
-        return "[" + ",".join(map(_spelled, node)) + "]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = dict(ast.iter_fields(node))
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-        fields["body"] = fields["body"][1:]
-    kept = {k: v for k, v in fields.items() if v is not None and v != []}
-    return f"{type(node).__name__}({','.join(f'{k}={_spelled(v)}' for k, v in kept.items())})"
-
-
 def violations(launch: Launch, binary: Binary, arch: str, ttir: str) -> list[str]:
-    """What must not be, one sentence each."""
-    found, part = [], PARTS[arch]
+    """Violations of a binary, one sentence each: see the head of this file."""
+    found, gpu = [], GPUS[arch]
     if binary.spill_bytes:
         found.append(f"{binary.spill_bytes} bytes spilled")
-    if binary.shared_bytes > part.block_kb * 1024:
-        found.append(f"{binary.shared_bytes} bytes of shared memory, {part.name} has {part.block_kb * 1024}")
+    if binary.shared_bytes > gpu.block_kb * 1024:
+        found.append(f"{binary.shared_bytes} bytes of shared memory, {gpu.name} has {gpu.block_kb * 1024}")
     if binary.tensor_columns > 512:
         found.append(f"{binary.tensor_columns} columns of tensor memory, there are 512")
     if not binary.ctas_per_sm:
-        found.append("not one block fits")
+        found.append("no block fits")
     products = re.findall(r"tt\.dot .*-> tensor<(\d+)x(\d+)xf32", ttir)
     if products and launch.values.get("PRECISION") != "ieee":
         if not binary.mma:
@@ -93,39 +68,39 @@ def _warpgroup(binary: Binary) -> bool:
 
 
 def spent(launch: Launch, binary: Binary) -> tuple[Pipes, Pipes]:
-    """What one program spends in its main loops and outside them."""
+    """Cost of one program in its main loops, and outside them."""
     todo, looped = work(launch), binary.loop.flops
     passes = (todo.padded - binary.once.flops) / looped if looped else todo.passes
     loop = Pipes().plus(binary.loop, max(passes, 0.0))
-    if binary.mma and not loop.flops + binary.once.flops:  # instructions that do not say their size
+    if binary.mma and not loop.flops + binary.once.flops:  # instructions whose names do not have their size
         loop = replace(loop, flops=todo.padded)
     return loop, binary.once
 
 
-def bounds(launch: Launch, binary: Binary, part: Part) -> dict[str, float]:
-    """Microseconds each pipe needs at least, and "together": the busiest of them.
+def bounds(launch: Launch, binary: Binary, gpu: Gpu) -> dict[str, float]:
+    """Least microseconds of each pipe, and "together", those of the busiest.
 
-    With one block on a unit nothing covers its prologue and epilogue, so they count after the loop.
+    With one block on a unit, its prologue and epilogue do not overlap with other blocks and are added.
     """
-    phases = [_pipe_us(p, launch, part) for p in spent(launch, binary)]
+    phases = [_pipe_us(p, launch, gpu) for p in spent(launch, binary)]
     total = {name: phases[0][name] + phases[1][name] for name in phases[0]}
-    total["memory"] = launch.nbytes / part.gbs / 1e3
+    total["memory"] = launch.nbytes / gpu.gbs / 1e3
     alone = sum(max(p.values()) for p in phases) if binary.ctas_per_sm == 1 else 0.0
     return total | {"together": max(*total.values(), alone)}
 
 
-def _pipe_us(pipes: Pipes, launch: Launch, part: Part) -> dict[str, float]:
-    rate = part.tflops / (2 if launch.tensors[0].dtype == torch.float32 else 1)
-    cycles = launch.programs / part.units / part.ghz / 1e3
+def _pipe_us(pipes: Pipes, launch: Launch, gpu: Gpu) -> dict[str, float]:
+    rate = gpu.tflops / (2 if launch.tensors[0].dtype == torch.float32 else 1)
+    cycles = launch.programs / gpu.units / gpu.ghz / 1e3
     named = dict(exp=pipes.exp, issue=pipes.issue, shared=pipes.shared)
     return {"tensor": pipes.flops * launch.programs / rate / 1e6} | {n: c * cycles for n, c in named.items()}
 
 
-def floor(launch: Launch, phase: str, part: Part) -> float:
-    """Microseconds that no kernel for this operation can beat: flops at the part's rate, or each byte once.
+def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
+    """Lower bound of the operation in microseconds: its flops at the GPU's rate, or each byte moved once.
 
-    Attention pads queries to 64 and keys to 16, and its backward pass, stated at the dq kernel, reads and writes all
-    eight tensors once. Row statistics and folded weights are overhead: 0.
+    Attention pads queries to 64 and keys to 16. Its backward pass, whose floor is that of the dq kernel, reads and
+    writes all eight tensors once. The floor of row statistics and folded weights, which are overhead, is 0.
     """
     a, name = launch.values, launch.name
     if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_kernel"):
@@ -135,8 +110,8 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
         values = heads * (Nq + Nk) * (a["D"] + a["Dv"]) * (2 if backward else 1)
         flops = pairs * (2 * a["D"] + 2 * a["Dv"]) * (2.5 if backward else 1)
         itemsize = a["q_ptr"].dtype.itemsize
-        exp = pairs / (16 * part.units * part.ghz * 1e3)
-        return max(values * itemsize / part.gbs / 1e3, flops / part.tflops / 1e6, exp)
+        exp = pairs / (16 * gpu.units * gpu.ghz * 1e3)
+        return max(values * itemsize / gpu.gbs / 1e3, flops / gpu.tflops / 1e6, exp)
     if name in (
         "linear._fwd_kernel",
         "mlp._fwd_kernel",
@@ -145,55 +120,86 @@ def floor(launch: Launch, phase: str, part: Part) -> float:
         "layer_norm._bwd_kernel",
     ):
         unused = a["pre_ptr"].nbytes if phase == "inference" and "pre_ptr" in a else 0
-        return max((launch.nbytes - unused) / part.gbs / 1e3, work(launch).flops / part.tflops / 1e6)
+        return max((launch.nbytes - unused) / gpu.gbs / 1e3, work(launch).flops / gpu.tflops / 1e6)
     return 0.0
 
 
-def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, seen: dict) -> list[dict]:
-    """One row per launch and architecture; a forward pass that launches what inference does is left out."""
-    rows, before = [], torch.get_float32_matmul_precision()
+def recorded(case: Case, arch: str) -> list[tuple[str, Launch]]:
+    """Phase and launch of all that a case launches; a forward pass that launches what inference does is left out."""
     function, arguments, options = case.build()
-    for arch in archs:
-        torch.set_float32_matmul_precision(case.precision)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(case.precision)
+    try:
         phases = record(arch, function, *arguments, **options)
+    finally:
         torch.set_float32_matmul_precision(before)
-        told = {phase: [(a.name, a.config, a.grid, a.nbytes) for a in launches] for phase, launches in phases.items()}
-        if told["forward"] == told["inference"]:
-            del phases["forward"]
-        for phase, launch in ((phase, launch) for phase, launches in phases.items() for launch in launches):
-            facts = dict(kernel=launch.name, case=case.name, op=case.op, phase=phase, dtype=case.dtype)
-            facts |= dict(config=launch.config, arch=arch, programs=launch.programs)
-            try:
-                kernel = compiled(launch, arch)
-            except (TritonError, RuntimeError) as error:  # a compile error is a finding
-                rows.append((launch, facts | dict(violations=[f"does not compile: {str(error)[:200]}"]), None, ""))
-                continue
-            if kernel.hash not in seen:
-                seen[kernel.hash] = pool.submit(read, kernel)
-            rows.append((launch, facts, seen[kernel.hash], kernel.asm["ttir"]))
+    seen = {phase: [(a.name, a.config, a.grid, a.nbytes) for a in launches] for phase, launches in phases.items()}
+    if seen["forward"] == seen["inference"]:
+        del phases["forward"]
+    return [(phase, launch) for phase, launches in phases.items() for launch in launches]
+
+
+def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, known: dict[str, object]) -> list[dict]:
+    """One row per launch and architecture.
+
+    Args:
+        case: a call of a public function.
+        archs: architectures, such as "sm_90".
+        pool: threads that read binaries.
+        known: by key, the row of an earlier report, or what `_compile` returned; new kernels are added.
+    """
+    rows = []
+    for arch in archs:
+        for phase, launch in recorded(case, arch):
+            facts = dict(key=key(launch, arch), kernel=launch.name, case=case.name, op=case.op, phase=phase)
+            facts |= dict(dtype=case.dtype, config=launch.config, arch=arch, programs=launch.programs)
+            if facts["key"] not in known:
+                known[facts["key"]] = _compile(launch, arch, pool)
+            rows.append((launch, facts, known[facts["key"]]))
     return [_row(*parts) for parts in rows]
 
 
-def _row(launch: Launch, facts: dict, pending, ttir: str) -> dict:
-    if pending is None:
-        return facts
-    binary, part = pending.result(), PARTS[facts["arch"]]
-    told = asdict(binary)
-    told["loop"] = {name: round(count, 1) for name, count in told["loop"].items()}
-    needed, fill = bounds(launch, binary, part), sum(p.fill for p in spent(launch, binary)) * launch.programs
-    told.pop("once")
+def _compile(launch: Launch, arch: str, pool: ThreadPoolExecutor) -> tuple[Future, str] | str:
+    """The figures of a binary, once they are read, and its Triton IR; a compile error is a finding, as a sentence."""
+    try:
+        kernel = compiled(launch, arch)
+    except (TritonError, RuntimeError) as error:
+        return f"does not compile: {str(error)[:200]}"
+    return pool.submit(read, kernel), kernel.asm["ttir"]
+
+
+def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) -> dict:
+    if isinstance(known, str):
+        return facts | dict(violations=[known])
+    gpu = GPUS[facts["arch"]]
+    least = round(floor(launch, facts["phase"], gpu), 2)
+    computed = dict(flops=work(launch).flops, bytes=launch.nbytes, floor_us=least)
+    if isinstance(known, dict):
+        return facts | {name: value for name, value in known.items() if name not in facts} | computed
+    binary, ttir = known[0].result(), known[1]
+    figures = asdict(binary)
+    figures["loop"] = {name: round(count, 1) for name, count in figures["loop"].items()}
+    needed, fill = bounds(launch, binary, gpu), sum(p.fill for p in spent(launch, binary)) * launch.programs
+    figures.pop("once")
     together = needed.pop("together")
-    row = facts | told | dict(flops=work(launch).flops, bytes=launch.nbytes, fill_bytes=fill)
+    row = facts | figures | dict(flops=computed["flops"], bytes=computed["bytes"], fill_bytes=fill)
     row |= dict(predicted_us=round(together, 2), bound=max(needed, key=needed.get))
-    row |= dict(bounds_us={n: round(t, 2) for n, t in needed.items()})
-    row |= dict(floor_us=round(floor(launch, facts["phase"], part), 2))
+    row |= dict(bounds_us={n: round(t, 2) for n, t in needed.items()}, floor_us=least)
     return row | dict(violations=violations(launch, binary, facts["arch"], ttir))
 
 
-def operations(rows: list[dict]) -> list[dict]:
-    """Predicted time of whole operations against their floors, where there is one.
+def reusable(earlier: dict) -> dict[str, dict]:
+    """Rows of an earlier report by key, those that need not be compiled again: see the head of this file."""
+    if (earlier["triton"], earlier["ptxas"]) != (triton.__version__, ptxas_versions()):
+        return {}
+    same = {arch for arch, gpu in GPUS.items() if earlier["parts"].get(arch) == asdict(gpu)}
+    return {row["key"]: row for row in earlier["rows"] if row["arch"] in same and not row["violations"]}
 
-    A block's backward pass has none: most of its products are PyTorch's.
+
+def operations(rows: list[dict]) -> list[dict]:
+    """Predicted time of operations, and its ratio to their floor.
+
+    The backward pass of a block is left out: PyTorch computes most of its products.
     """
     sums: dict[tuple, list[float]] = {}
     for row in rows:
@@ -208,29 +214,32 @@ def operations(rows: list[dict]) -> list[dict]:
     ]
 
 
-def report(archs: Iterable[str], quick: bool = False) -> dict:
-    """Compiles and reads everything; the content of static.json."""
-    seen: dict = {}
+def report(archs: Iterable[str], quick: bool = False, known: dict[str, dict] | None = None) -> dict:
+    """Compiles and reads every launch whose row is not `known` by its key; the content of static.json."""
+    known = dict(known or {})
     with ThreadPoolExecutor(2) as pool:
         made = cases(quick)
-        rows = [row for case in track(made, "compiling", transient=True) for row in rows_of(case, archs, pool, seen)]
-    ptxas = {n: _version(TOOL.parent / n) for n in ("ptxas", "ptxas-blackwell") if (TOOL.parent / n).exists()}
+        rows = [row for case in track(made, "compiling", transient=True) for row in rows_of(case, archs, pool, known)]
     return dict(
         command=COMMAND,
         note="predicted from instruction counts; nothing here was measured",
         date=str(date.today()),
         triton=triton.__version__,
-        ptxas=ptxas,
-        sources=sources_hash(),
-        parts={arch: asdict(PARTS[arch]) for arch in archs},
+        ptxas=ptxas_versions(),
+        parts={arch: asdict(GPUS[arch]) for arch in archs},
         operations=operations(rows),
         rows=rows,
     )
 
 
-def _version(tool: Path) -> str:
-    text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
-    return re.search(r"V([\d.]+)", text)[1]
+def ptxas_versions() -> dict[str, str]:
+    """Versions of Triton's assemblers for NVIDIA GPUs."""
+    found = {}
+    for name in ("ptxas", "ptxas-blackwell"):
+        if (tool := TOOL.parent / name).exists():
+            text = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+            found[name] = re.search(r"V([\d.]+)", text)[1]
+    return found
 
 
 def written(result: dict) -> str:
@@ -248,18 +257,24 @@ def main() -> None:
     """Prints the tables, writes the report and exits with 1 on a violation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for static.json and static.md")
-    parser.add_argument("--arch", default=",".join(PARTS), help="comma-separated architectures")
+    parser.add_argument("--arch", default=",".join(GPUS), help="comma-separated architectures")
     parser.add_argument("--quick", action="store_true", help="ViT-B in bfloat16 only")
+    parser.add_argument("--all", action="store_true", help="compile what is unchanged since the report in --out, too")
     parser.add_argument("--report-only", action="store_true", help="exit with 0 in spite of violations")
     arguments = parser.parse_args()
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-    result, console = report(arguments.arch.split(","), arguments.quick), Console(width=180)
+    earlier, known = arguments.out and arguments.out / "static.json", {}
+    if earlier and earlier.exists() and not arguments.all:
+        known = reusable(json.loads(earlier.read_text()))
+    result, console = report(arguments.arch.split(","), arguments.quick, known), Console(width=180)
     for arch in result["parts"]:
         console.print(kernel_table(result, arch))
     console.print(operation_table(result, "sm_90" if "sm_90" in result["parts"] else next(iter(result["parts"]))))
     found = violation_lines(result)
-    console.print(f"{len(result['rows'])} launches, {len(found)} violations", *found, sep="\n", markup=False)
+    kept = sum(row["key"] in known for row in result["rows"])
+    summary = f"{len(result['rows'])} launches, {kept} of them unchanged and not compiled, {len(found)} violations"
+    console.print(summary, *found, sep="\n", markup=False)
     if arguments.out:
         for name, text in (("static.json", written(result)), ("static.md", markdown(result))):
             with replacing(arguments.out / name) as temporary:

@@ -1,12 +1,12 @@
-"""The compile report as tables: rich ones for a terminal, markdown for a reader."""
+"""The compile report as tables, for the terminal and as markdown."""
 
 from rich.table import Table
 
-from .sass import PARTS
+from .sass import GPUS
 
 
 def operation_table(result: dict, arch: str) -> Table:
-    """Predicted microseconds of whole operations on one part."""
+    """Predicted microseconds of operations on one GPU."""
     table = Table(*("case", "op", "phase", "dtype", "predicted µs", "floor µs", "ratio"), title=f"{arch}, predicted")
     for row in result["operations"]:
         if row["arch"] == arch:
@@ -16,19 +16,19 @@ def operation_table(result: dict, arch: str) -> Table:
 
 
 def kernel_table(result: dict, arch: str) -> Table:
-    """Every launch on one part."""
+    """All launches on one GPU."""
     names = "kernel case phase dtype registers spill shared CTAs matrix bound predicted".split()
-    table = Table(*names, title=f"{arch}, {PARTS[arch].name}")
+    table = Table(*names, title=f"{arch}, {GPUS[arch].name}")
     for row in result["rows"]:
         if row["arch"] == arch and "registers" in row:
-            told = [row[n] for n in ("registers", "spill_bytes", "shared_bytes", "ctas_per_sm")]
-            numbers = [*told, sum(row["mma"].values()), row["bound"], f"{row['predicted_us']:.1f}"]
+            figures = [row[n] for n in ("registers", "spill_bytes", "shared_bytes", "ctas_per_sm")]
+            numbers = [*figures, sum(row["mma"].values()), row["bound"], f"{row['predicted_us']:.1f}"]
             table.add_row(row["kernel"], f"{row['case']} {row['op']}", row["phase"], row["dtype"], *map(str, numbers))
     return table
 
 
 def violation_lines(result: dict) -> list[str]:
-    """One line per kernel and architecture that does what it must not."""
+    """One line for each violation."""
     lines = [
         f"{r['arch']} {r['kernel']} ({r['case']} {r['op']} {r['phase']} {r['dtype']}; {r['config']}): {v}"
         for r in result["rows"]
@@ -38,7 +38,7 @@ def violation_lines(result: dict) -> list[str]:
 
 
 def markdown(result: dict) -> str:
-    """The readable part: what operations need on an H200, and what kernels use on three parts, for the five models."""
+    """The report as markdown: times of operations on an H200, and resources of kernels on three GPUs."""
     lines = [
         "# Compile report",
         "",
@@ -58,11 +58,11 @@ def markdown(result: dict) -> str:
     cells: dict[tuple, dict] = {}
     for r in result["rows"]:
         if r["dtype"] == "bfloat16" and "registers" in r:
-            told = f"{r['registers']} / {r['spill_bytes']} / {r['ctas_per_sm']}"
+            figures = f"{r['registers']} / {r['spill_bytes']} / {r['ctas_per_sm']}"
             key = r["kernel"], f"{r['case']} {r['op']}", r["phase"], r["config"]
-            cells.setdefault(key, {}).setdefault(r["arch"], told)
+            cells.setdefault(key, {}).setdefault(r["arch"], figures)
     lines += [
-        f"| {k} | {case} {phase} | " + " | ".join(told.get(a, "") for a in archs) + " |"
-        for (k, case, phase, _), told in cells.items()
+        f"| {k} | {case} {phase} | " + " | ".join(by_arch.get(a, "") for a in archs) + " |"
+        for (k, case, phase, _), by_arch in cells.items()
     ]
     return "\n".join(lines) + "\n"

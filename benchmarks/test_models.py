@@ -1,11 +1,11 @@
-"""Whole models, inference and training step: every arm of one model in one table. Oracle: the model in float64."""
+"""Whole models, inference and training step: all variants of a model in one table. Oracle: the model in float64."""
 
 import functools
 
 import pytest
 import torch
 
-from . import models
+from . import model_runs
 from .conftest import DEVICE
 
 
@@ -13,14 +13,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Arms vary fastest: a case is measured once for all of them."""
     full = metafunc.config.getoption("--full")
     found = [
-        pytest.param(build, "training" if run.training else "forward", arm, id=f"{run.name}-{arm}")
-        for run in (models.FULL if full else models.SMALL)
-        for build in [functools.partial(models.case, run, torch.bfloat16 if full else torch.float32, DEVICE)]
-        for arm in models.arms_of(run)
+        pytest.param(build, "training" if run.training else "forward", variant, id=f"{run.name}-{variant}")
+        for run in (model_runs.FULL if full else model_runs.SMALL)
+        for build in [functools.partial(model_runs.case, run, torch.bfloat16 if full else torch.float32, DEVICE)]
+        for variant in model_runs.variant_names(run)
     ]
-    metafunc.parametrize("build, phase, arm", found)
+    metafunc.parametrize("build, phase, variant", found)
 
 
-def test_model(tabulate, build, phase, arm):
-    """Time, memory and match of one arm."""
-    tabulate(build, phase, arm, build.args[0].name)
+def test_model(tabulate, build, phase, variant):
+    """Time, memory and match of one variant."""
+    tabulate(build, phase, variant, build.args[0].name)

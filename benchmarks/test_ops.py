@@ -1,11 +1,11 @@
-"""Ops, forward and backward: every arm of one op and shape in one table. Oracle: float64."""
+"""Ops, forward and backward: every variant of one op and shape in one table. Oracle: float64."""
 
 import functools
 
 import pytest
 import torch
 
-from . import ops
+from . import op_cases
 from .conftest import DEVICE
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -13,19 +13,19 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Arms vary fastest: a case is measured once for all of them."""
-    shapes = ops.FULL if metafunc.config.getoption("--full") else (ops.SMALL,)
+    shapes = op_cases.FULL if metafunc.config.getoption("--full") else (op_cases.SMALL,)
     found = [
-        pytest.param(build, phase, arm, id=f"{name}-{shape.name}-{phase}-{arm}")
+        pytest.param(build, phase, variant, id=f"{name}-{shape.name}-{phase}-{variant}")
         for shape in shapes
-        for name in ops.NAMES
-        for build in [functools.partial(ops.case, name, shape, DTYPE, DEVICE)]
+        for name in op_cases.NAMES
+        for build in [functools.partial(op_cases.case, name, shape, DTYPE, DEVICE)]
         for phase in ("forward", "backward")
-        for arm in ops.arms_of(name)
+        for variant in op_cases.variant_names(name)
     ]
-    metafunc.parametrize("build, phase, arm", found)
+    metafunc.parametrize("build, phase, variant", found)
 
 
-def test_op(tabulate, build, phase, arm):
-    """Time, memory and match of one arm."""
+def test_op(tabulate, build, phase, variant):
+    """Time, memory and match of one variant."""
     name, shape, *_ = build.args
-    tabulate(build, phase, arm, f"{name}, {shape.name}, {phase}")
+    tabulate(build, phase, variant, f"{name}, {shape.name}, {phase}")

@@ -10,77 +10,32 @@ Axes, the same letters everywhere:
 Apple's FastViT is another architecture, and no model here carries that name.
 """
 
+import ast
 import importlib
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 __version__ = "0.1.0"
 
-# Public name → where it lives. Loaded on first use: importing the package costs nothing and needs no Triton.
-_PUBLIC = {
-    "attention": "kernels.attention",
-    "attention_qkv": "kernels.attention_qkv",
-    "varlen_attention": "kernels.attention",
-    "layer_norm": "kernels.layer_norm",
-    "add_layer_norm": "kernels.layer_norm",
-    "fold": "kernels.fold",
-    "freeze": "layers.freeze",
-    "linear": "kernels.linear",
-    "mlp": "kernels.mlp",
-    "optimize": "convert",
-    "patch_embed": "kernels.patch_embed",
-    "ViTConfig": "models.config",
-    "create_model": "models",
-    "list_models": "models",
-    "load_model": "weights",
-    "load_weights": "weights",
-    "revert": "convert",
-    "save_weights": "weights",
-    "unfreeze": "layers.freeze",
-}
 
-__all__ = [
-    "ViTConfig",
-    "__version__",
-    "add_layer_norm",
-    "attention",
-    "attention_qkv",
-    "create_model",
-    "fold",
-    "freeze",
-    "layer_norm",
-    "linear",
-    "list_models",
-    "load_model",
-    "load_weights",
-    "mlp",
-    "optimize",
-    "patch_embed",
-    "revert",
-    "save_weights",
-    "unfreeze",
-    "varlen_attention",
-]
-
-if TYPE_CHECKING:
-    from .convert import optimize, revert
-    from .kernels.attention import attention, varlen_attention
-    from .kernels.attention_qkv import attention_qkv
-    from .kernels.fold import fold
-    from .kernels.layer_norm import add_layer_norm, layer_norm
-    from .kernels.linear import linear
-    from .kernels.mlp import mlp
-    from .kernels.patch_embed import patch_embed
-    from .layers.freeze import freeze, unfreeze
-    from .models import create_model, list_models
-    from .models.config import ViTConfig
-    from .weights import load_model, load_weights, save_weights
+def _declared() -> dict[str, str]:
+    """Public name → the module that has it, as `__init__.pyi` imports them for type checkers."""
+    tree = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f".{node.module or ''}" for node in found for alias in node.names}
 
 
-def __getattr__(name: str):
+_PUBLIC = _declared()
+__all__ = sorted(["__version__", *_PUBLIC])
+
+
+def __getattr__(name: str) -> object:
+    """Loads a public name on first use: importing the package costs nothing and needs no Triton."""
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    where = _PUBLIC[name]
+    value = importlib.import_module(f".{name}" if where == "." else where, __name__)
+    value = value if where == "." else getattr(value, name)
     setattr(sys.modules[__name__], name, value)
     return value
 

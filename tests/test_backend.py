@@ -127,7 +127,7 @@ def test_models_give_the_originals_numbers(name, gpu):
     whole = name not in ("timm_naflex", "hf_mae")  # they break graphs themselves
     eager = check(build(name).train(), inputs(name), outputs, fullgraph=whole)
     assert {"mlp", "linear"} & eager.became or name == "torch_multihead"
-    left = [row for row in eager.rows if row.call in ATTENTION and row.became is None]
+    left = [row for row in eager.rows if row.type in ATTENTION and row.became is None]
     assert len(left) == NOT_ATTENTION.get(name, 0), left
 
 
@@ -156,7 +156,7 @@ def test_timm_without_fused_attention(fused, gpu):
     finally:
         timm.layers.set_fused_attn(True)
     assert eager.became == {"patch_embed", "linear", "attention_qkv", "mlp", "layer_norm"}
-    assert [r.call for r in eager.rows if r.became is None] == ["linear"]  # the head
+    assert [r.type for r in eager.rows if r.became is None] == ["linear"]  # the head
 
 
 def test_our_own_models(gpu):
@@ -596,8 +596,8 @@ def test_decisions_are_logged_and_reported(caplog):
         found = convert.report(model, images)
     assert [row.path for row in found.rows[:3]] == ["patch_embed.proj", "blocks.0.norm1", "blocks.0.attn.qkv"]
     assert [row.became for row in found.rows[:4]] == ["patch_embed", "linear", "linear", "attention_qkv"]
-    assert str(found).endswith("18 of 19 candidates run on a kernel.") and "head" in str(found)
-    assert (found.left[0].path, found.left[0].call) == ("head", "linear")
+    assert str(found).endswith("18 of 19 candidates are fused.") and "head" in str(found)
+    assert (found.left[0].path, found.left[0].type) == ("head", "linear")
     assert not convert.report(model, images).fused  # on this CPU
     with caplog.at_level(logging.INFO, "fastvit_triton.convert.backend"):
         torch.compile(model, backend=partial(backend.backend, inner=lambda graph, _: graph.forward))(images)

@@ -1,4 +1,4 @@
-"""What measures must itself be right: turns, medians, verdicts, deadlines, files, tables. Oracle: hand-made arms."""
+"""Tests of the benchmark harness: order, medians, verdicts, deadlines, files, tables. Oracle: hand-made variants."""
 
 import json
 import math
@@ -15,27 +15,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import choose, compare, cpu, gpu, models, ops, plot, record, tune
+from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
 from benchmarks.launches import recording
-from benchmarks.record import ROOT, Part
-from fastvit_triton.measure import deadline, timing
-from fastvit_triton.measure.arms import Arm, Case, measure
-from fastvit_triton.measure.deadline import Deadline, Late
-from fastvit_triton.measure.match import verdict
+from benchmarks.result_file import ROOT, ResultFile
+from fastvit_triton.kernels import launch
+from fastvit_triton.measure import timeout, timing, tuned_tables
+from fastvit_triton.measure.choices import calls_of
+from fastvit_triton.measure.compare import verdict
+from fastvit_triton.measure.timeout import Deadline, TimedOut
+from fastvit_triton.measure.variants import Case, Variant, measure
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def part(tmp_path):
-    """Makes parts that tell nobody."""
-    return lambda seconds=60.0, **named: Part("x", tmp_path, Deadline(seconds), True, lambda line: None, **named)
+    """Makes result files whose rows are not shown."""
+    return lambda seconds=60.0, **named: ResultFile("x", tmp_path, Deadline(seconds), True, lambda line: None, **named)
 
 
 @pytest.mark.filterwarnings("default")  # other libraries' own
 def test_dry_run_executes_every_part(tmp_path):
     """Oracle: the files. Every part leaves one, whole, with its provenance, nothing missed and no error."""
-    words, apart = ["--out", str(tmp_path), "--dry-run", "--quiet", "--only"], ("correctness", "first")
+    words, apart = ["--out", str(tmp_path), "--dry-run", "--quiet", "--only"], ("correctness", "hardware")
     command = [sys.executable, "-m", "benchmarks.gpu", *words, ",".join(apart)]  # beside the others, for time's sake
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}) as other:
         gpu.main([*words, ",".join(part for part in gpu.PARTS if part not in apart)])
@@ -50,7 +52,7 @@ def test_dry_run_executes_every_part(tmp_path):
 
 
 def test_arms_take_turns_there_and_back():
-    """Oracle: the order of calls, written down by the arms themselves; the untimed part comes before each."""
+    """Oracle: the order of calls, recorded by the variants themselves; the untimed part comes before each."""
     called = []
 
     def step(name, copy):
@@ -59,7 +61,7 @@ def test_arms_take_turns_there_and_back():
 
     steps = {name: partial(step, name) for name in "ab"}
     samples, errors = timing.samples_of(steps, CPU, Deadline(60), seconds=0.0, rounds=(3, 3), copies=2)
-    timed = called[12:]  # three warm-up calls of each arm
+    timed = called[12:]  # three warm-up calls of each variant
     assert timed[1::2] == ["a0", "b0", "b1", "a1", "a0", "b0"] and not errors
     assert timed[::2] == [f"before {c[0]}" for c in timed[1::2]]
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3}
@@ -74,7 +76,7 @@ def test_median_and_quartiles():
 
 
 def layer():
-    """A linear layer with arms that are right, wrong in the result or in a gradient, NaN, broken and absent."""
+    """A linear layer with variants that are right, wrong in the result or in a gradient, NaN, broken and absent."""
 
     def inputs(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -95,12 +97,12 @@ def layer():
         "NaN": lambda x, weight: F.linear(x, weight).masked_fill(torch.eye(64, 16, dtype=torch.bool), math.nan),
         "broken": broken,
     }
-    found = [Arm(name, None, call) for name, call in calls.items()] + [Arm("absent", "not installed")]
+    found = [Variant(name, None, call) for name, call in calls.items()] + [Variant("absent", "not installed")]
     return Case("layer", torch.bfloat16, inputs, found, eager, facts=dict(op="layer"), work=(2.0 * 64 * 16 * 32, 1e4))
 
 
 def test_wrong_arms_have_no_time():
-    """Oracle: which arms were made wrong, and how."""
+    """Oracle: which variants were made wrong, and how."""
     forward, backward = (measure(layer(), phase, CPU, Deadline(60), 0.0) for phase in ("forward", "backward"))
     right = {"forward": {"eager", "in float32", "no gradient"}, "backward": {"eager", "in float32"}}
     for phase, found in (("forward", forward), ("backward", backward)):
@@ -117,7 +119,7 @@ def test_wrong_arms_have_no_time():
 
 
 def test_a_missing_output_is_no_match():
-    """Oracle: the definition; an arm that gives less than was asked, or another shape, is wrong."""
+    """Oracle: the definition; a variant that gives less than was asked, or another shape, is wrong."""
     truth = {"output 0": torch.ones(2), "output 1": torch.ones(3)}
     assert not verdict({"output 0": torch.ones(2)}, truth, truth, torch.float32).match
     assert not verdict(truth | {"output 1": torch.ones(1)}, truth, truth, torch.float32).match
@@ -125,12 +127,12 @@ def test_a_missing_output_is_no_match():
 
 
 def test_a_deep_model_may_err_where_eager_was_lucky():
-    """Oracle: by hand. Eager errs by 1 % in two tensors and by luck not in the third, an arm by 1 % there too."""
+    """Oracle: by hand. Eager errs by 1 % in two tensors and by luck not in the third, a variant by 1 % there too."""
     truth = {f"output {i}": torch.full((2,), 10.0, dtype=torch.float64) for i in range(3)}
     eager = truth | {f"output {i}": torch.full((2,), 10.1) for i in range(2)}
-    arm = truth | {"output 2": torch.full((2,), 10.1)}
-    assert not verdict(arm, truth, eager, torch.float32).match
-    assert verdict(arm, truth, eager, torch.float32, deep=True).match
+    variant = truth | {"output 2": torch.full((2,), 10.1)}
+    assert not verdict(variant, truth, eager, torch.float32).match
+    assert verdict(variant, truth, eager, torch.float32, deep=True).match
     wrong = truth | {"output 2": torch.full((2,), 10.3)}
     assert not verdict(wrong, truth, eager, torch.float32, deep=True).match
 
@@ -167,7 +169,7 @@ def test_an_alarm_while_a_deadline_ends_leaves_none_behind(monkeypatch):
     def interrupted(which, seconds, again=0.0):
         if not seconds and not came:
             came.append(1)
-            raise Late("now")
+            raise TimedOut("now")
         return turn(which, seconds, again)
 
     monkeypatch.setattr(signal, "setitimer", interrupted)
@@ -180,7 +182,7 @@ def test_deadlines_nest_and_leave_no_alarm():
     """Oracle: the process's own timer and handler; the sooner of two deadlines interrupts, and the outer goes on."""
     handler, outer = signal.getsignal(signal.SIGALRM), Deadline(20)
     with outer, outer:
-        with pytest.raises(Late), outer.sooner(0.05):
+        with pytest.raises(TimedOut), outer.sooner(0.05):
             time.sleep(30)
         assert 15 < signal.getitimer(signal.ITIMER_REAL)[0] <= 20
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
@@ -194,9 +196,9 @@ class _Slow:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_lost_in_a_destructor_comes_again(monkeypatch):
     """Oracle: the clock. Python prints and drops what a destructor raises; the next interrupt ends the work."""
-    monkeypatch.setattr(deadline, "AGAIN", 0.2)
+    monkeypatch.setattr(timeout, "AGAIN", 0.2)
     start = time.monotonic()
-    with pytest.raises(Late), Deadline(0.1):
+    with pytest.raises(TimedOut), Deadline(0.1):
         _Slow()
         time.sleep(30)
     assert time.monotonic() - start < 5
@@ -259,7 +261,7 @@ def test_a_lost_device_starts_the_script_again_after_the_row(tmp_path, monkeypat
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(record, "alive", lambda: False)
+    monkeypatch.setattr(result_file, "device_answers", lambda: False)
     monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *a, **k: asked.update(watchdog=(a, k)))
     monkeypatch.setattr(gpu.os, "closerange", lambda *a: asked.update(closed=a))
 
@@ -281,23 +283,25 @@ def test_a_lost_device_starts_the_script_again_after_the_row(tmp_path, monkeypat
 
 
 def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
-    """Oracle: the order of arms that compete; eager PyTorch takes part each time."""
+    """Oracle: the order of the measured variants; eager PyTorch is measured each time."""
     seen = []
-    monkeypatch.setattr(gpu, "compete", lambda case, *_, **__: seen.append([arm.name for arm in case.arms]))
+    monkeypatch.setattr(
+        gpu, "measure_case", lambda case, *_, **__: seen.append([variant.name for variant in case.variants])
+    )
     gpu.run_models(part(), CPU)
     half = len(seen) // 2
-    assert half == len(models.TINY) and all(names[0] == "eager" for names in seen)
+    assert half == len(model_runs.TINY) and all(names[0] == "eager" for names in seen)
     assert not any("compile" in name for names in seen[:half] for name in names)
     assert all("compile" in name for names in seen[half:] for name in names[1:])
 
 
 def test_an_arm_that_is_not_ready_in_time_leaves_time_to_the_others():
-    """Oracle: an arm that sleeps past the deadline."""
+    """Oracle: a variant that sleeps past the deadline."""
     case = layer()
-    case.arms.insert(2, Arm("slow", None, lambda x, weight: time.sleep(30)))
+    case.variants.insert(2, Variant("slow", None, lambda x, weight: time.sleep(30)))
     found = measure(case, "forward", CPU, Deadline(1.0), 0.0)
     assert "us" in found.rows["eager"] and "us" in found.rows["in float32"]
-    assert found.rows["slow"]["error"].startswith("Late")
+    assert found.rows["slow"]["error"].startswith("TimedOut")
 
 
 def test_one_failing_row_stops_nothing_and_files_are_whole_after_each(part):
@@ -317,19 +321,21 @@ def test_one_failing_row_stops_nothing_and_files_are_whole_after_each(part):
 def test_measured_rows_outlive_predictions(tmp_path):
     """Oracle: the table's file."""
     (tmp_path / "sm_90.json").write_text('{"a": {"config": {"X": 1}, "provenance": "measured"}}')
-    assert tune.write("sm_90", {"a": {"X": 2}, "b": {"X": 3}}, "predicted", tmp_path) == ["b"]
+    assert tuned_tables.write("sm_90", {"a": {"X": 2}, "b": {"X": 3}}, "predicted", tmp_path) == ["b"]
     table = json.loads((tmp_path / "sm_90.json").read_text())
     assert table["a"] == {"config": {"X": 1}, "provenance": "measured"}
     assert table["b"] == {"config": {"X": 3}, "provenance": "predicted"}
-    assert tune.write("sm_90", {"a": {"X": 4}}, "measured", tmp_path) == ["a"]
+    assert tuned_tables.write("sm_90", {"a": {"X": 4}}, "measured", tmp_path) == ["a"]
     assert json.loads((tmp_path / "sm_90.json").read_text())["a"]["config"] == {"X": 4}
 
 
 def test_choices_are_a_column_that_outlives_new_launch_parameters(tmp_path):
     """Oracle: the table. A row may be a choice alone; of one shape the first counts; a prediction stands beside."""
     said = [dict(row="a", shape_class="N", who=who) for who in ("ours", "torch")]
-    tune.write("sm_90", {"a": {"X": 1}}, "predicted", tmp_path, [*said, dict(row="b", shape_class="M", who="torch")])
-    tune.write("sm_90", {"a": {"X": 2}}, "measured", tmp_path, [dict(row="a", shape_class="N", who="torch")])
+    tuned_tables.write(
+        "sm_90", {"a": {"X": 1}}, "predicted", tmp_path, [*said, dict(row="b", shape_class="M", who="torch")]
+    )
+    tuned_tables.write("sm_90", {"a": {"X": 2}}, "measured", tmp_path, [dict(row="a", shape_class="N", who="torch")])
     table = json.loads((tmp_path / "sm_90.json").read_text())
     choice = dict(predicted={"N": "ours"}, measured={"N": "torch"})
     assert table["a"] == dict(config={"X": 2}, provenance="measured", choice=choice)
@@ -340,7 +346,7 @@ def test_predicted_choices_are_the_rules():
     """Oracle: by hand. A ViT-Ti layer asks for eight shapes in inference and training, where its MLP is one launch and
     two; all but attention's forward pass are ours.
     """
-    calls = choose.calls_of("vit_tiny_patch16_224", 256, "sm_90", CPU, partial(recording, "sm_90"))
+    calls = calls_of("vit_tiny_patch16_224", 256, CPU, partial(recording, "sm_90"))
     assert len(calls) == 8 and {row.split(".")[0] for row, _ in calls} == {"attention", "linear", "patch_embed"}
     assert all((call.rule == "torch") == row.startswith("attention.fwd") for (row, _), call in calls.items())
 
@@ -350,31 +356,33 @@ def test_adopting_a_sweep(tmp_path):
     rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
     rows.append(dict(case="choice", arch="sm_90", row="c", shape_class="N=1", who="ours"))
     (tmp_path / "t.json").write_text(fake("tuning", [*rows, dict(case="3", arch="sm_90", row="b", best=None)]))
-    assert tune.adopt(tmp_path / "t.json", tmp_path) == ["a"]
+    assert tuned_tables.adopt(tmp_path / "t.json", tmp_path) == ["a"]
     want = {"a": dict(config={"X": 1}, provenance="measured", source="t.json")}
     want["c"] = dict(choice=dict(measured={"N=1": "ours"}))
     assert json.loads((tmp_path / "sm_90.json").read_text()) == want
     (tmp_path / "dry.json").write_text(fake("tuning", rows, dry=True))
     with pytest.raises(ValueError, match="no tuning result of a GPU"):
-        tune.adopt(tmp_path / "dry.json", tmp_path)
+        tuned_tables.adopt(tmp_path / "dry.json", tmp_path)
 
 
-def test_trying_changes_the_launch_and_nothing_after():
-    """Oracle: what `config` answers inside and outside."""
+def test_overridden_launch_parameters_last_as_long_as_their_context():
+    """Oracle: what `config` returns inside and outside; contexts nest, and the innermost has the lookups."""
     device, row = torch.device("cpu"), "linear.fwd.half"
-    before = tune.launch.config(row, {"X": 1}, device)
-    with tune.trying({row: {"X": 7}}) as asked:
-        assert tune.launch.config(row, {"X": 1}, device)["X"] == 7
-    assert tune.launch.config(row, {"X": 1}, device) == before and row in asked.seen
+    before = launch.config(row, {"X": 1}, device)
+    with launch.overriding({row: {"X": 7}}) as looked_up, launch.overriding({"other": {"X": 8}}) as inner:
+        assert launch.config(row, {"X": 1}, device)["X"] == 7 and launch.config("other", {}, device)["X"] == 8
+    assert launch.config(row, {"X": 1}, device) == before
+    assert inner == {row: {"X": 7}, "other": {"X": 8}} and looked_up == {}
 
 
 def test_the_lists_of_arms_are_true():
-    """Oracle: the arms that the cases have."""
-    for name in ops.NAMES:
-        assert tuple(a.name for a in ops.case(name, ops.TINY, torch.float32, CPU).arms) == ops.arms_of(name)
-    run = models.TINY[0]
-    made = {arm.name for arm in models.case(run, torch.bfloat16, CPU).arms}
-    assert made == set(models.arms_of(run))
+    """Oracle: the variants that the cases have."""
+    for name in op_cases.NAMES:
+        case = op_cases.case(name, op_cases.TINY, torch.float32, CPU)
+        assert tuple(variant.name for variant in case.variants) == op_cases.variant_names(name)
+    run = model_runs.TINY[0]
+    made = {variant.name for variant in model_runs.case(run, torch.bfloat16, CPU).variants}
+    assert made == set(model_runs.variant_names(run))
 
 
 def fake(part, rows, dry=False):
@@ -383,10 +391,10 @@ def fake(part, rows, dry=False):
     return json.dumps(facts | dict(rows=rows))
 
 
-def row(arm, us, match=True, phase="forward"):
-    """One measured arm."""
+def row(variant, us, match=True, phase="forward"):
+    """One measured variant."""
     work = dict(op="attention", model="ViT-B/16", flops=4e9, bytes=1e7, tflops=4e3 / us, tbs=0.1)
-    return dict(case="m", phase=phase, arm=arm, us=us, match=match, **work)
+    return dict(case="m", phase=phase, arm=variant, us=us, match=match, **work)
 
 
 def test_tables_come_from_files_alone(tmp_path):
@@ -404,9 +412,9 @@ def test_tables_come_from_files_alone(tmp_path):
     predicted = plot.fill(readme, plot.load(tmp_path))
     assert "predicted bound" in predicted and "9.5" in predicted and plot.NOT_YET in predicted
 
-    arms_of_m = [row("eager", 3e3), row("torch.compile", 2e3), row("ours eager", 4e3), row("timm AMP", 1.0, False)]
-    (tmp_path / "m.json").write_text(fake("models", arms_of_m))
-    (tmp_path / "o.json").write_text(fake("ops", arms_of_m))
+    variants_of_m = [row("eager", 3e3), row("torch.compile", 2e3), row("ours eager", 4e3), row("timm AMP", 1.0, False)]
+    (tmp_path / "m.json").write_text(fake("models", variants_of_m))
+    (tmp_path / "o.json").write_text(fake("ops", variants_of_m))
     full = plot.fill(readme, plot.load(tmp_path))
     assert "| m | 3 | **2** | 4 |" in full and "| m | forward | 4000.0 | 0.75 | 0.50 |" in full
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
@@ -432,7 +440,7 @@ def test_the_cpu_table_comes_from_files(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own
 def test_compiled_cells(monkeypatch):
-    """Oracle: who compiles which arm, that results match, and that those of other weights do not."""
+    """Oracle: who compiles which variant, that results match, and that those of other weights do not."""
     asked, compile_ = [], torch.compile
 
     def compile_fast(model, backend="inductor"):
@@ -444,7 +452,7 @@ def test_compiled_cells(monkeypatch):
     row = cpu.measured(cell, 0.0, 3, **small)
     assert asked == ["fastvit_triton", "inductor"] and row["best"] == cpu.COMPILER
     assert row["match"] and 0 < row["q1"] <= row["median"] <= row["q3"]
-    calls = cpu.arms(cell, **small)
+    calls = cpu.variants(cell, **small)
     torch.nn.init.normal_(cpu.module_of(calls[cpu.OURS]).head.weight)
     assert not cpu.matches({name: call.eval() for name, call in calls.items()}, torch.randn(1, 3, 32, 32))
     torch._dynamo.reset()
@@ -459,8 +467,8 @@ def test_comparing_two_trees(tmp_path):
         for turn in range(2):
             rows = [row("eager", eager[turn]), row("ours eager", ours[turn]), row("wrong", 1.0, False), dict(case="x")]
             (tmp_path / side / f"{turn}.json").write_text(fake("ops", rows))
-        compare.collect(tmp_path / side, found.setdefault(side, {}))
-    assert compare.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
+        compare_commits.collect(tmp_path / side, found.setdefault(side, {}))
+    assert compare_commits.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
 
 
 def test_the_readme_is_up_to_date():
@@ -485,7 +493,7 @@ def test_pictures(tmp_path):
 
 @pytest.mark.filterwarnings("default")  # other libraries' own
 def test_processors_are_compared_cell_by_cell(tmp_path):
-    """Oracle: the file after two calls: every cell once, resumed, matching; the best peer is one of them."""
+    """Oracle: the file after two calls: every cell once, resumed, matching; the fastest library is one of them."""
     words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "0", "--rounds", "3", "--only"]
     small = dict(depth=1, img_size=32)
     assert len(cpu.main([*words, "vit_tiny,bfloat16,batch 1 "], **small)) == 2
@@ -504,7 +512,7 @@ def test_turns_go_there_and_back(monkeypatch):
     called = []
     calls = {name: torch.nn.Identity() for name in "ab"}
     names = {id(module): name for name, module in calls.items()}
-    taken = cpu.turns(lambda module, *_: called.append(names[id(module)]), calls, torch.zeros(1), 0.0, 3)
+    taken = cpu.time_rounds(lambda module, *_: called.append(names[id(module)]), calls, torch.zeros(1), 0.0, 3)
     assert "".join(called) == "abbaabba" and {name: len(found) for name, found in taken.items()} == {"a": 3, "b": 3}
 
 

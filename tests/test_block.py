@@ -6,8 +6,11 @@ from interpreter import interpreting
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launches import recording
-from fastvit_triton import create_model, freeze
+from fastvit_triton import create_model, freeze, layers
 from fastvit_triton.kernels import fold
+from fastvit_triton.layers import Block
+from fastvit_triton.layers.body import finish
+from fastvit_triton.layers.calls import can_fuse
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 FREE = ("view", "reshape", "transpose", "permute", "unbind", "slice", "select", "expand", "detach", "empty", "alias")
@@ -108,3 +111,50 @@ def test_statistics_are_made_only_where_a_product_reads_them(monkeypatch):
         with torch.autocast("cpu", torch.float16):
             assert block(x, return_stats=True)[1] is None
             assert block(x.half(), return_stats=True)[1] is not None
+
+
+class Rolled(layers.Attention):
+    """Attention that overrides `attend` alone: it reads the tokens in another order."""
+
+    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        return super().attend(qkv.roll(1, 1)).flip(1)
+
+
+class Pool(torch.nn.Module):
+    """A body of its own: a product of the mean token, without a layer that reads x."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(dim, dim)
+
+    def entering(self) -> tuple[torch.nn.Linear, ...]:
+        return ()
+
+    def forward(self, x: torch.Tensor, *, norm=None, stats=None, **end: object) -> torch.Tensor:
+        assert norm is None and stats is None
+        mean = x.mean(1, keepdim=True).expand_as(x)
+        return finish(mean, self.proj, **end) if can_fuse(x) else self.proj(mean)
+
+
+@pytest.mark.parametrize("body, launches", [(Rolled, 6), (Pool, 4)])
+def test_a_new_body_is_fused_with_what_stands_around_it(body, launches, always_folded):
+    """Oracle: the PyTorch path, output and every gradient; the launches of a block without the new body's own."""
+    torch.manual_seed(0)
+    block = Block(16, body(16), layers.Mlp(16, 32), init_values=0.5, drop_path=0.5)
+    x = torch.randn(4, 5, 16, requires_grad=True)
+    leaves = [x, *block.parameters()]
+    for training in (False, True):
+        block.train(training)
+        torch.manual_seed(1)
+        want = block(x)
+        grads = torch.autograd.grad(want.square().sum(), leaves)
+        with interpreting():
+            torch.manual_seed(1)
+            got = block(x)
+            found = torch.autograd.grad(got.square().sum(), leaves)
+        for a, b in zip((got, *found), (want, *grads), strict=True):
+            a, b = a.detach(), b.detach()
+            assert (a - b).norm() <= 256 * torch.finfo(torch.float32).eps * b.norm().clamp(min=1.0)
+    with recording("sm_90") as calls, torch.no_grad():
+        block.eval().bfloat16()(torch.randn(64, 5, 16).bfloat16())
+    assert len(calls) == launches, [launch.name for launch in calls]

@@ -17,7 +17,7 @@ from PIL import Image
 from test_data import truncate, write_folder
 
 from fastvit_triton.cli import benchmark, main
-from fastvit_triton.measure.arms import compiling
+from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.data import digits
 from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOG, PREDICTIONS, STATE, WEIGHTS
@@ -229,17 +229,17 @@ def test_full_disk(tmp_path: Path):
 @pytest.mark.filterwarnings("default")  # other libraries' own
 @pytest.mark.parametrize("words", [(), ("--train", "--dtype", "bfloat16")])
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[str, ...]):
-    """Oracle: the verdicts; every arm here is right, no absolute time on a processor, and the file says on what."""
+    """Oracle: the verdicts; every variant here is right, no absolute time on a processor, and the file says on what."""
     with compiling("aot_eager"):  # the same graphs without a compiler
         command = ["benchmark", "--device", "cpu", "--model", "vit_digits_patch2_8", "--batch", "2", *words]
         assert main([*command, "--out", str(tmp_path / "rows.json")]) == 0
     text, held = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
-    arms = {row["arm"]: row for row in held["rows"]}
-    assert {"eager", "ours eager", "torch.compile", "ours compiled", "timm"} <= arms.keys()
+    variants = {row["arm"]: row for row in held["rows"]}
+    assert {"eager", "ours eager", "torch.compile", "ours compiled", "timm"} <= variants.keys()
     assert "need one" in text and "ratios only" in text and " ms" not in text
     for name in ("eager", "ours eager", "torch.compile", "ours compiled"):
-        assert arms[name]["match"] and arms[name]["speedup"] > 0 and "us" not in arms[name], arms[name]
-        assert ("saved_bytes" in arms[name]) == bool(words)
+        assert variants[name]["match"] and variants[name]["speedup"] > 0 and "us" not in variants[name], variants[name]
+        assert ("saved_bytes" in variants[name]) == bool(words)
         assert re.search(rf"{name} +\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", text)
     assert "timm: timm has no such model" in text and held["command"] and held["packages"]["torch"]
 
@@ -250,7 +250,7 @@ def test_benchmark_on_a_gpu_tells_times_and_memory(capsys: pytest.CaptureFixture
     eager |= dict(speedup=1.0, speedup_quartiles=[1.0, 1.0], saved_bytes=2**20)
     ours = eager | dict(arm="ours", us=1000.0, speedup=2.0, speedup_quartiles=[1.9, 2.1], saved_bytes=2**19)
     wrong = dict(arm="wrong", match=False, worst="output 0", within=3.5, peak_bytes=None)
-    late, absent = dict(arm="slow", error="Late: x"), dict(arm="peer", reason="peer cannot be imported")
+    late, absent = dict(arm="slow", error="TimedOut: x"), dict(arm="peer", reason="peer cannot be imported")
     case = SimpleNamespace(name="vit batch 2 training")
     benchmark._report(case, "training", [eager, ours, wrong, late, absent], gpu=True)
     text = capsys.readouterr().out

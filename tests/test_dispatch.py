@@ -1,4 +1,4 @@
-"""Who computes inside an op: the rule, the tables, and that both answers give the same tensors."""
+"""The choice between kernels and PyTorch inside an op: the rule, the tables, and that both give the same tensors."""
 
 import json
 from functools import partial
@@ -9,13 +9,14 @@ from interpreter import interpreting
 from test_interpreter import EVERY, converted, largest, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import choose
 from benchmarks.launches import record, recording
 from fastvit_triton import attention, linear
 from fastvit_triton.kernels import attention as attention_file
 from fastvit_triton.kernels import attention_launch, backend, dispatch, eager, launch, layer_norm
 from fastvit_triton.kernels import linear as linear_file
 from fastvit_triton.kernels import patch_embed as patch_embed_file
+from fastvit_triton.kernels.argument import Epilogue
+from fastvit_triton.measure.choices import calls_of
 
 pytestmark = pytest.mark.usefixtures("always_folded")
 
@@ -51,9 +52,9 @@ def product(
 ) -> bool:
     """Whether a linear layer on 256 images of 197 tokens is ours."""
     x = sized(256, 197, D, dtype=dtype)
-    around = activation, None, None, sized(256, 197, F, dtype=dtype) if residual else None, False
+    epilogue = Epilogue(activation, None, None, sized(256, 197, F, dtype=dtype) if residual else None, False)
     colsum = sized(F, dtype=torch.float32) if norm else None
-    return dispatch.linear(linear_file.tuned_row, x, sized(F, D, dtype=dtype), colsum, None, around, False)
+    return dispatch.linear(linear_file.tuned_row, x, sized(F, D, dtype=dtype), colsum, None, epilogue, False)
 
 
 def heads(N: int, D: int = 64, dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
@@ -160,8 +161,7 @@ def test_committed_tables_say_only_what_dispatch_reads():
 def test_committed_predictions_are_what_the_rule_says(architecture):
     """Oracle: the rule, asked by a layer and the stem of ViT-S; `python -m benchmarks.tune --choices` writes them."""
     column, device = dispatch.choices(architecture), torch.device("cpu")
-    around = partial(recording, architecture)
-    calls = choose.calls_of("vit_small_patch16_224", 256, architecture, device, around)
+    calls = calls_of("vit_small_patch16_224", 256, device, partial(recording, architecture))
     assert calls
     for (row, shape), call in calls.items():
         assert column[row]["predicted"][shape] == call.rule, (row, shape)
@@ -230,7 +230,7 @@ def test_a_backward_pass_takes_the_other_branchs_outputs(first, monkeypatch):
 
 
 def test_log_sum_exp_and_row_statistics_are_the_same(monkeypatch):
-    """Oracle: float64, and `merged` written out: what the next layer makes of the statistics."""
+    """Oracle: float64, and `merge_stats` written out, which the next layer applies to the statistics."""
     q, k, v = (torch.randn(2, 3, 50, 16) for _ in range(3))
     x, weight, residual = torch.randn(2, 17, 40), torch.randn(70, 40), 30 + torch.randn(2, 17, 70)
     lse = (q.double() @ k.double().mT / 4).logsumexp(-1)
@@ -245,12 +245,12 @@ def test_log_sum_exp_and_row_statistics_are_the_same(monkeypatch):
             tiles, width = stats.shape[1], launch.power_of_2(launch.cdiv(70, stats.shape[1]))
             count = torch.tensor([min(width, 70 - t * width) for t in range(tiles)])
             mean = stats[..., 0].double().sum(1) / 70
-            spread = stats[..., 1].double() + count * (stats[..., 0].double() / count - mean[:, None]) ** 2
+            m2 = stats[..., 1].double() + count * (stats[..., 0].double() / count - mean[:, None]) ** 2
             assert tiles == 2 and largest(mean - rows.mean(1)) <= 8 * eps * largest(rows)
-            assert largest(spread.sum(1) / 70 - rows.var(1, correction=0)) <= 64 * eps * largest(rows)
-            gain = torch.ones(70)
-            after = linear(y, torch.eye(70), norm=(gain, None, epsilon), stats=stats)
-            want = layer_norm.reference(y.double(), gain.double(), None, epsilon)
+            assert largest(m2.sum(1) / 70 - rows.var(1, correction=0)) <= 64 * eps * largest(rows)
+            norm_weight = torch.ones(70)
+            after = linear(y, torch.eye(70), norm=(norm_weight, None, epsilon), stats=stats)
+            want = layer_norm.reference(y.double(), norm_weight.double(), None, epsilon)
             assert largest(after - want) <= 64 * eps * largest(rows)
 
 

@@ -194,7 +194,7 @@ def test_converted_models_freeze(name, monkeypatch):
         assert torch.equal(outputs(net, given), want) and len(made) == 2 * per_call
 
 
-def can_fold_norm(net):
+def kept_tensors(net):
     """The tensors that a frozen model keeps."""
     kept = [freeze_file._frozen.get(m, {}) for m in net.modules()]
     return [t for entries in kept for entry in entries.values() for t in entry.folded[:3]]
@@ -207,7 +207,7 @@ def test_a_graph_may_own_the_folds():
     with interpreting():
         with torch.no_grad():
             net(IMAGE)
-        kept = can_fold_norm(net)
+        kept = kept_tensors(net)
         places, alive = [t.data_ptr() for t in kept], [weakref.ref(t) for t in kept]
         assert len(kept) == 6
         del kept
@@ -222,31 +222,31 @@ def test_a_graph_may_own_the_folds():
             assert all(ref() is not None for ref in alive)
             with torch.no_grad():
                 assert torch.equal(net.eval()(IMAGE), net(IMAGE))
-            assert [t.data_ptr() for t in can_fold_norm(net)] == places
+            assert [t.data_ptr() for t in kept_tensors(net)] == places
         with torch.no_grad():
             qkv, norm = net.blocks[0].attn.qkv, net.blocks[0].norm1
-            assert torch.equal(can_fold_norm(net)[0], qkv.weight * norm.weight)
+            assert torch.equal(kept_tensors(net)[0], qkv.weight * norm.weight)
     unfreeze(net)
     gc.collect()
     assert not any(ref() is not None for ref in alive)
 
 
 def test_another_tensor_at_the_same_address_is_folded_again():
-    """Oracle: the constants by hand. The second bias has the address and count of writes of the first, now gone."""
+    """Oracle: the folded biases by hand. The second bias has the address and count of writes of the first, now gone."""
     norm = torch.nn.LayerNorm(8).eval().requires_grad_(False)
     x, weight, memory = torch.zeros(2, 8), torch.zeros(4, 8), torch.ones(4).numpy()
     freeze(norm)
 
-    def constants():
+    def folded_bias():
         bias = torch.from_numpy(memory)
         group = fold_file.Group((weight,), (bias,), norm.weight, norm.bias)
         entry = freeze_file.Entry(norm, group, norm.eps, (weight, bias, norm.weight, norm.bias))
-        return freeze_file.fold_norms(x, entry)[0].folded.const.clone()
+        return freeze_file.fold_norms(x, entry)[0].folded.bias.clone()
 
     with interpreting(), torch.no_grad():
-        assert torch.equal(constants(), torch.ones(4))
+        assert torch.equal(folded_bias(), torch.ones(4))
         memory[:] = 2
-        assert torch.equal(constants(), torch.full((4,), 2.0))
+        assert torch.equal(folded_bias(), torch.full((4,), 2.0))
 
 
 def test_copies_and_pickles_are_not_frozen():
@@ -257,8 +257,8 @@ def test_copies_and_pickles_are_not_frozen():
     with interpreting(), torch.no_grad():
         net(IMAGE)
         for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-            assert torch.is_tensor(twin(IMAGE)) and not can_fold_norm(twin)
-    assert can_fold_norm(net) and set(net.state_dict()) == keys
+            assert torch.is_tensor(twin(IMAGE)) and not kept_tensors(twin)
+    assert kept_tensors(net) and set(net.state_dict()) == keys
     assert all(set(m.__dict__) == set(n.__dict__) for m, n in zip(net.modules(), model().modules(), strict=True))
 
 
@@ -276,7 +276,7 @@ def test_training_and_gradients_fold_within_the_call(monkeypatch):
                 owner(image).square().sum().backward()
                 grads.append([image.grad, *(p.grad for p in owner.parameters() if learns)])
             assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-            assert bool(can_fold_norm(net)) == (not learns)
+            assert bool(kept_tensors(net)) == (not learns)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -311,7 +311,7 @@ def test_a_fold_is_for_one_dtype(dtype, monkeypatch):
         half, x = copy.deepcopy(net).to(dtype), net.patch_embed(IMAGE)
         freeze(half)
         assert half(image).dtype == dtype
-        assert {t.dtype for t in can_fold_norm(half)} == {dtype, torch.float32}
+        assert {t.dtype for t in kept_tensors(half)} == {dtype, torch.float32}
         net.to(dtype)
         assert torch.equal(net(image), half(image)) and x.dtype == torch.float32
 
@@ -324,10 +324,10 @@ def test_a_compiled_model_folds_in_each_call():
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     with interpreting(), torch.no_grad(), folding() as made:
         compiled(IMAGE)
-        assert made == [2] and not can_fold_norm(net)
+        assert made == [2] and not kept_tensors(net)
         _data_teacher(net)
         got = compiled(IMAGE)
-        assert made == [2] * 2 and not can_fold_norm(net)
+        assert made == [2] * 2 and not kept_tensors(net)
         freeze(net)
         want = net(IMAGE)
     torch._dynamo.reset()

@@ -27,7 +27,7 @@ ARROWS = {
     "files": set(),
     "weights": {"layers", "models", "files", "weights"},
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
-    "measure": {"kernels", "models", "weights", "convert", "measure"},
+    "measure": {"kernels", "models", "weights", "convert", "files", "measure"},
     "cli": {"kernels", "models", "convert", "train", "weights", "explain", "measure", "files", "cli"},
     "__init__": {"kernels", "convert", "layers", "models", "weights"},
 }
@@ -35,9 +35,6 @@ LINES = {f"kernels/{name}.py": 800 for name in ("attention", "attention_qkv", "l
 LINES |= {"kernels/": 400, "models/transformer.py": 300}
 LINES |= {"models/config.py": 300, "models/": 120, "": 300}
 BANNED = ("make_block_ptr", "tl.advance", "atomic_", "globals()[", "except Exception", "TODO")
-
-SURFACE = """ViTConfig __version__ add_layer_norm attention attention_qkv create_model fold freeze layer_norm linear
-list_models load_model load_weights mlp optimize patch_embed revert save_weights unfreeze varlen_attention""".split()
 
 
 def owner(path: Path) -> str:
@@ -149,9 +146,9 @@ def test_no_banned_words(path):
 
 
 def test_public_surface():
-    """The names people may rely on; each resolves, and submodules are not shadowed."""
-    assert fastvit_triton.__all__ == SURFACE
-    assert all(getattr(fastvit_triton, name) is not None for name in SURFACE)
+    """The names that `__init__.pyi` declares are those that users find; each resolves and says what it does."""
+    assert set(dir(fastvit_triton)) == set(fastvit_triton.__all__) > {"optimize", "set_backend", "train", "ViTConfig"}
+    assert all(inspect.getdoc(getattr(fastvit_triton, name)) for name in fastvit_triton.__all__)
     with pytest.raises(AttributeError, match="no attribute 'fastvit'"):
         _ = fastvit_triton.fastvit
     from fastvit_triton.kernels import attention

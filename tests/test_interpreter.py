@@ -94,16 +94,14 @@ def tables():
 def launched(op, case, architecture):
     """What the interpreter computes of a case under an architecture's table: kernels, grids and all their numbers."""
     arguments = op.inputs(case, torch.float16, "cpu")
-    phases = record(architecture, op.run, **arguments).values()
+    launches = [x for phase in record(architecture, op.run, **arguments).values() for x in phase]
     numbers = int | float | str | None
-    return [
-        (x.name, x.grid, [(n, v) for n, v in x.values.items() if isinstance(v, numbers)]) for p in phases for x in p
-    ]
+    return [(x.name, x.grid, [(n, v) for n, v in x.values.items() if isinstance(v, numbers)]) for x in launches]
 
 
 @pytest.mark.parametrize("op, case", EVERY)
 def test_launch_parameters_of_a_table_give_the_same(op, case, monkeypatch):
-    """Oracle: as above, with blocks and row order as each architecture's table says.
+    """Oracle: as above, with blocks and the WGMMA order of rows as each architecture's table says.
 
     Launches that equal those without a table, which the test above runs, or another architecture's, run once.
     """
@@ -150,18 +148,18 @@ def test_folded_beforehand_is_folded_inside(layer):
     def randn(*shape):
         return torch.randn(*shape, generator=generator).requires_grad_()
 
-    x, gain, shift, out = randn(2, 9, 20), randn(20), randn(20), (randn(20, 24), randn(20))
+    x, norm_weight, norm_bias, out = randn(2, 9, 20), randn(20), randn(20), (randn(20, 24), randn(20))
     weights, biases = (randn(8, 20), randn(8, 20), randn(8, 20)), (randn(8), randn(8), randn(8))
 
-    def parts(x, weights, biases, gain, shift, out):
-        w, b, norm = torch.cat(weights), torch.cat(biases), (gain, shift, 1e-6)
+    def parts(x, weights, biases, norm_weight, norm_bias, out):
+        w, b, norm = torch.cat(weights), torch.cat(biases), (norm_weight, norm_bias, 1e-6)
         return linear.linear(x, w, b, norm=norm) if layer == "linear" else mlp.mlp(x, (w, b), out, norm=norm)
 
-    def folded(x, weights, biases, gain, shift, out):
-        made, norm = fold(weights, biases, gain, shift, x.dtype), (None, None, 1e-6)
+    def folded(x, weights, biases, norm_weight, norm_bias, out):
+        made, norm = fold(weights, biases, norm_weight, norm_bias, x.dtype), (None, None, 1e-6)
         return linear.linear(x, made, norm=norm) if layer == "linear" else mlp.mlp(x, (made, None), out, norm=norm)
 
-    arguments = dict(x=x, weights=weights, biases=biases, gain=gain, shift=shift)
+    arguments = dict(x=x, weights=weights, biases=biases, norm_weight=norm_weight, norm_bias=norm_bias)
     out = dict(out=out if layer == "mlp" else ())
     truth = results(parts, {n: converted(v, torch.float64) for n, v in (arguments | out).items()})
     with interpreting():
@@ -188,10 +186,10 @@ def test_lengths_that_were_not_checked_stay_inside(name, dtype):
     """Oracle: each image that is left alone in float64, 0 elsewhere; the context holds every address to the tensors."""
     ends, longest, images = CUTS[name]
     q, k, v, do = (torch.randn(1, 2, 9, 16).to(dtype) for _ in range(4))
-    cu, ops = torch.tensor(ends), torch.ops.fastvit_triton
+    cu_seqlens, ops = torch.tensor(ends), torch.ops.fastvit_triton
     with interpreting(), poisoned():
-        o, lse = ops.attention_fwd(q, k, v, None, None, cu, longest, 0.25)
-        grads = ops.attention_bwd(do, q, k, v, None, None, cu, longest, 0.25, o, lse, False, False)[:3]
+        o, lse = ops.attention_fwd(q, k, v, None, None, cu_seqlens, longest, 0.25)
+        grads = ops.attention_bwd(do, q, k, v, None, None, cu_seqlens, longest, 0.25, o, lse, False, False)[:3]
     wide = [t.double().requires_grad_() for t in (q, k, v)]
     want = torch.zeros_like(wide[0])
     for start, end in images:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fastvit_triton as f
 from fastvit_triton import create_model
 from fastvit_triton.kernels import OPS, backend, fold, op
+from fastvit_triton.kernels.argument import Norm
 from fastvit_triton.kernels.layer_norm import row_stats
 
 pytestmark = pytest.mark.usefixtures("always_folded")
@@ -175,6 +176,30 @@ def test_kernels_are_nodes_of_one_graph(dynamic):
     for name in ("attention_fwd", "linear_fwd", "mlp_bwd", "patch_embed_fwd", "layer_norm_fwd", "linear_bwd"):
         assert any(name in node for node in nodes), (name, sorted(set(nodes)))
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+def test_a_norm_passes_through_dynamo():
+    """Oracle: the same kernels called with plain tuples; fullgraph=True raises on a graph break."""
+    x, (w1, b1), (w2, b2), gamma, beta = (
+        randn(2, 3, 6),
+        (randn(8, 6), randn(8)),
+        (randn(6, 8), randn(6)),
+        randn(6),
+        randn(6),
+    )
+
+    def call(x, norm):
+        y = f.mlp(x, (w1, b1), (w2, b2), norm=norm(gamma, beta, 1e-6), residual=x)
+        y = f.linear(y, w1, b1, norm=norm(gamma, beta, 1e-6))
+        return f.attention_qkv(y[..., :6], 1, q_norm=norm(gamma[:2], None, 1e-6), k_norm=norm(None, None, 1e-6))
+
+    with interpreting():
+        want = call(x, lambda *parameters: parameters)
+        got = torch.compile(call, backend="aot_eager", fullgraph=True)(x, Norm)
+        grads = [torch.autograd.grad(y.square().sum(), (x, w1, w2, gamma)) for y in (got, want)]
+    torch._dynamo.reset()
+    assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(*grads) <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fastvit_triton import (
     varlen_attention,
 )
 from fastvit_triton.kernels import OPS
-from fastvit_triton.kernels.argument import readable
+from fastvit_triton.kernels.argument import Norm, can_read_values
 from fastvit_triton.kernels.backend import backend, set_backend, using_backend, why_not
 from fastvit_triton.kernels.layer_norm import row_stats
 from fastvit_triton.kernels.linear import ACTIVATIONS
@@ -232,6 +233,24 @@ def test_mlp_is_two_linears_and_recompute_changes_nothing():
         assert torch.equal(got, want) and torch.equal(torch.autograd.grad(got.sum(), x)[0], truth)
 
 
+def test_a_norm_is_the_plain_tuple():
+    """Oracle: the same calls with (weight, bias, eps), bit by bit; another kind of norm is named."""
+    x, fc1, fc2, qkv = randn(2, 3, 4), (randn(9, 4), randn(9)), (randn(4, 9), randn(4)), randn(2, 3, 12)
+    parameters = randn(4), randn(4), 1e-5
+    calls = {
+        "norm": [partial(linear, x, *fc1), partial(mlp, x, fc1, fc2)],
+        "q_norm": [partial(attention_qkv, qkv, 1)],
+        "k_norm": [partial(attention_qkv, qkv, 1)],
+    }
+    for name, functions in calls.items():
+        for function in functions:
+            want = function(**{name: parameters})
+            assert torch.equal(function(**{name: Norm(*parameters)}), want)
+            assert torch.equal(function(**{name: (*parameters, "layer_norm")}), want)
+            with pytest.raises(ValueError, match=f"kind of {name} is 'rms_norm'; the kernels have 'layer_norm' only"):
+                function(**{name: Norm(*parameters, "rms_norm")})
+
+
 def test_patch_embed_is_a_linear_map_of_flattened_patches():
     """Oracle: patches cut by slicing, flattened as (row, column, channel); positions by hand."""
     image, weight, bias = randn(2, 3, 4, 6), randn(5, 3, 2, 2), randn(5)
@@ -337,12 +356,12 @@ PACKED = [torch.randn(6, 2, 8)] * 3
             lambda: layer_norm(torch.tensor(1.0), None, None, 1e-6),
             r"x must have axes \[..., D\], got shape",
         ),
-        (ValueError, lambda: linear(randn(2, 4), randn(3, 4).to("meta")), "weight lies on meta, .* on cpu; move it"),
+        (ValueError, lambda: linear(randn(2, 4), randn(3, 4).to("meta")), "weight is on meta, .* on cpu; move it"),
         (ValueError, lambda: linear(randn(2, 8), randn(5, 8), activation="swiglu"), "axis F of weight must be even"),
         (
             ValueError,
             lambda: linear(randn(2, 8), randn(5, 8), norm=(None, None)),
-            "norm must be a tuple .* got 2 values",
+            "norm must be a Norm or a tuple .* got 2 values",
         ),
         (
             ValueError,
@@ -414,16 +433,16 @@ def test_values_are_read_where_nothing_traces(monkeypatch):
     from torch.utils.flop_counter import FlopCounterMode
 
     lengths = torch.tensor([0, 3])
-    assert readable(lengths) and not readable(lengths.to("meta"))
+    assert can_read_values(lengths) and not can_read_values(lengths.to("meta"))
     with FakeTensorMode() as mode:
-        assert not readable(mode.from_tensor(lengths))
+        assert not can_read_values(mode.from_tensor(lengths))
     with FlopCounterMode(display=False):
-        assert not readable(lengths)
+        assert not can_read_values(lengths)
     seen = []
-    torch.func.vmap(lambda x: seen.append(readable(lengths)) or x)(torch.ones(2))
+    torch.func.vmap(lambda x: seen.append(can_read_values(lengths)) or x)(torch.ones(2))
     assert seen == [False]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not readable(lengths)
+    assert not can_read_values(lengths)
 
 
 def test_switch_and_reasons(monkeypatch, switch):
@@ -431,7 +450,7 @@ def test_switch_and_reasons(monkeypatch, switch):
     assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
     set_backend(None)
-    assert "says torch" in why_not(torch.device("cuda"), torch.float32)
+    assert "is torch" in why_not(torch.device("cuda"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "triton")
     set_backend(None)
     with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 for the interpreter"):

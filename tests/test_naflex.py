@@ -4,10 +4,13 @@ import math
 from functools import partial
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+from foreign import redraw
 from torch import nn
 
+from fastvit_triton import create_model, load_weights
 from fastvit_triton.models.config import ViTConfig
 from fastvit_triton.models.naflex import NaFlexVisionTransformer
 from fastvit_triton.models.transformer import VisionTransformer
@@ -53,9 +56,21 @@ def test_each_image_is_as_if_alone(options: dict):
         CLOSE(a.grad, b.grad, msg=name)
 
 
-def _at_own_size(image: torch.Tensor, length: int) -> torch.Tensor:
+@pytest.mark.parametrize("name", ["naflexvit_base_patch16_gap", "naflexvit_so150m2_patch16_reg1_gap"])
+def test_logits_equal_timms(name: str):
+    """Oracle: timm's NaFlexViT in float64, its weights read by `load_weights`, on the same padded patches."""
+    sizes = dict(embed_dim=24, depth=2, num_heads=2, num_classes=5)
+    ours, theirs = create_model(name, **sizes).double(), redraw(timm.create_model(name, **sizes).double())
+    assert load_weights(ours, theirs.state_dict()).family == "timm NaFlexViT"
+    patches = torch.stack([_at_own_size(torch.randn(3, *size).double(), 6, 16) for size in [(32, 48), (32, 32)]])
+    places, valid = patches[..., :2].long(), patches[..., 0] >= 0
+    inputs = dict(patches=patches[..., 2:], patch_coord=places.clamp(min=0), patch_valid=valid)
+    CLOSE(ours.eval()(patches), theirs.eval()(inputs))
+
+
+def _at_own_size(image: torch.Tensor, length: int, patch: int = 4) -> torch.Tensor:
     """Patches without resizing: to_patches with exactly as many tokens as the image has, then padded."""
-    rows = to_patches(image, image.shape[1] * image.shape[2] // 16, (4, 4))
+    rows = to_patches(image, image.shape[1] * image.shape[2] // patch**2, (patch, patch))
     padding = rows.new_zeros(length - rows.shape[0], rows.shape[1])
     padding[:, :2] = -1
     return torch.cat(

@@ -225,7 +225,7 @@ def test_relu_lets_nan_through():
 
 # kernel: what one reads in it, what a slip would have made of that, and the op and case that must notice
 SLIPS = {
-    "attention._fwd_kernel": ("1.0 / some", "-1.0 / some", attention.OP, "bias"),
+    "attention._fwd_kernel": ("1.0 / nonzero_sum", "-1.0 / nonzero_sum", attention.OP, "bias"),
     "attention_backward._bwd_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "class_token"),
     "attention_backward._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
     "attention_backward._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
@@ -233,10 +233,10 @@ SLIPS = {
     "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
     "layer_norm._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
     "layer_norm._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
-    "fold._fold_rows": ("const += tl.sum", "const -= tl.sum", fold.OP, "one"),
+    "fold._fold_rows": ("folded_bias += tl.sum", "folded_bias -= tl.sum", fold.OP, "one"),
     "fold._fold_kernel": ("block -= blocks", "block += blocks", fold.OP, "three"),
-    "linear.merged": ("count - mean", "count + mean", STATS, "norm_gelu"),
-    "linear.finish": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
+    "linear.merge_stats": ("count - mean", "count + mean", STATS, "norm_gelu"),
+    "linear.apply_epilogue": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
     "linear._fwd_kernel": ("tl.arange(0, BLOCK_F // PARTS)", "1 + tl.arange(0, BLOCK_F // PARTS)", linear.OP, "branch"),
     "linear_backward._bwd_weight_kernel": ("dw += dbias", "dw -= dbias", linear.OP, "norm_gelu"),
     "linear_backward._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),

@@ -318,9 +318,9 @@ def test_dropped_images_are_not_computed(init_values: float | None, norm: str):
     for block in skipping.blocks:
         mlp, forward = block.mlp, block.mlp.forward
         mlp.forward = lambda x, forward=forward, **branch: (rows.append(x.shape[0]), forward(x, **branch))[1]
-    draw = DropPath.kept
+    draw = DropPath.kept_images
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DropPath, "kept", lambda self, x: (draws.append(draw(self, x)), draws[-1])[1])
+        patch.setattr(DropPath, "kept_images", lambda self, x: (draws.append(draw(self, x)), draws[-1])[1])
         ours = skipping(images)
     kept = iter([torch.zeros(12).index_fill(0, chosen, 2.0).double() for chosen in draws])
     with pytest.MonkeyPatch.context() as patch:

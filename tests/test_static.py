@@ -1,6 +1,5 @@
 """Ring 3: what the public functions launch, compiled for GPUs that are not here. Oracle: the binaries themselves."""
 
-import ast
 import dataclasses
 import json
 
@@ -11,9 +10,10 @@ from interpreter import interpreting
 from triton.runtime.jit import JITFunction
 
 from benchmarks import static
-from benchmarks.cases import cases
+from benchmarks.fingerprint import key
+from benchmarks.launch_cases import cases
 from benchmarks.launches import Launch, compiled, record, work
-from benchmarks.sass import PARTS, read
+from benchmarks.sass import GPUS, read
 from fastvit_triton import layer_norm
 from fastvit_triton.kernels import OPS
 
@@ -73,16 +73,15 @@ def test_no_launch_is_worse_than_in_the_committed_report(rows):
     def launches_of(rows):
         found = {}
         for row in rows:
-            key = tuple(row[name] for name in ("arch", "case", "op", "phase", "dtype"))
-            found.setdefault(key, []).append(row)
+            found.setdefault(tuple(row[name] for name in ("arch", "case", "op", "phase", "dtype")), []).append(row)
         return found
 
     committed = launches_of(report["rows"])
-    for key, now in launches_of(row for row in rows if row["arch"] in report["parts"]).items():
-        assert [row["kernel"] for row in now] == [row["kernel"] for row in committed[key]], key
-        for new, old in zip(now, committed[key], strict=True):
-            assert new["spill_bytes"] <= old["spill_bytes"] and new["mma"].keys() >= old["mma"].keys(), (key, new)
-            assert new["predicted_us"] <= 1.05 * old["predicted_us"], (key, new["kernel"])
+    for call, now in launches_of(row for row in rows if row["arch"] in report["parts"]).items():
+        assert [row["kernel"] for row in now] == [row["kernel"] for row in committed[call]], call
+        for new, old in zip(now, committed[call], strict=True):
+            assert new["spill_bytes"] <= old["spill_bytes"] and new["mma"].keys() >= old["mma"].keys(), (call, new)
+            assert new["predicted_us"] <= 1.05 * old["predicted_us"], (call, new["kernel"])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -110,15 +109,7 @@ def test_floor_of_attention():
     """ViT-B, batch 256, on an H200: 3072 heads read q, k, v and write o, 197 × 64 bfloat16 each, at 4.3 TB/s."""
     launch = next(launch for launch in launches("sm_90") if launch.name == "attention._fwd_kernel")
     expected = 3072 * 4 * 197 * 64 * 2 / 4.3e12 * 1e6
-    assert static.floor(launch, "inference", static.PARTS["sm_90"]) == pytest.approx(expected, rel=1e-3)
-
-
-def test_every_case_launches():
-    """Oracle: the functions' own checks, which the whole report would meet only after an hour of compiling."""
-    for case in cases():
-        function, arguments, options = case.build()
-        for found in record("sm_90", function, *arguments, **options).values():
-            assert all(launch.tensors and launch.nbytes for launch in found), case
+    assert static.floor(launch, "inference", static.GPUS["sm_90"]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_recording_leaves_nothing_behind():
@@ -133,28 +124,58 @@ def test_recording_leaves_nothing_behind():
         torch.testing.assert_close(layer_norm(x, weight, None, 1e-6), torch.layer_norm(x, (8,), weight, None, 1e-6))
 
 
-@pytest.mark.parametrize("folder, parts", [(".", PARTS), ("triton-3.6.0", ["sm_90"]), ("triton-3.9.0", ["sm_90"])])
-def test_committed_report_is_of_these_sources_and_clean(folder, parts):
-    """Oracle: the hash of the kernels and their tables as they are now; every part, nothing spilled, all fits."""
-    committed = json.loads((static.RESULTS / folder / "static.json").read_text())
-    assert committed["sources"] == static.sources_hash(), f"the report is stale; run `{static.COMMAND}`"
-    assert set(committed["parts"]) == set(parts)
-    assert not [row for row in committed["rows"] if row["violations"]]
-    covered = {row["op"] for row in committed["rows"]}
+REPORTS = {".": list(GPUS), "triton-3.6.0": ["sm_90"], "triton-3.9.0": ["sm_90"]}
+RECORDED = [("sm_90", False), *((arch, True) for arch in GPUS if arch != "sm_90")]
+RECORDED += [pytest.param(arch, False, marks=pytest.mark.full) for arch in GPUS if arch != "sm_90"]
+
+
+def committed(folder: str) -> dict:
+    """A report of this repository."""
+    return json.loads((static.RESULTS / folder / "static.json").read_text())
+
+
+@pytest.mark.parametrize("folder", REPORTS)
+def test_committed_report_is_complete_and_clean(folder):
+    """Every part and op; nothing spilled, all fits."""
+    report = committed(folder)
+    assert list(report["parts"]) == REPORTS[folder]
+    assert not [row for row in report["rows"] if row["violations"]]
+    covered = {row["op"] for row in report["rows"]}
     assert covered >= {op.name for op in OPS} - {"fold"}  # which `linear` launches
 
 
-def test_hash_reads_meaning_only():
-    """Comments, docstrings and layout do not change the hash of a source; one number does."""
-    said = [
-        static._spelled(ast.parse(text))
-        for text in (
-            'def f(x):\n    """Old."""\n    return x + 1\n',
-            "def f(x):  # new\n    return (x +\n        1)\n",
-            "def f(x):\n    return x + 2\n",
-        )
+@pytest.mark.parametrize("arch, quick", RECORDED)
+def test_committed_reports_are_of_these_launches(arch, quick):
+    """Oracle: the keys of launches recorded now; all of them on an H200, with `-m full` on every part."""
+    keys = {}
+    for case in cases(quick):
+        for phase, launch in static.recorded(case, arch):
+            assert launch.tensors and launch.nbytes, case
+            keys.setdefault(key(launch, arch), f"{launch.name} ({case.name} {case.op} {phase} {case.dtype})")
+    for folder in (folder for folder, parts in REPORTS.items() if arch in parts):
+        have = {row["key"] for row in committed(folder)["rows"] if row["arch"] == arch}
+        missing = [name for found, name in keys.items() if found not in have]
+        assert not missing, f"{folder}: {len(missing)} launches changed; run `{static.COMMAND}`\n" + "\n".join(missing)
+        assert quick or have == keys.keys(), f"{folder} has launches that are not made any more"
+
+
+def test_unchanged_rows_are_not_compiled(monkeypatch):
+    """With every key known nothing is compiled. Oracle: the committed rows; names and floors are computed anew."""
+    monkeypatch.setattr(static, "compiled", None)
+    rows = [row for row in committed(".")["rows"] if row["arch"] == "sm_90"]
+    known = {row["key"]: row | dict(kernel="old", case="old", config="old", floor_us=-1) for row in rows}
+    made = static.report(["sm_90"], quick=True, known=known)["rows"]
+    assert made and all(row in rows for row in made)
+
+
+def test_changed_reports_are_not_reused():
+    """Rows come from a report by the same Triton and ptxas, for the same figures of the part, without violation."""
+    figures = {arch: dataclasses.asdict(GPUS[arch]) for arch in ("sm_80", "sm_90")}
+    rows = [dict(key=arch, arch=arch, violations=[]) for arch in figures] + [
+        dict(key="b", arch="sm_80", violations="b")
     ]
-    assert said[0] == said[1] != said[2]
-    row, choice = dict(config={"BLOCK_M": 64}, provenance="predicted"), dict(choice=dict(measured={"N=256": "ours"}))
-    table = {"a": row, "b": choice}
-    assert static._launched({"a": row | choice}) == static._launched(table) != static._launched({"a": choice})
+    report = dict(triton=triton.__version__, ptxas=static.ptxas_versions(), parts=figures, rows=rows)
+    assert static.reusable(report).keys() == figures.keys()
+    assert static.reusable(report | dict(triton="3.0.0")) == {} == static.reusable(report | dict(ptxas={}))
+    other = figures | dict(sm_80=figures["sm_80"] | dict(gbs=1))
+    assert static.reusable(report | dict(parts=other)).keys() == {"sm_90"}

@@ -894,7 +894,7 @@ def test_files_that_do_not_name_their_model(tmp_path):
         load_model(tmp_path / "a.safetensors")
     header = {"variant": "vit_tiny_patch16_224", "config": json.dumps({"wings": 2})}
     save_file(model.state_dict(), tmp_path / "a.safetensors", header)
-    with pytest.raises(WeightsError, match="cannot build: a ViT has no option 'wings'"):
+    with pytest.raises(WeightsError, match="cannot build: ViTConfig has no option 'wings'"):
         load_model(tmp_path / "a.safetensors")
 
 
@@ -935,3 +935,13 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert_equal(load_model(tmp_path / "a.safetensors")[0], model)
     with pytest.raises(WeightsError, match=r"name the file a\.safetensors"):
         save_weights(model, tmp_path / "a.pth")
+
+
+def test_a_pyramid_is_no_plain_vit():
+    """Oracle: timm's Swin and PVT, which name a patch_embed.proj.weight too."""
+    vit = create_model("vit_tiny_patch16_224", depth=1)
+    for name in ("swin_tiny_patch4_window7_224", "pvt_v2_b0"):
+        with torch.device("meta"):
+            state = timm.create_model(name).state_dict()
+        with pytest.raises(WeightsError, match="no checkpoint of a plain ViT"):
+            load_weights(vit, state)

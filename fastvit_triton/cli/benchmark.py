@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from ..measure.arms import Case
+    from ..measure.variants import Case
 
 SECONDS = 100.0  # time limit after the imports; variants that are not ready by then are reported as late
 COPIES = 2  # sets of images, used in turn
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures a model on this machine in under two minutes: eager, compiled, ours, and other installed libraries."""
-    from ..measure.arms import measure
-    from ..measure.deadline import Deadline, Late
+    from ..measure.timeout import Deadline, TimedOut
+    from ..measure.variants import measure
 
     device = select_device(args.device)
     gpu = device.type == "cuda"
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> int:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, hard:
             stage = bar.add_task("building the models", total=None)
             case = _case(name, batch, args.train, dtype, device)
-            bar.update(stage, total=sum(arm.reason is None for arm in case.arms) + 3)
+            bar.update(stage, total=sum(variant.reason is None for variant in case.variants) + 3)
 
             def on_progress(what: str) -> None:
                 bar.update(stage, advance=1, description=what)
 
-            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, tell=on_progress)
-    except Late as error:
+            found = measure(case, phase, device, deadline, 0.15 * SECONDS, COPIES, on_progress=on_progress)
+    except TimedOut as error:
         raise ValueError(f"{name} at batch {batch} takes longer than {SECONDS:.0f} s; lower --batch") from error
     except RuntimeError as error:  # there is no OutOfMemoryError on a CPU
         if "allocate memory" not in str(error):
@@ -80,7 +80,7 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     """The variants of a model: timm's eager model first if it is installed, compiled variants last."""
     import torch
 
-    from ..measure.models import Run, case, known, least_bytes
+    from ..measure.model_cases import Run, case, known, least_bytes
     from ..models import create_model
 
     if known(name):
@@ -93,11 +93,14 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
             f"--batch {batch} needs more than {needed / 2**30:.0f} GiB for {name}, and {device} has "
             f"{there / 2**30:.0f} GiB; at most {fits} can fit"
         )
-    eager, timm = made.arms[0], next((arm for arm in made.arms if arm.name == "timm" and arm.reason is None), None)
-    others = [arm for arm in made.arms if arm not in (eager, timm)]
-    others.sort(key=lambda arm: "compile" in arm.name)
+    eager, timm = (
+        made.variants[0],
+        next((variant for variant in made.variants if variant.name == "timm" and variant.reason is None), None),
+    )
+    others = [variant for variant in made.variants if variant not in (eager, timm)]
+    others.sort(key=lambda variant: "compile" in variant.name)
     first = replace(timm, name="eager (timm)") if timm else eager
-    return replace(made, arms=[first, *others])
+    return replace(made, variants=[first, *others])
 
 
 def _memory(device: "torch.device") -> int:
@@ -122,7 +125,7 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
         if why == "needs a GPU":  # printed once below
             continue
         if why is not None:
-            late = why.startswith("Late")
+            late = why.startswith("TimedOut")
             print_line(
                 f"{row['arm']}: {'not ready in time; compiled code is kept, so run this again' if late else why}"
             )

@@ -127,7 +127,7 @@ def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | No
 
 def _package(name: str) -> ModuleType:
     """Imports a package; raises ValueError if it cannot be used."""
-    from ..measure.arms import absent
+    from ..measure.variants import absent
 
     if (why := absent(name)) is not None:
         raise ValueError(f"{why}; install it beside this version of torch")

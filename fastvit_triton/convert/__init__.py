@@ -5,14 +5,14 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 # Loaded on first use: the backend brings all of Dynamo, and `modules` reads every family.
-_PUBLIC = {"optimize": "modules", "revert": "modules", "report": "backend", "Report": "outcome", "Row": "outcome"}
+_PUBLIC = {"optimize": "modules", "revert": "modules", "report": "backend", "Report": "reporting", "Row": "reporting"}
 
 __all__ = ["Report", "Row", "optimize", "report", "revert"]
 
 if TYPE_CHECKING:
     from .backend import report
     from .modules import optimize, revert
-    from .outcome import Report, Row
+    from .reporting import Report, Row
 
 
 def __getattr__(name: str):

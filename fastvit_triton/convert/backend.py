@@ -11,64 +11,23 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from ..kernels.backend import why_not
 from .graph import kind, value
+from .reporting import Report, Row
 from .rewrite import Rewriter
 
 NAME = "fastvit_triton"
+UNFUSED = "left to the compiler"
 CANDIDATES = ("conv2d", "encoder_layer", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu")
 CANDIDATES += ("scaled_dot_product_attention", "softmax")
 
 log = logging.getLogger(__name__)
 
 Compile = Callable[[fx.GraphModule, list], Callable]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One candidate: a call of PyTorch that a kernel could take over.
-
-    Attributes:
-        path: the module that makes the call, by its name in the model; "" where Dynamo did not note it.
-        call: what is called, such as "layer_norm".
-        became: the kernel's function that does its work now; None where it is left to Inductor.
-        why: why it is left; None where it is not.
-    """
-
-    path: str
-    call: str
-    became: str | None = None
-    why: str | None = None
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """All candidates of a model's graphs, in the order of their calls; `print` shows them as a table."""
-
-    rows: tuple[Decision, ...] = ()
-
-    @property
-    def fused(self) -> tuple[Decision, ...]:
-        """Candidates that run on a kernel."""
-        return tuple(row for row in self.rows if row.became is not None)
-
-    @property
-    def left(self) -> tuple[Decision, ...]:
-        """Candidates that are left to Inductor."""
-        return tuple(row for row in self.rows if row.became is None)
-
-    def __str__(self) -> str:
-        """The table, and how many candidates run on a kernel."""
-        lines = [("module", "call", "runs")]
-        lines += [(row.path, row.call, row.became or f"as it was: {row.why}") for row in self.rows]
-        wide = [max(len(line[i]) for line in lines) for i in (0, 1)]
-        text = [f"{path:<{wide[0]}}  {call:<{wide[1]}}  {runs}".rstrip() for path, call, runs in lines]
-        return "\n".join([*text, f"{len(self.fused)} of {len(self.rows)} candidates run on a kernel."])
 
 
 def backend(
@@ -91,9 +50,9 @@ def backend(
     Returns:
         The compiled function.
     """
-    decisions = rewrite(graph)
-    if decisions.rows and log.isEnabledFor(logging.INFO):
-        log.info("%s", decisions)
+    found = rewrite(graph)
+    if found.rows and log.isEnabledFor(logging.INFO):
+        log.info("%s", found)
     if inner is not None:
         return inner(graph, inputs)
     return torch._TorchCompileInductorWrapper(mode, options, None)(graph, inputs)
@@ -108,7 +67,7 @@ def _reset() -> None:
 backend.reset = _reset
 
 
-def rewrite(graph: fx.GraphModule) -> Decisions:
+def rewrite(graph: fx.GraphModule) -> Report:
     """Rewrites a captured graph in place, and the checkpointed parts in it; leaves alone what no kernel could run."""
     rows = [row for part in _bodies(graph) for row in rewrite(part).rows]
     candidates = [(node.name, _path(node), kind(node)) for node in graph.graph.nodes if kind(node) in CANDIDATES]
@@ -116,7 +75,7 @@ def rewrite(graph: fx.GraphModule) -> Decisions:
     reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in found)]
     if not candidates or all(reasons):
         why = next(iter(reasons), "it computes nothing in floating point")
-        return Decisions((*rows, *(Decision(path, call, None, why) for _, path, call in candidates)))
+        return Report((*rows, *(Row(path, call, why=why) for _, path, call in candidates)), unfused=UNFUSED)
     rewriter = Rewriter(graph.graph)
     rewriter.run()
     if rewriter.became:
@@ -124,8 +83,8 @@ def rewrite(graph: fx.GraphModule) -> Decisions:
     for name, path, call in candidates:
         became = rewriter.became.get(name)
         why = rewriter.why.get(name, "nothing it could be fused with")
-        rows.append(Decision(path, call, became, None if became else why))
-    return Decisions(tuple(rows))
+        rows.append(Row(path, call, became, why=None if became else why))
+    return Report(tuple(rows), unfused=UNFUSED)
 
 
 def _bodies(graph: fx.GraphModule) -> list[fx.GraphModule]:
@@ -140,12 +99,12 @@ def _path(node: fx.Node) -> str:
     return re.sub(r"^L\['\w+'\]\.?|^.*__closure__\S*\.?", "", stack[-1][0]) if stack else ""
 
 
-def report(model: nn.Module, *inputs: object, **options: object) -> Decisions:
+def report(model: nn.Module, *inputs: object, **options: object) -> Report:
     """What the backend would do with a model, found by one call of model(*inputs, **options) that compiles nothing.
 
     Kernels are chosen for the device, dtype and autocast of that call, and for training where gradients are on.
     """
-    found: list[Decision] = []
+    found: list[Row] = []
 
     def look(graph, _):
         twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
@@ -158,7 +117,7 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Decisions:
     fresh = call.__code__.replace()  # Dynamo keeps what it compiled by code object
     run = types.FunctionType(fresh, call.__globals__, "call", None, call.__closure__)
     torch.compile(run, backend=look)(*inputs, **options)
-    return Decisions(tuple(found))
+    return Report(tuple(found), unfused=UNFUSED)
 
 
 # An installed package is found by its entry point; one in a source tree registers itself.

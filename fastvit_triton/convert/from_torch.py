@@ -130,7 +130,7 @@ def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
         return original(self, input)
     device = input.device.type
     wide = device != "cpu" and torch.is_autocast_enabled(device) and input.dtype != torch.float64
-    return layer_norm(input.float() if wide else input, *norm)
+    return layer_norm(input.float() if wide else input, *norm[:3])
 
 
 @fused_forward(

@@ -17,7 +17,7 @@ from ..layers.parts import LAYER_NORMS, is_readable, norm_of
 from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
 from .forwards import Forward, forward_for
 from .from_torch import CONV, STEMS
-from .outcome import Report, Row
+from .reporting import Report, Row
 
 LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why
 LEFT |= dict.fromkeys(from_transformers.INNER)  # parts of a candidate, none themselves

@@ -1,4 +1,4 @@
-"""What is computed. `OPS` is the list that tests, benchmarks and the doctor walk; an op is added by naming it here."""
+"""Triton kernels with their PyTorch references. `OPS` lists the ops for tests, benchmarks and `doctor`."""
 
 from . import attention, attention_qkv, fold, layer_norm, linear, mlp, patch_embed
 

@@ -1,26 +1,62 @@
-"""What one argument of a public function must be: a rank, a device, a dtype, a number.
+"""Types of grouped arguments, and checks of single arguments: rank, device, dtype, range.
 
-A message is one sentence that names the argument and what was given.
+Every message is one sentence that names the argument and the value that was given.
 """
 
 import math
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .op import expect
 
-Norm = tuple[Tensor | None, Tensor | None, float]  # weight [K], bias [K], eps
+Pair = tuple[Tensor, Tensor]  # gate and up projections of SwiGLU, [F, K] each, or their biases [F]
+Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True if channel pairs are (2i, 2i + 1)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-LARGEST = 2.0**62  # of a number: its square is finite in float32, and as an int it is one of 64 bits
-CHECK = os.environ.get("FASTVIT_TRITON_CHECK", "0") not in ("", "0")  # values that lie on a GPU are checked too
+LARGEST = 2.0**62  # its square is finite in float32, and as an int it has 64 bits
+CHECK = os.environ.get("FASTVIT_TRITON_CHECK", "0") not in ("", "0")  # check values of tensors on a GPU, too
 
 
-def fits(tensor: Tensor, like: Tensor, *shape: int) -> bool:
-    """A tensor of that shape with the dtype and device of `like`: the usual case, which needs no further look."""
+class Norm(NamedTuple):
+    """Parameters of the normalisation before a projection. A plain tuple (weight, bias, eps) is accepted as well.
+
+    Attributes:
+        weight: γ [K], or None.
+        bias: β [K], or None.
+        eps: ε, added to the variance.
+        kind: "layer_norm", the only kind that the kernels have.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    kind: str = "layer_norm"
+
+
+class Epilogue(NamedTuple):
+    """What follows a matrix product [..., F] before it is stored.
+
+    Attributes:
+        activation: its name, or None.
+        layer_scale: [F], or None.
+        sample_scale: [B], the drop-path factor of each image, or None.
+        residual: [..., F], added last, or None.
+        return_stats: the row statistics of the result are wanted.
+    """
+
+    activation: str | None
+    layer_scale: Tensor | None
+    sample_scale: Tensor | None
+    residual: Tensor | None
+    return_stats: bool
+
+
+def is_like(tensor: Tensor, like: Tensor, *shape: int) -> bool:
+    """True for a dense tensor of that shape with the dtype and device of `like`: then no check can fail."""
     return (
         isinstance(tensor, Tensor)
         and tensor.shape == shape
@@ -30,62 +66,62 @@ def fits(tensor: Tensor, like: Tensor, *shape: int) -> bool:
     )
 
 
-def filled(argument: str, axis: str, size: int) -> None:
-    """Raises ValueError when an axis that must not be empty is."""
+def expect_nonempty(argument: str, axis: str, size: int) -> None:
+    """Raises ValueError if an axis has size 0."""
     if size < 1:
         raise ValueError(f"axis {axis} of {argument} must be at least 1, got {size}")
 
 
 def expect_rows(argument: str, x: Tensor, axis: str) -> None:
-    """Raises where x is no tensor [..., axis] of floating point numbers with at least one channel."""
+    """Raises TypeError or ValueError unless x is a floating-point tensor [..., axis] with at least one channel."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or not x.shape:
         expect(argument, x, **{"...": None, axis: None})
     if x.shape[-1] < 1 or x.dtype not in FLOATS:
-        filled(argument, axis, x.shape[-1])
-        floating(argument, x)
+        expect_nonempty(argument, axis, x.shape[-1])
+        expect_floating(argument, x)
 
 
-def floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> None:
-    """Raises TypeError when a tensor is not floating point, or is multiplied with `like` and has another dtype.
+def expect_floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> None:
+    """Raises TypeError unless the tensor is floating point and, if `like` is given, has its dtype.
 
-    Autocast, where it is on, gives both one dtype; it leaves float64 alone.
+    Under autocast dtypes may differ, for autocast casts both operands of a product; it does not cast float64.
     """
     dtype = tensor.dtype
     if dtype not in FLOATS:
         raise TypeError(f"{argument} must be float32, bfloat16, float16 or float64, got {dtype}")
-    if like is not None and dtype != like.dtype and not (autocasts(like) and _mixes(dtype, like.dtype)):
-        raise TypeError(f"{argument} is {dtype}, what it is multiplied with {like.dtype}; give both one dtype")
+    if like is not None and dtype != like.dtype and not (is_autocast_on(like) and _can_mix(dtype, like.dtype)):
+        raise TypeError(f"{argument} is {dtype}, the other operand {like.dtype}; give both the same dtype")
 
 
-def mixing(argument: str, tensor: Tensor, like: Tensor) -> None:
-    """Raises TypeError when a tensor is not floating point, or one of the two alone is float64."""
-    floating(argument, tensor)
-    if not _mixes(tensor.dtype, like.dtype):
-        raise TypeError(f"{argument} is {tensor.dtype}, x is {like.dtype}; float64 goes with float64 only")
+def expect_mixable(argument: str, tensor: Tensor, like: Tensor) -> None:
+    """Raises TypeError unless the tensor is floating point, and float64 if and only if `like` is."""
+    expect_floating(argument, tensor)
+    if not _can_mix(tensor.dtype, like.dtype):
+        raise TypeError(f"{argument} is {tensor.dtype}, x is {like.dtype}; float64 cannot be mixed with other dtypes")
 
 
-def normalizing(argument: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raises TypeError when a LayerNorm's parameter has neither the dtype of its input nor, beside 16 bits, float32."""
+def expect_norm_dtype(argument: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raises TypeError unless a LayerNorm's parameter has the dtype of its input, or is float32 for a 16-bit input."""
     if tensor.dtype == dtype:
         return
-    floating(argument, tensor)
+    expect_floating(argument, tensor)
     narrow = dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
-    if not narrow and not (autocasts(tensor) and _mixes(tensor.dtype, dtype)):
-        raise TypeError(f"{argument} is {tensor.dtype}, what is normalised {dtype}; give both one dtype")
+    if not narrow and not (is_autocast_on(tensor) and _can_mix(tensor.dtype, dtype)):
+        raise TypeError(f"{argument} is {tensor.dtype}, the input of the norm {dtype}; give both the same dtype")
 
 
-def _mixes(a: torch.dtype, b: torch.dtype) -> bool:
+def _can_mix(a: torch.dtype, b: torch.dtype) -> bool:
     return a == b or torch.float64 not in (a, b)
 
 
-def autocasts(x: Tensor) -> bool:
-    """Autocast is on for x's device."""
+def is_autocast_on(x: Tensor) -> bool:
+    """True if autocast is enabled for the device of x."""
     kind = x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)  # which does not know the meta device
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # it raises for the meta device
 
 
-def number(argument: str, value: float, least: float = -math.inf) -> None:
-    """Raises TypeError when a value is no number, ValueError when it is below `least`, not finite or huge."""
+def expect_number(argument: str, value: float, least: float = -math.inf) -> None:
+    """Raises TypeError unless the value is a number, ValueError unless it is finite, ≥ `least` and at most 2^62."""
     if type(value) is not float and not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
     if not (least <= value <= LARGEST and value >= -LARGEST):
@@ -93,8 +129,8 @@ def number(argument: str, value: float, least: float = -math.inf) -> None:
         raise ValueError(f"{argument} must be finite{limit} and at most 2^62, got {value}")
 
 
-def whole(argument: str, value: int, least: int, most: int | None = None) -> None:
-    """Raises TypeError when a value is no int, ValueError when it is not between `least` and `most`."""
+def expect_int(argument: str, value: int, least: int, most: int | None = None) -> None:
+    """Raises TypeError unless the value is an int, ValueError unless `least` ≤ value ≤ `most`."""
     if type(value) is not int and (not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool)):
         raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
     if value < least or (most is not None and value > most):
@@ -102,15 +138,15 @@ def whole(argument: str, value: int, least: int, most: int | None = None) -> Non
         raise ValueError(f"{argument} must be {limits}, got {value}")
 
 
-def flag(argument: str, value: bool) -> None:
-    """Raises TypeError when a value is neither True nor False."""
+def expect_bool(argument: str, value: bool) -> None:
+    """Raises TypeError unless the value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {type(value).__name__}")
 
 
-def readable(tensor: Tensor) -> bool:
-    """The values of a tensor may be checked: nothing is traced, and they lie on a CPU or FASTVIT_TRITON_CHECK is 1."""
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # a fake tensor is of a subclass
+def can_read_values(tensor: Tensor) -> bool:
+    """True if a tensor's values may be read for a check: no tracing, and on a CPU or with FASTVIT_TRITON_CHECK=1."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # fake tensors are a subclass
         return False
     if tensor.device.type != "cpu" and not (
         CHECK and tensor.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -120,35 +156,35 @@ def readable(tensor: Tensor) -> bool:
     return not traced and not torch.jit.is_tracing()
 
 
-def norm_parameters(x: Tensor, dtype: torch.dtype, given: Norm, name: str = "", **axis: int) -> None:
-    """Raises where (weight, bias, eps) are not those of a LayerNorm of rows like x's, in that dtype, over one axis."""
-    weight, bias, eps = given
-    usual = x.dtype == dtype
-    if weight is not None and not (usual and fits(weight, x, *axis.values())):
+def expect_norm(x: Tensor, dtype: torch.dtype, norm: Norm, name: str = "", **axis: int) -> None:
+    """Raises ValueError or TypeError unless the norm fits x [..., axis], where the input of the norm has that dtype."""
+    weight, bias, eps = norm[:3]
+    same_dtype = x.dtype == dtype
+    if weight is not None and not (same_dtype and is_like(weight, x, *axis.values())):
         expect(f"{name}weight", weight, x, **axis)
-        normalizing(f"{name}weight", weight, dtype)
-    if bias is not None and not (usual and fits(bias, x, *axis.values())):
+        expect_norm_dtype(f"{name}weight", weight, dtype)
+    if bias is not None and not (same_dtype and is_like(bias, x, *axis.values())):
         expect(f"{name}bias", bias, x, **axis)
-        normalizing(f"{name}bias", bias, dtype)
-    number(f"{name}eps", eps, 0)
+        expect_norm_dtype(f"{name}bias", bias, dtype)
+    expect_number(f"{name}eps", eps, 0)
 
 
-def factors(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | None, **axis: int) -> None:
-    """Raises where LayerScale, a value for each channel, or drop-path, one for each image of x, do not fit."""
-    if layer_scale is not None and not fits(layer_scale, x, *axis.values()):
+def expect_scales(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | None, **axis: int) -> None:
+    """Raises ValueError or TypeError unless layer_scale is [axis] and sample_scale [B] for x [B, ...]."""
+    if layer_scale is not None and not is_like(layer_scale, x, *axis.values()):
         expect("layer_scale", layer_scale, x, **axis)
-        mixing("layer_scale", layer_scale, x)
+        expect_mixable("layer_scale", layer_scale, x)
     if sample_scale is not None:
         if x.dim() < 2:
             raise ValueError(f"x must have axes [B, ..., D] where sample_scale is given, got shape {list(x.shape)}")
-        if not fits(sample_scale, x, x.shape[0]):
+        if not is_like(sample_scale, x, x.shape[0]):
             expect("sample_scale", sample_scale, x, B=x.shape[0])
-            mixing("sample_scale", sample_scale, x)
+            expect_mixable("sample_scale", sample_scale, x)
 
 
-def added(argument: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
-    """Raises where a tensor does not have that shape, or cannot be added to x."""
-    if fits(tensor, x, *shape):
+def expect_addable(argument: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError or TypeError unless the tensor has that shape and can be added to x."""
+    if is_like(tensor, x, *shape):
         return
     if not isinstance(tensor, Tensor) or tensor.dim() != len(shape):
         expect(argument, tensor, None, **{f"axis {i}": None for i in range(len(shape))})
@@ -156,10 +192,10 @@ def added(argument: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> N
         raise ValueError(f"{argument} must have shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.layout is not torch.strided or tensor.device != x.device:
         expect(argument, tensor, x)
-    mixing(argument, tensor, x)
+    expect_mixable(argument, tensor, x)
 
 
-def integers(argument: str, tensor: Tensor) -> None:
-    """Raises TypeError when a tensor of sizes does not hold integers."""
+def expect_integers(argument: str, tensor: Tensor) -> None:
+    """Raises TypeError unless the tensor has an integer dtype."""
     if tensor.dtype not in INTEGERS:
         raise TypeError(f"{argument} must be int64, int32, int16, int8 or uint8, got {tensor.dtype}")

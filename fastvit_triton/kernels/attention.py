@@ -1,22 +1,24 @@
-"""Attention for images: bidirectional, ragged, optionally biased.
+"""Bidirectional attention for any numbers of queries and keys, with an optional bias, key lengths or packed images.
 
 Math      S = scale · Q Kᵀ + bias              [Nq, Nk]                          (1)
           O = softmax(S) V                     [Nq, Dv]                          (2)
           L = ln Σₙ exp(S)                     [Nq]      natural log, fp32       (3)
           A row whose keys are all masked gives O = 0 and no gradient, and L = −inf.
 Backward  equations (4) to (8) of `attention_backward`.
-Kernels   work in base 2, S·log₂e and L·log₂e, because exp2 is one instruction.
+Kernels   Scores and L are kept in base 2, as S·log₂e and L·log₂e, because exp2 is one instruction.
 Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq.
 Saved     q, k, v, bias, o in storage dtype and L in fp32.
-Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16); the last axis is copied if not contiguous.
-          L is fp32: where every key of a row has a finite bias below about −1e5, use −inf or kv_lens to mask, for
-          gradients of such a row are lost in its rounding.
-Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; Milakov & Gimelshein, arXiv:1805.02867, for the
-          running maximum.
+Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16). Tensors are copied if their last axis is not
+          contiguous. Mask with −inf or kv_lens, not with large negative numbers: where every key of a row has a finite
+          bias below about −1e5, the differences between its scores are lost in the rounding of L (fp32), and with them
+          the gradients of the row.
+Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; running maximum: Milakov & Gimelshein,
+          arXiv:1805.02867.
           Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
           Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 5-8.
-          Dehghani et al., NaViT, arXiv:2307.06304, section 2.1, for packed images.
-Differs   Any Nq, Nk (197 is the normal case), D ≠ Dv (LeViT), a free scale (T2T-ViT, CvT), grouped bias (Swin).
+          Dehghani et al., NaViT, arXiv:2307.06304, section 2.1 (packed images).
+Differs   From FlashAttention-2: any Nq and Nk (197 is the usual case), D ≠ Dv (LeViT), any softmax scale (T2T-ViT,
+          CvT), a bias shared by groups of images (Swin).
 """
 
 import math
@@ -26,21 +28,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import check, dispatch, eager
-from .argument import number, whole
+from .argument import expect_int, expect_number
 from .attention_backward import bwd_op
 from .attention_inner import (
     fwd_step,
-    head,
-    image_of,
-    no_head,
-    put_head,
-    start_of,
+    head_pointer,
+    load_tiles,
+    program_position,
+    store_tiles,
+    zero_tiles,
 )
 from .attention_launch import ARGUMENTS, arguments_of, blocks_of, run, sizes_of, tail_block, tuned_row
 from .backend import kernels_available
-from .eager import lead
+from .eager import last_axis_contiguous
 from .launch import cdiv
-from .op import Op, cast, expect, make, once_differentiable, register
+from .op import Op, cast, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
 
 
@@ -53,17 +55,17 @@ def attention(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ + bias) v, for any number of queries and keys.
+    """softmax(scale · q kᵀ + bias) v, for any numbers of queries and keys.
 
     Args:
-        q: [B, H, Nq, D]; views of a packed projection are welcome.
+        q: [B, H, Nq, D]; strided views, as of a packed projection, are not copied.
         k: [B, H, Nk, D].
         v: [B, H, Nk, Dv].
-        bias: [G, H, Nq, Nk] added to the scores, or boolean with True for "attend"; batch row b uses group b mod G.
-            Axes of size 1 broadcast. −inf masks a key.
+        bias: [G, H, Nq, Nk], added to the scores (−inf masks a key), or boolean with True for "attend". Image b uses
+            group b mod G. Axes of size 1 broadcast.
         scale: multiplies q kᵀ; None means D^-0.5.
-        kv_lens: [B] integers, valid keys per image; later keys are masked. Negative means none, more than Nk all.
-        return_lse: also return L of equation (3), which carries no gradient.
+        kv_lens: [B] integers, number of valid keys of each image; later keys are masked. Values are clamped to 0 … Nk.
+        return_lse: also return L of equation (3), which has no gradient.
 
     Returns:
         [B, H, Nq, Dv]; with `return_lse` also L [B, H, Nq], fp32.
@@ -87,23 +89,24 @@ def attention(
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
-    """Attention inside each image of a packed batch of differently sized images (NaFlex, NaViT).
+    """Attention within each image of a packed batch of images of different sizes (NaFlex, NaViT).
 
     Args:
-        q: [T, H, D], the tokens of all images one after another.
+        q: [T, H, D], the tokens of all images, concatenated.
         k: [T, H, D].
         v: [T, H, Dv].
-        cu_seqlens: [B + 1] integers from 0 to at most T: image b owns tokens cu_seqlens[b] to cu_seqlens[b + 1].
-        max_seqlen: upper bound of one image's tokens; a size for the launch, never read from the device.
+        cu_seqlens: [B + 1] non-decreasing integers from 0 to at most T; image b is tokens cu_seqlens[b] to
+            cu_seqlens[b + 1] − 1.
+        max_seqlen: at least the number of tokens of the longest image; sets the size of the launch.
         scale: softmax scale; None means D^-0.5.
 
     Returns:
         [T, H, Dv]; 0 for tokens that belong to no image.
 
     Raises:
-        ValueError: a size or device does not fit, or cu_seqlens does not cut T tokens into images of at most
-            max_seqlen. What cu_seqlens holds is read on a CPU, and on a GPU only with FASTVIT_TRITON_CHECK=1;
-            unread it is cut to T and max_seqlen, so that no memory outside of the tensors is touched.
+        ValueError: a size or device does not fit, or cu_seqlens does not divide T tokens into images of at most
+            max_seqlen. The values of cu_seqlens are checked on a CPU, and on a GPU only with FASTVIT_TRITON_CHECK=1;
+            the kernels clamp them to T and max_seqlen, and so never access memory outside the tensors.
         TypeError: an argument is of another type or dtype.
     """
     expect("q", q, T=None, H=None, D=None)
@@ -111,10 +114,10 @@ def varlen_attention(
     expect("k", k, q, T=T, H=H, D=D)
     expect("v", v, q, T=T, H=H, Dv=None)
     check.heads(q, k, v)
-    whole("max_seqlen", max_seqlen, 0, 2**31 - 1)
+    expect_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
     check.images(cu_seqlens, q, max_seqlen)
     if scale is not None:
-        number("scale", scale)
+        expect_number("scale", scale)
     if kernels_available(q, max(D, v.shape[2])):
         heads_first = (t.transpose(0, 1)[None] for t in cast(q, k, v))  # [1, H, T, D]
         o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, D**-0.5 if scale is None else scale)
@@ -131,7 +134,7 @@ def reference(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Equations (1) and (2) by PyTorch's fused attention, which has neither L nor tangents; else written out."""
+    """Equations (1) and (2) by PyTorch's fused attention; written out for L and for forward-mode AD, which it lacks."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = _mask(q, k, bias, kv_lens)
     if not return_lse and torch.autograd.forward_ad._current_level < 0:
@@ -149,7 +152,7 @@ def reference(
 def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
-    """One attention over all tokens in which a token sees its own image only; `max_seqlen` is not needed here."""
+    """Attention over all T tokens, masked so that a token attends to its own image only; `max_seqlen` is not used."""
     tokens = torch.arange(len(q), device=q.device)
     image = torch.searchsorted(cu_seqlens[1:].contiguous().to(tokens.dtype), tokens, right=True)  # [T]
     same = (image[:, None] == image[None, :]) & (image < len(cu_seqlens) - 1)[:, None]
@@ -158,7 +161,7 @@ def reference_varlen(
 
 
 def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:
-    """Bias groups and valid lengths as one mask that broadcasts to [B, H, Nq, Nk]; boolean or of q's dtype."""
+    """bias and kv_lens as one mask, boolean or of q's dtype, that broadcasts to [B, H, Nq, Nk]; None without either."""
     B, Nk = q.shape[0], k.shape[2]
     if bias is not None:
         groups = bias.shape[0]
@@ -175,72 +178,75 @@ def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> 
 
 @jit
 def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, lens_ptr, cu_ptr, o_ptr, l_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, l_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, T, G, tiles, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, HAS_LENS: tl.constexpr, HAS_CU: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    BIAS: tl.constexpr, HAS_KV_LENS: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr,
+    SAFE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head; streams all keys. Equations (1) to (3)."""
-    tile, b, h, start, Nq, Nk = image_of(tl.program_id(0), tiles, H, Nq, Nk, T, cu_ptr, lens_ptr, HAS_CU, HAS_LENS)
+    """One program: BLOCK_M queries of one head. Loops over all keys. Equations (1) to (3)."""
+    tile, b, h, start, Nq, Nk = program_position(
+        tl.program_id(0), tiles, H, Nq, Nk, T, cu_seqlens_ptr, kv_lens_ptr, HAS_CU_SEQLENS, HAS_KV_LENS
+    )
     if tile * BLOCK_M >= Nq:
         return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_ptr, q_row = start_of(q_ptr, q_strides, b, h, start, UNIT)
-    k_ptr, k_row = start_of(k_ptr, k_strides, b, h, start, UNIT)
-    v_ptr, v_row = start_of(v_ptr, v_strides, b, h, start, UNIT)
+    q_ptr, q_stride = head_pointer(q_ptr, q_strides, b, h, start, UNIT)
+    k_ptr, k_stride = head_pointer(k_ptr, k_strides, b, h, start, UNIT)
+    v_ptr, v_stride = head_pointer(v_ptr, v_strides, b, h, start, UNIT)
     if BIAS > 0:
         bias_ptr += (b % G) * bias_strides[0] + h * bias_strides[1]
-    q0, q1 = head(q_ptr, m, q_row, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    o0, o1 = no_head(BLOCK_M, V0, V1)
+    q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    o0, o1 = zero_tiles(BLOCK_M, V0, V1)
     full = Nk // BLOCK_N * BLOCK_N
     for first in range(0, full, BLOCK_N):
-        top, total, o0, o1 = fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
-            m, first + tl.arange(0, BLOCK_N), Nq, Nk, top, total, o0, o1, scale,
+        row_max, row_sum, o0, o1 = fwd_step(
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
+            m, first + tl.arange(0, BLOCK_N), Nq, Nk, row_max, row_sum, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, False,
         )  # fmt: skip
-    if TAIL > 0:  # 197 = 3·64 + 5: only the last keys are masked
-        top, total, o0, o1 = fwd_step(
-            q0, q1, k_ptr, v_ptr, bias_ptr, k_row, v_row, bias_strides,
-            m, full + tl.arange(0, TAIL), Nq, Nk, top, total, o0, o1, scale,
+    if TAIL > 0:  # 197 = 3·64 + 5: only the last block of keys is masked
+        row_max, row_sum, o0, o1 = fwd_step(
+            q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
+            m, full + tl.arange(0, TAIL), Nq, Nk, row_max, row_sum, o0, o1, scale,
             D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, True,
         )  # fmt: skip
-    some = total
+    nonzero_sum = row_sum
     if SAFE:
-        some = tl.where(total == 0, 1.0, total)  # a row without keys: o0 is 0 already
-        top = tl.where(total == 0, float("-inf"), top)
+        nonzero_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row without keys; its o0 and o1 are 0
+        row_max = tl.where(row_sum == 0, float("-inf"), row_max)
         scale = 1.0
-    o_ptr, o_row = start_of(o_ptr, o_strides, b, h, start, UNIT)
-    inverse = 1.0 / some[:, None]
-    put_head(o_ptr, o0 * inverse, o1 * inverse, m, o_row, Nq, Dv, V0, V1)
-    tl.store(l_ptr + b * l_strides[0] + h * l_strides[1] + start + m, top * scale + tl.log2(some), mask=m < Nq)
+    o_ptr, o_stride = head_pointer(o_ptr, o_strides, b, h, start, UNIT)
+    inverse = 1.0 / nonzero_sum[:, None]
+    store_tiles(o_ptr, o0 * inverse, o1 * inverse, m, o_stride, Nq, Dv, V0, V1)
+    at = l_ptr + b * l_strides[0] + h * l_strides[1] + start + m
+    tl.store(at, row_max * scale + tl.log2(nonzero_sum), mask=m < Nq)
 
 
-def _fwd(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
+def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
     """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L [B, H, Nq] in base 2)."""
-    if bias is kv_lens is cu is None and not dispatch.attention(tuned_row, "fwd", q, k, v):
+    if bias is kv_lens is cu_seqlens is None and not dispatch.attention(tuned_row, "fwd", q, k, v):
         return eager.attention(q, k, v, scale)
-    o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
-    if cu is not None:
+    o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
+    if cu_seqlens is not None:
         max_seqlen = min(max_seqlen, q.shape[2])
-        o.zero_()  # tokens of no image
+        o.zero_()  # for tokens that belong to no image
         lse.fill_(-math.inf)
-    q, k, v = lead(q, k, v)
-    images, Nq, Nk, width = sizes_of(q, k, v, cu, max_seqlen)
+    q, k, v = last_axis_contiguous(q, k, v)
+    images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     blocks = blocks_of("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     if o.numel():
         safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
-        arguments = arguments_of(q, k, v, bias, kv_lens, cu, max_seqlen, scale, lse, o=o)
-        tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu is not None)
+        arguments = arguments_of(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, lse, o=o)
+        tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
         run(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
     return o, lse
 
 
-def _fwd_fake(q, k, v, bias, kv_lens, cu, max_seqlen, scale):
+def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
     B, H, Nq, _ = q.shape
     o = q.new_empty(B, Nq, H, v.shape[3]).transpose(1, 2)
     return o, q.new_empty(B, H, Nq, dtype=torch.float32)
@@ -250,12 +256,12 @@ fwd_op = register("attention_fwd", f"({ARGUMENTS}) -> (Tensor, Tensor)", _fwd, _
 
 
 class _Fn(torch.autograd.Function):
-    """Ties attention_fwd to attention_bwd for q, k, v [B, H, N, D]; saves what the header lists."""
+    """Autograd of attention_fwd by attention_bwd, for q, k, v [B, H, N, D]; saves the tensors listed in the header."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, kv_lens, cu, max_seqlen, scale):
-        o, lse = fwd_op(q, k, v, bias, kv_lens, cu, max_seqlen, scale)
-        ctx.save_for_backward(q, k, v, bias, kv_lens, cu, o, lse)
+    def forward(ctx, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
+        o, lse = fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
+        ctx.save_for_backward(q, k, v, bias, kv_lens, cu_seqlens, o, lse)
         ctx.sizes = max_seqlen, scale
         ctx.mark_non_differentiable(lse)
         return o, lse
@@ -269,7 +275,7 @@ class _Fn(torch.autograd.Function):
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, (B, H, Nq, Nk, D, Dv) = make(device, dtype), (case[a] for a in ("B", "H", "Nq", "Nk", "D", "Dv"))
+    randn, (B, H, Nq, Nk, D, Dv) = make_randn(device, dtype), (case[a] for a in ("B", "H", "Nq", "Nk", "D", "Dv"))
     arguments = {"q": randn(B, Nq, H, D).transpose(1, 2), "k": randn(B, H, Nk, D), "v": randn(B, H, Nk, Dv)}
     if "G" in case:
         arguments["bias"] = randn(case["G"], H, Nq, Nk)
@@ -280,7 +286,7 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
 
 
 def _inputs_varlen(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, H, D = make(device, dtype), case["H"], case["D"]
+    randn, H, D = make_randn(device, dtype), case["H"], case["D"]
     lengths = [case["a"], case["b"], case["c"]]
     ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     q, k, v = (randn(sum(lengths), H, D) for _ in range(3))

@@ -5,14 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-from .launch import config, power_of_2, precision, split
+from .launch import config, power_of_2, precision, split_tiles
 
-ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu, SymInt max_seqlen, float scale"
-WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # classes of heads in tuned/, bytes
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu_seqlens, SymInt max_seqlen, float scale"
+)
+WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # head widths in bytes by which rows of tuned/ are named
 
 
-# Launch parameters by kernel, apart with a bias and with "ieee" products: the first row whose limit holds the wider
-# head, in bytes. Every row fits every architecture; none spills but those for fp32 heads of more than 64 channels.
+# Default launch parameters by kernel, with separate entries for a bias and for IEEE float32 products. The first row
+# applies whose limit, in bytes, is at least the width of the wider of q's and v's heads. Every row fits every
+# architecture; only rows for fp32 heads of more than 64 channels spill registers.
 SPACE = {
     "fwd": (
         (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
@@ -86,7 +89,7 @@ SPACE = {
 
 
 def tuned_row(kernel: str, q: Tensor, bias: Tensor | None, width: int) -> tuple[str, dict[str, int]]:
-    """Name in tuned/ and default of the launch parameters for a head of this width (D or Dv, in whole tiles)."""
+    """(row name in tuned/, default launch parameters) for heads of `width` channels, in whole tiles."""
     ieee, biased = "_ieee" if precision(q) == "ieee" else "", "" if bias is None else "_bias"
     name = next(name for name in (kernel + biased + ieee, kernel + ieee, kernel) if name in SPACE)
     size, kind = width * q.element_size(), "fp32." if q.dtype == torch.float32 else ""
@@ -95,17 +98,18 @@ def tuned_row(kernel: str, q: Tensor, bias: Tensor | None, width: int) -> tuple[
 
 
 def blocks_of(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
-    """Launch parameters: the row of SPACE, or of tuned/."""
+    """Launch parameters: the row of tuned/ if there is one, else that of SPACE."""
     block = config(*tuned_row(kernel, q, bias, width), q.device)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
     return block
 
 
-def whole_head(q: Tensor, bias: Tensor | None, ragged: bool, Nk: int, width: int) -> dict[str, int] | None:
-    """Launch parameters where one program takes all gradients of a head; None for the two kernels.
+def whole_head_blocks(q: Tensor, bias: Tensor | None, ragged: bool, Nk: int, width: int) -> dict[str, int] | None:
+    """Launch parameters if one program computes all gradients of a head, None if two kernels do.
 
-    More than two blocks of keys would round dQ too often. A row with BLOCK_N = 0 always means the two kernels.
+    dQ is rounded once for each block of keys, so more than two blocks are left to the two kernels. A row of tuned/ with
+    BLOCK_N = 0 selects the two kernels for any Nk.
     """
     (limit, default), size = SPACE["bwd"][-1], width * q.element_size()
     if bias is not None or q.dtype == torch.float32 or size > limit or width != power_of_2(width):
@@ -115,7 +119,7 @@ def whole_head(q: Tensor, bias: Tensor | None, ragged: bool, Nk: int, width: int
 
 
 def tail_block(N: int, block: int, ragged: bool) -> int:
-    """Width of the masked block after the full ones: 0 if none, a whole block where only the device knows N."""
+    """Width of the masked block after the full ones; 0 for none, a full block if only the device knows N."""
     rest = N % block
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 
@@ -126,43 +130,46 @@ def arguments_of(
     v: Tensor,
     bias: Tensor | None,
     kv_lens: Tensor | None,
-    cu: Tensor | None,
+    cu_seqlens: Tensor | None,
     max_seqlen: int,
     scale: float,
     lse: Tensor,
     **others: Tensor,
 ) -> dict[str, object]:
-    """What the kernels take, by name: pointers, strides and sizes."""
+    """Arguments of the kernels by name: pointers, strides, sizes and flags."""
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
-    (D0, D1), (V0, V1) = split(D), split(Dv)
+    (D0, D1), (V0, V1) = split_tiles(D), split_tiles(Dv)
     if bias is not None:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
     tensors = dict(q=q, k=k, v=v, **others)
-    strides = {name: strides_of(t, cu) for name, t in tensors.items()}
+    strides = {name: strides_of(t, cu_seqlens) for name, t in tensors.items()}
     unit = 16 // q.element_size()
-    unit = unit if all(stride % unit == 0 for each in strides.values() for stride in each) else 1
+    unit = unit if all(stride % unit == 0 for triple in strides.values() for stride in triple) else 1
     pointers = {f"{name}_ptr": t for name, t in tensors.items()}
-    strides = {f"{name}_strides": tuple(stride // unit for stride in each) for name, each in strides.items()}
+    strides = {f"{name}_strides": tuple(stride // unit for stride in triple) for name, triple in strides.items()}
     return pointers | strides | dict(
         bias_ptr=bias, bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
-        l_ptr=lse, l_strides=strides_of(lse, cu)[:2], lens_ptr=kv_lens, cu_ptr=cu,
-        H=H, Nq=Nq if cu is None else max_seqlen, Nk=Nk, T=Nq, scale=scale * math.log2(math.e), softmax_scale=scale,
+        l_ptr=lse, l_strides=strides_of(lse, cu_seqlens)[:2], kv_lens_ptr=kv_lens, cu_seqlens_ptr=cu_seqlens,
+        H=H, Nq=Nq if cu_seqlens is None else max_seqlen, Nk=Nk, T=Nq,
+        scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
-        HAS_LENS=kv_lens is not None, HAS_CU=cu is not None, PRECISION=precision(q), UNIT=unit,
+        HAS_KV_LENS=kv_lens is not None, HAS_CU_SEQLENS=cu_seqlens is not None, PRECISION=precision(q), UNIT=unit,
     )  # fmt: skip
 
 
 def run(kernel: object, programs: int, blocks: dict[str, int], **arguments: object) -> None:
-    """Runs a kernel with those of the arguments that it takes."""
+    """Launches a kernel with those of the named arguments that it takes."""
     kernel[(programs,)](**{name: arguments[name] for name in kernel.arg_names if name in arguments}, **blocks)
 
 
-def strides_of(t: Tensor, cu: Tensor | None) -> tuple[int, int, int]:
-    """Of batch, head and token; packed images [1, H, T, D] have no batch."""
-    return (0 if cu is not None else t.stride(0), t.stride(1), t.stride(2))
+def strides_of(t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:
+    """(batch, head, token) strides; the batch stride is 0 for packed images [1, H, T, D]."""
+    return (0 if cu_seqlens is not None else t.stride(0), t.stride(1), t.stride(2))
 
 
-def sizes_of(q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, max_seqlen: int) -> tuple[int, int, int, int]:
-    """Images, queries and keys of the longest image, and the wider head in whole tiles."""
-    images, Nq, Nk = (q.shape[0], q.shape[2], k.shape[2]) if cu is None else (len(cu) - 1, max_seqlen, max_seqlen)
-    return images, Nq, Nk, max(sum(split(q.shape[3])), sum(split(v.shape[3])))
+def sizes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[int, int, int, int]:
+    """(images, Nq, Nk of the longest image, channels of the wider head rounded up to whole tiles)."""
+    width = max(sum(split_tiles(q.shape[3])), sum(split_tiles(v.shape[3])))
+    if cu_seqlens is None:
+        return q.shape[0], q.shape[2], k.shape[2], width
+    return len(cu_seqlens) - 1, max_seqlen, max_seqlen, width

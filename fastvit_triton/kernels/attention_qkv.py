@@ -1,15 +1,16 @@
-"""Self-attention on the packed projection, with a LayerNorm and a rotation of queries and keys before it.
+"""Self-attention on a packed q, k, v projection, with optional LayerNorm and rotary positions on queries and keys.
 
-Math      z = LN(x) over the D channels of a head, or x                                   (1)
-          y = z ∘ cos + J z ∘ sin        J: (a, b) → (−b, a) in each channel pair         (2)
-          o = attention(y_q, y_k, v)                                                      (3)
-Backward  dz = dy ∘ cos − J (dy ∘ sin)                                                    (4)
+Math      z = LN(x) over the D channels of a head, or z = x                                     (1)
+          y = z ∘ cos + J z ∘ sin        J: (a, b) → (−b, a) in each channel pair               (2)
+          o = attention(y_q, y_k, v)                                                            (3)
+Backward  dz = dy ∘ cos − J (dy ∘ sin)                                                          (4)
           dx = (g − mean(g) − ẑ·mean(g·ẑ)) / √(σ² + ε) with g = dz·γ, ẑ = (x − μ) / √(σ² + ε)   (5)
-          dγ = Σ dz·ẑ    dβ = Σ dz, over tokens and heads, in two stages: same bits every run   (6)
-Kernels   One launch turns queries and keys before attention's own and one turns their gradients back after it: inside
-          attention, keys would be normed and turned once more for every block of queries.
-Cost      8 bytes·B·N·H·D in bf16 forward, 16 backward, beside attention's.
-Saved     what attention saves, the turned queries and keys [B, N, 2, H, D], and qkv.
+          dγ = Σ dz·ẑ    dβ = Σ dz, over tokens and heads                                       (6)
+Kernels   One launch applies (1) and (2) before the attention kernel and one applies (4) to (6) after its backward pass.
+          Inside the attention kernel keys would be normalised and rotated again for every block of queries. The sums
+          (6) are taken in two stages, first within programs and then over them: same bits every run.
+Cost      8 bytes·B·N·H·D in bf16 forward, 16 backward, in addition to attention's.
+Saved     the tensors that attention saves, y for queries and keys [B, N, 2, H, D], and qkv.
 Sources   Su et al., RoFormer, arXiv:2104.09864, eq. 34; Henry et al., Query-key normalization, arXiv:2010.04245, as
           Dehghani et al., ViT-22B, arXiv:2302.05442, section 2.1, use it.
 """
@@ -19,14 +20,14 @@ import math
 import torch
 from torch import Tensor
 
-from . import attention as dense
-from . import check, layer_norm
-from .argument import Norm
+from . import attention, check, layer_norm
+from .argument import Norm, Rope
 from .backend import kernels_available
-from .check import Rope
 from .launch import cdiv, power_of_2
-from .op import Op, apart, cast, make, once_differentiable, register
+from .op import Op, cast, distinct, make_randn, once_differentiable, register
 from .tile import jit, tl
+
+NO_NORM = (None, None, None)  # weight, bias and eps
 
 
 def attention_qkv(
@@ -41,17 +42,19 @@ def attention_qkv(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention on the packed projection: the hot path of every plain ViT.
+    """Self-attention on the packed projection, as in every plain ViT.
 
     Args:
         qkv: [B, N, 3·H·D], ordered as [3, H, D].
         num_heads: H.
         scale: softmax scale; None means D^-0.5.
-        q_norm: (weight [D], bias [D], eps) of a LayerNorm over each query's channels; weight and bias may be None.
+        q_norm: (weight [D], bias [D], eps) or `Norm`, a LayerNorm over the channels of each query; weight and bias may
+            be None.
         k_norm: the same for keys.
-        rope: (cos, sin, interleaved), tables [N − prefix_tokens, D], or with leading axes H or B, H, where 1 stands
-            for all; rotates queries and keys in channel pairs (2i, 2i+1) when interleaved, else (i, i + D/2).
-        prefix_tokens: leading tokens that `rope` leaves alone.
+        rope: (cos, sin, interleaved) with tables [N − prefix_tokens, D], [H, N − prefix_tokens, D] or
+            [B, H, N − prefix_tokens, D], where axes B and H may be 1. Rotates queries and keys in channel pairs
+            (2i, 2i + 1) if interleaved, else (i, i + D/2).
+        prefix_tokens: number of leading tokens that `rope` does not rotate.
         bias: as in `attention`.
         kv_lens: as in `attention`.
         return_lse: also return L [B, H, N].
@@ -67,11 +70,12 @@ def attention_qkv(
     check.scores(qkv, (num_heads, qkv.shape[1], qkv.shape[1]), bias, kv_lens, scale, return_lse)
     if kernels_available(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
         packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
-        (q_weight, q_bias, q_eps), (k_weight, k_bias, k_eps) = q_norm or (None,) * 3, k_norm or (None,) * 3
-        k_weight, k_bias = apart(k_weight, q_weight), apart(k_bias, q_bias)
+        q_norm_weight, q_norm_bias, q_eps = NO_NORM if q_norm is None else q_norm[:3]
+        k_norm_weight, k_norm_bias, k_eps = NO_NORM if k_norm is None else k_norm[:3]
+        k_norm_weight, k_norm_bias = distinct(k_norm_weight, q_norm_weight), distinct(k_norm_bias, q_norm_bias)
         cos, sin, interleaved = rope or (None, None, False)
         o, lse = _Fn.apply(
-            packed, q_weight, q_bias, k_weight, k_bias, cos, sin, bias, kv_lens,
+            packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens,
             interleaved, prefix_tokens, q_eps, k_eps, D**-0.5 if scale is None else scale,
         )  # fmt: skip
         o = o.transpose(1, 2).flatten(2)
@@ -91,34 +95,34 @@ def reference(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Split, norm, rotate, attend, merge."""
+    """Equations (1) to (3): split, normalise, rotate, attend, merge heads."""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
     if q_norm is not None:
-        q = layer_norm.reference(q, *q_norm)
+        q = layer_norm.reference(q, *q_norm[:3])
     if k_norm is not None:
-        k = layer_norm.reference(k, *k_norm)
+        k = layer_norm.reference(k, *k_norm[:3])
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
-    o = dense.attention(q, k, v, bias, scale, kv_lens, return_lse)
+    o = attention.attention(q, k, v, bias, scale, kv_lens, return_lse)
     return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
-    """Rotary positions on x [B, H, N, D], leaving the first `prefix_tokens` alone."""
+    """Equation (2) on x [B, H, N, D], except for the first `prefix_tokens` tokens."""
     cos, sin, interleaved = rope
     prefix, x = x[:, :, :prefix_tokens], x[:, :, prefix_tokens:]
     if interleaved:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
         first, second = x.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    return torch.cat((prefix, (x * cos + turned * sin).to(prefix.dtype)), 2)
+        rotated = torch.cat((-second, first), -1)
+    return torch.cat((prefix, (x * cos + rotated * sin).to(prefix.dtype)), 2)
 
 
 @jit
-def _pairs(ptr, at, inside, other, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
-    """Both members of each channel pair of the rows that start at `at` [M]: two fp32 tiles [M, HALF]."""
-    if MIXED:
+def _load_pairs(ptr, at, inside, other, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Loads rows at offsets `at` [M] as two fp32 tiles [M, HALF]: the first and the second channel of every pair."""
+    if INTERLEAVED:
         d = tl.arange(0, 2 * HALF)
         x = tl.load(ptr + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=other)
         a, b = tl.split(tl.reshape(x.to(tl.float32), [at.shape[0], HALF, 2]))
@@ -132,10 +136,10 @@ def _pairs(ptr, at, inside, other, D: tl.constexpr, HALF: tl.constexpr, MIXED: t
 
 
 @jit
-def _put_pairs(ptr, at, inside, a, b, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
-    """Stores what `_pairs` would load."""
+def _store_pairs(ptr, at, inside, a, b, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Stores a and b where `_load_pairs` reads them."""
     kind = ptr.dtype.element_ty
-    if MIXED:
+    if INTERLEAVED:
         d = tl.arange(0, 2 * HALF)
         x = tl.reshape(tl.join(a, b), [at.shape[0], 2 * HALF])
         tl.store(ptr + at[:, None] + d[None, :], x.to(kind), mask=inside[:, None] & (d < D)[None, :])
@@ -148,8 +152,8 @@ def _put_pairs(ptr, at, inside, a, b, D: tl.constexpr, HALF: tl.constexpr, MIXED
 
 
 @jit
-def _normed(a, b, eps, D: tl.constexpr, HALF: tl.constexpr):
-    """(x − μ) / √(σ² + ε) of both members, and 1 / √(σ² + ε) [M]."""
+def _normalize(a, b, eps, D: tl.constexpr, HALF: tl.constexpr):
+    """x̂ = (x − μ) / √(σ² + ε) of rows x = (a, b) as two tiles, and 1 / √(σ² + ε) [M]."""
     i = tl.arange(0, HALF)
     mean = (tl.sum(a, 1) + tl.sum(b, 1)) / D
     a = tl.where((i < (D + 1) // 2)[None, :], a - mean[:, None], 0.0)
@@ -159,143 +163,150 @@ def _normed(a, b, eps, D: tl.constexpr, HALF: tl.constexpr):
 
 
 @jit
-def _norm(
+def _apply_norm(
     a, b, weight_ptr, bias_ptr, eps, NORM: tl.constexpr, BIAS: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Equation (1)."""
-    a, b, _ = _normed(a, b, eps, D, HALF)
+    """Equation (1) of rows (a, b). NORM: 1 without a weight, 2 with one."""
+    a, b, _ = _normalize(a, b, eps, D, HALF)
     start = tl.zeros([1], tl.int32)
     if NORM == 2:
-        scale_a, scale_b = _pairs(weight_ptr, start, start == 0, 0.0, D, HALF, MIXED)
-        a, b = a * scale_a, b * scale_b
+        weight_a, weight_b = _load_pairs(weight_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
+        a, b = a * weight_a, b * weight_b
     if BIAS:
-        shift_a, shift_b = _pairs(bias_ptr, start, start == 0, 0.0, D, HALF, MIXED)
-        a, b = a + shift_a, b + shift_b
+        bias_a, bias_b = _load_pairs(bias_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
+        a, b = a + bias_a, b + bias_b
     return a, b
 
 
 @jit
 def _norm_grad(
     a, b, x_ptr, at, inside, w_ptr, eps, sums,
-    NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr,
+    NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Equation (5) for dz = (a, b), and `sums` with this tile's part of (6): dγ of both members, then dβ."""
-    x_a, x_b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
-    x_a, x_b, rstd = _normed(x_a, x_b, eps, D, HALF)
+    """dx of equation (5) for dz = (a, b), as two tiles, and `sums` plus this tile's terms of (6).
+
+    sums: dγ of the first and of the second channels of the pairs, then dβ likewise, [HALF] each.
+    """
+    x_a, x_b = _load_pairs(x_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
+    x_a, x_b, rstd = _normalize(x_a, x_b, eps, D, HALF)
     sums = (sums[0] + tl.sum(a * x_a, 0), sums[1] + tl.sum(b * x_b, 0), sums[2] + tl.sum(a, 0), sums[3] + tl.sum(b, 0))
     if NORM == 2:
         start = tl.zeros([1], tl.int32)
-        scale_a, scale_b = _pairs(w_ptr, start, start == 0, 0.0, D, HALF, MIXED)
-        a, b = a * scale_a, b * scale_b
+        weight_a, weight_b = _load_pairs(w_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
+        a, b = a * weight_a, b * weight_b
     mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / D)[:, None]
     slope = ((tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)) / D)[:, None]
     return (a - mean - x_a * slope) * rstd[:, None], (b - mean - x_b * slope) * rstd[:, None], sums
 
 
 @jit
-def _angles(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr):
-    """cos and sin of both members, rows `at` of the tables; 1 and 0 outside."""
-    cos_a, cos_b = _pairs(cos_ptr, at, inside, 1.0, D, HALF, MIXED)
-    sin_a, sin_b = _pairs(sin_ptr, at, inside, 0.0, D, HALF, MIXED)
+def _load_cos_sin(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """cos and sin of both channels of every pair, rows at offsets `at` of the tables; 1 and 0 where not `inside`."""
+    cos_a, cos_b = _load_pairs(cos_ptr, at, inside, 1.0, D, HALF, INTERLEAVED)
+    sin_a, sin_b = _load_pairs(sin_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
     return cos_a, cos_b, sin_a, sin_b
 
 
 @jit
 def _fwd_kernel(
-    x_ptr, y_ptr, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr, x_strides,
+    x_ptr, y_ptr, q_norm_weight_ptr, q_norm_bias_ptr, k_norm_weight_ptr, k_norm_bias_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
     Q_NORM: tl.constexpr, Q_BIAS: tl.constexpr, K_NORM: tl.constexpr, K_BIAS: tl.constexpr, ROPE: tl.constexpr,
-    MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+    INTERLEAVED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M tokens of one head's queries or keys. Equations (1) and (2)."""
-    head = tl.program_id(0) % (2 * H)  # queries first
+    head = tl.program_id(0) % (2 * H)  # the H heads of queries, then those of keys
     m = (tl.program_id(0) // (2 * H)).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n, inside = m % N, m < M
     at = m // N * x_strides[0] + n * x_strides[1] + head * D
-    a, b = _pairs(x_ptr, at, inside, 0.0, D, HALF, MIXED)
+    a, b = _load_pairs(x_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
     if Q_NORM > 0:
         if head < H:
-            a, b = _norm(a, b, q_weight_ptr, q_bias_ptr, q_eps, Q_NORM, Q_BIAS, D, HALF, MIXED)
+            a, b = _apply_norm(a, b, q_norm_weight_ptr, q_norm_bias_ptr, q_eps, Q_NORM, Q_BIAS, D, HALF, INTERLEAVED)
     if K_NORM > 0:
         if head >= H:
-            a, b = _norm(a, b, k_weight_ptr, k_bias_ptr, k_eps, K_NORM, K_BIAS, D, HALF, MIXED)
+            a, b = _apply_norm(a, b, k_norm_weight_ptr, k_norm_bias_ptr, k_eps, K_NORM, K_BIAS, D, HALF, INTERLEAVED)
     if ROPE:
-        turns = inside & (n >= prefix)
+        rotates = inside & (n >= prefix)
         at = m // N * table_strides[0] + (head % H).to(tl.int64) * table_strides[1] + (n - prefix) * D
-        cos_a, cos_b, sin_a, sin_b = _angles(cos_ptr, sin_ptr, at, turns, D, HALF, MIXED)
+        cos_a, cos_b, sin_a, sin_b = _load_cos_sin(cos_ptr, sin_ptr, at, rotates, D, HALF, INTERLEAVED)
         a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    _put_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, MIXED)
+    _store_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, INTERLEAVED)
 
 
 @jit
 def _bwd_kernel(
-    dy_ptr, x_ptr, dx_ptr, partial_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, x_strides,
+    dy_ptr, x_ptr, dx_ptr, partial_ptr, q_norm_weight_ptr, k_norm_weight_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
-    MIXED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+    INTERLEAVED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M tokens of all heads' queries, keys or (copied) values. Equations (4) to (6)."""
+    """One program: BLOCK_M tokens of all heads, of queries, keys or values (copied). Equations (4) to (6)."""
     part = tl.program_id(0) % 3
     block = (tl.program_id(0) // 3).to(tl.int64)
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     n, inside = m % N, m < M
-    turns = inside & (n >= prefix)
+    rotates = inside & (n >= prefix)
     zero = tl.zeros([HALF], tl.float32)
     sums = (zero, zero, zero, zero)
     for h in range(0, H):
         head = part.to(tl.int64) * H + h
         at = (m * 3 * H + head) * D
         x_at = m // N * x_strides[0] + n * x_strides[1] + head * D
-        a, b = _pairs(dy_ptr, at, inside, 0.0, D, HALF, MIXED)
+        a, b = _load_pairs(dy_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
         if ROPE:
             if part < 2:
                 row = m // N * table_strides[0] + tl.cast(h, tl.int64) * table_strides[1] + (n - prefix) * D
-                cos_a, cos_b, sin_a, sin_b = _angles(cos_ptr, sin_ptr, row, turns, D, HALF, MIXED)
+                cos_a, cos_b, sin_a, sin_b = _load_cos_sin(cos_ptr, sin_ptr, row, rotates, D, HALF, INTERLEAVED)
                 a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
         if Q_NORM > 0:
             if part == 0:
-                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, q_weight_ptr, q_eps, sums, Q_NORM, D, HALF, MIXED)
+                a, b, sums = _norm_grad(
+                    a, b, x_ptr, x_at, inside, q_norm_weight_ptr, q_eps, sums, Q_NORM, D, HALF, INTERLEAVED
+                )
         if K_NORM > 0:
             if part == 1:
-                a, b, sums = _norm_grad(a, b, x_ptr, x_at, inside, k_weight_ptr, k_eps, sums, K_NORM, D, HALF, MIXED)
-        _put_pairs(dx_ptr, at, inside, a, b, D, HALF, MIXED)
+                a, b, sums = _norm_grad(
+                    a, b, x_ptr, x_at, inside, k_norm_weight_ptr, k_eps, sums, K_NORM, D, HALF, INTERLEAVED
+                )
+        _store_pairs(dx_ptr, at, inside, a, b, D, HALF, INTERLEAVED)
     if Q_NORM + K_NORM > 0:
         if part < 2:
-            at = (block * 4 + part * 2 + tl.zeros([1], tl.int32)) * D  # [BLOCK, query or key, weight or bias, D]
-            all = at >= 0
-            _put_pairs(partial_ptr, at, all, sums[0][None, :], sums[1][None, :], D, HALF, MIXED)
-            _put_pairs(partial_ptr, at + D, all, sums[2][None, :], sums[3][None, :], D, HALF, MIXED)
+            at = (block * 4 + part * 2 + tl.zeros([1], tl.int32)) * D  # [program, query or key, weight or bias, D]
+            stored = at >= 0  # the one row
+            _store_pairs(partial_ptr, at, stored, sums[0][None, :], sums[1][None, :], D, HALF, INTERLEAVED)
+            _store_pairs(partial_ptr, at + D, stored, sums[2][None, :], sums[3][None, :], D, HALF, INTERLEAVED)
 
 
 def _blocks(D: int) -> dict[str, int]:
-    """Launch parameters: 2048 elements a tile."""
+    """Launch parameters: a tile has 2048 elements."""
     half = power_of_2(cdiv(D, 2))
     return dict(HALF=half, BLOCK_M=max(1, 1024 // half), num_warps=4, num_stages=1, enable_fp_fusion=True)
 
 
-def _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
-    """What both kernels take, by name; a norm is 0, without a weight 1, with it 2."""
+def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
+    """Arguments of both kernels by name. Q_NORM and K_NORM: 0 without a norm, 1 without a weight, 2 with one."""
     (B, N, _, H, D), (cos, sin) = qkv.shape, [t if t is None else t.contiguous() for t in (cos, sin)]
     if qkv.stride()[2:] != (H * D, D, 1):
         qkv = qkv.contiguous()
     return dict(
-        x_ptr=qkv, x_strides=qkv.stride()[:2], q_weight_ptr=q_weight, k_weight_ptr=k_weight,
+        x_ptr=qkv, x_strides=qkv.stride()[:2], q_norm_weight_ptr=q_norm_weight, k_norm_weight_ptr=k_norm_weight,
         cos_ptr=cos, sin_ptr=sin, M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps or 0.0, k_eps=k_eps or 0.0,
         table_strides=(0, 0) if cos is None else cos.expand(B, H, N - prefix, D).stride()[:2],
-        Q_NORM=0 if q_eps is None else 1 + (q_weight is not None),
-        K_NORM=0 if k_eps is None else 1 + (k_weight is not None), ROPE=cos is not None, MIXED=interleaved,
+        Q_NORM=0 if q_eps is None else 1 + (q_norm_weight is not None),
+        K_NORM=0 if k_eps is None else 1 + (k_norm_weight is not None), ROPE=cos is not None, INTERLEAVED=interleaved,
     )  # fmt: skip
 
 
-def _fwd(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, interleaved, prefix, q_eps, k_eps):
-    """Queries and keys after (1) and (2): [B, N, 2, H, D]."""
+def _fwd(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, interleaved, prefix, q_eps, k_eps):
+    """y of (2) for queries and keys, [B, N, 2, H, D]."""
     y, blocks = _fwd_fake(qkv), _blocks(qkv.shape[-1])
-    arguments = _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
+    arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
     if y.numel():
         _fwd_kernel[(cdiv(arguments["M"], blocks["BLOCK_M"]) * 2 * arguments["H"],)](
-            **arguments, y_ptr=y, q_bias_ptr=q_bias, k_bias_ptr=k_bias, Q_BIAS=q_bias is not None,
-            K_BIAS=k_bias is not None, **blocks,
+            **arguments, y_ptr=y, q_norm_bias_ptr=q_norm_bias, k_norm_bias_ptr=k_norm_bias,
+            Q_BIAS=q_norm_bias is not None, K_BIAS=k_norm_bias is not None, **blocks,
         )  # fmt: skip
     return y
 
@@ -305,10 +316,10 @@ def _fwd_fake(qkv, *_):
     return qkv.new_empty(B, N, 2, H, D)
 
 
-def _bwd(dy, qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
-    """(dqkv [B, N, 3, H, D], gradients of the norms [query or key, weight or bias, D] in fp32) from attention's."""
+def _bwd(dy, qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
+    """(dqkv [B, N, 3, H, D], fp32 gradients of the norms [query or key, weight or bias, D]) from attention's dqkv."""
     (dx, sums), blocks = _bwd_fake(dy), _blocks(qkv.shape[-1])
-    arguments = _arguments(qkv, q_weight, k_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
+    arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
     programs = cdiv(arguments["M"], blocks["BLOCK_M"])
     partial = sums.new_zeros(programs, *sums.shape)
     if dx.numel():
@@ -321,55 +332,64 @@ def _bwd_fake(dy, *_):
 
 
 TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float? q_eps, float? k_eps"
-NORMS = "Tensor? q_weight, Tensor? q_bias, Tensor? k_weight, Tensor? k_bias"
-WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
-_fwd_op = register("rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
-_bwd_op = register("rope_bwd", f"(Tensor dy, Tensor qkv, {WEIGHTS}, {TABLES}) -> (Tensor, Tensor)", _bwd, _bwd_fake)
+NORMS = "Tensor? q_norm_weight, Tensor? q_norm_bias, Tensor? k_norm_weight, Tensor? k_norm_bias"
+WEIGHTS = "Tensor? q_norm_weight, Tensor? k_norm_weight"
+_fwd_op = register("qk_norm_rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
+_bwd_op = register(
+    "qk_norm_rope_bwd", f"(Tensor dy, Tensor qkv, {WEIGHTS}, {TABLES}) -> (Tensor, Tensor)", _bwd, _bwd_fake
+)
 
 
 class _Fn(torch.autograd.Function):
-    """Ties both launches to attention's, for packed qkv [B, N, 3, H, D]; saves what the header lists."""
+    """Autograd of norms, rotation and attention, for qkv [B, N, 3, H, D]; saves the tensors listed in the header."""
 
     @staticmethod
     def forward(
-        ctx, qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, bias, kv_lens, interleaved, prefix, q_eps, k_eps, scale
-    ):
+        ctx, qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens,
+        interleaved, prefix, q_eps, k_eps, scale,
+    ):  # fmt: skip
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        ctx.settings, ctx.scale, turned = (interleaved, prefix, q_eps, k_eps), scale, None
+        ctx.settings, ctx.scale, qk = (interleaved, prefix, q_eps, k_eps), scale, None
         if q_eps is not None or k_eps is not None or cos is not None:
-            turned = _fwd_op(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, *ctx.settings)
-            q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
-        o, lse = dense.fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
-        ctx.save_for_backward(qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, turned, bias, kv_lens, o, lse)
+            qk = _fwd_op(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *ctx.settings)
+            q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
+        o, lse = attention.fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
+        ctx.save_for_backward(
+            qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, o, lse
+        )
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
-        qkv, q_weight, q_bias, k_weight, k_bias, cos, sin, turned, bias, kv_lens, o, lse = ctx.saved_tensors
+        qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, o, lse = (
+            ctx.saved_tensors
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if turned is not None:
-            q, k = turned.permute(2, 0, 3, 1, 4).unbind(0)
+        if qk is not None:
+            q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
         learn_bias, dnorms = ctx.needs_input_grad[7], [None] * 4
-        dqkv, _, _, dbias = dense.bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
-        if turned is not None:
-            dqkv, sums = _bwd_op(dqkv, qkv, q_weight, k_weight, cos, sin, *ctx.settings)
-            norms = zip((q_weight, q_bias, k_weight, k_bias), sums.flatten(0, 1).unbind(0), strict=True)
+        dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
+        if qk is not None:
+            dqkv, sums = _bwd_op(dqkv, qkv, q_norm_weight, k_norm_weight, cos, sin, *ctx.settings)
+            norms = zip(
+                (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias), sums.flatten(0, 1).unbind(0), strict=True
+            )
             dnorms = [None if t is None else dt.to(t.dtype) for t, dt in norms]
         return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 6
 
 
-# parts, weight and bias, of the norms of queries and keys, by the number that a case gives
+# which of weight (w) and bias (b) the norms of queries and of keys have; a case gives the index
 KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "b"))
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, (B, H, N, D) = make(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
+    randn, (B, H, N, D) = make_randn(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
     arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
     if "prefix" in case:
-        lead = (B, 1) if "images" in case else (H,) * case.get("halves", 0)
-        angle = make(device, torch.float64, seed=1)(*lead, N - case["prefix"], D // 2).detach()
+        leading = (B, 1) if "images" in case else (H,) * case.get("halves", 0)
+        angle = make_randn(device, torch.float64, seed=1)(*leading, N - case["prefix"], D // 2).detach()
         angle = torch.cat((angle, angle), -1) if "halves" in case else angle.repeat_interleave(2, -1)
         rope = angle.cos().to(dtype), angle.sin().to(dtype), "halves" not in case
         arguments |= {"rope": rope, "prefix_tokens": case["prefix"]}

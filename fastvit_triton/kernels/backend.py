@@ -1,4 +1,4 @@
-"""The switch between Triton kernels and plain PyTorch, and where the kernels can run."""
+"""The switch between Triton kernels and PyTorch, and the conditions under which the kernels run."""
 
 import contextlib
 import functools
@@ -20,19 +20,19 @@ _switch: str = _environment()  # an invalid value raises when it is first read
 
 
 def backend() -> str:
-    """The one switch: `set_backend`, else FASTVIT_TRITON_BACKEND as it was at import, else "auto".
+    """Value of the switch: from `set_backend`, else from FASTVIT_TRITON_BACKEND at import, else "auto".
 
-    "auto" runs the kernels wherever they can run. "torch" always takes the PyTorch path. "triton" takes the kernels on
-    CPU tensors too, where only Triton's interpreter can run them (TRITON_INTERPRET=1): slow, and a proof.
+    "auto" uses the kernels wherever they run. "torch" always takes the PyTorch path. "triton" also uses the kernels for
+    CPU tensors, which needs Triton's interpreter (TRITON_INTERPRET=1): slow, and meant for tests.
 
     Raises:
-        ValueError: the variable holds another word.
+        ValueError: the environment variable has another value.
     """
     return _switch if _switch in BACKENDS else _checked(_switch, "FASTVIT_TRITON_BACKEND")
 
 
 def set_backend(name: str | None) -> None:
-    """Sets the switch for this process; None goes back to the environment variable, and reads it anew.
+    """Sets the switch for this process; None reads the environment variable again.
 
     Raises:
         ValueError: the name is not "auto", "triton" or "torch".
@@ -43,7 +43,7 @@ def set_backend(name: str | None) -> None:
 
 @contextlib.contextmanager
 def using_backend(name: str | None) -> Iterator[None]:
-    """`set_backend(name)` inside a `with` block; restores the switch afterwards.
+    """Context manager: `set_backend(name)` inside, the previous switch afterwards.
 
     Raises:
         ValueError: the name is not "auto", "triton" or "torch".
@@ -64,16 +64,22 @@ def _checked(name: str, what: str) -> str:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str | None:
-    """Why an op would take the PyTorch path on this device and dtype; None when its Triton kernel would run."""
+    """Reason why an op takes the PyTorch path on this device and dtype; None if its Triton kernel runs.
+
+    Args:
+        device: of the tensors.
+        dtype: of the tensors.
+        head_dim: channels of a head, for attention.
+    """
     chosen = backend()
     if chosen == "torch":
-        return "the switch FASTVIT_TRITON_BACKEND says torch"
+        return "FASTVIT_TRITON_BACKEND is torch"
     if tile.MISSING is not None:
         return f"Triton is not installed ({tile.MISSING})"
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return "torch.func transforms (grad, vmap, jvp) and forward-mode AD see through PyTorch only"
+        return "torch.func transforms (grad, vmap, jvp) and forward-mode AD support PyTorch operations only"
     if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace records PyTorch alone"
+        return "torch.jit.trace records PyTorch operations only"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{dtype} always runs on PyTorch"
     if head_dim > 256:
@@ -86,7 +92,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
 
 
 def _too_old(index: int | None) -> str | None:
-    """Why this GPU is below the floor: NVIDIA 8.0, AMD gfx942."""
+    """Reason why this GPU is below the minimum, NVIDIA 8.0 or AMD gfx942; None if it is not."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         name = properties.gcnArchName.split(":")[0]
@@ -96,12 +102,15 @@ def _too_old(index: int | None) -> str | None:
     return f"compute capability {properties.major}.{properties.minor} is below 8.0"
 
 
-_too_old._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
+_too_old._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, which would import Dynamo
 _floor = functools.cache(_too_old)
 
 
 def kernels_available(x: torch.Tensor, head_dim: int = 0) -> bool:
-    """The Triton path applies to x. Reads only device, dtype, head dimension and the switch, so Dynamo folds it."""
-    if x.device.type == "cpu" and _switch in ("auto", "torch"):  # the commonest answer, asked many times a model
+    """True if the Triton kernels run for x, with heads of `head_dim` channels.
+
+    It depends only on device, dtype, head_dim and the switch, so Dynamo treats it as a constant.
+    """
+    if x.device.type == "cpu" and _switch in ("auto", "torch"):  # the most frequent case, without a call
         return False
     return why_not(x.device, x.dtype, head_dim) is None

@@ -1,6 +1,7 @@
-"""Whether the arguments of a public function fit each other: what several of them share.
+"""Checks of arguments against each other, shared by several public functions.
 
-Both paths take and refuse the same: these run before either is chosen. Shapes, dtypes and devices are always checked.
+They run before a path is chosen, so the kernels and PyTorch accept the same arguments. Shapes, dtypes and devices are
+always checked.
 """
 
 import itertools
@@ -11,18 +12,20 @@ from torch import Tensor
 
 from .argument import (
     Norm,
-    added,
+    Pair,
+    Rope,
+    can_read_values,
+    expect_addable,
+    expect_bool,
+    expect_floating,
+    expect_int,
+    expect_integers,
+    expect_nonempty,
+    expect_norm,
+    expect_number,
     expect_rows,
-    factors,
-    filled,
-    fits,
-    flag,
-    floating,
-    integers,
-    norm_parameters,
-    number,
-    readable,
-    whole,
+    expect_scales,
+    is_like,
 )
 from .eager import ACTIVATIONS
 from .fold import Folded, Group
@@ -30,24 +33,21 @@ from .fold import check as check_group
 from .launch import cdiv, power_of_2
 from .op import expect
 
-Pair = tuple[Tensor, Tensor]  # gate and up, [F, K] each, or their biases [F]
-Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; True when pairs interleave
-
 
 def projection(
     x: Tensor, weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, activation: str | None, name: str = ""
 ) -> None:
-    """Raises ValueError or TypeError when x [..., K], weight and bias do not fit, or the activation is unknown."""
+    """Raises ValueError or TypeError unless x [..., K], weight and bias fit each other and the activation is known."""
     expect_rows("x", x, "K")
-    known(activation)
+    activation_name(activation)
     if isinstance(weight, Tensor) and weight.dim() == 2 and activation != "swiglu":
         F = weight.shape[0]
-        if F and fits(weight, x, F, x.shape[-1]) and (bias is None or fits(bias, x, F)):
+        if F and is_like(weight, x, F, x.shape[-1]) and (bias is None or is_like(bias, x, F)):
             return
     if isinstance(weight, Folded):
         if bias is not None:
-            raise ValueError(f"{name}bias is given, but a folded weight holds its bias; pass None")
-        weights, biases = (weight.weight,), (weight.const,)
+            raise ValueError(f"{name}bias is given, but a folded weight includes its bias; pass None")
+        weights, biases = (weight.weight,), (weight.bias,)
     elif isinstance(weight, Tensor):
         weights, biases = (weight,), (bias,)
     else:
@@ -60,13 +60,13 @@ def projection(
     F = None
     for w, b in zip(weights, biases, strict=True):
         expect(f"{name}weight", w, x, F=F, K=x.shape[-1])
-        floating(f"{name}weight", w, x)
+        expect_floating(f"{name}weight", w, x)
         F = w.shape[0]
         if b is not None or (len(biases) == 2 and bias is not None):
             expect(f"{name}bias", b, x, F=F)
             if not isinstance(weight, Folded):
-                floating(f"{name}bias", b, x)
-    filled(f"{name}weight", "F", F)
+                expect_floating(f"{name}bias", b, x)
+    expect_nonempty(f"{name}weight", "F", F)
     if isinstance(weight, Folded):
         expect(f"the column sums of the folded {name}weight", weight.colsum, x, F=F)
         if weight.source is not None:
@@ -76,41 +76,44 @@ def projection(
 
 
 def sources(argument: str, value: Group, x: Tensor, F: int) -> None:
-    """Raises TypeError or ValueError when a value is not one projection of x [..., K] to F channels and its norm."""
+    """Raises TypeError or ValueError unless the value is a `Group` of one projection of x [..., K] to F channels."""
     if not isinstance(value, Group) or len(value.weights) != 1:
-        raise TypeError(f"{argument} must be what `fold` packed, or None, got {type(value).__name__}")
+        raise TypeError(f"{argument} must be a Group with one packed weight, or None, got {type(value).__name__}")
     check_group(*value)
     expect(argument, value.weights[0], x, F=F, K=x.shape[-1])
 
 
 def pair(argument: str, value: tuple, words: str = "a tuple of two") -> None:
-    """Raises TypeError when a value is not a tuple of two."""
+    """Raises TypeError unless the value is a tuple or list of two."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         given = f"a tuple of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{argument} must be {words}, got {given}")
 
 
-def known(activation: str | None) -> None:
-    """Raises ValueError when there is no such activation."""
+def activation_name(activation: str | None) -> None:
+    """Raises ValueError unless the activation is None or a name in ACTIVATIONS or "swiglu"."""
     if activation is None or activation == "swiglu":
         return
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
 
 
-def parameters(argument: str, given: Norm, x: Tensor, **axis: int) -> None:
-    """Raises ValueError or TypeError when (weight, bias, eps) are not those of a LayerNorm of x over that axis."""
-    if not isinstance(given, (tuple, list)):
-        raise TypeError(f"{argument} must be a tuple (weight, bias, eps), got {type(given).__name__}")
-    if len(given) != 3:
-        raise ValueError(f"{argument} must be a tuple (weight, bias, eps), got {len(given)} values")
-    norm_parameters(x, x.dtype, given, f"{argument} ", **axis)
+def norm_parameters(argument: str, value: Norm, x: Tensor, **axis: int) -> None:
+    """Raises ValueError or TypeError unless the value is a `Norm` or (weight, bias, eps) that fits x over that axis."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {type(value).__name__}")
+    if len(value) != 3:
+        if len(value) != 4:
+            raise ValueError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {len(value)} values")
+        if value[3] != "layer_norm":
+            raise ValueError(f"kind of {argument} is {value[3]!r}; the kernels have 'layer_norm' only")
+    expect_norm(x, x.dtype, value, f"{argument} ", **axis)
 
 
-def norm(x: Tensor, given: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
-    """Raises ValueError or TypeError when a LayerNorm, the row statistics or a folded weight do not fit x."""
-    if given is not None:
-        parameters("norm", given, x, K=x.shape[-1])
+def norm(x: Tensor, value: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
+    """Raises ValueError or TypeError unless the norm, the row statistics and a folded weight fit x [..., K]."""
+    if value is not None:
+        norm_parameters("norm", value, x, K=x.shape[-1])
     if stats is not None:
         expect("stats", stats, x, M=math.prod(x.shape[:-1]), tiles=None, **{"2": 2})
         if stats.dtype != torch.float32:
@@ -119,33 +122,33 @@ def norm(x: Tensor, given: Norm | None, stats: Tensor | None, weight: Tensor | P
         if not 1 <= tiles <= K or not _covers(tiles, K):
             raise ValueError(f"axis tiles of stats must be ⌈{K} / w⌉ for a power of two w, got {tiles}")
     if isinstance(weight, Folded):
-        if given is None or given[0] is not None or given[1] is not None:
-            raise ValueError("a folded weight holds the LayerNorm's weight and bias; pass norm=(None, None, eps)")
+        if value is None or value[0] is not None or value[1] is not None:
+            raise ValueError("a folded weight includes the LayerNorm's weight and bias; pass norm=(None, None, eps)")
         if weight.weight.dtype != x.dtype:
             raise ValueError(f"weight was folded for {weight.weight.dtype}, x is {x.dtype}; fold it for x")
 
 
 def _covers(tiles: int, K: int) -> bool:
-    """Tiles of some power of two are that many."""
+    """True if K columns in tiles of some power-of-two width are that many tiles; not checked under torch.compile."""
     return torch.compiler.is_compiling() or tiles == cdiv(K, power_of_2(cdiv(K, tiles)))
 
 
 def branch(
     x: Tensor, channels: int, layer_scale: Tensor | None, sample_scale: Tensor | None, residual: Tensor | None
 ) -> None:
-    """Raises ValueError or TypeError when what ends a residual branch does not fit an output of that many channels."""
-    factors(x, layer_scale, sample_scale, F=channels)
+    """Raises ValueError or TypeError unless scales and residual fit the output [..., channels] of a branch on x."""
+    expect_scales(x, layer_scale, sample_scale, F=channels)
     if residual is not None and residual is not x:
-        added("residual", residual, x, (*x.shape[:-1], channels))
+        expect_addable("residual", residual, x, (*x.shape[:-1], channels))
 
 
 def heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError or TypeError when heads are empty, or q, k and v have different dtypes."""
-    floating("q", q)
-    floating("k", k, q)
-    floating("v", v, q)
-    filled("q", "D", q.shape[-1])
-    filled("v", "Dv", v.shape[-1])
+    """Raises ValueError or TypeError unless heads have channels and q, k and v have the same dtype."""
+    expect_floating("q", q)
+    expect_floating("k", k, q)
+    expect_floating("v", v, q)
+    expect_nonempty("q", "D", q.shape[-1])
+    expect_nonempty("v", "Dv", v.shape[-1])
 
 
 def scores(
@@ -156,47 +159,47 @@ def scores(
     scale: float | None,
     return_lse: bool,
 ) -> None:
-    """Raises ValueError or TypeError when what is done to scores does not fit x [B, ...] and sizes H, Nq, Nk."""
+    """Raises ValueError or TypeError unless bias, kv_lens and scale fit x [B, ...] and sizes H, Nq, Nk."""
     if bias is not None:
         if isinstance(bias, Tensor) and bias.dim() == 4:
             axes = zip(("G", "H", "Nq", "Nk"), (None, *sizes), bias.shape, strict=True)
             expect("bias", bias, x, **{axis: None if got == 1 else size for axis, size, got in axes})
-            filled("bias", "G", bias.shape[0])
+            expect_nonempty("bias", "G", bias.shape[0])
         else:
             expect("bias", bias, x, G=None, H=None, Nq=None, Nk=None)
         if bias.dtype != torch.bool:
-            floating("bias", bias)
+            expect_floating("bias", bias)
     if kv_lens is not None:
         expect("kv_lens", kv_lens, x, B=x.shape[0])
-        integers("kv_lens", kv_lens)
+        expect_integers("kv_lens", kv_lens)
     if scale is not None:
-        number("scale", scale)
-    flag("return_lse", return_lse)
+        expect_number("scale", scale)
+    expect_bool("return_lse", return_lse)
 
 
 def packed(
     qkv: Tensor, num_heads: int, q_norm: Norm | None, k_norm: Norm | None, rope: Rope | None, prefix_tokens: int
 ) -> int:
-    """D, channels of a head; raises ValueError or TypeError when qkv [B, N, 3·H·D], its norms and rope do not fit."""
+    """Returns D, the channels of a head; raises ValueError or TypeError unless qkv [B, N, 3·H·D], norms, rope fit."""
     expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})
-    floating("qkv", qkv)
-    whole("num_heads", num_heads, 1)
+    expect_floating("qkv", qkv)
+    expect_int("num_heads", num_heads, 1)
     B, N, width = qkv.shape
     if width % (3 * num_heads) or not width:
         raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {width}")
     D = width // (3 * num_heads)
     if q_norm is not None:
-        parameters("q_norm", q_norm, qkv, D=D)
+        norm_parameters("q_norm", q_norm, qkv, D=D)
     if k_norm is not None:
-        parameters("k_norm", k_norm, qkv, D=D)
-    whole("prefix_tokens", prefix_tokens, 0, N)
+        norm_parameters("k_norm", k_norm, qkv, D=D)
+    expect_int("prefix_tokens", prefix_tokens, 0, N)
     if rope is not None:
         rotation(rope, qkv, B, num_heads, N - prefix_tokens, D)
     return D
 
 
 def rotation(rope: Rope, x: Tensor, B: int, H: int, T: int, D: int) -> None:
-    """Raises ValueError or TypeError when rotary tables do not fit B images, H heads, T tokens and D channels of x."""
+    """Raises ValueError or TypeError unless rotary tables fit B images, H heads, T tokens and D channels of x."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 3:
         raise TypeError("rope must be a tuple (cos, sin, interleaved)")
     cos, sin, interleaved = rope
@@ -206,23 +209,23 @@ def rotation(rope: Rope, x: Tensor, B: int, H: int, T: int, D: int) -> None:
     shared = {a: None for a, size in zip(axes, shape, strict=False) if size == 1 and a in ("B", "H")}
     expect("cos", cos, x, **axes | shared)
     expect("sin", sin, x, **dict(zip(axes, cos.shape, strict=True)))
-    floating("cos", cos)
-    floating("sin", sin)
-    flag("interleaved of rope", interleaved)
+    expect_floating("cos", cos)
+    expect_floating("sin", sin)
+    expect_bool("interleaved of rope", interleaved)
     if D % 2:
-        raise ValueError(f"rope turns pairs of channels, but a head has D = {D} of them; D must be even")
+        raise ValueError(f"rope rotates pairs of channels, but a head has D = {D} of them; D must be even")
 
 
 def images(cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:
-    """Raises ValueError or TypeError when cu_seqlens do not cut x [T, ...] into images of at most max_seqlen tokens.
+    """Raises ValueError or TypeError unless cu_seqlens divides x [T, ...] into images of at most max_seqlen tokens.
 
-    What it holds is read only where `readable`.
+    Its values are checked only if `can_read_values`.
     """
     expect("cu_seqlens", cu_seqlens, x, **{"B+1": None})
-    integers("cu_seqlens", cu_seqlens)
+    expect_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"axis B+1 of cu_seqlens must be at least 2, for one image, got {cu_seqlens.shape[0]}")
-    if not readable(cu_seqlens):
+    if not can_read_values(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
     sizes = [b - a for a, b in itertools.pairwise(ends)]

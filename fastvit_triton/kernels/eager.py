@@ -1,6 +1,7 @@
-"""What eager PyTorch computes inside a registered op, with the op's outputs: layouts, dtypes, statistics, L.
+"""PyTorch implementations of registered ops (SDPA, cuBLAS, cuDNN), with the same outputs as the kernels.
 
-`dispatch` says where. Equations are those of the files named.
+`dispatch` chooses between them and the kernels. Layouts, dtypes, row statistics and L are the same; equation numbers
+refer to the files that are named.
 """
 
 import math
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import layer_norm
+from .argument import Epilogue
 from .launch import cdiv, power_of_2
 
 LN_2 = math.log(2)
@@ -29,17 +31,17 @@ ACTIVATIONS = {
 }
 
 
-def lead(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors with a contiguous last axis, copied only if they lack it."""
+def last_axis_contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors with a contiguous last axis; copied only if necessary, None stays None."""
     return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(o [B, H, Nq, D] stored as [B, Nq, H, D], L [B, H, Nq] in base 2) by the kernels of SDPA that tell L.
+    """(o [B, H, Nq, D] stored as [B, Nq, H, D], L [B, H, Nq] in base 2) by kernels of SDPA that return L.
 
-    FlashAttention for 16 bits, the memory-efficient one for float32, and that of processors there.
+    On a GPU FlashAttention for 16-bit dtypes and the memory-efficient kernel for float32; on a CPU FlashAttention.
     """
-    q, k, v = lead(q, k, v)
+    q, k, v = last_axis_contiguous(q, k, v)
     aten = torch.ops.aten
     if q.device.type != "cuda":
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
@@ -47,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
         o, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
     else:
         o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
-    o = o.transpose(1, 2).contiguous().transpose(1, 2)  # as GPUs store it already
+    o = o.transpose(1, 2).contiguous().transpose(1, 2)  # on GPUs it is stored so already
     return o, (lse.narrow(-1, 0, q.shape[2]).float() / LN_2).contiguous()
 
 
@@ -55,18 +57,20 @@ def attention_grads(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, packed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), or dqkv [B, N, 3, H, D] and two empty tensors, by the backward kernels of SDPA."""
-    do, q, k, v = lead(do, q, k, v)
+    do, q, k, v = last_axis_contiguous(do, q, k, v)
     aten, lse = torch.ops.aten, (lse * LN_2).contiguous()
     if q.device.type != "cuda":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, False, scale=scale)
     elif q.dtype == torch.float32:
-        rows = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # its kernel steps through 32 rows
+        rows = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # the kernel reads L in blocks of 32 rows
         none = lse.new_empty((), dtype=torch.int64)
         grads = aten._scaled_dot_product_efficient_attention_backward(
             do, q, k, v, None, o, rows, none, none, 0.0, [True, True, True, False], scale=scale
         )[:3]
     else:
-        state, unused = (lse.new_empty(shape, dtype=torch.uint64) for shape in (2, ()))  # of dropout, which is off
+        state, unused = (
+            lse.new_empty(shape, dtype=torch.uint64) for shape in (2, ())
+        )  # random state of dropout, which is off
         grads = aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, False, state, unused, scale=scale
         )
@@ -78,34 +82,35 @@ def attention_grads(
 def linear(
     x: Tensor,
     weight: Tensor,
-    const: Tensor | None,
+    bias: Tensor | None,
     colsum: Tensor | None,
     eps: float,
-    around: tuple,
-    save: bool,
-    like: tuple[Tensor, ...],
+    epilogue: Epilogue,
+    outputs: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """(y, pre, mean, rstd, statistics of y): equations (1) to (4) of `linear` with W' of (5).
+    """Equations (1) to (4) of `linear`, with W' of (5).
 
     Args:
         x: [..., K].
-        weight: [F, K], with the LayerNorm's weight folded in where there is one.
-        const: [F], the bias, or None.
-        colsum: given when x is to be normalised.
-        eps: of that.
-        around: (activation, layer_scale, sample_scale, residual).
-        save: keep the pre-activation.
-        like: tensors of the shapes and dtypes to give.
+        weight: [F, K], or [2F, K] for "swiglu", with the LayerNorm's weight folded in if there is a norm.
+        bias: [F], or None.
+        colsum: column sums [F]; not None if x is to be normalised.
+        eps: of the LayerNorm.
+        epilogue: what follows the product.
+        outputs: (y, pre, mean, rstd, stats) with the shapes and dtypes to return; empty ones are not needed.
+
+    Returns:
+        (y, pre, mean, rstd, stats) as the op gives them.
     """
-    activation, layer_scale, sample_scale, residual = around
-    want_y, want_pre, want_mean, want_rstd, want_stats = like
-    mean, rstd, normed = want_mean, want_rstd, x
+    activation, layer_scale, sample_scale, residual, _ = epilogue
+    y, pre, mean, rstd, stats = outputs
+    normed = x
     if colsum is not None:
-        normed, mu, r = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
-        if want_mean.numel():
-            mean, rstd = (t.reshape(-1).float() for t in (mu, r))
-    h = F.linear(normed, weight, None if const is None else const.to(x.dtype))
-    pre = h.view(want_pre.shape) if want_pre.numel() else want_pre
+        normed, *norm_stats = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        if mean.numel():
+            mean, rstd = (t.reshape(-1).float() for t in norm_stats)
+    h = F.linear(normed, weight, None if bias is None else bias.to(x.dtype))
+    pre = h.view(pre.shape) if pre.numel() else pre
     if activation == "swiglu":
         gate, up = h.chunk(2, -1)
         h = F.silu(gate) * up
@@ -115,13 +120,16 @@ def linear(
         h = h * layer_scale
     if sample_scale is not None:
         h = h * sample_scale.to(h.dtype).view(-1, *[1] * (h.dim() - 1))
-    y = (h if residual is None else h + residual).to(want_y.dtype)
-    stats = _tile_stats(y, want_stats.shape[1]) if want_stats.dim() == 3 else want_stats
+    y = (h if residual is None else h + residual).to(y.dtype)
+    stats = _tile_stats(y, stats.shape[1]) if stats.dim() == 3 else stats
     return y, pre, mean, rstd, stats
 
 
 def _tile_stats(y: Tensor, tiles: int) -> Tensor:
-    """Equation (4) of `linear`, [M, tiles, 2] fp32, from one pass over y: as if all tiles of a row were alike."""
+    """Row statistics [M, tiles, 2] fp32 from one pass over y; each tile has the mean and variance of its row.
+
+    Merged over tiles they give the same mean and variance as equation (4) of `linear`.
+    """
     rows = y.flatten(0, -2)
     M, F_ = rows.shape
     mean, rstd = (y.new_empty(M, dtype=torch.float32) for _ in range(2))

@@ -1,14 +1,14 @@
-"""LayerNorms folded into the projections behind them, so that a product reads x as it is.
+"""Folds LayerNorms into the projections that follow them, so that the matrix product reads x without normalising it.
 
 Math      W' = W·diag(γ)    s_f = Σ_k W'_fk    c = W β + b                                   (1)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row of x  (2)
-          The sums see the rounded W', so that a constant in x cancels exactly.
+          s is summed over the rounded W', so that a constant in x cancels exactly.
 Backward  dW = dW'·diag(γ) + dc βᵀ    db = dc    dγ = Σ_f dW'_f ∘ W_f    dβ = Wᵀ dc           (3)
-          in PyTorch; s is a function of W' and carries no gradient of its own.
-Kernels   One, over whole rows of all projections of all norms given, packed as it writes them. The backward pass of
-          `linear` uses it for W' alone, rows times a layer_scale.
+          computed by PyTorch. s is a function of W' and has no gradient of its own.
+Kernels   One launch for all projections of all norms, each program over whole rows; it writes the projections of a norm
+          packed. The backward pass of `linear` uses the kernel for W' alone, with rows times layer_scale.
 Saved     W, γ, β.
-Cost      reads W once, writes W' once: 2·F·K values where a LayerNorm of its own moves 2·M·K, hence `pays`.
+Cost      2·F·K values (reads W, writes W'); a separate LayerNorm moves 2·M·K. `pays` compares the two.
 Sources   Ba et al., Layer Normalization, arXiv:1607.06450, eq. 4, multiplied out.
 """
 
@@ -18,53 +18,63 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .argument import FLOATS, filled, floating, mixing
+from .argument import FLOATS, expect_floating, expect_mixable, expect_nonempty
 from .backend import kernels_available
-from .launch import cdiv, config, whole_rows
-from .op import Op, expect, make, once_differentiable, register
+from .launch import cdiv, config, whole_row_blocks
+from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
 
-Parts = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | None, ...]
 
-MAX_K = 16384  # one program holds a whole row
-SPACE = {"border": dict(ROWS_PER_OUTPUT=1)}  # see `pays`; tuned/ may have others
+MAX_K = 16384  # a program holds whole rows
+SPACE = {"border": dict(ROWS_PER_OUTPUT=1)}  # see `pays`; tuned/ may override it
 
 
 class Group(NamedTuple):
-    """A LayerNorm and the projections behind it, packed in this order."""
+    """The parameters of a LayerNorm and of the projections that follow it, which are packed in this order."""
 
     weights: tuple[Tensor, ...]  # [F_i, K]
-    biases: Parts  # [F_i], or None
+    biases: Tensors  # [F_i], or None
     norm_weight: Tensor | None  # [K]
     norm_bias: Tensor | None  # [K]
 
 
 class Folded(NamedTuple):
-    """What `fold` makes: equation (1). Stands for a weight and its bias behind a LayerNorm."""
+    """Result of `fold`, equation (1): the weight and bias of a projection with the LayerNorm before it folded in.
 
-    weight: Tensor  # W' [F, K], rounded
-    colsum: Tensor  # s [F], fp32
-    const: Tensor  # c [F], fp32
-    source: Group | None = None  # one packed projection that gets the gradients; None: they flow through W' and c
+    Attributes:
+        weight: W' [F, K], in the dtype of the product.
+        colsum: s [F] fp32, the column sums of W'ᵀ.
+        bias: c [F] fp32.
+        source: the packed projection and norm that receive the gradients; None if gradients flow through W' and c.
+    """
+
+    weight: Tensor
+    colsum: Tensor
+    bias: Tensor
+    source: Group | None = None
 
 
 def fold(
     weights: tuple[Tensor, ...],
-    biases: Parts,
+    biases: Tensors,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Folded:
-    """Equation (1): projections and the LayerNorm before them as one weight, for `linear` and `mlp`.
+    """Equation (1): projections and the LayerNorm before them as one weight and bias, for `linear` and `mlp`.
 
-    Differentiable. The result is not updated when a source changes.
+    Differentiable. The result is not updated when a parameter changes.
 
     Args:
         weights: projections [F_i, K], packed in this order.
         biases: their biases [F_i], or None.
         norm_weight: [K], or None.
         norm_bias: [K], or None.
-        dtype: of the product, which is that of x.
+        dtype: of W', which is the dtype of x in the product.
+
+    Returns:
+        W' [F, K], its column sums [F] and bias [F] in fp32, with F = Σ F_i.
 
     Raises:
         ValueError: a size or device does not fit.
@@ -80,10 +90,18 @@ def fold(
 
 @torch.no_grad()
 def fold_groups(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
-    """Equation (1) for several LayerNorms of the same width in one launch, without gradients.
+    """Equation (1) for several LayerNorms of the same width K in one launch, without gradients.
+
+    Args:
+        groups: norms and their projections [F_i, K].
+        dtype: of W'.
+
+    Returns:
+        One `Folded` for each group.
 
     Raises:
         ValueError: a size does not fit.
+        TypeError: a parameter is of another type or dtype.
     """
     for group in groups:
         check(*group)
@@ -94,9 +112,9 @@ def fold_groups(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
 
 
 def pays(x: Tensor, outputs: int) -> bool:
-    """Whether folding within a call is cheaper than a LayerNorm of x [..., K] before projections to that many outputs.
+    """True if folding in this call moves fewer bytes than a LayerNorm of x [..., K] before projections to `outputs`.
 
-    True while tracing: a compiled program reads no number of rows.
+    Always True under torch.compile, so that the number of rows is not specialised.
     """
     if torch.compiler.is_compiling() or not isinstance(rows := x.numel() // max(x.shape[-1], 1), int):
         return True
@@ -105,7 +123,7 @@ def pays(x: Tensor, outputs: int) -> bool:
 
 def reference(
     weights: tuple[Tensor, ...],
-    biases: Parts,
+    biases: Tensors,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     dtype: torch.dtype,
@@ -113,41 +131,44 @@ def reference(
     """Equation (1)."""
     weight, bias = packed(weights, biases)
     wide = torch.promote_types(weight.dtype, torch.float32)
-    const = weight.new_zeros(weight.shape[0], dtype=wide) if bias is None else bias.to(wide)
+    folded_bias = weight.new_zeros(weight.shape[0], dtype=wide) if bias is None else bias.to(wide)
     if norm_bias is not None:
-        const = const + weight.to(wide) @ norm_bias.to(wide)
+        folded_bias = folded_bias + weight.to(wide) @ norm_bias.to(wide)
     folded = weight.to(wide) if norm_weight is None else weight.to(wide) * norm_weight.to(wide)
     folded = folded.to(dtype)
-    return Folded(folded, folded.detach().to(wide).sum(1), const)
+    return Folded(folded, folded.detach().to(wide).sum(1), folded_bias)
 
 
-def check(weights: tuple[Tensor, ...], biases: Parts, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
-    """Raises ValueError or TypeError when the parts do not fit each other."""
+def check(weights: tuple[Tensor, ...], biases: Tensors, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
+    """Raises ValueError or TypeError if projections and norm do not fit each other; arguments as in `fold`."""
     for name, parts in (("weights", weights), ("biases", biases)):
         if not isinstance(parts, (tuple, list)) or not parts:
-            raise TypeError(f"{name} must be a tuple, one for each projection, got {type(parts).__name__}")
+            raise TypeError(f"{name} must be a tuple with an entry for each projection, got {type(parts).__name__}")
     if len(weights) != len(biases):
-        raise ValueError(f"biases must be {len(weights)}, as there are weights, got {len(biases)}")
+        raise ValueError(f"biases must have {len(weights)} entries, as weights, got {len(biases)}")
     K = None
     for weight, bias in zip(weights, biases, strict=True):
         expect("weight", weight, weights[0], F=None, K=K)
-        floating("weight", weight)
+        expect_floating("weight", weight)
         if weight.dtype != weights[0].dtype:
-            raise TypeError(f"weights must have one dtype, got {weights[0].dtype} and {weight.dtype}")
-        filled("weight", "F", weight.shape[0])
+            raise TypeError(f"weights must have the same dtype, got {weights[0].dtype} and {weight.dtype}")
+        expect_nonempty("weight", "F", weight.shape[0])
         K = weight.shape[1]
         if bias is not None:
             expect("bias", bias, weight, F=weight.shape[0])
-            mixing("bias", bias, weight)
-    filled("weight", "K", K)
+            expect_mixable("bias", bias, weight)
+    expect_nonempty("weight", "K", K)
     for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if parameter is not None:
             expect(name, parameter, weights[0], K=K)
-            mixing(name, parameter, weights[0])
+            expect_mixable(name, parameter, weights[0])
 
 
-def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor | None]:
-    """Projections as one weight and one bias; a missing bias beside others is zero. One launch without gradients."""
+def packed(weights: tuple[Tensor, ...], biases: Tensors) -> tuple[Tensor, Tensor | None]:
+    """Projections packed into one weight [F, K] and one bias [F] (None if all are None; a missing one is zeros).
+
+    One launch if no gradients are needed, else torch.cat.
+    """
     if len(weights) == 1:
         return weights[0], biases[0]
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, *biases))
@@ -162,67 +183,69 @@ def packed(weights: tuple[Tensor, ...], biases: Parts) -> tuple[Tensor, Tensor |
 
 @jit
 def _fold_rows(
-    w_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, layer_scale_ptr, folded_ptr, colsum_ptr, const_ptr, block, F,
+    w_ptr, bias_ptr, norm_weight_ptr, norm_bias_ptr, layer_scale_ptr, folded_weight_ptr, colsum_ptr, folded_bias_ptr,
+    block, F,
     K: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Equation (1) for BLOCK_F outputs of one projection, rows times layer_scale; a pointer may be None."""
+    """Equation (1) for BLOCK_F outputs of one projection, rows times layer_scale; any pointer but w_ptr may be None."""
     f = block.to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     k = tl.arange(0, BLOCK_K)
     in_f, in_k = f < F, k < K
     inside = in_f[:, None] & in_k[None, :]
     w = tl.load(w_ptr + f[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)  # [BLOCK_F, BLOCK_K]
-    const = tl.zeros([BLOCK_F], tl.float32)
+    folded_bias = tl.zeros([BLOCK_F], tl.float32)
     if bias_ptr is not None:
-        const += tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
+        folded_bias += tl.load(bias_ptr + f, mask=in_f, other=0.0).to(tl.float32)
     if norm_bias_ptr is not None:
-        const += tl.sum(w * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :], 1)
+        folded_bias += tl.sum(w * tl.load(norm_bias_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :], 1)
     if norm_weight_ptr is not None:
         w *= tl.load(norm_weight_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]
     if layer_scale_ptr is not None:
         w *= tl.load(layer_scale_ptr + f, mask=in_f, other=0.0).to(tl.float32)[:, None]
-    folded = w.to(folded_ptr.dtype.element_ty)
-    tl.store(folded_ptr + f[:, None] * K + k[None, :], folded, mask=inside)
+    folded = w.to(folded_weight_ptr.dtype.element_ty)
+    tl.store(folded_weight_ptr + f[:, None] * K + k[None, :], folded, mask=inside)
     if colsum_ptr is not None:
         tl.store(colsum_ptr + f, tl.sum(folded.to(tl.float32), 1), mask=in_f)
-    if const_ptr is not None:
-        tl.store(const_ptr + f, const.to(const_ptr.dtype.element_ty), mask=in_f)
+    if folded_bias_ptr is not None:
+        tl.store(folded_bias_ptr + f, folded_bias.to(folded_bias_ptr.dtype.element_ty), mask=in_f)
 
 
 @jit
 def _fold_kernel(
-    w_ptrs, bias_ptrs, norm_weight_ptrs, norm_bias_ptrs, gamma_ptrs, folded_ptrs, colsum_ptrs, const_ptrs, F,
+    w_ptrs, bias_ptrs, norm_weight_ptrs, norm_bias_ptrs, layer_scale_ptrs, folded_weight_ptrs, colsum_ptrs,
+    folded_bias_ptrs, F,
     K: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_F outputs of one projection. Arguments are tuples, one entry a projection."""
+    """One program: BLOCK_F outputs of one projection. Arguments are tuples with an entry for each projection."""
     block = tl.program_id(0)
     for i in tl.static_range(len(w_ptrs)):
         blocks = tl.cdiv(F[i], BLOCK_F)
         if (block >= 0) & (block < blocks):
             _fold_rows(
-                w_ptrs[i], bias_ptrs[i], norm_weight_ptrs[i], norm_bias_ptrs[i], gamma_ptrs[i], folded_ptrs[i],
-                colsum_ptrs[i], const_ptrs[i], block, F[i], K, BLOCK_F, BLOCK_K,
+                w_ptrs[i], bias_ptrs[i], norm_weight_ptrs[i], norm_bias_ptrs[i], layer_scale_ptrs[i],
+                folded_weight_ptrs[i], colsum_ptrs[i], folded_bias_ptrs[i], block, F[i], K, BLOCK_F, BLOCK_K,
             )  # fmt: skip
         block -= blocks
 
 
 def _fold(weights, biases, norms, sizes, dtype):
-    """Equation (1): W' [F, K] in `dtype`, its column sums [F] and the constant [F] in fp32, of each group in turn.
+    """Equation (1): for each group in turn W' [F, K] in `dtype`, its column sums [F] and bias [F] in fp32.
 
-    `norms` are weight and bias of each LayerNorm in turn; `sizes` are the numbers of projections behind each.
+    `norms` holds weight and bias of each LayerNorm in turn; `sizes` the number of projections of each.
     """
-    outputs, columns, first = _fold_fake(weights, biases, norms, sizes, dtype), [], 0
+    outputs, projections, first = _fold_fake(weights, biases, norms, sizes, dtype), [], 0
     for i, size in enumerate(sizes):
         rows = [len(w) for w in weights[first : first + size]]
         views = zip(*(t.split(rows) for t in outputs[3 * i : 3 * i + 3]), strict=True)
-        for j, (folded, colsum, const) in enumerate(views, first):
-            columns.append((weights[j], biases[j], *norms[2 * i : 2 * i + 2], None, folded, colsum, const))
+        for j, (weight, colsum, bias) in enumerate(views, first):
+            projections.append((weights[j], biases[j], *norms[2 * i : 2 * i + 2], None, weight, colsum, bias))
         first += size
-    launch(*zip(*columns, strict=True))
+    launch(*zip(*projections, strict=True))
     return outputs
 
 
 def _pack(weights, biases):
-    """Projections as one weight [F, K] and one bias [F], which is empty if there is none."""
+    """Projections packed into one weight [F, K] and one bias [F], which is empty if there is none."""
     outputs, none = _pack_fake(weights, biases), (None,) * len(weights)
     rows = [len(w) for w in weights]
     parts = [t.split(rows) if t.numel() else none for t in outputs]
@@ -237,21 +260,32 @@ def _pack_fake(weights, biases):
 
 
 def launch(
-    weights: Parts,
-    biases: Parts,
-    norm_weights: Parts,
-    norm_biases: Parts,
-    layer_scales: Parts,
-    folded: Parts,
-    colsums: Parts,
-    consts: Parts,
+    weights: Tensors,
+    biases: Tensors,
+    norm_weights: Tensors,
+    norm_biases: Tensors,
+    layer_scales: Tensors,
+    folded: Tensors,
+    colsums: Tensors,
+    folded_biases: Tensors,
 ) -> None:
-    """Writes W' of each projection [F_i, K], rows times layer_scale [F_i] if given, and its sums if there is room."""
+    """Launches the kernel: writes W' of each projection [F_i, K], rows times layer_scale [F_i] if there is one.
+
+    Args:
+        weights: [F_i, K] each.
+        biases: [F_i], or None, as in all that follow.
+        norm_weights: [K].
+        norm_biases: [K].
+        layer_scales: [F_i].
+        folded: outputs W' [F_i, K].
+        colsums: outputs [F_i] fp32, or None if not needed.
+        folded_biases: outputs [F_i], or None if not needed.
+    """
     sizes = tuple(len(w) for w in weights)
-    rows, block, options = whole_rows(weights[0].shape[1])
+    rows, block, options = whole_row_blocks(weights[0].shape[1])
     dense = [tuple(t if t is None else t.contiguous() for t in p) for p in (weights, biases, norm_weights, norm_biases)]
     _fold_kernel[(sum(cdiv(size, rows) for size in sizes),)](
-        *dense, layer_scales, folded, colsums, consts, sizes,
+        *dense, layer_scales, folded, colsums, folded_biases, sizes,
         K=weights[0].shape[1], BLOCK_F=rows, BLOCK_K=block, **options,
     )  # fmt: skip
 
@@ -278,46 +312,47 @@ _pack_op = register("pack", "(Tensor[] weights, Tensor?[] biases) -> (Tensor, Te
 
 
 def run(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
-    """Equation (1) of each group by the kernel, in one launch."""
+    """Equation (1) for each group by the kernel, in one launch; arguments as in `fold_groups`."""
     weights, biases = ([t for group in groups for t in group[i]] for i in range(2))
     norms = [t for group in groups for t in group[2:]]
-    made = _fold_op(weights, biases, norms, [len(group.weights) for group in groups], dtype)
-    return [Folded(*made[i : i + 3]) for i in range(0, len(made), 3)]
+    outputs = _fold_op(weights, biases, norms, [len(group.weights) for group in groups], dtype)
+    return [Folded(*outputs[i : i + 3]) for i in range(0, len(outputs), 3)]
 
 
 class _Fn(torch.autograd.Function):
-    """Ties fold to equation (3)."""
+    """Autograd of fold by equation (3); dtype, norm_weight [K], norm_bias [K], then all weights and all biases."""
 
     @staticmethod
     def forward(ctx, dtype, norm_weight, norm_bias, *parts):
         weights, biases = parts[: len(parts) // 2], parts[len(parts) // 2 :]
         ctx.save_for_backward(norm_weight, norm_bias, *weights)
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
-        (made,) = run([Group(weights, biases, norm_weight, norm_bias)], dtype)
-        ctx.mark_non_differentiable(made.colsum)
-        return made[:3]
+        (folded,) = run([Group(weights, biases, norm_weight, norm_bias)], dtype)
+        ctx.mark_non_differentiable(folded.colsum)
+        return folded[:3]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dfolded, _, dconst):
+    def backward(ctx, dfolded_weight, _, dfolded_bias):
         norm_weight, norm_bias, *weights = ctx.saved_tensors
-        weight, dweight = torch.cat(weights).float(), dfolded.float()
-        dgain = None if norm_weight is None else (dweight * weight).sum(0).to(norm_weight.dtype)
-        dshift = None if norm_bias is None else (dconst @ weight).to(norm_bias.dtype)
+        weight, dweight = torch.cat(weights).float(), dfolded_weight.float()
+        dnorm_weight = None if norm_weight is None else (dweight * weight).sum(0).to(norm_weight.dtype)
+        dnorm_bias = None if norm_bias is None else (dfolded_bias @ weight).to(norm_bias.dtype)
         if norm_weight is not None:
             dweight = dweight * norm_weight.float()
         if norm_bias is not None:
-            dweight = dweight + dconst[:, None] * norm_bias.float()
+            dweight = dweight + dfolded_bias[:, None] * norm_bias.float()
         rows = [len(w) for w in weights]
         dweights = [d.to(w.dtype) for d, w in zip(dweight.split(rows), weights, strict=True)]
-        pairs = zip(dconst.split(rows), ctx.bias_dtypes, strict=True)
-        return None, dgain, dshift, *dweights, *(None if dtype is None else d.to(dtype) for d, dtype in pairs)
+        pairs = zip(dfolded_bias.split(rows), ctx.bias_dtypes, strict=True)
+        dbiases = [None if dtype is None else d.to(dtype) for d, dtype in pairs]
+        return None, dnorm_weight, dnorm_bias, *dweights, *dbiases
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, (F, K) = make(device, dtype), (case[a] for a in ("F", "K"))
+    randn, (F, K) = make_randn(device, dtype), (case[a] for a in ("F", "K"))
     weights = tuple(randn(F, K, scale=K**-0.5) for _ in range(case["parts"]))
-    biases = tuple(None if i == 1 else randn(F) for i in range(case["parts"]))  # BEiT's keys have none
+    biases = tuple(None if i == 1 else randn(F) for i in range(case["parts"]))  # as BEiT's keys
     return {"weights": weights, "biases": biases, "norm_weight": randn(K), "norm_bias": randn(K), "dtype": dtype}
 
 

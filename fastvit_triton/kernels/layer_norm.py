@@ -1,15 +1,16 @@
-"""LayerNorm, alone or with the residual addition before it.
+"""LayerNorm, alone or after a residual addition.
 
 Math      μ = mean(x)    σ² = mean((x − μ)²)    x̂ = (x − μ) / √(σ² + ε)                  (1)
           y = γ·x̂ + β                                                                     (2)
-          s = residual + sample_scale·layer_scale·x,  y = LN(s)        for add_layer_norm       (3)
+          s = residual + sample_scale·layer_scale·x,  y = LN(s)        for add_layer_norm  (3)
 Backward  g = dy·γ,  t = (g − mean(g) − x̂·mean(g·x̂)) / √(σ² + ε) + ds                     (4)
-          dresidual = t    dx = sample_scale·layer_scale·t    dlayer_scale = Σ_rows sample_scale·x·t      (5)
+          dresidual = t    dx = sample_scale·layer_scale·t
+          dlayer_scale = Σ_rows sample_scale·x·t                                           (5)
           dγ = Σ_rows dy·x̂    dβ = Σ_rows dy                                               (6)
-          sample_scale is a draw, not a parameter: it gets no gradient.
+          sample_scale is a random mask and gets no gradient.
+Kernels   The sums over rows are taken in two stages, in fp32 within programs and then over them: same bits every run.
 Cost      forward 8·M·D flops; bytes = x + y (+ residual + s). Backward reads dy, ds, s, x and writes dx, dresidual.
-Saved     s (or x alone), and x where layer_scale learns, in storage dtype; μ and 1/√(σ² + ε) in fp32.
-Sums      Row sums (6) in two stages, first per program in fp32, then over programs: same bits every run.
+Saved     s (or x), and x if there is a layer_scale, in storage dtype; μ and 1/√(σ² + ε) in fp32.
 Sources   Ba et al., Layer normalization, arXiv:1607.06450, eq. 4; LayerScale: Touvron et al., CaiT, arXiv:2103.17239,
           eq. 6; stochastic depth: Huang et al., arXiv:1603.09382.
 """
@@ -20,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .argument import added, autocasts, expect_rows, factors, norm_parameters
+from .argument import expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
 from .backend import kernels_available
-from .launch import cdiv, power_of_2, whole_rows
-from .op import Op, make, once_differentiable, register
+from .launch import cdiv, whole_row_blocks
+from .op import Op, make_randn, once_differentiable, register
 from .tile import jit, tl
 
-PROGRAMS = 512  # of the backward pass: each sums its rows' share of (5) and (6); fixed, so that sums repeat bit by bit
-MAX_D = 16384  # a row must fit the registers of one program
+PROGRAMS = 512  # of the backward pass, at most; independent of the GPU, so that sums (5) and (6) have the same bits
+MAX_D = 16384  # a program holds whole rows in registers
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -43,11 +44,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         [..., D].
 
     Raises:
-        ValueError: weight or bias is not of size D, a device does not fit, or eps is no finite number.
+        ValueError: a size or device does not fit, or eps is negative or not finite.
         TypeError: an argument is of another type or dtype.
     """
     expect_rows("x", x, "D")
-    norm_parameters(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
+    expect_norm(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and x.shape[-1] <= MAX_D:
         return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
     return reference(x, weight, bias, eps)
@@ -62,11 +63,11 @@ def add_layer_norm(
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Adds a residual branch and normalises the sum, equation (3).
+    """Adds a residual branch and normalises the sum: equation (3).
 
     Args:
         x: [B, ..., D], the branch.
-        residual: [B, ..., D], what it is added to.
+        residual: [B, ..., D], the stream that the branch is added to.
         weight: γ [D], or None.
         bias: β [D], or None.
         eps: ε, added to the variance.
@@ -77,15 +78,15 @@ def add_layer_norm(
         (s, LN(s)), both [B, ..., D].
 
     Raises:
-        ValueError: a size or device does not fit, or eps is no finite number.
+        ValueError: a size or device does not fit, or eps is negative or not finite.
         TypeError: an argument is of another type or dtype.
     """
     expect_rows("x", x, "D")
-    added("residual", residual, x, x.shape)
-    factors(x, layer_scale, sample_scale, D=x.shape[-1])
+    expect_addable("residual", residual, x, x.shape)
+    expect_scales(x, layer_scale, sample_scale, D=x.shape[-1])
     dtype = torch.promote_types(x.dtype, residual.dtype)
     dtype = dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
-    norm_parameters(x, dtype, (weight, bias, eps), D=x.shape[-1])
+    expect_norm(x, dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and kernels_available(residual) and x.shape[-1] <= MAX_D:
         return _Fn.apply(x, residual, weight, bias, eps, layer_scale, sample_scale)
     return reference_add(x, residual, weight, bias, eps, layer_scale, sample_scale)
@@ -93,9 +94,9 @@ def add_layer_norm(
 
 def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Equations (1) and (2)."""
-    if all(p is None or p.dtype == x.dtype for p in (weight, bias)) or autocasts(x):
+    if all(p is None or p.dtype == x.dtype for p in (weight, bias)) or is_autocast_on(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    weight, bias = (None if p is None else p.float() for p in (weight, bias))  # 16 bits beside float32
+    weight, bias = (None if p is None else p.float() for p in (weight, bias))  # float32 parameters for a 16-bit x
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
@@ -109,12 +110,12 @@ def reference_add(
     sample_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Equation (3)."""
-    total = residual + scaled(x, layer_scale, sample_scale)
-    return total, reference(total, weight, bias, eps)
+    s = residual + scaled(x, layer_scale, sample_scale)
+    return s, reference(s, weight, bias, eps)
 
 
 def scaled(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | None) -> Tensor:
-    """sample_scale · layer_scale · x for x [B, ..., D]: the end of every residual branch."""
+    """sample_scale · layer_scale · x for x [B, ..., D], as at the end of a residual branch."""
     if layer_scale is not None:
         x = x * layer_scale
     if sample_scale is not None:
@@ -124,16 +125,15 @@ def scaled(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | None) -
 
 @torch.no_grad()
 def row_stats(y: Tensor) -> Tensor:
-    """Row statistics that travel: y [..., F] to [M, 1, 2] fp32, sum and centred sum of squares of each row."""
+    """Row statistics [M, 1, 2] fp32 of y [..., F]: sum and centred sum of squares of each row."""
     rows = y.reshape(-1, y.shape[-1]).float()
-    total = rows.sum(-1)
-    centred = (rows - rows.mean(-1, keepdim=True)).square().sum(-1)
-    return torch.stack((total, centred), -1)[:, None]
+    m2 = (rows - rows.mean(-1, keepdim=True)).square().sum(-1)
+    return torch.stack((rows.sum(-1), m2), -1)[:, None]
 
 
 @jit
 def _stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: BLOCK_M rows. μ and 1/√(σ² + ε) of x."""
+    """One program: BLOCK_M rows. Stores μ and 1/√(σ² + ε)."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     inside = (m < M)[:, None] & (k < K)[None, :]
@@ -145,20 +145,20 @@ def _stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: t
 
 
 @jit
-def merged(
+def merge_stats(
     stats_ptr, m, in_m, eps, K: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """Mean and 1/√(σ² + ε) of rows m from partial statistics over WIDTH columns each (Chan et al., 1979)."""
+    """μ and 1/√(σ² + ε) of rows m, from statistics of TILES tiles of WIDTH columns (Chan et al., 1979)."""
     t = tl.arange(0, BLOCK_T)
     inside = in_m[:, None] & (t < TILES)[None, :]
     at = stats_ptr + (m[:, None] * TILES + t[None, :]) * 2
-    total = tl.load(at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_T]
-    spread = tl.load(at + 1, mask=inside, other=0.0)
+    row_sum = tl.load(at, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_T]
+    m2 = tl.load(at + 1, mask=inside, other=0.0)
     count = tl.minimum(WIDTH, K - t * WIDTH).to(tl.float32)[None, :]
-    mean = tl.sum(total, 1) / K
-    between = total / count - mean[:, None]
-    spread += tl.where(inside, count * between * between, 0.0)
-    return mean, 1.0 / tl.sqrt(tl.sum(spread, 1) / K + eps)
+    mean = tl.sum(row_sum, 1) / K
+    between = row_sum / count - mean[:, None]
+    m2 += tl.where(inside, count * between * between, 0.0)
+    return mean, 1.0 / tl.sqrt(tl.sum(m2, 1) / K + eps)
 
 
 @jit
@@ -183,7 +183,7 @@ def _fwd_kernel(
         x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, rounded, mask=inside)
-        x = rounded.to(tl.float32)  # LN sees what is stored, as it does in PyTorch
+        x = rounded.to(tl.float32)  # LN reads the rounded sum, as in PyTorch
     mean = tl.sum(x, 1) / D  # [BLOCK_M]
     centred = tl.where(inside, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
@@ -205,7 +205,7 @@ def _bwd_kernel(
     HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: every PROGRAMS-th block of rows, and its share of the three row sums. Equations (4) to (6)."""
+    """One program: every n-th block of rows, for n programs, and their terms of the sums. Equations (4) to (6)."""
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
@@ -251,46 +251,45 @@ def _bwd_kernel(
 
 
 def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
-    """Writes the mean and 1/√(σ² + ε) of every row of x [M, K]."""
-    rows, block, options = whole_rows(x.shape[1])
+    """Writes μ and 1/√(σ² + ε) of every row of x [M, K] to mean and rstd [M]."""
+    rows, block, options = whole_row_blocks(x.shape[1])
     _stats_kernel[(cdiv(len(x), rows),)](
         x, mean, rstd, len(x), eps, K=x.shape[1], BLOCK_M=rows, BLOCK_K=block, **options
     )  # fmt: skip
 
 
 def _blocks(D: int) -> dict[str, int]:
-    """Launch parameters: a row of up to 1024 channels per warp is all 16-byte accesses and needs no barrier."""
-    block = power_of_2(D)
-    warps = min(max(block // 1024, 1), 16)
-    return dict(BLOCK_M=max(1, 1024 // block), BLOCK_D=block, num_warps=warps, num_stages=1, enable_fp_fusion=True)
+    """Launch parameters: a program holds whole rows."""
+    rows, block, options = whole_row_blocks(D)
+    return dict(BLOCK_M=rows, BLOCK_D=block, num_stages=1, **options)
 
 
 def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
-    total, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out)
+    s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, D, blocks = mean.numel(), x.shape[-1], _blocks(x.shape[-1])
     if M:
         _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
-            x, residual, layer_scale, sample_scale, weight, bias, total, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
+            x, residual, layer_scale, sample_scale, weight, bias, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
             HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
         )  # fmt: skip
-    return total, y, mean, rstd
+    return s, y, mean, rstd
 
 
 def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     dtype = x.dtype
     for t in (residual, layer_scale if residual is not None else None):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
-    total = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
+    s = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     rows = math.prod(x.shape[:-1])
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return total, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
+    return s, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
 
 
 def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
-    """(dx, dresidual, sums); sums [3, D] fp32 are dweight, dbias, dlayer_scale. dresidual is empty without `dsum`."""
+    """(dx, dresidual, sums [3, D] fp32 of dweight, dbias, dlayer_scale); dresidual is empty without `dsum`."""
     dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype)
     dy, s = dy.contiguous(), s.contiguous()
     dsum, x = (None if t is None else t.contiguous() for t in (dsum, x))
@@ -329,19 +328,17 @@ _bwd_op = register(
 
 
 class _Fn(torch.autograd.Function):
-    """Ties layer_norm_fwd to layer_norm_bwd; without a residual the first output is empty."""
+    """Autograd of layer_norm_fwd by layer_norm_bwd; without a residual the first output is empty."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, layer_scale, sample_scale):
-        autocast = torch.is_autocast_enabled(x.device.type)  # where PyTorch's own layer_norm gives float32
-        total, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast)
+        autocast = torch.is_autocast_enabled(x.device.type)  # then PyTorch's layer_norm returns float32
+        s, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast)
         branch = x if layer_scale is not None else None
-        ctx.save_for_backward(x if residual is None else total, branch, weight, layer_scale, sample_scale, mean, rstd)
-        ctx.has_residual, ctx.dtypes = (
-            residual is not None,
-            tuple(None if t is None else t.dtype for t in (x, residual, bias)),
-        )
-        return total, y
+        ctx.save_for_backward(x if residual is None else s, branch, weight, layer_scale, sample_scale, mean, rstd)
+        ctx.has_residual = residual is not None
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, bias))
+        return s, y
 
     @staticmethod
     @once_differentiable
@@ -362,13 +359,13 @@ class _Fn(torch.autograd.Function):
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, D = make(device, dtype), case["D"]
+    randn, D = make_randn(device, dtype), case["D"]
     x = randn(case["B"], case["N"], D, shift=case.get("shift", 0))
     return {"x": x, "weight": randn(D), "bias": randn(D), "eps": 1e-6}
 
 
 def _inputs_add(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, B, D = make(device, dtype, seed=1), case["B"], case["D"]
+    randn, B, D = make_randn(device, dtype, seed=1), case["B"], case["D"]
     keep = torch.tensor([b % 2 / 0.5 for b in range(B)], dtype=dtype, device=device)
     return _inputs(case, dtype, device) | {
         "residual": randn(B, case["N"], D),

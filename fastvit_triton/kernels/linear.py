@@ -1,59 +1,59 @@
-"""A linear layer with what stands before and after it in a Transformer: LayerNorm, activation, scales, residual.
+"""Linear layer with fused LayerNorm prologue and activation, LayerScale, drop-path and residual epilogue.
 
 Math      x̂ = LN(x) when `norm` is given, else x                                 [M, K]      (1)
           h = act(x̂ Wᵀ + b)                                                     [M, F]      (2)
           h = silu(x̂ W_gᵀ + b_g) ∘ (x̂ W_uᵀ + b_u)    for activation "swiglu"                (2')
-          y = sample_scale · layer_scale · h + residual                                [M, F]      (3)
+          y = sample_scale · layer_scale · h + residual                          [M, F]      (3)
           stats = (Σ y, Σ (y − mean y)²) over each tile of columns           [M, tiles, 2]   (4)
-Folded    W' = W·diag(γ), its column sums s and the constant c, as in `fold`                 (5)
+Folded    W' = W·diag(γ), column sums s and bias c, as in `fold`                             (5)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row       (6)
 Backward  equations (7) to (10) of `linear_backward`.
-Kernels   The product with its epilogue, the row statistics, the folding and the elementwise halves of (7) and (9) are
-          Triton; the three matrix products of the backward pass are torch.matmul. LN is folded when x already has the
-          dtype of the product (not under autocast with a float32 stream); else it is a kernel of its own. On Hopper
-          rows of x and W are taken in the order in which matrix instructions deal a tile out: `tile.dealt_rows`.
-Saved     x, pre where an activation needs it, μ and r in fp32.
+Kernels   The product with its epilogue, row statistics, folding and the elementwise parts of (7) and (9) are Triton;
+          the three matrix products of the backward pass are torch.matmul. LN is folded if x has the dtype of the
+          product (not if autocast casts a float32 x) and `fold.pays`; otherwise it is a launch of its own. On Hopper
+          the rows of x and W are permuted to match the accumulator layout of WGMMA: `tile.wgmma_rows`.
+Saved     x, the pre-activation if there is an activation, μ and r in fp32.
 Cost      2·M·K·F flops; bytes = x + W + y (+ residual).
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
           SwiGLU: Shazeer, arXiv:2002.05202, eq. 6.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import check, dispatch, eager, fold, layer_norm
-from .argument import flag
+from .argument import Epilogue, Norm, Pair, expect_bool
 from .backend import kernels_available
-from .check import Norm, Pair
 from .eager import ACTIVATIONS
 from .fold import Folded
 from .launch import cdiv, config, power_of_2, precision
-from .layer_norm import merged
+from .layer_norm import merge_stats
 from .linear_backward import bwd_op
-from .op import Op, can_fold_norm, cast, make, once_differentiable, register
+from .op import Op, can_fold_norm, cast, make_randn, once_differentiable, register
 from .tile import (
     activate,
     add_stats,
-    collected,
-    columns,
-    dealt_columns,
-    dealt_rows,
+    from_wgmma_order,
     jit,
-    no_stats,
-    put_stats,
+    split_columns,
+    store_stats,
     tl,
+    wgmma_columns,
+    wgmma_rows,
+    zero_stats,
 )
 
-# Launch parameters of the product that fit every architecture; tuned/ has better ones for some.
+# Default launch parameters of the product, which fit every architecture; rows of tuned/ override them.
 SPACE = {
-    "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
-    "wide": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=8, num_stages=3),
-    "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
-    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, DEAL=0, num_warps=8, num_stages=2),
-    "odd": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
+    "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, WGMMA_WARPS=0, num_warps=4, num_stages=3),
+    "wide": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, WGMMA_WARPS=0, num_warps=8, num_stages=3),
+    "gated": dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, WGMMA_WARPS=0, num_warps=4, num_stages=3),
+    "fp32": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, WGMMA_WARPS=0, num_warps=8, num_stages=2),
+    "odd": dict(BLOCK_M=64, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=4, WGMMA_WARPS=0, num_warps=4, num_stages=3),
 }
 
 
@@ -74,16 +74,16 @@ def linear(
 
     Args:
         x: [..., K].
-        weight: [F, K]; for "swiglu" [2F, K] with the gate first, or the pair (gate, up). Or what `fold` made of it and
-            its bias; then `norm` is (None, None, eps).
-        bias: [F], or as weight; None for no bias.
-        norm: (weight [K], bias [K], eps) of a LayerNorm on x.
-        stats: [M, tiles, 2] fp32, row statistics of x left by the producer of x, so that LN needs no pass of its own.
+        weight: [F, K]; for "swiglu" [2F, K] with the gate first, or a pair (gate, up) of [F, K]. Or the result of
+            `fold`, which includes bias and the norm's weight and bias; then `norm` is (None, None, eps).
+        bias: [F]; for "swiglu" [2F] or a pair; None for no bias.
+        norm: (weight [K], bias [K], eps) or `Norm`, a LayerNorm of x before the product.
+        stats: [M, tiles, 2] fp32, row statistics of x from the call that produced x; saves a pass over x for the norm.
         activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swiglu" or None.
         layer_scale: [F], LayerScale.
-        sample_scale: [B] with x [B, ..., K], drop-path factor of each image.
-        residual: [..., F], added last; the output has the promoted dtype.
-        return_stats: also return equation (4) for the output, which carries no gradient.
+        sample_scale: [B] for x [B, ..., K], drop-path factor of each image.
+        residual: [..., F], added last; the output has the dtype of the promotion.
+        return_stats: also return equation (4) for the output, which has no gradient.
 
     Returns:
         [..., F]; with `return_stats` also [M, tiles, 2] fp32.
@@ -94,17 +94,16 @@ def linear(
     """
     check.projection(x, weight, bias, activation)
     check.norm(x, norm, stats, weight)
-    check.branch(x, outputs(weight, activation), layer_scale, sample_scale, residual)
-    flag("return_stats", return_stats)
+    check.branch(x, output_channels(weight, activation), layer_scale, sample_scale, residual)
+    expect_bool("return_stats", return_stats)
     if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
-        operand, norm = before(x, norm, weight)
-        around = residual is operand  # torch.compile wants each tensor passed once
-        keep = torch.is_grad_enabled()  # inside the Function gradients are always off
-        eps, residual = 0.0 if norm is None else norm[2], None if around else residual
-        facts = activation, norm is not None, eps, around, keep, return_stats
-        stats = None if norm is None else stats
+        operand, norm = apply_or_keep_norm(x, norm, weight)
+        eps, stats = (0.0, None) if norm is None else (norm[2], stats)
+        is_input, grad = residual is operand, torch.is_grad_enabled()
+        residual = None if is_input else residual
+        settings = Settings(activation, norm is not None, eps, is_input, grad, return_stats)
         y, y_stats = _Fn.apply(
-            operand, *operands(weight, bias, norm), stats, layer_scale, sample_scale, residual, facts
+            operand, *operands(weight, bias, norm), stats, layer_scale, sample_scale, residual, settings
         )
         return (y, y_stats) if return_stats else y
     return reference(
@@ -134,15 +133,15 @@ def reference(
     residual: Tensor | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Equations (1) to (4); `stats` says nothing that x does not, so it is not read here."""
+    """Equations (1) to (4); `stats` is ignored, for it can be computed from x."""
     if isinstance(weight, Folded) and weight.source is not None:
-        (weight,), (bias,), *gains = weight.source
-        norm = (*gains, norm[2])
+        (weight,), (bias,), *norm_parameters = weight.source
+        norm = (*norm_parameters, norm[2])
     if norm is not None:
-        x = layer_norm.reference(x, *norm)  # (1)
+        x = layer_norm.reference(x, *norm[:3])  # (1)
     if isinstance(weight, Folded):
-        weight, bias = weight.weight, weight.const.to(x.dtype)
-    y = F.linear(x, *operands(weight, bias, None)[:2])
+        weight, bias = weight.weight, weight.bias.to(x.dtype)
+    y = F.linear(x, *_concatenated(weight, bias))
     if activation == "swiglu":
         gate, up = y.chunk(2, -1)
         y = F.silu(gate) * up  # (2')
@@ -153,51 +152,97 @@ def reference(
     return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
-def before(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
-    """x as the operand of the product, and the LayerNorm still to be folded in."""
-    if norm is not None and not (can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, _rows(weight)))):
-        # few rows, or a float32 stream under autocast, where LN keeps its precision
-        return cast(layer_norm.layer_norm(x, *norm))[0], None
+class Settings(NamedTuple):
+    """Arguments of one call of `linear` or `mlp` that are not tensors, as its autograd Function takes them.
+
+    Attributes:
+        activation: its name, or None.
+        has_norm: a LayerNorm is folded into the (first) product.
+        eps: of that LayerNorm; 0.0 without one.
+        residual_is_input: the residual is x, which the Function must not be given twice.
+        grad_enabled: of the caller; inside the Function gradients are always disabled.
+        return_stats: the row statistics of the output are wanted.
+        recompute: only x is saved; the hidden layer of `mlp` is computed again in the backward pass.
+    """
+
+    activation: str | None
+    has_norm: bool
+    eps: float
+    residual_is_input: bool
+    grad_enabled: bool
+    return_stats: bool
+    recompute: bool = False
+
+
+class Operands(NamedTuple):
+    """Tensors of a product and of the LayerNorm before it, as the autograd Function takes them.
+
+    Attributes:
+        weight: [F, K], gets a gradient.
+        bias: [F] or None, gets a gradient.
+        norm_weight: [K] or None, gets a gradient.
+        norm_bias: [K] or None, gets a gradient.
+        folded_weight: W' [F, K] if `weight` was folded beforehand and `source` gets the gradients, else None.
+        colsum: the column sums [F] of a weight that was folded beforehand, else None.
+        folded_bias: c [F], given with folded_weight.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    folded_weight: Tensor | None
+    colsum: Tensor | None
+    folded_bias: Tensor | None
+
+
+def apply_or_keep_norm(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
+    """(operand of the product [..., K], norm to fold into the product): (x, norm), or (norm(x), None).
+
+    The norm is applied to x if there are few rows, or if autocast casts x, so that LayerNorm keeps its precision.
+    """
+    if norm is not None and not (can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, _width(weight)))):
+        return cast(layer_norm.layer_norm(x, *norm[:3]))[0], None
     return cast(x)[0], norm
 
 
-def _rows(weight: Tensor | Pair) -> int:
-    """Outputs of the product itself, gates and values."""
+def _width(weight: Tensor | Pair) -> int:
+    """Outputs of the matrix product: F, or 2F for a gate and an up projection."""
     return len(weight) if isinstance(weight, Tensor) else sum(map(len, weight))
 
 
-def operands(
-    weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None
-) -> tuple[Tensor | None, ...]:
-    """What the Function takes: weight, bias and the norm's, which get gradients; W', column sums and constant or None.
-
-    What was folded without a source is itself weight and bias.
-    """
-    gain, shift, _ = norm or (None, None, 0.0)
+def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None) -> Operands:
+    """The operands for a weight [F, K], a pair of weights or a folded one, and a norm that is still to be folded in."""
+    norm_weight, norm_bias = (None, None) if norm is None else norm[:2]
     if isinstance(weight, Folded):
-        folded, colsum, const, source = weight
-        if source is None:
-            return folded, const, gain, shift, None, colsum, None
-        (weight,), (bias,), gain, shift = source
-        return weight, bias, gain, shift, folded, colsum, const
-    if not isinstance(weight, Tensor):
-        weight, bias = torch.cat(weight), None if bias is None else torch.cat(bias)
-    return weight, bias, gain, shift, None, None, None
+        folded_weight, colsum, folded_bias, source = weight
+        if source is None:  # gradients flow through W' and c
+            return Operands(folded_weight, folded_bias, norm_weight, norm_bias, None, colsum, None)
+        (weight,), (bias,), norm_weight, norm_bias = source
+        return Operands(weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
+    return Operands(*_concatenated(weight, bias), norm_weight, norm_bias, None, None, None)
 
 
-def folded(x: Tensor, operands: tuple[Tensor | None, ...], norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(weight in x's dtype, constant, column sums or None) of the product, from `operands`; equation (5) if need be."""
-    weight, bias, gain, shift, folded, colsum, const = operands
-    if folded is not None:
-        return folded, const, colsum if norm else None
-    if norm and colsum is None:
-        (made,) = fold.run([fold.Group((weight,), (bias,), gain, shift)], x.dtype)
-        return made.weight, made.const, made.colsum
-    return weight.to(x.dtype), bias, colsum if norm else None
+def _concatenated(weight: Tensor | Pair, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one product; those of a gate and an up projection are concatenated."""
+    if isinstance(weight, Tensor):
+        return weight, bias
+    return torch.cat(weight), None if bias is None else torch.cat(bias)
 
 
-def outputs(weight: Tensor | Pair | Folded, activation: str | None) -> int:
-    """F, the channels that come out."""
+def fold_operands(x: Tensor, given: Operands, has_norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(weight in x's dtype, bias, column sums or None) of the product; folds by equation (5) unless that was done."""
+    if given.folded_weight is not None:
+        return given.folded_weight, given.folded_bias, given.colsum if has_norm else None
+    if has_norm and given.colsum is None:
+        group = fold.Group((given.weight,), (given.bias,), given.norm_weight, given.norm_bias)
+        (folded,) = fold.run([group], x.dtype)
+        return folded.weight, folded.bias, folded.colsum
+    return given.weight.to(x.dtype), given.bias, given.colsum if has_norm else None
+
+
+def output_channels(weight: Tensor | Pair | Folded, activation: str | None) -> int:
+    """F, the channels of the output."""
     if isinstance(weight, Folded):
         weight = weight.weight
     if not isinstance(weight, Tensor):
@@ -208,16 +253,16 @@ def outputs(weight: Tensor | Pair | Folded, activation: str | None) -> int:
 @jit
 def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """x Wᵀ for rows m and outputs f, [BLOCK_M, BLOCK_F] fp32, and with PAIR for the outputs F rows below.
+    """x Wᵀ for rows m and outputs f, [BLOCK_M, BLOCK_F] fp32, and with PAIR also for outputs F + f.
 
-    Rows and outputs past the end repeat the last one.
+    Indices past the end are clamped to the last row or output. EVEN: K is a multiple of BLOCK_K.
     """
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + tl.minimum(m, M - 1)[:, None] * x_stride + k[None, :]
     w_at = w_ptr + tl.minimum(f, F - 1)[None, :] * K + k[:, None]
     first_sum = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
     second_sum = tl.zeros([BLOCK_M, BLOCK_F if PAIR else 1], tl.float32)
-    below = tl.cast(F, tl.int64) * K
+    pair_offset = tl.cast(F, tl.int64) * K
     for first in range(0, K, BLOCK_K):
         if EVEN:
             x, w = tl.load(x_at), tl.load(w_at)
@@ -227,9 +272,9 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
         first_sum = tl.dot(x.to(w.dtype), w, first_sum, input_precision=PRECISION)
         if PAIR:
             if EVEN:
-                w = tl.load(w_at + below)
+                w = tl.load(w_at + pair_offset)
             else:
-                w = tl.load(w_at + below, mask=(first + k < K)[:, None], other=0.0)
+                w = tl.load(w_at + pair_offset, mask=(first + k < K)[:, None], other=0.0)
             second_sum = tl.dot(x.to(w.dtype), w, second_sum, input_precision=PRECISION)
         x_at += BLOCK_K
         w_at += BLOCK_K
@@ -237,30 +282,30 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
 
 
 @jit
-def with_norm(acc, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr):
-    """Equation (6), or the plain bias; outputs past the end repeat the last one."""
+def apply_norm_and_bias(acc, colsum_ptr, bias_ptr, mean, rstd, f, F, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Equation (6) for acc = x W'ᵀ with HAS_NORM, else acc plus bias; outputs f past the end are clamped."""
     f = tl.minimum(f, F - 1)
     if HAS_NORM:
         acc = rstd[:, None] * (acc - mean[:, None] * tl.load(colsum_ptr + f)[None, :])
-    if HAS_CONST:
-        acc += tl.load(const_ptr + f).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + f).to(tl.float32)[None, :]
     return acc
 
 
 @jit
-def finish(
-    y, up, const_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, scale, count, total,
-    spread, m, f, M, F,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
+def apply_epilogue(
+    y, up, bias_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, scale, count, row_sum,
+    m2, m, f, M, F,
+    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """Everything after the product for columns f of a tile; adds them to the statistics of the columns before."""
+    """Epilogue of columns f of a tile, equations (2) to (4) and (6). Stores y; returns the updated row statistics."""
     in_m, in_f = m < M, f < F
     inside = in_m[:, None] & in_f[None, :]
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
-    y = with_norm(y, colsum_ptr, const_ptr, mean, rstd, f, F, HAS_NORM, HAS_CONST)
-    if ACTIVATION == "swiglu":  # the value's weights lie F rows below the gate's
-        up = with_norm(up, colsum_ptr, const_ptr, mean, rstd, F + f, 2 * F, HAS_NORM, HAS_CONST)
+    y = apply_norm_and_bias(y, colsum_ptr, bias_ptr, mean, rstd, f, F, HAS_NORM, HAS_BIAS)
+    if ACTIVATION == "swiglu":  # y is the gate; outputs F + f are the up projection
+        up = apply_norm_and_bias(up, colsum_ptr, bias_ptr, mean, rstd, F + f, 2 * F, HAS_NORM, HAS_BIAS)
         if SAVE:
             tl.store(pre_ptr + m[:, None] * 2 * F + f[None, :], y.to(pre_ptr.dtype.element_ty), mask=inside)
             tl.store(pre_ptr + m[:, None] * 2 * F + F + f[None, :], up.to(pre_ptr.dtype.element_ty), mask=inside)
@@ -278,68 +323,73 @@ def finish(
     rounded = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + m[:, None] * F + f[None, :], rounded, mask=inside)
     if STATS:
-        count, total, spread = add_stats(rounded.to(tl.float32), f, F, count, total, spread)
-    return count, total, spread
+        count, row_sum, m2 = add_stats(rounded.to(tl.float32), f, F, count, row_sum, m2)
+    return count, row_sum, m2
 
 
 @jit
 def _fwd_kernel(
-    x_ptr, w_ptr, const_ptr, colsum_ptr, stats_ptr, mean_ptr, rstd_ptr, layer_scale_ptr, scale_ptr, residual_ptr,
+    x_ptr, w_ptr, bias_ptr, colsum_ptr, stats_ptr, mean_ptr, rstd_ptr, layer_scale_ptr, scale_ptr, residual_ptr,
     y_ptr, pre_ptr, y_stats_ptr, M, F, K, x_stride, rows_per_image, tiles_m, tiles_f, eps,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_CONST: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, DEAL: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, WGMMA_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of y, [BLOCK_M, BLOCK_F], ended in PARTS column parts. Equations (2) to (4) and (6)."""
+    """One program: one tile of y, [BLOCK_M, BLOCK_F]; the epilogue in PARTS column parts. Equations (2) to (4), (6).
+
+    Programs of GROUP row tiles run next to each other, so that they share their columns of W in L2. SAVE: a backward
+    pass follows. STATS: write equation (4). TILES: tiles of the given statistics; 0 if mean and rstd are given.
+    """
     pid = tl.program_id(0)
-    wide = GROUP * tiles_f  # GROUP row tiles share their columns of W in L2
-    first = pid // wide * GROUP
+    group_tiles = GROUP * tiles_f
+    first = pid // group_tiles * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
-    tile_f = pid % wide // size
-    first_m = (first + pid % wide % size).to(tl.int64) * BLOCK_M
+    tile_f = pid % group_tiles // size
+    first_m = (first + pid % group_tiles % size).to(tl.int64) * BLOCK_M
     first_f = tile_f.to(tl.int64) * BLOCK_F
     m = first_m + tl.arange(0, BLOCK_M)
     in_m = m < M
     mean = m
     rstd = m
     if HAS_NORM and TILES > 0:
-        mean, rstd = merged(stats_ptr, m, in_m, eps, K, WIDTH, TILES, BLOCK_T)
+        mean, rstd = merge_stats(stats_ptr, m, in_m, eps, K, WIDTH, TILES, BLOCK_T)
         if SAVE:
-            once = m < tl.where(tile_f == 0, M, 0)
-            tl.store(mean_ptr + m, mean, mask=once)
-            tl.store(rstd_ptr + m, rstd, mask=once)
+            first_tile = m < tl.where(tile_f == 0, M, 0)
+            tl.store(mean_ptr + m, mean, mask=first_tile)
+            tl.store(rstd_ptr + m, rstd, mask=first_tile)
     elif HAS_NORM:
         mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
     PAIR: tl.constexpr = ACTIVATION == "swiglu"
     y, up = _products(
-        x_ptr, w_ptr, first_m + dealt_rows(BLOCK_M, DEAL), first_f + dealt_columns(BLOCK_F, DEAL), M, F, x_stride, K,
-        PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K,
+        x_ptr, w_ptr, first_m + wgmma_rows(BLOCK_M, WGMMA_WARPS), first_f + wgmma_columns(BLOCK_F, WGMMA_WARPS),
+        M, F, x_stride, K, PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K,
     )  # fmt: skip
-    parts = columns(collected(y, DEAL), PARTS)
-    ups = columns(collected(up, DEAL), PARTS) if PAIR else parts
+    parts = split_columns(from_wgmma_order(y, WGMMA_WARPS), PARTS)
+    ups = split_columns(from_wgmma_order(up, WGMMA_WARPS), PARTS) if PAIR else parts
     scale = rstd
     if HAS_SCALE:
         scale = tl.load(scale_ptr + m.to(tl.int32) // rows_per_image, mask=in_m, other=0.0).to(tl.float32)
-    count, total, spread = no_stats(BLOCK_M, BLOCK_F // PARTS // 8)
+    count, row_sum, m2 = zero_stats(BLOCK_M, BLOCK_F // PARTS // 8)
     for part in tl.static_range(PARTS):
-        here = first_f + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
-        count, total, spread = finish(
-            parts[part], ups[part], const_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr,
-            mean, rstd, scale, count, total, spread, m, here, M, F,
-            ACTIVATION, HAS_NORM, HAS_CONST, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None,
+        f = first_f + part * (BLOCK_F // PARTS) + tl.arange(0, BLOCK_F // PARTS)
+        count, row_sum, m2 = apply_epilogue(
+            parts[part], ups[part], bias_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr,
+            mean, rstd, scale, count, row_sum, m2, m, f, M, F,
+            ACTIVATION, HAS_NORM, HAS_BIAS, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None,
             STATS,
         )  # fmt: skip
     if STATS:
-        put_stats(y_stats_ptr + (m * tiles_f + tile_f) * 2, in_m, count, total, spread)
+        store_stats(y_stats_ptr + (m * tiles_f + tile_f) * 2, in_m, count, row_sum, m2)
 
 
 def tuned_row(x: Tensor, F: int, activation: str | None, layer_scale: Tensor | None, residual: Tensor | None) -> str:
-    """Name in tuned/ of the product's launch parameters.
+    """Row name in tuned/ for a product [..., F] of x.
 
-    A 16-bit product that ends in float32 needs registers; so do outputs whose rows are not 32-byte aligned.
+    16-bit products with float32 outputs ("wide") have rows of their own, as do outputs whose rows are not 32-byte
+    aligned ("odd"): both need more registers.
     """
     kind = "half" if output_dtype(x, layer_scale, residual) == x.dtype else "wide"
     kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
@@ -352,14 +402,14 @@ def _blocks(x, F, activation, layer_scale, residual):
     return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)
 
 
-def _fwd(x, weight, const, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
-    """(y, pre, mean, rstd, stats): LN is folded when `colsum` is given; what is not asked for is empty."""
+def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
+    """(y, pre, mean, rstd, stats); with `colsum`, LN is folded into weight and bias. Unneeded outputs are empty."""
     outputs = _fwd_fake(
-        x, weight, const, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats
+        x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats
     )
-    around = activation, layer_scale, sample_scale, residual
-    if not dispatch.linear(tuned_row, x, weight, colsum, stats, (*around, return_stats), save):
-        return eager.linear(x, weight, const, colsum, eps, around, save, outputs)
+    epilogue = Epilogue(activation, layer_scale, sample_scale, residual, return_stats)
+    if not dispatch.linear(tuned_row, x, weight, colsum, stats, epilogue, save):
+        return eager.linear(x, weight, bias, colsum, eps, epilogue, outputs)
     y, pre, mean, rstd, y_stats = outputs
     F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
     rows = x.reshape(-1, K)
@@ -375,9 +425,9 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, layer_scale, sample_s
         stats, tiles = stats.contiguous(), stats.shape[1]
     tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
     _fwd_kernel[(tiles_m * tiles_f,)](
-        rows, weight, const, colsum, stats, mean, rstd, layer_scale, sample_scale, residual,
+        rows, weight, bias, colsum, stats, mean, rstd, layer_scale, sample_scale, residual,
         y, pre, y_stats, M, F_, K, rows.stride(0), cdiv(M, x.shape[0]), tiles_m, tiles_f, eps,
-        ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_CONST=const is not None,
+        ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_BIAS=bias is not None,
         HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None,
         SAVE=save, STATS=return_stats, PRECISION=precision(x), EVEN=K % blocks["BLOCK_K"] == 0,
         WIDTH=power_of_2(cdiv(K, max(tiles, 1))), TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
@@ -385,13 +435,11 @@ def _fwd(x, weight, const, colsum, stats, eps, activation, layer_scale, sample_s
     return outputs
 
 
-def _fwd_fake(
-    x, weight, const, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats
-):
+def _fwd_fake(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
     F_ = len(weight) // 2 if activation == "swiglu" else len(weight)
     M = math.prod(x.shape[:-1])
-    kept = colsum is not None and (save or stats is None)
-    mean, rstd = (x.new_empty(M if kept else 0, dtype=torch.float32) for _ in range(2))
+    has_stats = colsum is not None and (save or stats is None)
+    mean, rstd = (x.new_empty(M if has_stats else 0, dtype=torch.float32) for _ in range(2))
     shape = (M, cdiv(F_, _blocks(x, F_, activation, layer_scale, residual)["BLOCK_F"]), 2) if return_stats else (0,)
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
@@ -404,7 +452,7 @@ def _fwd_fake(
 
 
 def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None) -> torch.dtype:
-    """The dtype of a branch's end, as PyTorch promotes it."""
+    """Dtype of the output: the promotion of x's, layer_scale's and residual's."""
     dtype = x.dtype
     for t in (layer_scale, residual):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
@@ -413,7 +461,7 @@ def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None)
 
 fwd_op = register(
     "linear_fwd",
-    "(Tensor x, Tensor weight, Tensor? const, Tensor? colsum, Tensor? stats, float eps, str? activation, "
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? colsum, Tensor? stats, float eps, str? activation, "
     "Tensor? layer_scale, Tensor? sample_scale, Tensor? residual, bool save, bool return_stats) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
@@ -422,52 +470,46 @@ fwd_op = register(
 
 
 class _Fn(torch.autograd.Function):
-    """Ties linear_fwd to linear_bwd; saves x, the pre-activation where one is needed, and row statistics."""
+    """Autograd of linear_fwd by linear_bwd; saves x, the pre-activation of an activation, and row statistics."""
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, norm_weight, norm_bias, made, colsum, const, stats, layer_scale, scale, residual, facts
-    ):
-        activation, norm, eps, around, keep, return_stats = facts
-        w, const, colsum = folded(x, (weight, bias, norm_weight, norm_bias, made, colsum, const), norm)
-        save = keep and any(ctx.needs_input_grad)
+        ctx, x, weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias,
+        stats, layer_scale, sample_scale, residual, settings,
+    ):  # fmt: skip
+        given = Operands(weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
+        save = settings.grad_enabled and any(ctx.needs_input_grad)
         y, pre, mean, rstd, y_stats = fwd_op(
-            x,
-            w,
-            const,
-            colsum,
-            stats,
-            eps,
-            activation,
-            layer_scale,
-            scale,
-            x if around else residual,
-            save,
-            return_stats,
-        )
-        ctx.save_for_backward(x, weight, bias, pre, layer_scale, scale, mean, rstd, norm_weight, norm_bias)
-        ctx.facts, ctx.residual_dtype = (activation, norm, around), None if residual is None else residual.dtype
+            x, *fold_operands(x, given, settings.has_norm), stats, settings.eps, settings.activation,
+            layer_scale, sample_scale, x if settings.residual_is_input else residual, save, settings.return_stats,
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
+        ctx.settings, ctx.residual_dtype = settings, None if residual is None else residual.dtype
         ctx.mark_non_differentiable(y_stats)
         return y, y_stats
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, _):
-        need_x, need_weight, need_b, need_gain, need_shift, *_, need_layer_scale, _, _, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, need_norm_weight, need_norm_bias, *_ = ctx.needs_input_grad
+        *_, need_layer_scale, _, _, _ = ctx.needs_input_grad
         x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
-        layer_scale = saved[1]
-        needs = [need_x, need_weight or need_gain or need_shift or need_layer_scale, need_b]
+        layer_scale, settings = saved[1], ctx.settings
+        needs = [need_x, need_weight or need_norm_weight or need_norm_bias or need_layer_scale, need_bias]
         dresidual = None if ctx.residual_dtype is None else dy.to(ctx.residual_dtype)
-        if not any(needs):  # only the residual learns
+        if not any(needs):  # only the residual gets a gradient
             return *[None] * 11, dresidual, None
-        dx, dw, db, dlayer_scale, dnorm = bwd_op(dy, x, weight, bias, *saved, norm_weight, norm_bias, *ctx.facts, needs)
+        dx, dw, db, dlayer_scale, dnorm = bwd_op(
+            dy, x, weight, bias, *saved, norm_weight, norm_bias,
+            settings.activation, settings.has_norm, settings.residual_is_input, needs,
+        )  # fmt: skip
         return (
             dx if need_x else None,
             dw if need_weight else None,
-            db.to(bias.dtype) if need_b else None,
-            dnorm[0].to(norm_weight.dtype) if need_gain else None,
-            dnorm[1].to(norm_bias.dtype) if need_shift else None,
-            *[None] * 4,
+            db.to(bias.dtype) if need_bias else None,
+            dnorm[0].to(norm_weight.dtype) if need_norm_weight else None,
+            dnorm[1].to(norm_bias.dtype) if need_norm_bias else None,
+            *[None] * 4,  # W', column sums and bias of a fold, and the statistics
             dlayer_scale.to(layer_scale.dtype) if need_layer_scale else None,
             None,
             dresidual,
@@ -476,7 +518,7 @@ class _Fn(torch.autograd.Function):
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, (B, N, K, F_) = make(device, dtype), (case[a] for a in ("B", "N", "K", "F"))
+    randn, (B, N, K, F_) = make_randn(device, dtype), (case[a] for a in ("B", "N", "K", "F"))
     arguments = {"x": randn(B, N, K), "weight": randn(F_, K, scale=K**-0.5), "bias": randn(F_)}
     if "swiglu" in case:
         arguments["weight"] = (arguments["weight"], randn(F_, K, scale=K**-0.5))

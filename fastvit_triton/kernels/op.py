@@ -1,4 +1,4 @@
-"""What an op is, and how torch sees it: the `Op` record, registration, autocast, checks of shapes."""
+"""The `Op` record, registration with torch.library, autocast casts and shape checks."""
 
 import functools
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Op:
-    """One public function's contract. Tests, benchmarks and `fastvit-triton doctor` read this and nothing else.
+    """Description of one public function, for tests, benchmarks and `fastvit-triton doctor`.
 
     Attributes:
         name: name of the public function.
         run: the public, differentiable function.
-        reference: plain PyTorch with the same arguments; the CPU path and the oracle.
-        cases: tiny shapes by name, for finite differences.
-        inputs: (case, dtype, device) to keyword arguments of `run`; floating tensors require gradients.
-        ragged: larger shapes by name, for the Triton kernels; empty where there is none.
+        reference: plain PyTorch with the same arguments: the CPU path and the test oracle.
+        cases: small shapes by name, for finite differences.
+        inputs: (case, dtype, device) → keyword arguments of `run`; floating-point tensors require gradients.
+        ragged: larger shapes by name, to test the Triton kernels; may be empty.
     """
 
     name: str
@@ -33,41 +33,39 @@ ONCE = b"fastvit_triton's kernels can be differentiated once; FASTVIT_TRITON_BAC
 
 
 def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in autocast's dtype where autocast is on for their device; otherwise as they are."""
+    """The tensors in autocast's dtype if autocast is enabled for the device of the first one, else unchanged."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
     return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
 
 
-def apart(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, as a view of itself where it is the other one: Dynamo takes no tensor twice."""
+def distinct(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or a view of it if it is `other`: under Dynamo a Function must not receive one tensor twice."""
     return tensor if tensor is None or tensor is not other else tensor.view_as(tensor)
 
 
 def can_fold_norm(x: torch.Tensor) -> bool:
-    """LayerNorm of x can be folded into the product behind it, and takes row statistics: x has the product's dtype."""
+    """True if a LayerNorm of x can be folded into the product that follows: x has the dtype of the product."""
     kind = x.device.type
     return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == x.dtype
 
 
 def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callable:
-    """Defines torch.ops.fastvit_triton.<name> as one opaque node; returns the bound overload.
+    """Registers torch.ops.fastvit_triton.<name> as one opaque op and returns its overload.
 
     Args:
         name: of the op.
-        schema: arguments and results as torch.library writes them, without the name.
-        launch: allocates and launches; runs on the first tensor's device.
-        fake: gives outputs of the same shapes, dtypes and strides without data.
+        schema: arguments and results in torch.library's syntax, without the name.
+        launch: allocates outputs and launches kernels; called with the first tensor's device as the current one.
+        fake: returns outputs of the same shapes, dtypes and strides without data.
     """
 
     @functools.wraps(launch)
     def on_device(*arguments):
-        # kernels step through vectors one by one; matrices are the launchers' business
-        vectors = (isinstance(a, torch.Tensor) and a.dim() == 1 for a in arguments)
-        arguments = [a.contiguous() if v else a for a, v in zip(arguments, vectors, strict=True)]
-        given = (t for a in arguments for t in (a if isinstance(a, (list, tuple)) else (a,)))
-        device = next(t.device for t in given if isinstance(t, torch.Tensor))
+        # kernels assume that vectors are contiguous; launchers handle the strides of larger tensors
+        arguments = [a.contiguous() if isinstance(a, torch.Tensor) and a.dim() == 1 else a for a in arguments]
+        device = _first_device(arguments)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 return launch(*arguments)
@@ -77,7 +75,7 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
             if "active drivers" not in str(error):
                 raise
             raise RuntimeError(
-                f"{name} was asked to run its Triton kernel on {device}; "
+                f"{name} cannot run its Triton kernel on {device}; "
                 "set TRITON_INTERPRET=1 for the interpreter, or FASTVIT_TRITON_BACKEND=auto for PyTorch"
             ) from error
 
@@ -88,17 +86,26 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
     return getattr(torch.ops.fastvit_triton, name).default
 
 
-def once_differentiable(backward: Callable) -> Callable:
-    """The backward pass of a Function as one whose gradients refuse to be differentiated again.
+def _first_device(arguments: list) -> torch.device:
+    """Device of the first tensor among the arguments, which may be in a list."""
+    for argument in arguments:
+        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(tensor, torch.Tensor):
+                return tensor.device
+    raise TypeError("an op needs at least one tensor")
 
-    PyTorch's own decorator gives constants, and no error, where the gradients that come in are constants.
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Decorator for a Function's backward pass: differentiating its gradients again raises RuntimeError.
+
+    Unlike PyTorch's decorator of the same name it also raises if the incoming gradients do not require gradients.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx, *grads):
         with torch.no_grad():
             outputs = backward(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # on under create_graph=True
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # enabled only with create_graph=True
             return outputs
         refuse = torch._C._functions.DelayedError(ONCE, len(outputs))
         return refuse(*(t if t is None else t.detach().requires_grad_() for t in outputs))
@@ -106,10 +113,11 @@ def once_differentiable(backward: Callable) -> Callable:
     return wrapper
 
 
-def make(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Callable[..., torch.Tensor]:
-    """A maker of random tensors for `Op.inputs`: `make(...)(2, 3)` is N(0, 1) of shape [2, 3] that requires gradients.
+def make_randn(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Callable[..., torch.Tensor]:
+    """A function for `Op.inputs` that makes normally distributed tensors: `make_randn(device, dtype)(2, 3)` is [2, 3].
 
-    Values are drawn in float64 on the CPU, so one case means the same numbers for every dtype and device.
+    The tensors require gradients. Values are drawn in float64 on the CPU, so a case has the same values for every dtype
+    and device.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -121,19 +129,23 @@ def make(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Calla
 
 
 def expect(argument: str, tensor: torch.Tensor, beside: torch.Tensor | None = None, /, **axes: int | None) -> None:
-    """Raises where an argument is no dense tensor, lies elsewhere than `beside`, or has other axes than those given.
+    """Checks that an argument is a dense tensor, on the device of `beside`, with these axes.
 
-    The sentence names the argument and what was given; None accepts any size.
+    Args:
+        argument: its name, for the message.
+        tensor: its value.
+        beside: a tensor that must be on the same device; None for any device.
+        axes: size by axis name; None accepts any size.
 
     Raises:
-        TypeError: it is no dense tensor.
-        ValueError: its device or an axis does not fit.
+        TypeError: it is not a dense tensor.
+        ValueError: its device, rank or a size differs.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         given = f"one of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{argument} must be a dense tensor, got {given}")
     if beside is not None and tensor.device != beside.device:
-        raise ValueError(f"{argument} lies on {tensor.device}, the tensors before it on {beside.device}; move it there")
+        raise ValueError(f"{argument} is on {tensor.device}, the tensors before it on {beside.device}; move it there")
     shape = tensor.shape
     if len(shape) == len(axes):
         for got, size in zip(shape, axes.values(), strict=True):

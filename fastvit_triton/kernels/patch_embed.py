@@ -1,20 +1,20 @@
-"""Image to tokens: patch projection, positions and prefix tokens.
+"""Image to tokens: patch projection, position embedding and prefix tokens.
 
 Math      x_p[n] = flatten(patch n)                              [N, C·P²]       (1)
           t = x_p Eᵀ + b                                         [N, D]          (2)
           tokens = [prefix; t] + pos  or  [prefix; t + pos]      [T + N, D]      (3)
-          uint8 images enter as (image / 255 − mean) / std                       (4)
+          uint8 images are normalised as (image / 255 − mean) / std              (4)
           = (image − 128)·a + c,  a = 1 / (255 std),  c = (128/255 − mean) / std     per channel
-          whose first factor is exact in 16 bits: a goes into E, and c into b    (4')
+          image − 128 is exact in 16 bits; a is folded into E, and c into b      (4')
 Backward  dE = dtᵀ x_p    db = Σ dt    dpos = Σ_images dtokens    dprefix likewise      (5)
-          dimage = fold(dt E), by a transposed convolution, only if asked for           (6)
-Kernels   (2) is one product over an implicit unfold: no im2col buffer, forward or backward; positions and prefix tokens
-          are written on the way out. dE is summed in two stages: same bits every run.
+          dimage = transposed convolution of dt with E, if needed                       (6)
+Kernels   (2) is a matrix product that reads patches from the image, without an im2col buffer, forward and backward; its
+          epilogue adds positions and writes prefix tokens. dE is summed in two stages: same bits every run.
 Cost      2·B·N·C·P²·D flops; bytes = image + E + tokens.
 Saved     image.
 Sources   Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 1.
-Differs   The patch is flattened in (channel, row, column) order, as a convolution's weight is; (row, column, channel)
-          of the paper is the same map with E's columns permuted.
+Differs   Patches are flattened in (channel, row, column) order, as in a convolution's weight; the paper's (row, column,
+          channel) order permutes the columns of E.
 """
 
 import torch
@@ -22,20 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch, eager
-from .argument import FLOATS, filled, floating, mixing
+from .argument import FLOATS, expect_floating, expect_mixable, expect_nonempty
 from .backend import kernels_available
 from .launch import cdiv, config, precision
-from .op import Op, cast, expect, make, once_differentiable, register
-from .tile import collected, columns, dealt_columns, dealt_rows, jit, tl
+from .op import Op, cast, expect, make_randn, once_differentiable, register
+from .tile import from_wgmma_order, jit, split_columns, tl, wgmma_columns, wgmma_rows
 
-# Launch parameters that fit every architecture; tuned/ has better ones for some.
+# Default launch parameters, which fit every architecture; rows of tuned/ override them.
 SPACE = {
-    "fwd.half": dict(BLOCK_M=128, BLOCK_D=128, BLOCK_K=32, PARTS=4, DEAL=0, num_warps=4, num_stages=3),
-    "fwd.fp32": dict(BLOCK_M=64, BLOCK_D=64, BLOCK_K=32, PARTS=4, DEAL=0, num_warps=8, num_stages=2),
+    "fwd.half": dict(BLOCK_M=128, BLOCK_D=128, BLOCK_K=32, PARTS=4, WGMMA_WARPS=0, num_warps=4, num_stages=3),
+    "fwd.fp32": dict(BLOCK_M=64, BLOCK_D=64, BLOCK_K=32, PARTS=4, WGMMA_WARPS=0, num_warps=8, num_stages=2),
     "bwd.half": dict(BLOCK_M=64, BLOCK_D=128, BLOCK_K=128, num_warps=8, num_stages=2),
     "bwd.fp32": dict(BLOCK_M=16, BLOCK_D=64, BLOCK_K=64, num_warps=8, num_stages=2),
 }
-ROWS = 4096  # patches whose share of dE one program sums
+ROWS = 4096  # patches over which a program sums dE
 
 
 def patch_embed(
@@ -51,27 +51,27 @@ def patch_embed(
     """Projects non-overlapping patches to tokens and adds positions and prefix tokens.
 
     Args:
-        image: [B, C, H, W], any memory format: of the weight's dtype, taken as it is, or uint8, normalised by equation
-            (4) with `mean` and `std`.
-        weight: [D, C, P, P'], the convolution's weight.
+        image: [B, C, H, W] in any memory format, of the weight's dtype, or uint8, which is normalised by equation (4)
+            with `mean` and `std`.
+        weight: [D, C, P, P'], as of a convolution.
         bias: [D], or None.
         pos: [1, N, D] added to the patch tokens, or [1, T + N, D] added to prefix tokens too.
         prefix: [1, T, D], class and register tokens, in order.
-        mean: [C], in units of 1 for white, on any device; for uint8 only.
+        mean: [C], of pixels in 0 … 1, on the image's device or the CPU; for uint8 images only.
         std: [C], likewise.
 
     Returns:
         [B, T + N, D], patches in row-major order.
 
     Raises:
-        ValueError: a size or device does not fit, a uint8 image comes without mean and std, or another with them.
+        ValueError: a size or device does not fit, or mean and std are missing for a uint8 image or given for another.
         TypeError: the image is neither uint8 nor floating point, or an argument is of another type or dtype.
     """
     expect("weight", weight, D=None, C=None, P=None, **{"P'": None})
-    floating("weight", weight)
+    expect_floating("weight", weight)
     D, C, *patch = weight.shape
     for axis, size in zip(("D", "C", "P", "P'"), weight.shape, strict=True):
-        filled("weight", axis, size)
+        expect_nonempty("weight", axis, size)
     expect("image", image, weight, B=None, C=C, H=None, W=None)
     for axis, size, side in zip(("H", "W"), image.shape[2:], patch, strict=True):
         if size % side or not size:
@@ -79,15 +79,15 @@ def patch_embed(
     _check_pixels(image, weight, mean, std)
     if bias is not None:
         expect("bias", bias, weight, D=D)
-        floating("bias", bias, weight)
+        expect_floating("bias", bias, weight)
     if prefix is not None:
         expect("prefix", prefix, weight, **{"1": 1}, T=None, D=D)
-        mixing("prefix", prefix, weight)
+        expect_mixable("prefix", prefix, weight)
     if pos is not None:
         patches = image.shape[2] // patch[0] * (image.shape[3] // patch[1])
         tokens = patches + (0 if prefix is None else prefix.shape[1])
         expect("pos", pos, weight, **{"1": 1}, N=None, D=D)
-        mixing("pos", pos, weight)
+        expect_mixable("pos", pos, weight)
         if pos.shape[1] != patches and pos.shape[1] != tokens:
             raise ValueError(f"axis N of pos must be {patches} (patches) or {tokens} (with prefix), got {pos.shape[1]}")
     if kernels_available(weight):
@@ -115,11 +115,11 @@ def reference(
 
 
 def _check_pixels(image: Tensor, weight: Tensor, mean: Tensor | None, std: Tensor | None) -> None:
-    """Raises ValueError or TypeError when the image's dtype, mean and std do not go together."""
+    """Raises ValueError or TypeError unless mean and std are given for a uint8 image, and only for one."""
     if image.dtype != torch.uint8:
         if image.dtype not in FLOATS:
             raise TypeError(f"image must be uint8 or of the weight's dtype {weight.dtype}, got {image.dtype}")
-        floating("image", image, weight)
+        expect_floating("image", image, weight)
         if mean is not None or std is not None:
             raise ValueError(f"mean and std are for uint8 images, image is {image.dtype}; normalise it before the call")
         return
@@ -127,9 +127,9 @@ def _check_pixels(image: Tensor, weight: Tensor, mean: Tensor | None, std: Tenso
         raise ValueError("image is torch.uint8 and needs mean and std; give both, or a floating-point image")
     for name, tensor in (("mean", mean), ("std", std)):
         expect(name, tensor, C=image.shape[1])
-        floating(name, tensor)
+        expect_floating(name, tensor)
         if tensor.device != image.device and tensor.device.type != "cpu":
-            raise ValueError(f"{name} lies on {tensor.device}, image on {image.device}; move it there")
+            raise ValueError(f"{name} is on {tensor.device}, image on {image.device}; move it there")
 
 
 def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:
@@ -143,13 +143,14 @@ def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tenso
 
 
 @jit
-def _patches(
+def _load_patches(
     image_ptr, m, k, M, strides, N, like,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Values k of patches m of all images, [len(m), len(k)], in the dtype of `like`; uint8 less 128, exactly.
+    """Loads values k of patches m, [len(m), len(k)], in the dtype of `like`; of uint8 images value − 128.
 
-    Patches past the end repeat the last one, and values past K are zeros or, of uint8, anything finite.
+    Patches are counted over all images; indices past the end are clamped. Values past K are 0, or −128 of uint8 images.
+    EVEN: all k are below K.
     """
     m = tl.minimum(m, M - 1)
     b, row, column = (m // N).to(tl.int64), (m % N // GRID_W).to(tl.int64), (m % N % GRID_W).to(tl.int64)
@@ -167,25 +168,25 @@ def _fwd_kernel(
     image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, tokens_ptr, strides, B, N, T, D, pos_first,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_POS: tl.constexpr, HAS_PREFIX: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, DEAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, WGMMA_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M patches of all images and BLOCK_D channels; the first ones also write prefix tokens."""
+    """One program: BLOCK_M patches, BLOCK_D channels. Equations (2) and (3); the first programs write prefix tokens."""
     tiles = tl.cdiv(D, BLOCK_D)
     EVEN: tl.constexpr = K % BLOCK_K == 0
     m_first = tl.program_id(0) // tiles * BLOCK_M
-    m = m_first + tl.arange(0, BLOCK_M)  # 32 bits: there are fewer patches than that
+    m = m_first + tl.arange(0, BLOCK_M)  # 32 bits are enough for the number of patches
     d_first = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_D
     d = d_first + tl.arange(0, BLOCK_D)
     M, in_d = B * N, d < D
-    dealt_m, dealt_d = m_first + dealt_rows(BLOCK_M, DEAL), d_first + dealt_columns(BLOCK_D, DEAL)
-    w_at = w_ptr + tl.minimum(dealt_d, D - 1)[None, :] * K
+    wgmma_m, wgmma_d = m_first + wgmma_rows(BLOCK_M, WGMMA_WARPS), d_first + wgmma_columns(BLOCK_D, WGMMA_WARPS)
+    w_at = w_ptr + tl.minimum(wgmma_d, D - 1)[None, :] * K
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         w = tl.load(w_at + k[:, None]) if EVEN else tl.load(w_at + k[:, None], mask=(k < K)[:, None], other=0.0)
-        x = _patches(image_ptr, dealt_m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
+        x = _load_patches(image_ptr, wgmma_m, k, M, strides, N, w, P, Q, GRID_W, K, EVEN)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)  # (2) [BLOCK_M, BLOCK_D]
-    parts = columns(collected(acc, DEAL), PARTS)
+    parts = split_columns(from_wgmma_order(acc, WGMMA_WARPS), PARTS)
     b, n = (m // N).to(tl.int64), (m % N).to(tl.int64)
     for part in tl.static_range(PARTS):
         e = d_first + part * (BLOCK_D // PARTS) + tl.arange(0, BLOCK_D // PARTS)
@@ -193,11 +194,11 @@ def _fwd_kernel(
         y = parts[part]
         if HAS_BIAS:
             y += tl.load(bias_ptr + e, mask=e < D, other=0.0).to(tl.float32)[None, :]
-        if HAS_POS:  # pos_first is the row of the first patch: 0, or T where prefix tokens have positions too
+        if HAS_POS:  # pos_first is the row of the first patch: T if prefix tokens have positions too, else 0
             y += tl.load(pos_ptr + (pos_first + n)[:, None] * D + e[None, :], mask=inside, other=0.0).to(tl.float32)
         token_at = tokens_ptr + (b * (T + N) + T + n)[:, None] * D + e[None, :]
         tl.store(token_at, y.to(tokens_ptr.dtype.element_ty), mask=inside)
-    if HAS_PREFIX:  # row tile i also writes the prefix tokens of images i·BLOCK_M …
+    if HAS_PREFIX:  # row tile i writes the prefix tokens of BLOCK_M images from i·BLOCK_M on
         if m_first < B:
             for prefix in range(0, T):
                 t = tl.cast(prefix, tl.int64)
@@ -216,7 +217,7 @@ def _bwd_weight_kernel(
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS patches' share of one tile of dE, [BLOCK_D, BLOCK_K]. Equation (5)."""
+    """One program: one tile of dE, [BLOCK_D, BLOCK_K], summed over ROWS patches. Equation (5)."""
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     d = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     start = tl.program_id(2) * ROWS
@@ -225,32 +226,32 @@ def _bwd_weight_kernel(
         m = first + tl.arange(0, BLOCK_M)
         at = dt_ptr + ((m // N).to(tl.int64) * (T + N) + T + m % N)[None, :] * D + tl.minimum(d, D - 1)[:, None]
         dt = tl.load(at, mask=(m < M)[None, :], other=0.0)  # [BLOCK_D, BLOCK_M]
-        x = _patches(image_ptr, m, k, M, strides, N, dt, P, Q, GRID_W, K, K % BLOCK_K == 0)
+        x = _load_patches(image_ptr, m, k, M, strides, N, dt, P, Q, GRID_W, K, K % BLOCK_K == 0)
         acc = tl.dot(dt, x, acc, input_precision=PRECISION)
     at = partial_ptr + (tl.program_id(2).to(tl.int64) * D + d[:, None]) * K + k[None, :]
     tl.store(at, acc, mask=(d < D)[:, None] & (k < K)[None, :])
 
 
 def tuned_row(kernel: str, weight: Tensor) -> str:
-    """Name in tuned/ of the launch parameters."""
+    """Row name in tuned/ for a kernel, "fwd" or "bwd", and the dtype of the weight."""
     return f"patch_embed.{kernel}.{'fp32' if weight.dtype == torch.float32 else 'half'}"
 
 
 def _blocks(kernel, weight):
-    """Launch parameters."""
+    """Launch parameters of a kernel, "fwd" or "bwd"."""
     row = tuned_row(kernel, weight)
     return config(row, SPACE[row.removeprefix("patch_embed.")], weight.device)
 
 
 def _sizes(image, weight, prefix):
-    """Arguments by name that both kernels share."""
+    """Arguments of both kernels, by name."""
     D, C, P, Q = weight.shape
     N, T = image.shape[2] // P * (image.shape[3] // Q), 0 if prefix is None else prefix.shape[1]
     shared = dict(strides=image.stride(), N=N, T=T, P=P, Q=Q, GRID_W=image.shape[3] // Q, K=C * P * Q, D=D)
     return shared | dict(PRECISION=precision(weight))
 
 
-def _centred(mean, std):
+def _scale_and_offset(mean, std):
     """a and c of equation (4'), [C, 1, 1] fp32."""
     mean, std = mean.float()[:, None, None], std.float()[:, None, None]
     return 1 / (255 * std), (128 / 255 - mean) / std
@@ -265,7 +266,7 @@ def _fwd(image, weight, bias, pos, prefix, mean, std):
     M, D, blocks = len(image) * shared["N"], shared["D"], _blocks("fwd", weight)
     pos_first = 0 if pos is None else pos.shape[1] - shared["N"]
     if image.dtype == torch.uint8:  # (4')
-        factor, offset = _centred(mean, std)
+        factor, offset = _scale_and_offset(mean, std)
         extra = (weight.float() * offset).sum((1, 2, 3))
         weight, bias = (weight.float() * factor).to(weight.dtype), extra if bias is None else bias.float() + extra
     if M:
@@ -298,7 +299,7 @@ def _bwd(dtokens, image, weight, prefix, mean, std):
         )
     dweight = partial.sum(0).view(weight.shape)
     if image.dtype == torch.uint8:  # (4')
-        factor, offset = _centred(mean, std)
+        factor, offset = _scale_and_offset(mean, std)
         dbias = dtokens[:, shared["T"] :].to(weight.dtype).sum((0, 1), dtype=torch.float32)
         dweight = dweight * factor + dbias[:, None, None, None] * offset
     return dweight
@@ -323,7 +324,7 @@ _bwd_op = register(
 
 
 class _Fn(torch.autograd.Function):
-    """Ties patch_embed_fwd to patch_embed_bwd; saves the image."""
+    """Autograd of patch_embed_fwd by patch_embed_bwd; saves the image and the parameters."""
 
     @staticmethod
     def forward(ctx, image, weight, bias, pos, prefix, mean, std):
@@ -354,7 +355,7 @@ class _Fn(torch.autograd.Function):
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
-    randn, (B, C, H, W, P, D, T) = make(device, dtype), (case[a] for a in ("B", "C", "H", "W", "P", "D", "T"))
+    randn, (B, C, H, W, P, D, T) = make_randn(device, dtype), (case[a] for a in ("B", "C", "H", "W", "P", "D", "T"))
     N = H // P * (W // P)
     return {
         "image": randn(B, C, H, W),

@@ -1,7 +1,7 @@
-"""The device half: Triton itself, and the @jit helpers that two or more kernels use.
+"""Device helpers (@jit) that two or more kernels use, and the only import of triton.
 
-The only file that imports triton. Where it is missing (macOS, Windows) `jit` and `tl` are inert, so kernel files still
-import, and `kernels_available` keeps everyone on the PyTorch path.
+Where triton is not installed (macOS, Windows), `jit` and `tl` are inert placeholders: kernel files still import, and
+`kernels_available` is False, so every function takes the PyTorch path.
 """
 
 try:
@@ -13,7 +13,7 @@ except ImportError as error:
     MISSING = str(error)
 
     class _Inert:
-        """Answers every attribute and call with itself: enough for annotations and decorators to be evaluated."""
+        """Returns itself for every attribute and call, so that decorators and annotations can be evaluated."""
 
         def __getattr__(self, name: str) -> "_Inert":
             return self
@@ -25,8 +25,8 @@ except ImportError as error:
 
 
 @jit
-def rows(ptr, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Channels first … first + WIDTH of rows n, [len(n), WIDTH]; zeros past channel D and, when MASKED, past row N."""
+def load_rows(ptr, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Loads WIDTH channels of rows n from `first` on, [len(n), WIDTH]; zeros past D channels and, if MASKED, N rows."""
     d = first + tl.arange(0, WIDTH)
     at = ptr + n.to(tl.int64)[:, None] * stride + d[None, :]
     if MASKED and first + WIDTH > D:
@@ -39,8 +39,8 @@ def rows(ptr, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.cons
 
 
 @jit
-def put_rows(ptr, x, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Stores x [len(n), WIDTH] where `rows` would load it, inside N and D only."""
+def store_rows(ptr, x, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores x [len(n), WIDTH] where `load_rows` reads it, for rows below N and channels below D."""
     d = first + tl.arange(0, WIDTH)
     at = ptr + n.to(tl.int64)[:, None] * stride + d[None, :]
     inside = (n < N)[:, None] & (d < D)[None, :] if first + WIDTH > D else (n < N)[:, None]
@@ -48,41 +48,42 @@ def put_rows(ptr, x, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: 
 
 
 @jit
-def dealt_rows(M: tl.constexpr, DEAL: tl.constexpr):
-    """Rows of a tile in the order in which the matrix instruction of DEAL Hopper warps deals them out; 0: in order.
+def wgmma_rows(M: tl.constexpr, WGMMA_WARPS: tl.constexpr):
+    """Row indices 0 … M − 1, permuted to match the accumulator layout of WGMMA with that many warps; 0: not permuted.
 
-    Where rows of x and of W are taken in dealt order, a thread holds eight neighbouring values of `collected`: 16-bit
-    tiles leave in 16-byte stores and need not pass through shared memory first. Elsewhere it changes nothing.
+    With the rows of x in this order and those of W in the order of `wgmma_columns`, each thread of a Hopper GPU holds
+    eight adjacent values of the product after `from_wgmma_order`: 16-bit tiles are written in 16-byte stores without
+    passing through shared memory. On other GPUs the permutation has no effect on speed, and on none on the result.
     """
     i = tl.arange(0, M)
-    if DEAL > 0:  # bits of i, from the lowest: lane / 4 (3), half, warp, pass
-        i = i % 8 + i // 16 % DEAL * 8 + (i // 8 % 2 + i // (16 * DEAL) * 2) * (8 * DEAL)
+    if WGMMA_WARPS > 0:  # bits of i from the lowest: lane / 4 (3 bits), half, warp, pass
+        i = i % 8 + i // 16 % WGMMA_WARPS * 8 + (i // 8 % 2 + i // (16 * WGMMA_WARPS) * 2) * (8 * WGMMA_WARPS)
     return i
 
 
 @jit
-def dealt_columns(F: tl.constexpr, DEAL: tl.constexpr):
-    """The same for columns, which are rows of W: a thread holds a pair in each group of eight."""
+def wgmma_columns(F: tl.constexpr, WGMMA_WARPS: tl.constexpr):
+    """Column indices 0 … F − 1 of the product, permuted likewise: a thread holds one pair of every group of eight."""
     i = tl.arange(0, F)
-    if DEAL > 0:  # bits of i: of a pair (1), lane % 4 (2), group (2), run of 32
+    if WGMMA_WARPS > 0:  # bits of i from the lowest: place in a pair (1), lane % 4 (2), group of eight (2), run of 32
         i = i // 32 * 32 + i // 2 % 4 * 8 + i // 8 % 4 * 2 + i % 2
     return i
 
 
 @jit
-def collected(x, DEAL: tl.constexpr):
-    """A tile of which row i is row dealt_rows[i], column j column dealt_columns[j], in order again, [M, F]."""
-    if DEAL > 0:
+def from_wgmma_order(x, WGMMA_WARPS: tl.constexpr):
+    """Undoes the permutations of `wgmma_rows` and `wgmma_columns` on a tile x [M, F]."""
+    if WGMMA_WARPS > 0:
         M: tl.constexpr = x.shape[0]
         F: tl.constexpr = x.shape[1]
-        x = tl.reshape(x, [M // (16 * DEAL), DEAL, 2, 8, F // 32, 4, 4, 2])
+        x = tl.reshape(x, [M // (16 * WGMMA_WARPS), WGMMA_WARPS, 2, 8, F // 32, 4, 4, 2])
         x = tl.reshape(tl.permute(x, [0, 2, 1, 3, 4, 6, 5, 7]), [M, F])
     return x
 
 
 @jit
-def columns(x, PARTS: tl.constexpr):
-    """x [M, F] as PARTS tensors (1, 2 or 4) of F / PARTS columns side by side."""
+def split_columns(x, PARTS: tl.constexpr):
+    """x [M, F] split by columns into PARTS (1, 2 or 4) tensors [M, F / PARTS]."""
     M: tl.constexpr = x.shape[0]
     F: tl.constexpr = x.shape[1]
     if PARTS == 1:
@@ -99,43 +100,44 @@ def columns(x, PARTS: tl.constexpr):
 
 
 @jit
-def no_stats(M: tl.constexpr, RUNS: tl.constexpr):
-    """Row statistics of no columns yet: (count [1, RUNS], sum [M, RUNS], centred sum of squares [M, RUNS])."""
+def zero_stats(M: tl.constexpr, RUNS: tl.constexpr):
+    """Row statistics of no columns: (count [1, RUNS], row_sum [M, RUNS], centred sum of squares m2 [M, RUNS])."""
     return tl.zeros([1, RUNS], tl.float32), tl.zeros([M, RUNS], tl.float32), tl.zeros([M, RUNS], tl.float32)
 
 
 @jit
-def add_stats(y, f, F, count, total, spread):
-    """Row statistics of y [M, columns f] in runs that a thread holds, joined to those before (Chan et al., 1979)."""
+def add_stats(y, f, F, count, row_sum, m2):
+    """Adds y [M, columns f] to row statistics of RUNS runs of adjacent columns, one a thread (Chan et al., 1979)."""
     M: tl.constexpr = y.shape[0]
-    RUNS: tl.constexpr = total.shape[1]
+    RUNS: tl.constexpr = row_sum.shape[1]
     WIDTH: tl.constexpr = y.shape[1] // RUNS
     first = tl.min(tl.reshape(f, [RUNS, WIDTH]), 1)
     size = tl.maximum(tl.minimum(F - first, WIDTH), 0).to(tl.float32)[None, :]
     in_f = tl.reshape(f < F, [1, RUNS, WIDTH])
     y = tl.where(in_f, tl.reshape(y, [M, RUNS, WIDTH]), 0.0)
-    here = tl.sum(y, 2)
-    mean = here / tl.maximum(size, 1.0)
+    new_sum = tl.sum(y, 2)
+    mean = new_sum / tl.maximum(size, 1.0)
     centred = tl.where(in_f, y - mean[:, :, None], 0.0)
-    between = mean - total / tl.maximum(count, 1.0)
-    spread += tl.sum(centred * centred, 2) + between * between * (count * size / tl.maximum(count + size, 1.0))
-    return count + size, total + here, spread
+    between = mean - row_sum / tl.maximum(count, 1.0)
+    m2 += tl.sum(centred * centred, 2) + between * between * (count * size / tl.maximum(count + size, 1.0))
+    return count + size, row_sum + new_sum, m2
 
 
 @jit
-def put_stats(at, in_m, count, total, spread):
-    """Stores sum and centred sum of squares of each row, of all runs together."""
-    row = tl.sum(total, 1)
-    off = total / tl.maximum(count, 1.0) - (row / tl.sum(count, 1))[:, None]
-    tl.store(at, row, mask=in_m)
-    tl.store(at + 1, tl.sum(spread + count * off * off, 1), mask=in_m)
+def store_stats(at, in_m, count, row_sum, m2):
+    """Stores the sum and the centred sum of squares of each row, merged over all runs."""
+    all_runs = tl.sum(row_sum, 1)
+    between = row_sum / tl.maximum(count, 1.0) - (all_runs / tl.sum(count, 1))[:, None]
+    tl.store(at, all_runs, mask=in_m)
+    tl.store(at + 1, tl.sum(m2 + count * between * between, 1), mask=in_m)
 
 
 @jit
 def _normal_cdf(x, EXACT: tl.constexpr):
-    """Φ(x) of fp32 x, by erf; for what is stored in 16 bits by a logistic function, a third of the instructions.
+    """Φ(x) of fp32 x: by erf if EXACT, else, for results stored in 16 bits, by a logistic function of a polynomial.
 
-    The odd polynomial is −log₂e · ln(Φ / (1 − Φ)), fitted so that x·Φ(x) is off by at most 3.4e-6.
+    The odd polynomial approximates −log₂e · ln(Φ / (1 − Φ)), with an error of at most 3.4e-6 in x·Φ(x); it takes
+    a third of the instructions of erf.
     """
     if EXACT:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # 1/√2
@@ -152,7 +154,7 @@ def _sigmoid(x):
 
 @jit
 def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """GELU (erf), GELU (tanh), x·sigmoid(1.702 x), ReLU or SiLU of fp32 x; "swiglu" is the SiLU of its gate."""
+    """GELU (erf or tanh form), x·sigmoid(1.702 x), ReLU or SiLU of fp32 x; KIND "swiglu" gives the SiLU of the gate."""
     if KIND == "gelu":
         return x * _normal_cdf(x, EXACT)
     if KIND == "gelu_tanh":
@@ -160,7 +162,7 @@ def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "quick_gelu":
         return x * _sigmoid(1.702 * x)
     if KIND == "relu":
-        return tl.where(x < 0, 0.0, x)  # a GPU's maximum would turn NaN into 0
+        return tl.where(x < 0, 0.0, x)  # tl.maximum would turn NaN into 0 on a GPU
     if KIND == "silu" or KIND == "swiglu":
         return x * _sigmoid(x)
     return x
@@ -168,7 +170,7 @@ def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @jit
 def activate_grad(x, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """The derivative of `activate` at fp32 x."""
+    """Derivative of `activate` at fp32 x."""
     if KIND == "gelu":
         return _normal_cdf(x, EXACT) + x * (0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x))  # φ: 1/√(2π)
     if KIND == "gelu_tanh":

@@ -64,8 +64,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [B, N, D] → [B, N, D], as a `layers.branch.Body`."""
-        if not can_fuse(x):
+        """x [B, N, D] → [B, N, D], as a `layers.body.Body`."""
+        if norm is None and not end and not can_fuse(x):
             return self.proj_drop(self.proj(self.attend(self.qkv(x))))
         return finish(self.attend(project(x, (self.qkv,), norm, stats)), self.proj, drop=self.proj_drop, **end)
 

@@ -14,7 +14,7 @@ class Block(nn.Module):
 
     Args:
         dim: D, channels per token.
-        attn: maps [B, N, D] to [B, N, D]; fused with what stands around it if it is a `layers.branch.Body`.
+        attn: maps [B, N, D] to [B, N, D]; fused with what stands around it if it is a `layers.body.Body`.
         mlp: the same.
         eps: LayerNorm epsilon.
         init_values: initial LayerScale; None for none.

@@ -20,10 +20,7 @@ from .parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_
 
 
 class Body(Protocol):
-    """What a branch can be fused with: `AttentionParts`, `MlpParts`, and our modules, which have a method `entering`.
-
-    A module is called with the arguments after x only where `can_fuse(x)`.
-    """
+    """What a branch can be fused with: `AttentionParts`, `MlpParts`, and our modules, with a method `entering`."""
 
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x, into which a norm may be folded; none where x is read otherwise."""
@@ -206,4 +203,4 @@ def fold_or_normalize(x: Tensor, norm: nn.Module | None, layers: tuple[Layer, ..
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
     weights = norm_of(norm) if can_fuse(x) and "forward" not in norm.__dict__ else None
-    return norm(x) if weights is None else layer_norm(x, *weights)
+    return norm(x) if weights is None else layer_norm(x, *weights[:3])

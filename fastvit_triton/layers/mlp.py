@@ -36,8 +36,8 @@ class Mlp(nn.Module):
     def forward(
         self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """x [B, ..., D] → [B, ..., D], as a `layers.branch.Body`."""
-        if not can_fuse(x):
+        """x [B, ..., D] → [B, ..., D], as a `layers.body.Body`."""
+        if norm is None and not end and not can_fuse(x):
             return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
         return MlpParts((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))(x, norm, stats, **end)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.check import Norm
+from ..kernels.argument import Norm
 from ..kernels.fold import Group
 from .calls import are_plain_tensors, has_hooks, is_plain_module, type_name
 from .drop_path import ConstantScale, DropPath
@@ -61,7 +61,7 @@ def last_axis_norm(norm: nn.Module) -> Norm | None:
     """`norm_of` a module known to be a LayerNorm, with hooks or without."""
     if not are_plain_tensors(norm.weight, norm.bias) or len(norm.normalized_shape) != 1:
         return None
-    return None if getattr(norm, "_fast_norm", False) else (norm.weight, norm.bias, norm.eps)
+    return None if getattr(norm, "_fast_norm", False) else Norm(norm.weight, norm.bias, norm.eps)
 
 
 def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:

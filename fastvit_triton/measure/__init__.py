@@ -1,1 +1,1 @@
-"""How fast a model is here beside eager PyTorch, torch.compile and installed peers, and whether its result is right."""
+"""Measures models and ops against eager PyTorch, torch.compile and other libraries, in speed and in accuracy."""

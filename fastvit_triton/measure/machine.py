@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""The machine and software of a measurement."""
 
 import contextlib
 import datetime
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "vit-pytor
 
 
 def gpu_name() -> str:
-    """The device's name, or the processor's kind where there is no GPU."""
+    """Name of the GPU, or the processor's architecture if there is no GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
 
 
@@ -39,22 +39,22 @@ def provenance() -> dict:
 
 
 def _commit() -> str | None:
-    """Of the source tree, with a mark where files differ from it; None outside git."""
-    if not (ROOT / ".git").exists():  # an installed package lies in somebody else's tree
+    """Commit of the source tree, marked "-dirty" if files differ from it; None outside git."""
+    if not (ROOT / ".git").exists():  # an installed package may lie in the tree of another repository
         return None
     found = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     return found.strip() or None
 
 
 def driver() -> dict:
-    """Driver and clocks as nvidia-smi tells them, MHz."""
+    """Driver version, clocks (MHz), power limit (W) and temperature (°C) from nvidia-smi; empty without it."""
     fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
     row = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").split("\n")[0]
     return dict(zip(fields.split(","), row.split(", "), strict=True)) if row.count(",") == fields.count(",") else {}
 
 
 def _output(tool: str, *arguments: str) -> str:
-    """What a program prints; nothing where it is absent, fails or hangs."""
+    """Output of a program; empty if it is absent, fails or takes over 20 s."""
     if shutil.which(tool) is None:
         return ""
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -64,7 +64,7 @@ def _output(tool: str, *arguments: str) -> str:
 
 
 def installed(package: str) -> str | None:
-    """A package's version; None where it is absent."""
+    """Version of a package; None if it is not installed."""
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return None

@@ -1,4 +1,4 @@
-"""How long a call takes, and what it keeps: arms in turn, a cold L2 cache, rotating inputs, medians with quartiles."""
+"""Times calls, alternating between variants, with a cold L2 cache and rotating inputs; counts their memory."""
 
 import math
 import statistics
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .deadline import Deadline, noting
+from .timeout import Deadline, capturing
 
 HEAD_START = 1_000_000  # cycles, half a millisecond or more: an autograd engine needs 0.1 ms before its first launch
 
-# i → the call that is timed, after whatever must come before it untimed; i says which of the rotating inputs to take
-Step = Callable[[int], Callable[[], object]]
+# index of a set of inputs → the call to time, after any untimed work before it
+Setup = Callable[[int], Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: median, quartiles, and how many calls they come from."""
+    """Microseconds of one call: median, first and third quartile, and the number of samples."""
 
     us: float
     q1: float
@@ -35,11 +35,12 @@ class Timing:
 
 
 class Clock:
-    """Times single calls on one device: device events on a GPU, the host's clock elsewhere.
+    """Times single calls on one device: by device events on a GPU, else by the host's clock.
 
-    Before each call on a GPU a buffer of four times the L2 cache is written, so that no input is there already. With
-    `latency` the device is idle first: the time includes what the host needs to launch. Otherwise the device is kept
-    busy for a while before, in which the host launches: the time is the device's alone, unless launching takes longer.
+    Before each call on a GPU a buffer of four times the size of the L2 cache is written, which removes the inputs from
+    the cache. With `latency` the device is idle before the call, so that the time includes the launches by the host.
+    Otherwise the device is kept busy while the host launches, so that the time is that of the device alone, unless
+    launching takes longer.
     """
 
     def __init__(self, device: torch.device, latency: bool = False) -> None:
@@ -49,13 +50,13 @@ class Clock:
             l2 = torch.cuda.get_device_properties(device).L2_cache_size
             self._buffer = torch.empty(max(4 * l2, 2**28), dtype=torch.int8, device=device)
 
-    def time(self, arm: str, step: Step, copy: int) -> None:
-        """Takes one sample; `samples` gives it."""
+    def time(self, variant: str, step: Setup, copy: int) -> None:
+        """Takes one sample, which `samples` returns."""
         call = step(copy)
         if self.device.type != "cuda":
             start = time.perf_counter()
             call()
-            self._pending.append((arm, time.perf_counter() - start))
+            self._pending.append((variant, time.perf_counter() - start))
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if not self.latency:
@@ -66,27 +67,27 @@ class Clock:
         start.record()
         call()
         end.record()
-        self._pending.append((arm, start, end))
+        self._pending.append((variant, start, end))
 
     def samples(self) -> dict[str, list[float]]:
-        """Microseconds by arm since the last call."""
+        """Microseconds by variant since the last call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found: dict[str, list[float]] = {}
-        for arm, *taken in self._pending:
+        for variant, *taken in self._pending:
             us = taken[0] * 1e6 if len(taken) == 1 else taken[0].elapsed_time(taken[1]) * 1e3
-            found.setdefault(arm, []).append(us)
+            found.setdefault(variant, []).append(us)
         self._pending.clear()
         return found
 
 
-def order(arms: list[str], turn: int) -> list[str]:
-    """Who goes when: there and back again, so that each arm follows each neighbour and none is always first."""
-    return arms if turn % 2 == 0 else arms[::-1]
+def order(variants: list[str], turn: int) -> list[str]:
+    """Order of the variants in a round: forwards and backwards in turn, so that none is always first."""
+    return variants if turn % 2 == 0 else variants[::-1]
 
 
 def samples_of(
-    steps: dict[str, Step],
+    steps: dict[str, Setup],
     device: torch.device,
     deadline: Deadline,
     seconds: float = 1.0,
@@ -94,35 +95,35 @@ def samples_of(
     copies: int = 1,
     latency: bool = False,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Times all arms in one process, in turn.
+    """Times all variants in one process, alternating between them.
 
     Args:
-        steps: one step by arm; each is warmed up three times first.
+        steps: set-up of each variant, which is called three times before it is timed.
         device: where they run.
-        deadline: no round starts after it, except the first.
+        deadline: no round is begun after it, except the first.
         seconds: about how long to sample.
-        rounds: fewest and most samples of an arm.
-        copies: how many sets of inputs the steps can be asked for.
+        rounds: least and greatest number of samples of a variant.
+        copies: number of sets of inputs, used in rotation.
         latency: see `Clock`.
 
     Returns:
-        Microseconds by arm, and for arms that failed the error.
+        Microseconds by variant, and the errors of variants that failed.
     """
     errors, clock = {}, Clock(device, latency)
-    for arm, step in steps.items():
-        with noting(errors, arm), deadline:
+    for variant, step in steps.items():
+        with capturing(errors, variant), deadline:
             for copy in range(3):
                 step(copy % copies)()
             wait(device)
-    arms = [arm for arm in steps if arm not in errors]
-    if not arms:
+    variants = [variant for variant in steps if variant not in errors]
+    if not variants:
         return {}, errors
-    samples: dict[str, list[float]] = {arm: [] for arm in arms}
+    samples: dict[str, list[float]] = {variant: [] for variant in variants}
     fewest, most = rounds
     turn, start = 0, time.perf_counter()
     while turn < most and (turn < 1 or not deadline.over):
-        for arm in order(arms, turn):
-            clock.time(arm, steps[arm], turn % copies)
+        for variant in order(variants, turn):
+            clock.time(variant, steps[variant], turn % copies)
         turn += 1
         if turn >= fewest:
             if turn % fewest == 0:  # reading the events waits for the device, so not each time
@@ -133,25 +134,25 @@ def samples_of(
     return samples, errors
 
 
-def alternate(steps: dict[str, Step], *how: object, **named: object) -> tuple[dict[str, Timing], dict[str, str]]:
-    """`samples_of`, summarised."""
+def alternate(steps: dict[str, Setup], *how: object, **named: object) -> tuple[dict[str, Timing], dict[str, str]]:
+    """`samples_of` with the samples summarised."""
     samples, errors = samples_of(steps, *how, **named)
-    return {arm: Timing.of(taken) for arm, taken in samples.items()}, errors
+    return {variant: Timing.of(taken) for variant, taken in samples.items()}, errors
 
 
 def _gather(samples: dict[str, list[float]], clock: Clock) -> None:
-    for arm, taken in clock.samples().items():
-        samples[arm] += taken
+    for variant, taken in clock.samples().items():
+        samples[variant] += taken
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has nothing left to do."""
+    """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most device memory that a call holds beyond what was held before; None where nobody counts it."""
+    """Peak device memory of a call in bytes, less what was allocated before; None without a GPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -163,7 +164,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def saved_bytes(call: Callable[[], object], held: list[torch.Tensor]) -> int:
-    """Bytes that a forward pass keeps for its backward pass: each storage once, without those of `held`."""
+    """Bytes that a forward pass saves for its backward pass: each storage once, without those of `held`."""
     known = {t.untyped_storage().data_ptr() for t in held}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -1,6 +1,7 @@
-"""Every model by name. A family is a module with VARIANTS, PARAMS and MODEL; listing it here is all it takes.
+"""Every model by name: a family is a module that is listed here.
 
-Where names need other classes, MODELS maps them.
+It has VARIANTS (name → config), MODEL (its class, or MODELS by name), PARAMS (name → parameters with 1000 classes) and
+ORACLE (name → "timm" where timm has a model of this name with the same state dict).
 """
 
 import difflib
@@ -8,10 +9,10 @@ import fnmatch
 
 from torch import nn
 
-from . import clip, deit, dinov2, hybrid, siglip, simplevit, vit
+from . import clip, deit, dinov2, hybrid, naflex, siglip, simplevit, vit
 from .config import ViTConfig
 
-FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip)
+FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

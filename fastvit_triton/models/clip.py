@@ -44,6 +44,7 @@ VARIANTS = {
     "vit_huge_patch14_clip_quickgelu_378": ViTConfig(**HUGE, **QUICK, patch_size=14, img_size=378, num_classes=1024),
     "vit_gigantic_patch14_clip_quickgelu_224": ViTConfig(**GIGANTIC, **QUICK, patch_size=14, num_classes=1280),
 }
+ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {

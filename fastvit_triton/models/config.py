@@ -3,9 +3,9 @@
 Names are timm's wherever timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
 """
 
-import dataclasses
-import difflib
 from dataclasses import dataclass
+
+from .base import BaseConfig
 
 CHOICES = {
     "norm": ("pre", "post"),
@@ -19,14 +19,11 @@ CHOICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig:
-    """Everything that tells one plain ViT from another.
+class ViTConfig(BaseConfig):
+    """Everything that tells one plain ViT from another, beside the fields of `BaseConfig`.
 
     Attributes:
-        img_size: image side in pixels, or (height, width).
         patch_size: P, patch side in pixels, or (height, width).
-        in_chans: C, image channels.
-        num_classes: outputs of the head; 0 returns the pooled features.
         embed_dim: D, channels per token.
         depth: number of blocks.
         num_heads: H.
@@ -58,15 +55,10 @@ class ViTConfig:
         patch_drop_rate: fraction of patch tokens dropped while training (arXiv:2212.00794).
         proj_drop_rate: dropout after the attention projection and inside the MLP.
         attn_drop_rate: dropout on attention probabilities.
-        drop_path_rate: stochastic depth of the last block; rises linearly from 0 (arXiv:1603.09382).
-        grad_checkpointing: recompute each block in the backward pass instead of storing it.
         weight_init: "timm" (truncated normal 0.02) or "jax" (the ViT paper's code: Xavier uniform, zero head).
     """
 
-    img_size: int | tuple[int, int] = 224
     patch_size: int | tuple[int, int] = 16
-    in_chans: int = 3
-    num_classes: int = 1000
     embed_dim: int = 768
     depth: int = 12
     num_heads: int = 12
@@ -96,14 +88,12 @@ class ViTConfig:
     patch_drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
     attn_drop_rate: float = 0.0
-    drop_path_rate: float = 0.0
-    grad_checkpointing: bool = False
     weight_init: str = "timm"
 
     def __post_init__(self) -> None:
-        for field in ("img_size", "patch_size"):
-            size = getattr(self, field)
-            object.__setattr__(self, field, (size, size) if isinstance(size, int) else tuple(size))
+        super().__post_init__()
+        patch = self.patch_size
+        object.__setattr__(self, "patch_size", (patch, patch) if isinstance(patch, int) else tuple(patch))
         if self.global_pool == "gap":
             object.__setattr__(self, "global_pool", "avg")
         for field, allowed in CHOICES.items():
@@ -114,11 +104,9 @@ class ViTConfig:
                 raise ValueError(
                     f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"
                 )
-        for field in ("in_chans", "embed_dim", "depth", "num_heads"):
+        for field in ("embed_dim", "depth", "num_heads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        if self.num_classes < 0:
-            raise ValueError(f"num_classes is {self.num_classes}; use 0 for no head, or the number of classes")
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; "
@@ -130,25 +118,11 @@ class ViTConfig:
             raise ValueError(f"pos_embed {self.pos_embed!r} needs an even embed_dim, got {self.embed_dim}")
         if self.global_pool == "token" and not self.class_token:
             raise ValueError("global_pool 'token' needs class_token=True; use global_pool='avg' without a class token")
-        for field in (f.name for f in dataclasses.fields(self) if f.name.endswith("drop_rate")):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{field} is {getattr(self, field)}; a rate lies in [0, 1)")
-        if not 0.0 <= self.drop_path_rate < 1.0:
-            raise ValueError(f"drop_path_rate is {self.drop_path_rate}; a rate lies in [0, 1)")
 
     @property
     def grid_size(self) -> tuple[int, int]:
         """Patches per column and per row."""
         return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
-
-    def replace(self, **overrides) -> "ViTConfig":
-        """A copy with some fields changed; an unknown field raises TypeError with the nearest names."""
-        names = [field.name for field in dataclasses.fields(self)]
-        for name in overrides:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
-                raise TypeError(f"a ViT has no option {name!r}; the nearest are {', '.join(near) or ', '.join(names)}")
-        return dataclasses.replace(self, **overrides)
 
 
 def fitting(image: int, patch: int) -> str:

@@ -22,6 +22,7 @@ class DistilledVisionTransformer(VisionTransformer):
     `set_distilled_training(True)`: then both logits come as a tuple, as in the official code.
     """
 
+    head_names = ("head", "head_dist")
     distilled_training = False
 
     def __init__(self, config: ViTConfig, **modules: nn.Module) -> None:
@@ -38,14 +39,6 @@ class DistilledVisionTransformer(VisionTransformer):
     def set_distilled_training(self, enable: bool = True) -> None:
         """Whether training returns (class logits, distillation logits)."""
         self.distilled_training = enable
-
-    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
-        """Both heads."""
-        return self.head, self.head_dist
-
-    def reset_classifier(self, num_classes: int) -> None:
-        super().reset_classifier(num_classes)
-        self.head_dist = self.zero_head()
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Tokens [B, 2 + N, D] → logits [B, num_classes], or a pair of them in distilled training."""
@@ -78,6 +71,7 @@ VARIANTS = {
     "deit3_huge_patch14_224": ViTConfig(**HUGE, **III, patch_size=14),
 }
 MODELS = {name: DistilledVisionTransformer for name in VARIANTS if "_distilled_" in name}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31.
 PARAMS = {

@@ -35,6 +35,7 @@ VARIANTS = {
     "vit_giant_patch14_reg4_dinov2": ViTConfig(**GIANT, **COMMON, **REG4),
 }
 MODELS = {name: VisionTransformer for name in VARIANTS if "_reg4_" in name}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {

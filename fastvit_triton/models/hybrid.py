@@ -52,6 +52,7 @@ SIZES = {
 }
 VARIANTS = {f"{n}_{side}": ViTConfig(**shape, img_size=side) for n, (_, shape) in SIZES.items() for side in (224, 384)}
 MODELS = {f"{n}_{side}": partial(hybrid, layers=layers) for n, (layers, _) in SIZES.items() for side in (224, 384)}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {

@@ -16,6 +16,7 @@ from ..kernels.linear import linear
 from ..layers import Attention, normalize
 from .config import ViTConfig
 from .transformer import VisionTransformer
+from .vit import BASE
 
 
 class NaFlexAttention(Attention):
@@ -80,3 +81,18 @@ class NaFlexVisionTransformer(VisionTransformer):
         T = self.num_prefix_tokens
         own = torch.arange(T, x.shape[1], device=x.device) < self.lengths[:, None]  # [B, L]
         return (x[:, T:] * own[..., None]).sum(1) / own.sum(1, keepdim=True)
+
+
+FLEX = dict(img_size=256, class_token=False, no_embed_class=True, global_pool="avg", init_values=1e-5)
+
+MODEL = NaFlexVisionTransformer
+ORACLE = {}  # timm's have the same weights under other names, which `load_weights` reads
+VARIANTS = {
+    "naflexvit_base_patch16_gap": ViTConfig(**BASE, **FLEX, reg_tokens=4),
+    "naflexvit_so150m2_patch16_reg1_gap": ViTConfig(
+        **FLEX, embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13, qkv_bias=False, reg_tokens=1
+    ),
+}
+
+# Counted by timm 1.0.31 with 1000 classes.
+PARAMS = {"naflexvit_base_patch16_gap": 86_633_704, "naflexvit_so150m2_patch16_reg1_gap": 136_058_728}

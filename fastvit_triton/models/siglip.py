@@ -37,6 +37,7 @@ VARIANTS = {
     for side in sides
     for gap, pool in POOLS.items()
 }
+ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {

@@ -27,12 +27,13 @@ from ..layers import (
     sincos1d,
     sincos2d,
 )
+from .base import ImageModel
 from .config import ViTConfig
 
 STEMS = {"conv": PatchEmbed, "linear": LinearPatchEmbed, "norm_linear_norm": NormPatchEmbed}
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(ImageModel):
     """Patches, positions, blocks, norm, pooling, head.
 
     Args:
@@ -154,40 +155,17 @@ class VisionTransformer(nn.Module):
         x = self.head_drop(self.pre_logits(normalize(self.pool(x), self.fc_norm)))
         return x if pre_logits else self.head(x)
 
-    def forward(self, image: Tensor) -> Tensor:
-        """image [B, C, H, W] → logits [B, num_classes]."""
-        return self.forward_head(self.forward_features(image))
-
     def no_weight_decay(self) -> set[str]:
         """Parameters that weight decay should leave alone, as in timm."""
         tokens = {"pos_embed", "cls_token", "reg_token", "dist_token"}
         positions = {name for name, _ in self.named_parameters() if "pos_embed." in name or ".position." in name}
         return tokens | positions
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute every block in the backward pass instead of keeping its activations."""
-        self.grad_checkpointing = enable
-
-    def get_classifier(self) -> nn.Module:
-        """The head."""
-        return self.head
-
     def reset_classifier(self, num_classes: int) -> None:
         """A new zero-initialised head (ViT paper, section 3.2) without pre-logits layer; 0 for none."""
-        self.config = self.config.replace(num_classes=num_classes, pre_logits=False)
-        self.num_classes = num_classes
+        self.config = self.config.replace(pre_logits=False)
         self.pre_logits = nn.Sequential()
-        self.head = self.zero_head()
-
-    def zero_head(self) -> nn.Module:
-        """A zero-initialised linear layer D → num_classes on the model's device, or Identity."""
-        if not self.num_classes:
-            return nn.Identity()
-        norm = next(self.blocks.parameters())
-        head = nn.Linear(self.embed_dim, self.num_classes, device=norm.device, dtype=norm.dtype)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-        return head.train(self.training)
+        super().reset_classifier(num_classes)
 
     @torch.no_grad()
     def init_weights(self, scheme: str) -> None:

@@ -48,6 +48,7 @@ VARIANTS = {
         embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1, num_classes=10
     ),
 }
+ORACLE = {name: "timm" for name in VARIANTS if "_postnorm_" not in name and "_digits_" not in name}
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {

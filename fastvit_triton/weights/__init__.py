@@ -14,9 +14,10 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from ..files import replacing
 from ..layers.embed import INTERPOLATION
 from ..models import create_model
-from . import adapt
+from . import adapt, vit
 from .adapt import State, WeightsError, some, variant
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
 
@@ -36,10 +37,28 @@ IRRELEVANT = re.compile(  # other parts of larger models, and training state
     r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
     r"|dino_head|ibot_head|student|opt)(\.|$)|(^|\.)[tb]$"
 )
-SAVED = ("fastvit_triton", "timm", "transformers")
 DAMAGE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 DAMAGE += (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
 DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
+
+
+class Spelling(NamedTuple):
+    """How the weights of an architecture are spelled elsewhere.
+
+    Attributes:
+        layouts: those that are read, in the order in which their marks are looked for.
+        fit: makes translated tensors fit a model, see `vit.fit`.
+        saved: those that are written, by name; the first that has a class for the model.
+        write: a model's tensors under the names of one of these layouts, see `vit.write`.
+    """
+
+    layouts: tuple[Layout, ...]
+    fit: Callable[..., tuple[list[str], str]]
+    saved: dict[str, tuple[Layout, ...]]
+    write: Callable[..., State]
+
+
+SPELLINGS = {"vit": Spelling(LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write)}
 
 
 @dataclass(frozen=True)
@@ -139,11 +158,12 @@ def save_weights(
     path = Path(path)
     if path.suffix != ".safetensors":
         raise WeightsError(f"weights are saved as safetensors; name the file {path.with_suffix('.safetensors').name}")
-    if layout not in SAVED:
-        raise WeightsError(f"layout is {layout!r}; use one of {', '.join(SAVED)}")
+    spelling = _spelling(model)
+    if layout not in ("fastvit_triton", *spelling.saved):
+        raise WeightsError(f"layout is {layout!r}; use one of {', '.join(('fastvit_triton', *spelling.saved))}")
     state = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
     if layout != "fastvit_triton":
-        state = _write(model, state, (TIMM,) if layout == "timm" else TRANSFORMERS)
+        state = spelling.write(model, state, spelling.saved[layout])
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     config = json.dumps(dataclasses.asdict(model.config))
     header = {**(metadata or {}), "format": "pt", "layout": layout, "variant": variant(model), "config": config}
@@ -188,19 +208,21 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
     """Unwrap, translate, adapt, check, and only then copy."""
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
+    spelling = _spelling(model)
     found, wrapper = _unwrap(held)
-    layout, state, spelled = _translate(found)
+    layout, state, spelled = _translate(found, spelling.layouts)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
     dropped = [key for key in state if IRRELEVANT.search(key)]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
-    dropped += adapt.fit_head(target, state) + adapt.fit_norm(target, state)
-    reinitialised = tuple(key for key in target if key.startswith("head") and key not in state)
+    dropped += adapt.fit_head(model.head_names, target, state)
+    heads = tuple(f"{name}." for name in model.head_names)
+    reinitialised = tuple(key for key in target if key.startswith(heads) and key not in state)
     state |= {key: torch.zeros_like(target[key]) for key in reinitialised}
-    adapt.fit_stem(model, state)
-    positions = adapt.fit_positions(model, state, metadata, resize or mode)
+    useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
+    dropped += useless
     adapt.check(model, target, state, spelled, family)
     with torch.no_grad():
         for key, tensor in target.items():
@@ -228,22 +250,28 @@ def _tensor(array: np.ndarray) -> Tensor | None:
     return torch.from_numpy(np.ascontiguousarray(array, np.float32)) if array.dtype.kind == "f" else None
 
 
-def _recognise(keys: Iterable[str]) -> tuple[Layout, str] | None:
+def _spelling(model: nn.Module) -> Spelling:
+    if getattr(model, "layout", None) not in SPELLINGS:
+        raise WeightsError(f"model is {type(model).__name__}; give a model from create_model")
+    return SPELLINGS[model.layout]
+
+
+def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layout, str] | None:
     """The first layout whose mark is among the keys, and the prefix before it; a teacher's before a student's."""
-    for layout in LAYOUTS:
-        if found := [key for key in keys if f".{key}".endswith(f".{layout.mark}")]:
-            best = min(found, key=lambda key: ("teacher" not in key, len(key)))
-            return layout, best.removesuffix(layout.mark)
+    for layout in layouts:
+        prefixes = [key.removesuffix(layout.mark) for key in keys if f".{key}".endswith(f".{layout.mark}")]
+        if prefixes := [prefix for prefix in prefixes if not layout.beside or prefix + layout.beside in keys]:
+            return layout, min(prefixes, key=lambda prefix: ("teacher" not in prefix, len(prefix)))
     return None
 
 
-def _translate(found: State) -> tuple[Layout, State, dict[str, str]]:
+def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State, dict[str, str]]:
     """The layout, the tensors under our names, and our names → the checkpoint's own spelling."""
     dotted = {key.replace("/", "."): key for key in found}
-    if (match := _recognise(dotted)) is None:
+    if (match := _recognise(dotted, layouts)) is None:
         raise WeightsError(
             f"this is no checkpoint of a plain ViT: its keys ({some(tuple(found)) or 'none'}) belong to no known "
-            f"layout; known are {', '.join(layout.name for layout in LAYOUTS)}"
+            f"layout; known are {', '.join(layout.name for layout in layouts)}"
         )
     layout, prefix = match
     state = {key.removeprefix(prefix): found[spelling] for key, spelling in dotted.items()}
@@ -258,39 +286,3 @@ def _translate(found: State) -> tuple[Layout, State, dict[str, str]]:
         if key in state:
             state[key] = state[key].reshape((1,) * (3 - state[key].dim()) + state[key].shape)
     return layout, state, spelled
-
-
-def _write(model: nn.Module, state: State, layouts: tuple[Layout, ...]) -> State:
-    """Our tensors under the names of the layout that has a class for the model."""
-    config = model.config
-    facts = dataclasses.asdict(config) | {
-        "head_dim": None if config.head_dim in (None, config.embed_dim // config.num_heads) else config.head_dim,
-        "final_norm": isinstance(model.norm, nn.LayerNorm),
-        "fc_norm": isinstance(model.fc_norm, nn.LayerNorm),
-        "distilled": "dist_token" in state,
-        "hybrid": any(".backbone." in key for key in state),
-        "registers": "reg_token" in state,
-        "layer_scale": config.init_values is not None,
-        "head_bias": "head.bias" in state and bool(state["head.bias"].any()),
-        "head_after_map": "attn_pool.latent" in state and "head.weight" in state,
-    }
-    layout = min(layouts, key=lambda layout: len(layout.unmet(facts)))
-    if wrong := layout.unmet(facts):
-        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs {'; '.join(wrong)}")
-
-    if isinstance(model.pos_embed, Tensor):
-        pos, (h, w) = model.pos_embed.detach().cpu(), model.patch_embed.grid_size
-        rows = (config.class_token + facts["distilled"]) if layout is not TIMM else model.num_prefix_tokens
-        wanted = 0 if layout is TIMM and config.no_embed_class else rows
-        state = adapt.move_prefix({**state, "pos_embed": pos}, pos.shape[1] - h * w, wanted)
-    if config.patch_embed == "linear":
-        weight = state["patch_embed.proj.weight"].unflatten(1, (*config.patch_size, config.in_chans))
-        state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
-    if layout is TIMM:
-        return state
-    swiglu = ("mlp.fc1", "mlp.fc2") if config.mlp == "swiglu" else ()
-    state = adapt.join(adapt.split(state, "attn.qkv", "attn_pool.kv", *swiglu), "attn_pool.qkv")
-    state = layout.write({layout.theirs(key): tensor for key, tensor in state.items()})
-    heads = tuple(layout.theirs(f"{head}.") for head in ("head", "head_dist"))
-    base = layout.base if config.num_classes else ""
-    return {key if key.startswith(heads) and base else base + key: tensor for key, tensor in state.items()}

@@ -1,16 +1,9 @@
 """Makes a checkpoint's tensors fit a model: packed projections, head, stem, positions; and says what does not fit."""
 
-import json
-import math
 import re
-from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-from ..layers.embed import resize_pos_embed
 
 State = dict[str, Tensor]
 
@@ -115,10 +108,16 @@ def write_dinov2(tensors: State) -> State:
     return tensors
 
 
-def fit_head(target: State, state: State) -> list[str]:
+def read_naflex(tensors: State) -> State:
+    """Positions [1, h, w, D] → [1, h·w, D]."""
+    key = "embeds.pos_embed"
+    return {**tensors, key: tensors[key].flatten(1, 2)} if tensors[key].dim() == 4 else tensors
+
+
+def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
     """Takes out of `state` heads for other classes, and what only leads to a head; completes a head without bias."""
     useless = []
-    for head in ("head", "head_dist"):
+    for head in heads:
         weight, bias = f"{head}.weight", f"{head}.bias"
         if weight not in target or weight not in state or target[weight].shape[:1] != state[weight].shape[:1]:
             useless += [key for key in (weight, bias) if key in state]
@@ -131,85 +130,6 @@ def fit_head(target: State, state: State) -> list[str]:
     for key in useless:
         del state[key]
     return useless
-
-
-def fit_norm(target: State, state: State) -> list[str]:
-    """Takes the final norm out of a checkpoint without a head, for a model that pools before it normalises.
-
-    The model's own norm starts as it is, as in MAE's fine-tuning (facebookresearch/mae, main_finetune.py).
-    """
-    moved = "fc_norm.weight" in target and "fc_norm.weight" not in state and "norm.weight" not in target
-    useless = [key for key in ("norm.weight", "norm.bias") if key in state and moved and "head.weight" not in state]
-    for key in useless:
-        del state[key]
-        state[f"fc_{key}"] = target[f"fc_{key}"].clone()
-    return useless
-
-
-def fit_stem(model: nn.Module, state: State) -> None:
-    """A convolution's weight [D, C, P, P] for a stem that projects flattened patches [D, P·P·C]."""
-    weight = state.get("patch_embed.proj.weight")
-    if model.config.patch_embed != "conv" and weight is not None and weight.dim() == 4:
-        state["patch_embed.proj.weight"] = weight.permute(0, 2, 3, 1).flatten(1)
-
-
-def fit_positions(model: nn.Module, state: State, metadata: Mapping[str, str], mode: str) -> str:
-    """Brings `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; says what was done."""
-    own, pos = model.pos_embed, state.get("pos_embed")
-    if not isinstance(own, Tensor) or pos is None or pos.shape[::2] != own.shape[::2]:
-        return ""  # nothing to fit, or a mismatch that `check` names
-    (h, w), notes = model.patch_embed.grid_size, []
-    wanted = own.shape[1] - h * w
-    given, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
-    rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
-    if wanted < given and rows < given:
-        return ""  # a token is missing or has another width: likewise
-    if given != wanted:
-        state |= move_prefix(state, given, wanted)
-        notes.append(f"prefix rows {given} to {wanted}, the difference moved into the tokens")
-    if old != (h, w):
-        state["pos_embed"] = resize_pos_embed(state["pos_embed"], old, (h, w), wanted, mode)
-        notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
-    if not isinstance(own, nn.Parameter):  # a fixed table: nothing to load if both are the same in the coarser dtype
-        pos = state["pos_embed"]
-        if torch.allclose(pos.to(own).to(pos).float(), own.to(pos).float(), atol=1e-5):
-            del state["pos_embed"]
-    return ", ".join(notes)
-
-
-def _source_grid(
-    rows: int, grid: tuple[int, int], prefixes: tuple[int, ...], metadata: Mapping[str, str]
-) -> tuple[int, tuple[int, int]]:
-    """Prefix rows and (h, w) of a table: as its config says, else the model's own grid, else a square."""
-    with suppress(ValueError, LookupError, TypeError):  # absent, or somebody else's
-        config = json.loads(metadata["config"])
-        h, w = (side // patch for side, patch in zip(config["img_size"], config["patch_size"], strict=True))
-        if rows - h * w in prefixes:
-            return rows - h * w, (h, w)
-    for prefix in prefixes:
-        if rows - prefix == grid[0] * grid[1]:
-            return prefix, grid
-    for prefix in prefixes:
-        side = math.isqrt(max(rows - prefix, 0))
-        if side and side * side == rows - prefix:
-            return prefix, (side, side)
-    raise WeightsError(
-        f"pos_embed has {rows} rows in the checkpoint, no square grid after {min(prefixes)} to {max(prefixes)} prefix "
-        f"tokens, and {grid[0]}x{grid[1]} patches in the model; create the model with the checkpoint's img_size"
-    )
-
-
-def move_prefix(state: State, given: int, wanted: int) -> State:
-    """Exactly the same sum of tokens and positions with `wanted` instead of `given` prefix rows in pos_embed."""
-    pos = state["pos_embed"]
-    if wanted >= given:
-        zeros = pos.new_zeros(1, wanted - given, pos.shape[2])
-        return {**state, "pos_embed": torch.cat((pos[:, :given], zeros, pos[:, given:]), 1)}
-    names = [name for name in TOKENS if name in state]
-    sizes = [state[name].shape[1] for name in names]
-    extra = F.pad(pos[:, wanted:given], (0, 0, wanted, max(0, sum(sizes) - given)))
-    moved = {name: state[name] + rows for name, rows in zip(names, extra.split(sizes, 1), strict=True)}
-    return {**state, **moved, "pos_embed": torch.cat((pos[:, :wanted], pos[:, given:]), 1)}
 
 
 def check(model: nn.Module, target: State, state: State, spelled: dict[str, str], family: str) -> None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from .adapt import State, read_dinov2, read_jax, write_clip, write_dinov2, write_tower
+from .adapt import State, read_dinov2, read_jax, read_naflex, write_clip, write_dinov2, write_tower
 
 
 def _same(tensors: State) -> State:
@@ -27,6 +27,7 @@ class Layout:
     Attributes:
         name: for reports and errors.
         mark: a key by which this layout is known from those after it in `LAYOUTS`; what stands before it is a prefix.
+        beside: another key after the same prefix, where other architectures have the mark too.
         resize: how this library's code interpolates positions; a mode of `resize_pos_embed`, or "dinov2".
         stem: ours → theirs, outside the blocks.
         blocks: their paths of one block, {} for its number.
@@ -39,6 +40,7 @@ class Layout:
 
     name: str
     mark: str
+    beside: str = ""
     resize: str
     stem: dict[str, str] = field(default_factory=dict)
     blocks: str = "blocks.{}"
@@ -103,6 +105,7 @@ TOKEN = dict(class_token=True, global_pool="token", pre_norm=False)
 TIMM = Layout(
     name="timm",
     mark="patch_embed.proj.weight",
+    beside="blocks.0.norm1.weight",
     resize="bicubic_antialias",
     block={"ls{1,2}.gamma": "ls{1,2}.gamma gamma_{1,2}"},  # gamma_1: the official DeiT III
     needs=dict(BASIC, pos_embed=("learned", "sincos1d", "sincos2d", "none")),
@@ -251,15 +254,28 @@ DINO = replace(
     TIMM,
     name="DINOv2",
     mark="mask_token",
+    beside="",
     resize="dinov2",
     stem={"reg_token": "register_tokens"},
     blocks="blocks.{}.{} blocks.{}",  # in chunks, for sharding, the second number still counts all blocks
     block={"mlp.fc{1,2}": "mlp.w{12,3}"},
+)
+TIMM_NAFLEX = replace(
+    TIMM,
+    name="timm NaFlexViT",
+    mark="embeds.pos_embed",
+    stem={
+        "cls_token": "embeds.cls_token",
+        "reg_token": "embeds.reg_token",
+        "pos_embed": "embeds.pos_embed",
+        "patch_embed.proj": "embeds.proj",
+    },
+    read=read_naflex,
 )
 TRANSFORMERS = (CLIP, SIGLIP, DINOV2_REGISTERS, DINOV2, DEIT, VIT)
 LAYOUTS = (
     *(JAX, TORCHVISION, *TRANSFORMERS),
     replace(TIMM, name="MAE", mark="decoder_embed.weight", resize="bicubic"),
     replace(DINO, name="DINOv2 with registers", mark="register_tokens", resize="bicubic_antialias"),
-    *(DINO, TIMM),
+    *(DINO, TIMM_NAFLEX, TIMM),
 )

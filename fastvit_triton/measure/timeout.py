@@ -1,4 +1,4 @@
-"""Moments by which something must have ended, and what became of what did not work."""
+"""Timeouts, and error capture."""
 
 import contextlib
 import signal
@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 
-AGAIN = 5.0  # seconds between interrupts: where one falls into a destructor, Python drops it
+AGAIN = 5.0  # seconds between interrupts: Python discards an exception that is raised in a destructor
 
 
-class Late(BaseException):
-    """The deadline came in the middle of something; no library that swallows errors swallows this one."""
+class TimedOut(BaseException):
+    """Raised when a deadline passes; not an Exception, so that libraries that catch those do not catch it."""
 
 
 class Deadline:
-    """A moment. As a context it also interrupts, in the main thread, what has not ended by then.
+    """A point in time. As a context manager it raises `TimedOut` at that time, if it is in the main thread.
 
     Args:
         seconds: from now.
@@ -22,20 +22,20 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
-        self._outer: list[tuple | None] = []  # what was set before each entry: a deadline may hold itself
+        self._outer: list[tuple | None] = []  # the timer before each entry; a deadline can be entered again
 
     @property
     def left(self) -> float:
-        """Seconds until then, never negative."""
+        """Seconds that are left, never negative."""
         return max(self.end - time.monotonic(), 0.0)
 
     @property
     def over(self) -> bool:
-        """Whether it has passed."""
+        """True if it has passed."""
         return not self.left
 
     def sooner(self, seconds: float) -> "Deadline":
-        """The earlier of this one and so many seconds from now."""
+        """The earlier of this deadline and `seconds` from now."""
         return Deadline(min(self.left, seconds))
 
     def __enter__(self) -> "Deadline":
@@ -52,7 +52,7 @@ class Deadline:
         if before is not None:
             handler, left, since = before
             _stop(handler)
-            if left:  # somebody outside waits too
+            if left:  # an enclosing deadline
                 _alarm(left - (time.monotonic() - since))
 
 
@@ -61,30 +61,30 @@ def _alarm(seconds: float) -> None:
 
 
 def _stop(handler: object) -> None:
-    """No alarm from now on, not even one that comes while this is done: left running, it would never end."""
+    """Stops the timer, also if it expires during this call; otherwise it would repeat for ever."""
     while True:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             return
-        except Late:
+        except TimedOut:
             continue
 
 
 def _late(*_: object) -> None:
-    raise Late("the time for this ended")
+    raise TimedOut("the deadline has passed")
 
 
-def told(error: BaseException) -> str:
-    """An error as one short line."""
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of its message, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"[:300]
 
 
 @contextlib.contextmanager
-def noting(errors: dict[str, str], arm: str) -> Iterator[None]:
-    """What an arm raises inside is its line in `errors` afterwards: most of it is other people's code."""
+def capturing(errors: dict[str, str], name: str) -> Iterator[None]:
+    """Stores an exception that is raised in this context as a line in `errors[name]`, instead of raising it."""
     try:
         yield
-    except (Exception, Late) as error:
-        errors[arm] = told(error)
+    except (Exception, TimedOut) as error:
+        errors[name] = one_line(error)

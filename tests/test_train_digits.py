@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreter import interpreting
 
-from benchmarks import learn
+from benchmarks import train_digits
 from fastvit_triton.models import create_model
 from fastvit_triton.train.augment.mix import mixup
 from fastvit_triton.train.data import TensorBatches, digits
@@ -22,8 +22,8 @@ def path(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     images, targets = (x[:12] for x in digits("train"))
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=1).to(dtype)
-    learn.configure_model(learn.DIGITS, model)
-    batches = TensorBatches(images.to(dtype), targets, learn.TRANSFORM, 4, torch.clone)
+    train_digits.configure_model(train_digits.DIGITS, model)
+    batches = TensorBatches(images.to(dtype), targets, train_digits.TRANSFORM, 4, torch.clone)
     step = Step(mix=partial(mixup, classes=10, alpha=0.4), clip=1.0)
     test = partial(evaluate, batches=[(images[:1].to(dtype), targets[:1])])
     losses, weights = [], []
@@ -47,13 +47,13 @@ def test_fused_steps_are_the_reference_steps():
             assert (a - w).abs().max() <= budget, f"step {at + 1}: {(a - w).abs().max():.2e} of {budget:.2e}"
 
 
-@pytest.mark.parametrize("way", learn.WAYS)
+@pytest.mark.parametrize("way", train_digits.WAYS)
 def test_each_way_learns(way: str):
     """Oracle: what the same few epochs reached when results/learn.json was made, less three deviations of a share of
     360 images: other processors round otherwise. Eight epochs on 100 labels teach next to nothing, so masked
     pre-training is held to its loss, which deviates by 0.02 from seed to seed and is 0.08 higher after one epoch."""
-    committed = json.loads(learn.RESULT.read_text())["quick"][way]
-    found = learn.WAYS[way](committed["epochs"])
+    committed = json.loads(train_digits.RESULT.read_text())["quick"][way]
+    found = train_digits.WAYS[way](committed["epochs"])
     if way == "masked":
         assert found["masked_loss"] <= committed["masked_loss"] + 3 * 0.02
         return

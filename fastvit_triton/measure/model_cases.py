@@ -1,4 +1,4 @@
-"""Whole models as cases: inference and the training step, every arm with the same random weights and images."""
+"""Models as benchmark cases: inference and training steps, all variants with the same random weights and images."""
 
 import copy
 import importlib
@@ -11,21 +11,22 @@ import torch
 from torch import nn
 
 from ..kernels.backend import using_backend
+from ..kernels.dispatch import forcing
 from ..models import create_model, list_models
 from ..weights import load_weights
-from .arms import Arm, Case, absent, compiled, forcing
-from .match import Named
-from .peers import (
+from .compare import Named
+from .libraries import (
     TORCHVISION,
     Encoder,
-    Forward,
-    built,
+    ModelCall,
+    build_variant,
     no_fast_path,
-    optimized,
-    timm_arms,
+    optimized_variant,
+    timm_variants,
     torchvision_model,
     transformers_model,
 )
+from .variants import Case, Variant, absent, compiled
 
 VIT_PYTORCH = {"vit-pytorch SimpleViT-B": (768, 12, 12), "vit-pytorch SimpleViT-S": (384, 12, 6)}
 FOREIGN = ("eager", "optimized by us", "torch.compile", "optimized, compiled", "compiled, our backend")
@@ -33,7 +34,7 @@ FOREIGN = ("eager", "optimized by us", "torch.compile", "optimized, compiled", "
 
 @dataclass(frozen=True)
 class Run:
-    """A model at a batch size; `options` are those of `create_model`, `modes` further ones of torch.compile."""
+    """A model and batch size; `options` are those of `create_model`, `modes` are additional ones of torch.compile."""
 
     model: str
     batch: int
@@ -43,12 +44,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Unique in a file."""
+        """Name of the case, unique in a result file."""
         return " ".join((f"{self.model} batch {self.batch}", "training" if self.training else "inference", *self.modes))
 
 
 def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Fresh values everywhere, rounded to dtype: no zero head and no LayerScale of 1e-6 hides an error."""
+    """Sets all parameters to random values, rounded to dtype, as zero heads and small LayerScales would hide errors."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             spread = p[0].numel() ** -0.5 if p.dim() in (2, 4) else 0.1
@@ -58,7 +59,7 @@ def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def known(name: str) -> str | None:
-    """Why there is no such model to measure: ours, timm's or vit-pytorch's; None where there is."""
+    """Why a model cannot be measured; None if it is ours, timm's or vit-pytorch's."""
     if name in list_models() or name in VIT_PYTORCH:
         return None
     if why := absent("timm"):
@@ -66,11 +67,11 @@ def known(name: str) -> str | None:
     return None if importlib.import_module("timm").is_model(name) else "timm has no such model"
 
 
-def arms_of(run: Run) -> tuple[str, ...]:
-    """The arms of a run, whether they are here or not."""
+def variant_names(run: Run) -> tuple[str, ...]:
+    """Names of all variants of a run, those that cannot run here included."""
     if run.model not in list_models():
         return FOREIGN
-    modes = [arm for mode in run.modes for arm in (f"torch.compile {mode}", f"ours compiled {mode}")]
+    modes = [variant for mode in run.modes for variant in (f"torch.compile {mode}", f"ours compiled {mode}")]
     theirs = ["timm", "timm AMP", "optimized by us", "compiled, our backend", "transformers"]
     theirs += ["torchvision"] * (run.model in TORCHVISION) + ["nn.TransformerEncoder"] * (not run.training)
     kernels = ("our kernels", "our kernels, compiled")
@@ -78,9 +79,9 @@ def arms_of(run: Run) -> tuple[str, ...]:
 
 
 def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
-    """The case of a run, its models built.
+    """Builds the models of a run and returns its case.
 
-    "ours" takes what the dispatcher chooses, "our kernels" are ours alone.
+    Variants named "ours" use what the dispatcher chooses, "our kernels" always use our kernels.
 
     Raises:
         ValueError: the model is not ours, timm's or vit-pytorch's.
@@ -95,23 +96,23 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
             load_weights(base, first.state_dict())
         base = base.to(dtype).train(run.training).requires_grad_(run.training)
         truth = copy.deepcopy(base).double()
-        arms = list(_arms(run, base, first, dtype, device))
-    truth = Forward(truth, partial(using_backend, "torch"))
+        variants = list(_variants(run, base, first, dtype, device))
+    truth = ModelCall(truth, partial(using_backend, "torch"))
     size = base.config.in_chans, *base.patch_embed.img_size
-    return _finished(run, dtype, device, arms, truth, size, (flops(base) * run.batch, None))
+    return _finished(run, dtype, device, variants, truth, size, (flops(base) * run.batch, None))
 
 
 def _finished(
     run: Run,
     dtype: torch.dtype,
     device: torch.device,
-    arms: list[Arm],
-    truth: Forward,
+    variants: list[Variant],
+    truth: ModelCall,
     size: tuple[int, int, int],
     work: tuple[float, float | None] | None,
 ) -> Case:
-    """The case, with all modules in the mode that it asks for."""
-    for call in (truth, *(arm.call for arm in arms if arm.reason is None)):
+    """The case, with all modules set to training or inference."""
+    for call in (truth, *(variant.call for variant in variants if variant.reason is None)):
         call.module.train(run.training).requires_grad_(run.training)
 
     def inputs(seed: int) -> dict:
@@ -120,23 +121,23 @@ def _finished(
 
     facts = dict(model=run.model, batch=run.batch, image=size, options=run.options)
     phases = ("training",) if run.training else ("forward",)
-    return Case(run.name, dtype, inputs, arms, truth, phases, facts, work, True, _learning)
+    return Case(run.name, dtype, inputs, variants, truth, phases, facts, work, True, _learning)
 
 
 def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
-    """A model of vit-pytorch, or of timm where we have none of that name; its layers are its own: it is its truth."""
+    """The case of a model of vit-pytorch, or of one that only timm has; its own layers in float64 are the truth."""
     with device:
         base, size = _vit_pytorch(run) if run.model in VIT_PYTORCH else _timm(run)
         base = randomized(base, dtype).to(dtype)
-        fast, graphed = optimized(base), copy.deepcopy(base)
-        arms = [Arm("eager", None, Forward(base)), fast]
-        arms.append(Arm("torch.compile", None, Forward(base, run=compiled(base))))
-        both = Forward(fast.call.module, run=compiled(fast.call.module)) if fast.reason is None else None
-        arms.append(Arm("optimized, compiled", fast.reason, both))
+        fast, graphed = optimized_variant(base), copy.deepcopy(base)
+        variants = [Variant("eager", None, ModelCall(base)), fast]
+        variants.append(Variant("torch.compile", None, ModelCall(base, run=compiled(base))))
+        both = ModelCall(fast.call.module, run=compiled(fast.call.module)) if fast.reason is None else None
+        variants.append(Variant("optimized, compiled", fast.reason, both))
         graph = compiled(graphed, ours=True)
-        arms.append(Arm("compiled, our backend", None, Forward(graphed, run=graph)))
-        truth = Forward(copy.deepcopy(base).double())
-    return _finished(run, dtype, device, arms, truth, size, None)
+        variants.append(Variant("compiled, our backend", None, ModelCall(graphed, run=graph)))
+        truth = ModelCall(copy.deepcopy(base).double())
+    return _finished(run, dtype, device, variants, truth, size, None)
 
 
 def _vit_pytorch(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
@@ -156,8 +157,11 @@ def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
     return model, (3, side, side) if side else tuple(model.default_cfg["input_size"])
 
 
-def _learning(call: Forward, arguments: dict) -> Named:
-    """Every parameter; where they are spelled otherwise, the stem's weights, which all layers reach, by our name."""
+def _learning(call: ModelCall, arguments: dict) -> Named:
+    """All parameters; those of other libraries by their own names, but the patch projection by ours.
+
+    Its gradient depends on all layers, and so is compared with ours.
+    """
     named, ours = dict(call.module.named_parameters()), "patch_embed.proj.weight"
     if ours in named:
         return named
@@ -165,7 +169,7 @@ def _learning(call: Forward, arguments: dict) -> Named:
 
 
 def flops(model: nn.Module) -> float:
-    """Of one image's forward pass: two per weight of a linear layer and token, and attention's two products."""
+    """Flops of the forward pass of one image: linear layers, the two products of attention, and patch projection."""
     c, blocks, stem = model.config, len(model.blocks), model.patch_embed
     N = stem.num_patches + model.num_prefix_tokens
     weights = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
@@ -174,9 +178,9 @@ def flops(model: nn.Module) -> float:
 
 
 def least_bytes(case: Case, copies: int) -> int:
-    """What measuring the case allocates at least: images, and the widest layer of the model in float64, or all layers.
+    """Lower bound in bytes of what measuring a case allocates: images, and activations in float64.
 
-    The weights, and what other arms hold at the same time, come on top.
+    Activations are those of the widest layer in inference and of all layers in training. Weights are not counted.
     """
     model, batch = case.truth.module, case.facts["batch"]
     tokens, D = batch * getattr(model.patch_embed, "num_patches", 0), getattr(model, "embed_dim", 0)
@@ -184,24 +188,26 @@ def least_bytes(case: Case, copies: int) -> int:
     return batch * math.prod(case.facts["image"]) * (copies * case.dtype.itemsize + 8) + tokens * kept * 8
 
 
-def _arms(
+def _variants(
     run: Run, base: nn.Module, first: nn.Module | None, dtype: torch.dtype, device: torch.device
-) -> Iterator[Arm]:
+) -> Iterator[Variant]:
     plain, auto = partial(using_backend, "torch"), partial(using_backend, "auto")
-    yield Arm("eager", None, Forward(base, plain))
-    yield Arm("ours eager", None, Forward(base, auto))
-    yield Arm("torch.compile", None, Forward(base, plain, run=compiled(base)))
+    yield Variant("eager", None, ModelCall(base, plain))
+    yield Variant("ours eager", None, ModelCall(base, auto))
+    yield Variant("torch.compile", None, ModelCall(base, plain, run=compiled(base)))
     ours, why = compiled(base), None if device.type == "cuda" else "needs a GPU"
-    yield Arm("ours compiled", None, Forward(base, auto, run=ours))
-    yield Arm("our kernels", why, Forward(base, auto, forcing))
-    yield Arm("our kernels, compiled", why, Forward(base, auto, forcing, run=ours))  # ops choose when they run
+    yield Variant("ours compiled", None, ModelCall(base, auto, run=ours))
+    yield Variant("our kernels", why, ModelCall(base, auto, forcing))
+    yield Variant("our kernels, compiled", why, ModelCall(base, auto, forcing, run=ours))  # ops choose when they run
     for mode in run.modes:
-        yield Arm(f"torch.compile {mode}", None, Forward(base, plain, run=compiled(base, mode)))
-        yield Arm(f"ours compiled {mode}", None, Forward(base, auto, run=compiled(base, mode)))
-    yield from timm_arms(run.model, run.options, base, dtype, device)
-    yield built("transformers", absent("transformers"), lambda: transformers_model(base, dtype))
+        yield Variant(f"torch.compile {mode}", None, ModelCall(base, plain, run=compiled(base, mode)))
+        yield Variant(f"ours compiled {mode}", None, ModelCall(base, auto, run=compiled(base, mode)))
+    yield from timm_variants(run.model, run.options, base, dtype, device)
+    yield build_variant("transformers", absent("transformers"), lambda: transformers_model(base, dtype))
     if run.model in TORCHVISION:
         why = absent("torchvision") or (None if first is not None else "takes no such options")
-        yield built("torchvision", why, lambda: Forward(first.to(dtype)))
+        yield build_variant("torchvision", why, lambda: ModelCall(first.to(dtype)))
     if not run.training:
-        yield built("nn.TransformerEncoder", no_fast_path(base), lambda: Forward(Encoder(copy.deepcopy(base)), plain))
+        yield build_variant(
+            "nn.TransformerEncoder", no_fast_path(base), lambda: ModelCall(Encoder(copy.deepcopy(base)), plain)
+        )

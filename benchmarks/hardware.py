@@ -1,4 +1,4 @@
-"""The ceilings of a device, and the measurements that decide what is worth doing next."""
+"""Limits of the device, and measurements that decide what to optimize next."""
 
 import os
 import statistics
@@ -17,19 +17,21 @@ import triton.language as tl
 
 from fastvit_triton import create_model, layer_norm
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.measure.arms import Arm, Case, on
+from fastvit_triton.measure.candidates import targets
 from fastvit_triton.measure.timing import alternate, rate, wait
+from fastvit_triton.measure.tuning import time_candidates
+from fastvit_triton.measure.variants import Case, Variant, with_backend
 
-from . import models, ops, tune
-from .cases import MODELS
+from . import model_runs, op_cases
 from .correctness import kernels_on
-from .ops import here
-from .record import ROOT, Part, compete
+from .launch_cases import MODELS
+from .op_cases import here
+from .result_file import ROOT, ResultFile, measure_case
 
 
-def ceilings(part: Part, device: torch.device) -> None:
-    """Copy bandwidth, reads and writes counted, and the rate of a large bfloat16 product of random numbers."""
-    many, side = (2**31, 8192) if not part.dry else (2**16, 64)
+def ceilings(result: ResultFile, device: torch.device) -> None:
+    """Copy bandwidth (reads plus writes), and the rate of a large bfloat16 product of random numbers."""
+    many, side = (2**31, 8192) if not result.dry else (2**16, 64)
 
     def copy() -> tuple[Callable, float, str]:
         a = torch.randn(many // 2, device=device, dtype=torch.bfloat16)
@@ -40,16 +42,16 @@ def ceilings(part: Part, device: torch.device) -> None:
         return partial(torch.mm, a, b), 2 * side**3, "tflops"
 
     for name, build in (("copy", copy), ("bf16 matmul", product)):
-        with part.row(name) as go:
-            if go:
+        with result.row(name) as wanted:
+            if wanted:
                 call, amount, unit = build()
-                _measured(part, dict(case=name), {name: call}, device, {name: (amount, unit)})
+                _measured(result, dict(case=name), {name: call}, device, {name: (amount, unit)})
 
 
-def _measured(part: Part, facts: dict, calls: dict[str, Callable], device: torch.device, work: dict) -> None:
-    """Times calls against each other and adds a row for each; work is (amount, unit) by arm."""
+def _measured(result: ResultFile, facts: dict, calls: dict[str, Callable], device: torch.device, work: dict) -> None:
+    """Times calls in alternation and adds a row for each; `work` is (amount, unit) by variant."""
     steps = {name: (lambda copy, call=call: call) for name, call in calls.items()}
-    timings, errors = alternate(steps, device, part.deadline, 0.02 if part.dry else 0.5)
+    timings, errors = alternate(steps, device, result.deadline, 0.02 if result.dry else 0.5)
     for name in calls:
         row = dict(facts, arm=name)
         if name in errors:
@@ -57,16 +59,16 @@ def _measured(part: Part, facts: dict, calls: dict[str, Callable], device: torch
         else:
             amount, unit = work[name]
             row |= asdict(timings[name]) | {unit: round(rate(amount, timings[name].us), 3)}
-        part.add(row)
+        result.add(row)
 
 
-def gemms(part: Part, device: torch.device) -> None:
+def gemms(result: ResultFile, device: torch.device) -> None:
     """1. cuBLAS in bfloat16 and in fp8 at the four products of each model."""
-    for model, (D, _, _, N) in [("tiny", (64, 2, 8, 5))] if part.dry else MODELS.items():
-        for batch in (1,) if part.dry else (256, 64, 8, 1):
+    for model, (D, _, _, N) in [("tiny", (64, 2, 8, 5))] if result.dry else MODELS.items():
+        for batch in (1,) if result.dry else (256, 64, 8, 1):
             for name, (columns, K) in dict(qkv=(3 * D, D), proj=(D, D), fc1=(4 * D, D), fc2=(D, 4 * D)).items():
-                with part.row(f"gemm {model} {name} batch {batch}") as go:
-                    if not go:
+                with result.row(f"gemm {model} {name} batch {batch}") as wanted:
+                    if not wanted:
                         continue
                     a = torch.randn(max(batch * N // 16, 1) * 16, K, device=device, dtype=torch.bfloat16)
                     b = torch.randn(columns, K, device=device, dtype=torch.bfloat16)
@@ -77,13 +79,13 @@ def gemms(part: Part, device: torch.device) -> None:
                     )
                     facts = dict(case=f"gemm {model} {name} batch {batch}", shape=[len(a), columns, K])
                     work = 2.0 * len(a) * columns * K, "tflops"
-                    _measured(part, facts, calls, device, dict.fromkeys(calls, work))
+                    _measured(result, facts, calls, device, dict.fromkeys(calls, work))
 
 
-def sdpa(part: Part, device: torch.device) -> None:
-    """2. Every attention backend, forward and backward, from packed projections."""
+def sdpa(result: ResultFile, device: torch.device) -> None:
+    """2. Every attention backend on packed projections, forward and backward."""
     tokens, widths, heads = ((197, 257, 577, 785, 1025, 1370, 4097), (64, 72, 80, 88), (3072, 64))
-    if part.dry:
+    if result.dry:
         tokens, widths, heads = (5,), (16,), (2,)
     for H in heads:
         for width in widths:
@@ -92,41 +94,43 @@ def sdpa(part: Part, device: torch.device) -> None:
                     continue
                 heads_here = min(H, max(64, 2**30 // N**2 // 16 * 16))  # the float64 reference holds every score
                 per = min(16, heads_here)
-                shape = ops.Shape(f"N={N} D={width} heads={heads_here}", heads_here // per, N, per * width, per, 16)
-                with part.row(f"attention {shape.name} batch {shape.B}") as go:
-                    if go:
-                        dtype = torch.float32 if part.dry else torch.bfloat16
-                        case = ops.case("attention", shape, dtype, device)
-                        case = replace(case, arms=[arm for arm in case.arms if "compile" not in arm.name])
-                        compete(case, part, device, 0.02 if part.dry else 0.3)
+                shape = op_cases.Shape(
+                    f"N={N} D={width} heads={heads_here}", heads_here // per, N, per * width, per, 16
+                )
+                with result.row(f"attention {shape.name} batch {shape.B}") as wanted:
+                    if wanted:
+                        dtype = torch.float32 if result.dry else torch.bfloat16
+                        case = op_cases.case("attention", shape, dtype, device)
+                        case = replace(case, variants=[v for v in case.variants if "compile" not in v.name])
+                        measure_case(case, result, device, 0.02 if result.dry else 0.3)
 
 
-def wide(part: Part, device: torch.device) -> None:
+def wide(result: ResultFile, device: torch.device) -> None:
     """3. Models at other batch sizes, inference, with max-autotune."""
     sizes = [("tiny", 16), ("small", 16), ("base", 16), ("large", 16), ("huge", 14)]
     runs = [
-        models.Run(f"vit_{size}_patch{P}_224", batch, modes=("max-autotune-no-cudagraphs",))
+        model_runs.Run(f"vit_{size}_patch{P}_224", batch, modes=("max-autotune-no-cudagraphs",))
         for batch in (64, 8, 1)
         for size, P in sizes
     ]
-    for run in models.TINY[:1] if part.dry else runs:
-        with part.row(run.name, model=run.model) as go:
-            if go:
-                case = _short(models.case(run, torch.bfloat16, device), part)
-                compete(case, part, device, 0.02 if part.dry else 1.0, copies=2)
+    for run in model_runs.TINY[:1] if result.dry else runs:
+        with result.row(run.name, model=run.model) as wanted:
+            if wanted:
+                case = _short(model_runs.case(run, torch.bfloat16, device), result)
+                measure_case(case, result, device, 0.02 if result.dry else 1.0, copies=2)
 
 
-def _short(case: Case, part: Part) -> Case:
-    """In a dry run without the arms that other parts have run already."""
-    return replace(case, arms=case.arms[:2]) if part.dry else case
+def _short(case: Case, result: ResultFile) -> Case:
+    """In a dry run only the first two variants; other parts run the rest."""
+    return replace(case, variants=case.variants[:2]) if result.dry else case
 
 
-def gelu(part: Part, device: torch.device) -> None:
-    """4. cuBLASLt's tanh-GELU epilogue against a linear layer and GELU, at fc1's shapes."""
-    for model, (D, _, _, N) in [("tiny", (64, 2, 8, 5))] if part.dry else MODELS.items():
+def gelu(result: ResultFile, device: torch.device) -> None:
+    """4. The tanh-GELU epilogue of cuBLASLt against a linear layer followed by GELU, at the shapes of fc1."""
+    for model, (D, _, _, N) in [("tiny", (64, 2, 8, 5))] if result.dry else MODELS.items():
         name = f"fc1 and tanh-GELU {model}"
 
-        def inputs(seed: int, M: int = (2 if part.dry else 256) * N, D: int = D) -> dict:
+        def inputs(seed: int, M: int = (2 if result.dry else 256) * N, D: int = D) -> dict:
             generator = torch.Generator(device).manual_seed(seed)
             new = partial(torch.randn, generator=generator, device=device)
             x, weight, bias = new(M, D), new(4 * D, D) * D**-0.5, new(4 * D)
@@ -138,42 +142,46 @@ def gelu(part: Part, device: torch.device) -> None:
         def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-        ours = on(here(device), partial(ops.BY_NAME["linear"].run, activation="gelu_tanh"))
+        ours = with_backend(here(device), partial(op_cases.BY_NAME["linear"].run, activation="gelu_tanh"))
         why = "on a CPU it computes the exact GELU" if device.type == "cpu" else None
-        arms = [Arm("eager", None, eager), Arm("cuBLASLt epilogue", why, fused), Arm("ours eager", None, ours)]
-        with part.row(name) as go:
-            if go:
-                compete(Case(name, torch.bfloat16, inputs, arms, eager, ("forward",)), part, device, 0.1)
+        variants = [
+            Variant("eager", None, eager),
+            Variant("cuBLASLt epilogue", why, fused),
+            Variant("ours eager", None, ours),
+        ]
+        with result.row(name) as wanted:
+            if wanted:
+                measure_case(Case(name, torch.bfloat16, inputs, variants, eager, ("forward",)), result, device, 0.1)
 
 
-def profile(part: Part, device: torch.device) -> None:
-    """5. Where a training step of one eager ViT-B layer spends its time, kernel by kernel."""
-    options = dict(depth=1, num_classes=0) | (dict(img_size=32, embed_dim=64, num_heads=2) if part.dry else {})
-    with part.row("profile of one layer") as go:
-        if not go:
+def profile(result: ResultFile, device: torch.device) -> None:
+    """5. Time of each kernel in a training step of one ViT-B layer, in eager PyTorch and with ours."""
+    options = dict(depth=1, num_classes=0) | (dict(img_size=32, embed_dim=64, num_heads=2) if result.dry else {})
+    with result.row("profile of one layer") as wanted:
+        if not wanted:
             return
         with device:
             block = create_model("vit_base_patch16_224", **options).blocks[0].to(torch.bfloat16)
         D = block.norm1.weight.shape[0]
-        x = torch.randn(2 if part.dry else 256, 197, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(2 if result.dry else 256, 197, D, device=device, dtype=torch.bfloat16, requires_grad=True)
         for backend in ("torch", here(device)):
             with using_backend(backend):
                 for _ in range(3):
                     block(x).sum().backward()
                 kinds = [torch.profiler.ProfilerActivity.CPU]
                 kinds += [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
-                with torch.profiler.profile(activities=kinds, acc_events=True) as told:
+                with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
                     block(x).sum().backward()
-            events = told.key_averages()
+            events = profiler.key_averages()
             taken = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
             for event in sorted(events, key=lambda e: -getattr(e, taken))[:25]:
                 row = dict(case="profile of one layer", arm=backend, kernel=event.key[:120], calls=event.count)
-                part.add(row | dict(us=getattr(event, taken)))
+                result.add(row | dict(us=getattr(event, taken)))
 
 
 @triton.jit
 def _transposed_kernel(q_ptr, k_ptr, out_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """out = (q kᵀ)ᵀ q with the middle product transposed in registers: the pattern that sm_90 miscompiled."""
+    """out = (q kᵀ)ᵀ q, q kᵀ transposed in registers: triton 3.4 to 3.7.0 miscompile this on sm_90."""
     i, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     q = tl.load(q_ptr + i[:, None] * WIDTH + d[None, :])
     k = tl.load(k_ptr + i[:, None] * WIDTH + d[None, :])
@@ -181,16 +189,16 @@ def _transposed_kernel(q_ptr, k_ptr, out_ptr, ROWS: tl.constexpr, WIDTH: tl.cons
     tl.store(out_ptr + i[:, None] * WIDTH + d[None, :], tl.dot(tl.trans(s.to(q.dtype)), q))
 
 
-def transposed(part: Part, device: torch.device) -> None:
-    """6. Whether that pattern is right here, with the ptxas in use."""
+def transposed(result: ResultFile, device: torch.device) -> None:
+    """6. Whether this triton and ptxas compile that pattern correctly."""
     for rows in (64, 128):
         for warps in (4, 8):
             name = f"transpose in registers, {rows} rows, {warps} warps"
-            with part.row(name) as go:
-                if not go:
+            with result.row(name) as wanted:
+                if not wanted:
                     continue
                 if device.type != "cuda":
-                    part.add(dict(case=name, reason="needs a GPU"))
+                    result.add(dict(case=name, reason="needs a GPU"))
                     continue
                 q, k = (torch.randn(rows, 64, device=device, dtype=torch.bfloat16) for _ in "qk")
                 out = torch.empty(rows, 64, device=device)
@@ -200,50 +208,44 @@ def transposed(part: Part, device: torch.device) -> None:
                 error = float((out.double() - want).norm() / want.norm())
                 # the middle product may round the other way where its fp32 sum differs from fp64's
                 allowed = 2 * torch.finfo(torch.bfloat16).eps
-                part.add(dict(case=name, match=error <= allowed, within=round(error / allowed, 3)))
+                result.add(dict(case=name, match=error <= allowed, within=round(error / allowed, 3)))
 
 
-def tiles(part: Part, device: torch.device) -> None:
-    """7. Whether wider tiles are faster: how fast the L2 cache feeds the units. Read from the sweep of fc1."""
-    target = tune.targets(part.dry)[0]
-    with part.row("tiles of fc1") as go:
-        if go:
-            row = tune.measure(
-                target,
-                torch.bfloat16,
-                device,
-                part.deadline.sooner(60),
-                partial(kernels_on, device),
-                2 if part.dry else None,
-            )
-            part.add(dict(case="tiles of fc1", **row))
+def tiles(result: ResultFile, device: torch.device) -> None:
+    """7. Whether wider tiles are faster, which depends on the bandwidth of the L2 cache: candidates of fc1."""
+    target, context = targets(result.dry)[0], partial(kernels_on, device)
+    with result.row("tiles of fc1") as wanted:
+        if wanted:
+            deadline, most = result.deadline.sooner(60), 2 if result.dry else None
+            row = time_candidates(target, torch.bfloat16, device, deadline, context, most)
+            result.add(dict(case="tiles of fc1", **row))
 
 
-def launches(part: Part, device: torch.device) -> None:
-    """8. Microseconds of the host for one call, the device never the bottleneck."""
+def launches(result: ResultFile, device: torch.device) -> None:
+    """8. Host time of one call in microseconds; the device is idle."""
     x, weight = torch.randn(1, 8, 192, device=device), torch.ones(192, device=device)
     calls = {
         "torch layer_norm": partial(F.layer_norm, x, (192,), weight),
         "our layer_norm": partial(layer_norm, x, weight, None, 1e-6),
     }
-    with part.row("host time of a call") as go:
-        if not go:
+    with result.row("host time of a call") as wanted:
+        if not wanted:
             return
         for name, call in calls.items():
             samples = []
             with torch.no_grad():
-                for _ in range(3 if part.dry else 200):
+                for _ in range(3 if result.dry else 200):
                     wait(device)
                     start = time.perf_counter()
                     for _ in range(10):
                         call()
                     samples.append((time.perf_counter() - start) * 1e5)
-            part.add(dict(case="host time of a call", arm=name, us=statistics.median(samples)))
+            result.add(dict(case="host time of a call", arm=name, us=statistics.median(samples)))
 
 
-def cold(part: Part, device: torch.device) -> None:
-    """9. Seconds of the first forward pass of ViT-B in a new process, with Triton's cache empty and then filled."""
-    options = "depth=1, img_size=32" if part.dry else ""
+def cold(result: ResultFile, device: torch.device) -> None:
+    """9. Time of the first forward pass of ViT-B in a new process, with Triton's cache empty and then filled."""
+    options = "depth=1, img_size=32" if result.dry else ""
     program = f"""
 import time, torch
 from fastvit_triton import create_model
@@ -254,30 +256,30 @@ with torch.no_grad():
     model(image).sum().item()
 print(time.perf_counter() - start)
 """
-    with tempfile.TemporaryDirectory() as cache, part.row("first forward pass") as go:
-        for state in ("empty cache", "filled cache")[: 1 if part.dry else 2] if go else ():
+    with tempfile.TemporaryDirectory() as cache, result.row("first forward pass") as wanted:
+        for state in ("empty cache", "filled cache")[: 1 if result.dry else 2] if wanted else ():
             variables = os.environ | dict(TRITON_CACHE_DIR=cache, FASTVIT_TRITON_BACKEND=here(device))
             done = subprocess.run(
                 [sys.executable, "-c", program], capture_output=True, text=True, env=variables, cwd=ROOT, timeout=120
             )
-            told = dict(us=float(done.stdout) * 1e6) if done.returncode == 0 else dict(error=done.stderr[-300:])
-            part.add(dict(case="first forward pass", arm=state, **told))
+            measured = dict(us=float(done.stdout) * 1e6) if done.returncode == 0 else dict(error=done.stderr[-300:])
+            result.add(dict(case="first forward pass", arm=state, **measured))
 
 
-def graphs(part: Part, device: torch.device) -> None:
+def graphs(result: ResultFile, device: torch.device) -> None:
     """10. Latency of one image with CUDA graphs."""
-    runs = models.TINY[:1] if part.dry else models.LATENCY[:1]
+    runs = model_runs.TINY[:1] if result.dry else model_runs.LATENCY[:1]
     for run in runs:
-        with part.row(f"{run.name} latency") as go:
-            if go:
-                case = _short(models.case(run, torch.bfloat16, device), part)
-                compete(case, part, device, 0.02 if part.dry else 1.0, copies=1, latency=True)
+        with result.row(f"{run.name} latency") as wanted:
+            if wanted:
+                case = _short(model_runs.case(run, torch.bfloat16, device), result)
+                measure_case(case, result, device, 0.02 if result.dry else 1.0, copies=1, latency=True)
 
 
 MEASUREMENTS = (transposed, launches, cold, gelu, profile, tiles, gemms, sdpa, graphs, wide)
 
 
-def run(part: Part, device: torch.device) -> None:
-    """All ten, the short ones first."""
+def run(result: ResultFile, device: torch.device) -> None:
+    """Runs all ten, the shortest first."""
     for measurement in MEASUREMENTS:
-        measurement(part, device)
+        measurement(result, device)

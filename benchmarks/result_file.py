@@ -1,4 +1,4 @@
-"""Result files: what was measured, on what, by which command, and what there was no time for."""
+"""Result files: measurements with their provenance, and the names of those that there was no time for."""
 
 import contextlib
 import datetime
@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 
 from fastvit_triton.files import replacing
-from fastvit_triton.measure.arms import Case, measure
-from fastvit_triton.measure.deadline import Deadline, Late, told
 from fastvit_triton.measure.machine import driver, gpu_name, provenance
+from fastvit_triton.measure.timeout import Deadline, TimedOut, one_line
+from fastvit_triton.measure.variants import Case, measure
 
 ROOT = Path(__file__).parents[1]
 
 
-class Dead(BaseException):
-    """The device does not answer this process any more."""
+class DeviceLost(BaseException):
+    """The device is lost to this process."""
 
 
-def alive() -> bool:
-    """Whether the device still answers; an illegal access in a kernel ends that for the whole process."""
+def device_answers() -> bool:
+    """False if the device is lost to this process, as after an illegal memory access in a kernel."""
     if not torch.cuda.is_available():
         return True
     try:
@@ -32,8 +32,17 @@ def alive() -> bool:
         return False
 
 
-class Part:
-    """One result file: rows are added one by one, each at once on disk; a kill loses at most the row under way."""
+class ResultFile:
+    """One result file, which is rewritten after every row.
+
+    Args:
+        name: of the part of the script.
+        folder: of the file.
+        deadline: no row is begun after it, and a row that has begun is interrupted.
+        dry: the file is that of a dry run.
+        show: called with a line for each row.
+        resume: keep the rows of the file if it exists, and do not measure them again.
+    """
 
     def __init__(
         self,
@@ -59,14 +68,14 @@ class Part:
             self.done = {row["case"] for row in self.rows}
 
     def add(self, *rows: dict) -> None:
-        """Keeps rows and writes the file anew."""
+        """Adds rows and rewrites the file."""
         self.rows += rows
         for row in rows:
             self._show(_line(row))
         self.write()
 
     def write(self) -> None:
-        """The file as it stands, whole: beside it first, then renamed."""
+        """Writes the file; it is replaced as a whole."""
         facts = self._facts | dict(seconds=round(time.monotonic() - self._start, 1), not_reached=self.not_reached)
         head = json.dumps(facts, indent=1)
         body = ",\n".join("  " + json.dumps(row) for row in self.rows)
@@ -74,16 +83,19 @@ class Part:
             temporary.write_text(f'{head[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
 
     def close(self) -> None:
-        """The last write, with the clocks as the work left them."""
+        """Writes the file for the last time, with the driver's state after the measurements."""
         self._facts["driver_after"] = driver()
         self.write()
 
     @contextlib.contextmanager
     def row(self, name: str, **facts: object) -> Iterator[bool]:
-        """One row's work: yields whether it is to be done and there is time; an error becomes a row that says so.
+        """Context of the measurement of one row, or of several; an exception in it becomes a row with "error".
+
+        Yields:
+            False if the row is known already or there is no time for it.
 
         Raises:
-            Dead: the device stopped answering; the row says so already.
+            DeviceLost: after a row with an error.
         """
         if name in self.done:
             yield False
@@ -96,25 +108,25 @@ class Part:
         try:
             with self.deadline:
                 yield True
-        except Late:
+        except TimedOut:
             self.not_reached.append(f"{name} (begun)")
             self.write()
         except Exception as error:
-            self.add(dict(case=name, **facts, error=told(error)))
-        if any("error" in row for row in self.rows[before:]) and not alive():
-            raise Dead(f"the device was lost at {name}")
+            self.add(dict(case=name, **facts, error=one_line(error)))
+        if any("error" in row for row in self.rows[before:]) and not device_answers():
+            raise DeviceLost(f"the device was lost at {name}")
 
 
-def compete(
-    case: Case, part: Part, device: torch.device, seconds: float, copies: int = 3, latency: bool = False
+def measure_case(
+    case: Case, result: ResultFile, device: torch.device, seconds: float, copies: int = 3, latency: bool = False
 ) -> None:
-    """Measures a case and adds one row per phase and arm to the part's file."""
+    """Measures a case and adds one row for each phase and variant."""
     for phase in case.phases:
-        part.add(*measure(case, phase, device, part.deadline, seconds, copies, latency).rows.values())
+        result.add(*measure(case, phase, device, result.deadline, seconds, copies, latency).rows.values())
 
 
 def _line(row: dict) -> str:
-    """A row for a reader who waits."""
+    """A row as a line of text."""
     words = [f"{row[k]}" for k in ("part", "case", "phase", "dtype", "arm") if row.get(k) is not None]
     if row.get("us") is not None:
         words.append(f"{row['us']:.1f} µs")

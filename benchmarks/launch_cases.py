@@ -1,6 +1,6 @@
-"""What the compile report looks at: the ops of ViT-Ti/S/B/L/H at batch 256, and the shapes that other families add.
+"""Cases of the compile report: the ops of ViT-Ti/S/B/L/H at batch 256, and shapes of other model families.
 
-Tensors are never written to, so that a batch of 256 costs address space and no memory.
+Tensors are never written, so that a batch of 256 takes address space and no memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a public function; `build` gives (function, arguments, options) with tensors that learn."""
+    """One call of a public function; `build` returns (function, arguments, options)."""
 
     name: str
     op: str
@@ -46,7 +46,7 @@ class Case:
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """All of them, or ViT-B in bfloat16, an attention too long for whole heads and an MLP that is one launch."""
+    """All cases; if `quick`, ViT-B in bfloat16, attention too long for one program per head, an MLP in one launch."""
     if quick:
         names = ("N=577 D=64", "recompute, D=128", "ViT-B/16, LayerScale and drop path")
         other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
@@ -65,7 +65,7 @@ def _maker(dtype: str) -> Callable[..., torch.Tensor]:
 
 
 def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
-    """The parts of one block, and the stem."""
+    """The ops of one block, and the patch projection."""
     (D, H, P, N), new = MODELS[model], _maker(dtype)
 
     def norm():
@@ -97,7 +97,7 @@ def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
 
 
 def _blocks() -> Iterator[Case]:
-    """Two blocks of a model, the second given the first one's statistics: the launches that training really makes."""
+    """Two blocks of a model, of which the second uses row statistics of the first: the launches of training."""
 
     def build(model: str, dtype: str, autocast: bool, **options: float) -> tuple[Callable, tuple, dict]:
         D, H, _, N = MODELS[model]
@@ -157,7 +157,7 @@ def _attentions() -> Iterator[Case]:
 
     def varlen():
         tokens = (new(BATCH * 197, 12, 64) for _ in range(3))
-        ends = 197 * torch.arange(BATCH + 1, dtype=torch.int32)  # values count: lengths that do not fit are refused
+        ends = 197 * torch.arange(BATCH + 1, dtype=torch.int32)  # real values, because lengths are checked
         return varlen_attention, (*tokens, ends, 256), {}
 
     def turned(D: int, norms: bool, interleaved: bool):
@@ -176,7 +176,7 @@ def _packed(new: Callable, B: int, N: int, H: int, D: int) -> tuple[Callable, tu
 
 
 def _linears() -> Iterator[Case]:
-    """What recipes and other families ask of linear, mlp and patch_embed."""
+    """Other arguments of linear, mlp and patch_embed, as recipes and other model families use them."""
     new, M, D = _maker("bfloat16"), (BATCH, 197), 768
 
     def layers(F: int, gated: int = 1, D: int = D):

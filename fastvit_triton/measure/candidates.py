@@ -1,4 +1,4 @@
-"""What the tuner tries, and on which calls: launch parameters as data."""
+"""Launch parameters to try, and the calls to time them on, as data."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ def _attention(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
 
 
 def _product(columns: str, *blocks: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", columns, "BLOCK_K", "PARTS", "DEAL", "num_warps", "num_stages")
+    names = ("BLOCK_M", columns, "BLOCK_K", "PARTS", "WGMMA_WARPS", "num_warps", "num_stages")
     extra = dict(GROUP=8) if columns == "BLOCK_F" else {}
     return tuple(dict(zip(names, block, strict=True)) | extra for block in blocks)
 
 
-# row of a table, without the width that ends attention's → candidates beside the row in use and the kernel's default
+# row name (for attention without the width at its end) → candidates beside the launch parameters in use
 CANDIDATES: dict[str, tuple[Config, ...]] = {
     "attention.fwd": _attention(
         (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2),
@@ -56,7 +56,14 @@ CANDIDATES: dict[str, tuple[Config, ...]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A call whose launches read the rows to be tuned; `backward` rows are timed in its backward pass."""
+    """A call of an op that uses a row.
+
+    Attributes:
+        op: name of the op.
+        shape: a case of its `inputs`.
+        row: name of the row; attention's without the width at its end.
+        backward: the row is that of a backward kernel.
+    """
 
     op: str
     shape: dict[str, int]
@@ -65,7 +72,7 @@ class Target:
 
 
 def targets(dry: bool = False) -> list[Target]:
-    """What most ViT time goes to, first."""
+    """What is tuned, in the order of the time that ViTs spend in it; `dry` for tiny shapes."""
     B = 64 if not dry else 1
     shrink = (lambda n: n) if not dry else (lambda n: max(n // 48 // 16, 1) * 16)
     D, N, F = shrink(768), shrink(197), shrink(3072)

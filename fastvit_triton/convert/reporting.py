@@ -1,4 +1,4 @@
-"""What `optimize` did, as data and as a table."""
+"""What `optimize` or the compile backend did with a model, as data and as a table."""
 
 import re
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate module.
+    """One candidate: a module, or a call in a compiled graph.
 
     Attributes:
-        path: its name in the model; "" for the model itself.
-        type: its class.
-        became: what runs in place of its forward; None where its own forward runs.
+        path: name in the model of the module, or of the module that makes the call; "" for the model itself.
+        type: the module's class, or the function that is called, such as "layer_norm".
+        became: what runs in its place; None where it stays as it is.
         within: path of the nearest fused module around it; None for none.
-        why: why its own forward runs, or when it would; None where there is nothing to say.
+        why: why it stays as it is, or when it would; None where there is nothing to say.
         bare: a LayerNorm that no fused module reads through: its kernel is one launch in place of one.
     """
 
@@ -27,19 +27,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All candidates in the order of `model.named_modules()`; `print` shows them as a table.
+    """All candidates in the order of `model.named_modules()`, or of their calls; `print` shows them as a table.
 
     Attributes:
         rows: one for each candidate.
         device: why the kernels do not run where the parameters are now; None where they do.
+        unfused: what runs where a candidate stays as it is.
     """
 
     rows: tuple[Row, ...] = ()
     device: str | None = None
+    unfused: str = "own forward"
 
     @property
     def fused(self) -> tuple[Row, ...]:
-        """Candidates that run fused, which saves launches."""
+        """Candidates that run fused."""
         return tuple(row for row in self.rows if row.became is not None and not row.bare)
 
     @property
@@ -49,7 +51,7 @@ class Report:
 
     @property
     def left(self) -> tuple[Row, ...]:
-        """Candidates that run their own forward."""
+        """Candidates that stay as they are."""
         return tuple(row for row in self.rows if row.became is None)
 
     def __str__(self) -> str:
@@ -57,7 +59,7 @@ class Report:
         lines: dict[tuple[str, ...], int] = {}
         for row in self.rows:
             inside = "" if row.within is None else f" (inside {_numbered(row.within) or 'the model'})"
-            note = " · ".join(t for t in (row.became or "own forward", row.why) if t is not None)
+            note = " · ".join(t for t in (row.became or self.unfused, row.why) if t is not None)
             key = _numbered(row.path) or "(model)", row.type, note + inside
             lines[key] = lines.get(key, 0) + 1
         table = [("module", "type", "runs"), *((f"{p} ×{n}" if n > 1 else p, t, r) for (p, t, r), n in lines.items())]
@@ -66,7 +68,7 @@ class Report:
         total = f"{len(self.fused)} of {len(self.fused) + len(self.left)} candidates are fused"
         several = f"{len(self.norms)} LayerNorms run" if len(self.norms) > 1 else "1 LayerNorm runs"
         total += f"; {several} our kernel, which saves no launch" if self.norms else ""
-        return "\n".join([*text, f"{total}. {self.device}; own forwards run here." if self.device else f"{total}."])
+        return "\n".join([*text, f"{total}. {self.device}; {self.unfused}s run here." if self.device else f"{total}."])
 
 
 def _numbered(path: str) -> str:

@@ -1,4 +1,4 @@
-"""One thing measured in several ways: arms of the same case, absent ones with a reason, wrong ones without a time."""
+"""Benchmark cases and their variants; missing variants carry a reason, incorrect ones no timing."""
 
 import contextlib
 import functools
@@ -8,24 +8,23 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from ..convert.backend import backend as rewriting  # whose import registers the name, installed or not
-from ..kernels import dispatch
+from ..convert.backend import backend as rewriting  # the import registers the backend's name
 from ..kernels.backend import using_backend
-from .deadline import Deadline, noting
-from .match import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
-from .timing import Step, Timing, peak_bytes, rate, samples_of, saved_bytes
+from .compare import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
+from .timeout import Deadline, capturing
+from .timing import Setup, Timing, peak_bytes, rate, samples_of, saved_bytes
 
 _compiler = "inductor"
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to compute a case.
 
     Attributes:
-        name: as the tables show it; the first arm of a case is the baseline, eager PyTorch.
-        reason: why it is absent; None where it can run.
-        call: takes the case's arguments by name.
+        name: in tables; the first variant of a case is the baseline, eager PyTorch.
+        reason: why it cannot run here; None if it can.
+        call: takes the case's arguments by name; None if it cannot run.
     """
 
     name: str
@@ -35,25 +34,25 @@ class Arm:
 
 @dataclass(frozen=True)
 class Case:
-    """What arms compete at.
+    """A computation that is measured in several variants.
 
     Attributes:
         name: unique among the rows of a file.
         dtype: of the arguments, for the budget.
-        inputs: seed → arguments by name, never zeros; floating tensors that learn require gradients.
-        arms: the baseline first.
-        truth: what the arms should compute, for arguments in float64.
-        phases: "forward" (no gradients kept), "backward" (it alone), "training" (both).
-        facts: columns that every row carries: op or model, batch, and so on.
-        work: flops and bytes of the forward pass that nobody can avoid, None where they were not counted.
-        deep: it is a whole model, for the budget.
-        learning: (call, arguments) → the tensors that gradients are asked of, by name.
+        inputs: seed → arguments by name; tensors whose gradients are measured require gradients.
+        variants: ways to compute it, the baseline first.
+        truth: computes the expected result from arguments in float64.
+        phases: of "forward" (without gradients), "backward" (the backward pass alone) and "training" (both passes).
+        facts: columns of every row, such as op, model and batch.
+        work: flops and bytes that any implementation of the forward pass needs; None if not counted.
+        deep: a whole model; see `verdict`.
+        learning: (call, arguments) → the tensors whose gradients are measured, by name.
     """
 
     name: str
     dtype: torch.dtype
     inputs: Callable[[int], dict]
-    arms: list[Arm]
+    variants: list[Variant]
     truth: Callable
     phases: tuple[str, ...] = ("forward", "backward")
     facts: dict = field(default_factory=dict)
@@ -62,18 +61,8 @@ class Case:
     learning: Callable[[Callable, dict], Named] = lambda call, arguments: named_leaves(arguments)
 
 
-@contextlib.contextmanager
-def forcing(kernels: bool = True) -> Iterator[None]:
-    """Inside, ops that launch on a GPU take our kernels (or never do), whatever the dispatcher would choose."""
-    before, dispatch.forced = dispatch.forced, kernels
-    try:
-        yield
-    finally:
-        dispatch.forced = before
-
-
-def on(backend: str, function: Callable) -> Callable:
-    """The function under the package's switch."""
+def with_backend(backend: str, function: Callable) -> Callable:
+    """The function, called with `set_backend(backend)`."""
 
     def call(*arguments: object, **named: object) -> object:
         with using_backend(backend):
@@ -83,7 +72,7 @@ def on(backend: str, function: Callable) -> Callable:
 
 
 def compiled(function: Callable, mode: str | None = None, ours: bool = False) -> Callable:
-    """torch.compile, one static graph, by `compiling`'s compiler; `ours` rewrites the graph for it first."""
+    """torch.compile of a function as one static graph; with `ours` our backend rewrites the graph first."""
     backend: str | Callable = _compiler
     if ours:
         inner = None if _compiler == "inductor" else torch._dynamo.lookup_backend(_compiler)
@@ -93,7 +82,7 @@ def compiled(function: Callable, mode: str | None = None, ours: bool = False) ->
 
 @contextlib.contextmanager
 def compiling(backend: str) -> Iterator[None]:
-    """Inside, arms are compiled by this backend: dry runs take "aot_eager", the same graphs without a C++ compiler."""
+    """In this context `compiled` uses this backend; "aot_eager" needs no C++ compiler."""
     global _compiler
     before, _compiler = _compiler, backend
     try:
@@ -102,9 +91,9 @@ def compiling(backend: str) -> Iterator[None]:
         _compiler = before
 
 
-@functools.cache  # which also keeps what was declared
-def declare() -> torch.library.Library:
-    """Gives torchvision's wheel with CUDA operators, beside a CPU-only torch, the two schemas that its import needs."""
+@functools.cache  # keeps the library alive
+def declare_torchvision_ops() -> torch.library.Library:
+    """Declares the two operators without which torchvision built for CUDA cannot be imported with a CPU-only torch."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -112,8 +101,11 @@ def declare() -> torch.library.Library:
 
 
 def absent(module: str, package: str | None = None) -> str | None:
-    """Why an arm that needs this module cannot run, also where it is installed and does not import; None if it can."""
-    for wheel in ("torchvision", module):  # timm and transformers import it too, and would be left half imported
+    """Why a module cannot be imported, which may be installed all the same; None if it can."""
+    for wheel in (
+        "torchvision",
+        module,
+    ):  # timm and transformers import torchvision too; its failure would leave them half imported
         try:
             importlib.import_module(wheel)
         except ImportError as error:
@@ -122,13 +114,13 @@ def absent(module: str, package: str | None = None) -> str | None:
         except RuntimeError as error:
             if "torchvision::" not in str(error):
                 raise
-            declare()
+            declare_torchvision_ops()
             importlib.import_module(wheel)
     return None
 
 
-def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Step:
-    """What one repetition does before the timed call, and the timed call itself."""
+def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
+    """The set-up of a variant for one phase: it does the untimed work and returns the call to time."""
     given: list[torch.Tensor] = []
 
     def outputs(copy: int) -> list[torch.Tensor]:
@@ -156,32 +148,40 @@ def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Step:
     return {"forward": forward, "backward": backward, "training": training}[phase]
 
 
-def judge(
-    case: Case, arguments: dict, phase: str, deadline: Deadline, tell: Callable[[str], None] = lambda arm: None
+def compare_variants(
+    case: Case, arguments: dict, phase: str, deadline: Deadline, on_progress: Callable[[str], None] = lambda stage: None
 ) -> tuple[dict[str, Verdict], dict[str, str]]:
-    """A verdict by arm, and for arms that failed or were not ready by then the error; `tell` hears whose turn it is.
+    """Compares all variants of a case with float64.
 
-    Raises what the truth or the baseline raises.
+    Args:
+        case: the computation.
+        arguments: of its variants.
+        phase: one of its phases.
+        deadline: variants that are not ready by then fail.
+        on_progress: called with "float64" and then with the name of each variant, as each begins.
+
+    Returns:
+        Verdicts by variant, and the errors of variants that failed. What the truth or the baseline raises is raised.
     """
 
     def found(call: Callable, given: dict) -> Named:
         return outcome(call, given, None if phase == "forward" else case.learning(call, given))
 
-    tell("float64")
+    on_progress("float64")
     truth = found(case.truth, converted(arguments, torch.float64))
-    tell(case.arms[0].name)
-    baseline = found(case.arms[0].call, arguments)
-    verdicts, errors = {case.arms[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}, {}
-    for arm in (a for a in case.arms[1:] if a.reason is None):
-        tell(arm.name)
-        with noting(errors, arm.name), deadline:
-            verdicts[arm.name] = verdict(found(arm.call, arguments), truth, baseline, case.dtype, case.deep)
+    on_progress(case.variants[0].name)
+    baseline = found(case.variants[0].call, arguments)
+    verdicts, errors = {case.variants[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}, {}
+    for variant in (a for a in case.variants[1:] if a.reason is None):
+        on_progress(variant.name)
+        with capturing(errors, variant.name), deadline:
+            verdicts[variant.name] = verdict(found(variant.call, arguments), truth, baseline, case.dtype, case.deep)
     return verdicts, errors
 
 
 @dataclass
 class Measured:
-    """One phase of a case: a row by arm, and the samples behind those with a time, microseconds."""
+    """Result of one phase of a case: rows by variant, and the samples of those that were timed, microseconds."""
 
     rows: dict[str, dict]
     samples: dict[str, list[float]]
@@ -195,36 +195,43 @@ def measure(
     seconds: float,
     copies: int = 3,
     latency: bool = False,
-    tell: Callable[[str], None] = lambda stage: None,
+    on_progress: Callable[[str], None] = lambda stage: None,
 ) -> Measured:
-    """Judges every arm, then times those that are right; see `samples_of` for the arguments.
+    """Compares every variant with float64, then times those that match.
 
-    `tell` hears "float64", the arms as each is judged for the first time, and "timing".
+    Args:
+        case: the computation.
+        phase: one of its phases.
+        device, deadline, seconds, copies, latency: as in `samples_of`. Variants that are not ready after 80 % of the
+            time that is left have no time.
+        on_progress: called with "float64", the name of each variant as its comparison begins, and "timing".
     """
     sets = [case.inputs(seed) for seed in range(copies)]
-    rows, calls = {arm.name: _row(case, phase, arm) for arm in case.arms}, {a.name: a.call for a in case.arms}
-    torch.compiler.reset()  # compiled arms of all cases share Dynamo's few entries for one piece of code
-    # time is left for those that are ready, where compiling the others takes too long
-    verdicts, errors = judge(case, sets[0], phase, deadline.sooner(0.8 * deadline.left), tell)
+    rows, calls = (
+        {variant.name: _row(case, phase, variant) for variant in case.variants},
+        {a.name: a.call for a in case.variants},
+    )
+    torch.compiler.reset()  # Dynamo compiles one piece of code a limited number of times; all cases share some
+    verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(0.8 * deadline.left), on_progress)
     for name, found in verdicts.items():
         rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
     right = {name: step_of(case, calls[name], sets, phase) for name, found in verdicts.items() if found.match}
-    tell("timing")
+    on_progress("timing")
     samples, failed = samples_of(right, device, deadline, seconds, copies=copies, latency=latency)
     for name, text in (errors | failed).items():
         rows[name]["error"] = text
     for name, taken in samples.items():
-        rows[name] |= _timing_columns(case, taken, samples.get(case.arms[0].name), phase)
+        rows[name] |= _timing_columns(case, taken, samples.get(case.variants[0].name), phase)
     return Measured(rows, samples)
 
 
-def _row(case: Case, phase: str, arm: Arm) -> dict:
-    facts = dict(case=case.name, phase=phase, dtype=str(case.dtype).removeprefix("torch."), arm=arm.name)
-    return facts | case.facts | ({} if arm.reason is None else dict(reason=arm.reason))
+def _row(case: Case, phase: str, variant: Variant) -> dict:
+    facts = dict(case=case.name, phase=phase, dtype=str(case.dtype).removeprefix("torch."), arm=variant.name)
+    return facts | case.facts | ({} if variant.reason is None else dict(reason=variant.reason))
 
 
 def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, phase: str) -> dict:
-    """Peak memory of the phase, for a backward pass with its forward pass, and what the forward pass keeps for it."""
+    """Peak memory of the phase, with the forward pass before a backward pass, and what that saves for it."""
     backward = phase != "forward"
     whole = step_of(case, call, [arguments], "training" if backward else "forward")(0)
     columns = dict(peak_bytes=peak_bytes(whole, device))
@@ -235,7 +242,7 @@ def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, p
 
 
 def _timing_columns(case: Case, taken: list[float], baseline: list[float] | None, phase: str) -> dict:
-    """Microseconds, how many times faster than the baseline, turn by turn, and rates where the work was counted."""
+    """Microseconds, speedup over the baseline from pairs of the same round, and rates if the work was counted."""
     timing = Timing.of(taken)
     columns = asdict(timing)
     if baseline is not None:

@@ -1,12 +1,12 @@
-"""It learns: five ways of training on the digits, and twenty seeds of the default recipe.
+"""Trains on the digits in five ways, and with the default recipe from twenty seeds.
 
-    python -m benchmarks.learn                every way, seed 0; about ten minutes of one core
-    python -m benchmarks.learn --seeds 20     the default recipe, twenty seeds; about half an hour of one core
-    python -m benchmarks.learn --quick        every way for eight epochs: the marks of tests/test_learn.py
-    python -m benchmarks.learn --epochs 5     shorter runs, to try it; prints, and writes nothing
+    python -m benchmarks.train_digits               every way, seed 0; about ten minutes of one core
+    python -m benchmarks.train_digits --seeds 20    the default recipe, twenty seeds; about half an hour of one core
+    python -m benchmarks.train_digits --quick       every way for eight epochs: the marks of tests/test_train_digits.py
+    python -m benchmarks.train_digits --epochs 5    shorter runs, to try it; prints, and writes nothing
 
-Each run sees the training split alone and reads the test split once, after its last epoch; no choice rests on it. The
-first three commands write results/learn.json.
+Each run trains on the training split and evaluates the test split once, after its last epoch; no choice depends on it.
+The first three commands write results/learn.json.
 """
 
 import argparse
@@ -42,7 +42,7 @@ PRETRAIN = replace(DIGITS, loss="colours", mask_ratio=0.5, label_smoothing=0.0, 
 
 
 def fit(model: nn.Module, recipe: Recipe, images: Tensor, targets: Tensor, **options: object) -> Score:
-    """Trains by the recipe on these images, and reads the test split once."""
+    """Trains by the recipe on these images and evaluates the test split once."""
     train = TensorBatches(images, targets, TRANSFORM, recipe.batch_size, affine_augmentation(recipe))
     test = TensorBatches(*digits("test"), TRANSFORM, 128)
     data = Data("digits", tuple("0123456789"), TRANSFORM, train, test, test_once=True)
@@ -63,7 +63,7 @@ def vit(epochs: int) -> dict:
 
 
 def distilled_deit(epochs: int) -> dict:
-    """A ViT teaches a DeiT of the same size, by its answers (hard distillation)."""
+    """Hard distillation of a ViT into a DeiT of the same size."""
     recipe = replace(DIGITS, epochs=epochs)
     teacher, student = build("vit_digits_patch2_8"), build("deit_tiny_distilled_patch16_224")
     taught = fit(teacher, recipe, *digits("train")).accuracy
@@ -93,9 +93,9 @@ def masked(epochs: int) -> dict:
 
 
 def ridge(epochs: int) -> dict:
-    """Nothing but a linear map is trained on labels: ten of each class, on all patch tokens of a masked pre-training.
+    """Ridge regression with ten labels of each class, on the patch tokens of a model that was pre-trained with masks.
 
-    That all tokens, not their mean, are the features was chosen on part of the training split.
+    That the features are all tokens and not their mean was chosen on part of the training split.
     """
     images, targets = digits("train")
     encoder = build("vit_digits_patch2_8")
@@ -117,7 +117,7 @@ WAYS = {way.__name__: way for way in (vit, distilled_deit, simplevit, masked, ri
 
 
 def learn(name: str, epochs: int, seed: int = 0) -> dict:
-    """One way from one seed, on one core: what it reached, and how long it took."""
+    """Trains in one way from one seed, on one core; returns its results and "core_seconds"."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""Whole models of other libraries as arms, with our weights: timm, transformers, torchvision, torch's own encoder."""
+"""Models of other libraries as variants, with our weights: timm, transformers, torchvision, nn.TransformerEncoder."""
 
 import contextlib
 import copy
@@ -14,28 +14,28 @@ from torch import nn
 from ..convert import optimize
 from ..models.config import ViTConfig
 from ..weights import save_weights
-from .arms import Arm, absent, compiled
-from .deadline import noting
-from .match import leaves
+from .compare import leaves
+from .timeout import capturing
+from .variants import Variant, absent, compiled
 
 TORCHVISION = {"vit_base_patch16_224": "vit_b_16", "vit_large_patch16_224": "vit_l_16"}
 
 
-class Forward:
-    """A module as an arm's call: inside its contexts, and giving the tensor that all arms give."""
+class ModelCall:
+    """A module as the call of a variant: runs in `contexts` and returns the first output tensor."""
 
-    def __init__(self, module: nn.Module, *around: Callable, run: Callable | None = None) -> None:
-        self.module, self._around, self._run = module, around, module if run is None else run
+    def __init__(self, module: nn.Module, *contexts: Callable, run: Callable | None = None) -> None:
+        self.module, self._contexts, self._run = module, contexts, module if run is None else run
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         with contextlib.ExitStack() as stack:
-            for enter in self._around:
-                stack.enter_context(enter())
+            for context in self._contexts:
+                stack.enter_context(context())
             return next(leaves(self._run(image)))
 
 
 class _Outputs(nn.Module):
-    """transformers' models take pixel_values by name and say more than logits."""
+    """A model of transformers, called with an image; returns one entry of its output, such as "logits"."""
 
     def __init__(self, module: nn.Module, pick: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Outputs(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A plain timm-like ViT whose blocks are one nn.TransformerEncoder, with the same weights: its fast path."""
+    """A plain ViT whose blocks are one nn.TransformerEncoder with the same weights, for its fast path."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -68,18 +68,20 @@ class Encoder(nn.Module):
         return vit.forward_head(vit.norm(self.encoder(x)))
 
 
-def built(name: str, reason: str | None, build: Callable[[], Forward]) -> Arm:
-    """An arm, or why it could not be built."""
+def build_variant(name: str, reason: str | None, build: Callable[[], ModelCall]) -> Variant:
+    """A variant, with the reason if it cannot run or building it fails."""
     if reason is not None:
-        return Arm(name, reason)
+        return Variant(name, reason)
     errors: dict[str, str] = {}
-    with noting(errors, name):
-        return Arm(name, None, build())
-    return Arm(name, errors[name])
+    with capturing(errors, name):
+        return Variant(name, None, build())
+    return Variant(name, errors[name])
 
 
-def timm_arms(name: str, options: dict, base: nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[Arm]:
-    """timm's own model in dtype and under autocast, and what this package makes of it."""
+def timm_variants(
+    name: str, options: dict, base: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Iterator[Variant]:
+    """timm's model in dtype, under autocast, optimized by this package, and compiled by its backend."""
     why = absent("timm")
     if why is None:
         import timm
@@ -91,22 +93,26 @@ def timm_arms(name: str, options: dict, base: nn.Module, dtype: torch.dtype, dev
         model.load_state_dict(base.state_dict())
         return model.to(kind)
 
-    yield built("timm", why, lambda: Forward(theirs(dtype)))
+    yield build_variant("timm", why, lambda: ModelCall(theirs(dtype)))
     if dtype != torch.float32:
         amp = partial(torch.autocast, device.type, dtype)
-        yield built("timm AMP", why, lambda: Forward(theirs(torch.float32), amp))
+        yield build_variant("timm AMP", why, lambda: ModelCall(theirs(torch.float32), amp))
     if why is None:
-        yield optimized(theirs(dtype))
+        yield optimized_variant(theirs(dtype))
 
-    def backend() -> Forward:
+    def backend() -> ModelCall:
         model = theirs(dtype)
-        return Forward(model, run=compiled(model, ours=True))
+        return ModelCall(model, run=compiled(model, ours=True))
 
-    yield built("compiled, our backend", why, backend)
+    yield build_variant("compiled, our backend", why, backend)
 
 
-def transformers_model(base: nn.Module, dtype: torch.dtype) -> Forward:
-    """transformers' ViT or DINOv2 with our weights; a ValueError says that it is neither."""
+def transformers_model(base: nn.Module, dtype: torch.dtype) -> ModelCall:
+    """transformers' ViT or DINOv2 with the weights of `base`.
+
+    Raises:
+        ValueError: `base` is neither.
+    """
     import transformers
 
     c = base.config
@@ -125,11 +131,11 @@ def transformers_model(base: nn.Module, dtype: torch.dtype) -> Forward:
         path = Path(folder) / "model.safetensors"
         save_weights(base, path, layout="transformers")
         model.load_state_dict(load_file(path))
-    return Forward(_Outputs(model.to(dtype), pick))
+    return ModelCall(_Outputs(model.to(dtype), pick))
 
 
 def torchvision_model(name: str, options: dict) -> nn.Module | None:
-    """torchvision's model of that name, where it has one."""
+    """torchvision's model of that name; None if it has none, or none with such options."""
     if name not in TORCHVISION or options or absent("torchvision"):
         return None
     import torchvision
@@ -138,9 +144,9 @@ def torchvision_model(name: str, options: dict) -> nn.Module | None:
 
 
 def no_fast_path(base: nn.Module) -> str | None:
-    """Why nn.TransformerEncoder's fast path would not run this model."""
+    """Why the fast path of nn.TransformerEncoder does not support this model; None if it does."""
     if base.config.num_heads % 2:
-        return "the fast path refuses an odd number of heads"
+        return "the fast path does not support an odd number of heads"
     plain = base.config.replace(img_size=224, num_classes=1000, depth=12)
     known = ViTConfig(embed_dim=plain.embed_dim, num_heads=plain.num_heads, depth=12)
     if plain != known.replace(patch_size=plain.patch_size):
@@ -148,12 +154,12 @@ def no_fast_path(base: nn.Module) -> str | None:
     return None
 
 
-def optimized(model: nn.Module) -> Arm:
-    """What this package makes of a model that is not its own."""
+def optimized_variant(model: nn.Module) -> Variant:
+    """A copy of a model, converted by `optimize`."""
 
-    def build() -> Forward:
+    def build() -> ModelCall:
         converted = copy.deepcopy(model)
         optimize(converted)
-        return Forward(converted)
+        return ModelCall(converted)
 
-    return built("optimized by us", None, build)
+    return build_variant("optimized by us", None, build)

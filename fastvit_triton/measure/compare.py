@@ -1,4 +1,4 @@
-"""Whether a result is right: against float64, within twice PyTorch's own error in that dtype and one rounding."""
+"""Compares results with float64: the error may be twice PyTorch's own error in that dtype, plus one rounding."""
 
 import math
 import statistics
@@ -12,12 +12,12 @@ Named = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an arm's result stands.
+    """How the result of a variant compares with float64.
 
     Attributes:
         match: every tensor is finite and within its budget.
-        error: the largest error as a part of its budget; infinite where a value is not finite or a tensor is missing.
-        worst: the tensor it belongs to.
+        error: the largest error as a fraction of its budget; infinite if a value is not finite or a tensor is missing.
+        worst: name of the tensor with that error.
     """
 
     match: bool
@@ -25,7 +25,7 @@ class Verdict:
     worst: str
 
     def columns(self) -> dict:
-        """For a row: `within` is the error; the worst tensor is named where there is no match."""
+        """Columns of a row: "match", "within" (the error), and without a match "worst"."""
         found = dict(match=self.match, within=round(self.error, 3) if math.isfinite(self.error) else None)
         return found if self.match else found | dict(worst=self.worst)
 
@@ -49,7 +49,7 @@ def converted(value: object, dtype: torch.dtype) -> object:
 
 
 def cotangents(outputs: list[torch.Tensor], seed: int = 7) -> list[torch.Tensor]:
-    """The same random numbers for outputs of the same shapes, whatever their dtype; drawn on their device."""
+    """Random gradients for outputs, drawn on their device: the same for the same shapes in every dtype."""
     if not outputs:
         return []
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
@@ -57,13 +57,13 @@ def cotangents(outputs: list[torch.Tensor], seed: int = 7) -> list[torch.Tensor]
 
 
 def named_leaves(arguments: dict) -> Named:
-    """The tensors among a function's arguments that learn, by argument and position."""
+    """The tensors in a function's arguments that require gradients, by argument and position."""
     found = {f"{n}[{i}]": t for n, v in arguments.items() for i, t in enumerate(leaves(v))}
     return {n: t for n, t in found.items() if t.requires_grad}
 
 
 def outcome(function: Callable, arguments: dict, learning: Named | None) -> Named:
-    """Outputs, and unless `learning` is None its gradients for fixed random cotangents, by name."""
+    """Outputs of a function and, unless `learning` is None, gradients of those tensors for `cotangents`, by name."""
     with torch.set_grad_enabled(learning is not None):
         outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
     found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
@@ -75,22 +75,28 @@ def outcome(function: Callable, arguments: dict, learning: Named | None) -> Name
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude, NaN if there is one; 0 of nothing."""
+    """The largest magnitude; NaN if a value is NaN, 0 if there are no values."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, in the wider dtype, without a whole copy of a large tensor in float64."""
+    """The largest difference, in the dtype of b, by slices, so that a large tensor is not copied as a whole."""
     pairs = zip(a.flatten().split(2**26), b.flatten().split(2**26), strict=True)
     found = [largest(x.to(b.dtype) - y) for x, y in pairs]
     return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
 def verdict(got: Named, truth: Named, baseline: Named, dtype: torch.dtype, deep: bool = False) -> Verdict:
-    """The arm's tensors against the truth's; `baseline` is eager PyTorch in `dtype`.
+    """Compares the tensors of a variant with the truth.
 
-    Tensors that only the truth has (an arm may spell its parameters otherwise) are not asked for, outputs are. In a
-    `deep` model rounding errors wander: where eager's is small by luck, the budget is that of its median tensor.
+    Args:
+        got: outputs and gradients of the variant, from `outcome`. Gradients may be missing (a variant may name its
+            parameters otherwise), outputs may not.
+        truth: the same in float64.
+        baseline: the same of eager PyTorch in `dtype`.
+        dtype: of the rounding.
+        deep: of a whole model, where the error of single tensors varies by chance: each may then have the relative
+            error of the baseline's median tensor.
     """
     scale = {name: largest(want) for name, want in truth.items()}
     own = {name: _distance(baseline[name], want) for name, want in truth.items() if name in baseline}

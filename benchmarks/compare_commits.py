@@ -1,6 +1,6 @@
-"""Is this tree faster than that commit? Both measured here, one after the other and back, by this tree's benchmarks.
+"""Measures this tree against another commit, alternating between them, with the benchmarks of this tree.
 
-    python -m benchmarks.compare REF [--only ops,models] [--rounds 2] [--seconds 240] [--dry-run]
+    python -m benchmarks.compare_commits REF [--only ops,models] [--rounds 2] [--seconds 240] [--dry-run]
 
 REF is checked out as a git worktree in a temporary folder, with this tree's benchmarks in place of its own.
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .record import ROOT
+from .result_file import ROOT
 
 Times = dict[tuple[str, str, str], list[float]]
 
 
 def collect(folder: Path, times: Times) -> None:
-    """Adds the medians of all result files, by case, phase and arm, microseconds."""
+    """Adds the medians of all result files, by case, phase and variant, microseconds."""
     for path in sorted(folder.glob("*.json")):
         for row in json.loads(path.read_text())["rows"]:
             if row.get("us") is not None and row.get("match", True) and "phase" in row:
@@ -32,7 +32,7 @@ def collect(folder: Path, times: Times) -> None:
 
 
 def ratios(before: Times, after: Times) -> dict[tuple[str, str, str], tuple[float, float]]:
-    """How many times faster each arm became, and the same for eager PyTorch, which tells what noise can do."""
+    """Speedup of each variant, and that of eager PyTorch, which shows the noise."""
     found = {}
     for key in before.keys() & after.keys():
         eager = (*key[:2], "eager")
@@ -43,7 +43,7 @@ def ratios(before: Times, after: Times) -> dict[tuple[str, str, str], tuple[floa
 
 
 def main(words: list[str] | None = None) -> dict[tuple[str, str, str], tuple[float, float]]:
-    """Measures both trees in turn and prints the ratios of our arms, the worst first."""
+    """Measures both trees in alternation and prints the speedups of our variants, smallest first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ref", help="the commit to compare with")
     parser.add_argument("--only", default="ops,models")
@@ -75,7 +75,9 @@ def main(words: list[str] | None = None) -> dict[tuple[str, str, str], tuple[flo
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
     found = {key: pair for key, pair in ratios(times["before"], times["after"]).items() if "our" in key[2]}
-    table = Table("case", "phase", "arm", "before / after", "eager before / after", title=f"against {arguments.ref}")
+    table = Table(
+        "case", "phase", "variant", "before / after", "eager before / after", title=f"against {arguments.ref}"
+    )
     for key, (gained, noise) in found.items():
         table.add_row(*key, f"{gained:.3f}", f"{noise:.3f}")
     Console().print(table)

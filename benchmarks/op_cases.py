@@ -1,4 +1,4 @@
-"""The ops of a ViT block and its stem as cases: ours, plain PyTorch, torch.compile, and installed peers."""
+"""The ops of a ViT as benchmark cases: ours, PyTorch's, torch.compile's, and those of other libraries."""
 
 import importlib
 import math
@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.op import Op
-from fastvit_triton.measure.arms import Arm, Case, absent, compiled, on
+from fastvit_triton.measure.variants import Case, Variant, absent, compiled, with_backend
 
-from .cases import BATCH, MODELS
+from .launch_cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}
 NAMES = ("attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed")
@@ -25,15 +25,15 @@ BACKENDS = {
 }
 
 
-def arms_of(name: str) -> tuple[str, ...]:
-    """The arms of an op, whether they are here or not."""
+def variant_names(name: str) -> tuple[str, ...]:
+    """Names of all variants of an op, those that cannot run here included."""
     more = {"attention": (*BACKENDS, "flash-attn", "xformers"), "layer_norm": ("Liger",)}
     return ("eager", "ours eager", "torch.compile", "ours compiled", "as dispatched", *more.get(name, ()))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes: B images of `side` pixels, N tokens of D channels, H heads, patches of P pixels."""
+    """Sizes of a model: B images of side² pixels, N tokens of D channels, H heads, patches of P² pixels."""
 
     name: str
     B: int
@@ -50,12 +50,12 @@ TINY = Shape("tiny", 2, 5, 32, 2, 8, 16)
 
 
 def here(device: torch.device) -> str:
-    """The switch under which kernels compete wherever they run, not what the dispatcher would take."""
+    """The backend with which our kernels run on this device, whatever the dispatcher would choose."""
     return "triton" if device.type == "cuda" else "auto"
 
 
 def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
-    """One op at one shape; `name` is one of `NAMES`."""
+    """The case of an op at one shape; `name` is one of `NAMES`."""
     function, make, fixed, work = _call(name, s, dtype)
     op = BY_NAME[function]
 
@@ -70,20 +70,20 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
 
     run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
     gpu, kernels = device.type == "cuda", here(device)
-    arms = [
-        Arm("eager", None, reference),
-        Arm("ours eager", None, on(kernels, run)),
-        Arm("torch.compile", None, compiled(reference)),
-        Arm("ours compiled", None, on(kernels, compiled(run))),
-        Arm("as dispatched", None if gpu else "needs a GPU", on("auto", run)),
-        *_peers(name, s, op, device, reference),
+    variants = [
+        Variant("eager", None, reference),
+        Variant("ours eager", None, with_backend(kernels, run)),
+        Variant("torch.compile", None, compiled(reference)),
+        Variant("ours compiled", None, with_backend(kernels, compiled(run))),
+        Variant("as dispatched", None if gpu else "needs a GPU", with_backend("auto", run)),
+        *_libraries(name, s, op, device, reference),
     ]
     facts = dict(op=name, model=s.name, batch=s.B)
-    return Case(f"{name} {s.name} batch {s.B}", dtype, inputs, arms, reference, facts=facts, work=work)
+    return Case(f"{name} {s.name} batch {s.B}", dtype, inputs, variants, reference, facts=facts, work=work)
 
 
 def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict, tuple[float, float]]:
-    """The function, its tensors from a maker of random ones, its other arguments, flops and bytes of a forward pass."""
+    """(op, function from a maker of random tensors to arguments, other arguments, (flops, bytes) of a forward pass)."""
     M, D, size, d = s.B * s.N, s.D, dtype.itemsize, s.D // s.H
     rows = (s.B, s.N, D)
 
@@ -136,24 +136,24 @@ def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict,
     return "patch_embed", make, {}, (2 * s.B * side * 3 * s.P**2 * D, nbytes)
 
 
-def _peers(name: str, s: Shape, op: Op, device: torch.device, reference: Callable) -> Iterator[Arm]:
-    """Other implementations of the same mathematics."""
+def _libraries(name: str, s: Shape, op: Op, device: torch.device, reference: Callable) -> Iterator[Variant]:
+    """Implementations of other libraries."""
     if name == "attention":
         for label, backend in BACKENDS.items():
             here = device.type == "cuda" or backend == SDPBackend.MATH
-            yield Arm(label, None if here else "needs a GPU", _within(backend, reference))
+            yield Variant(label, None if here else "needs a GPU", _within(backend, reference))
         yield _imported("flash-attn", "flash_attn", device, lambda library: _flash(library, s))
         yield _imported("xformers", "xformers.ops", device, lambda library: _xformers(library, s))
     if name == "layer_norm":
         yield _imported("Liger", "liger_kernel.ops.layer_norm", device, _liger)
 
 
-def _imported(name: str, module: str, device: torch.device, build: Callable) -> Arm:
-    """An arm of a library that needs a GPU."""
+def _imported(name: str, module: str, device: torch.device, build: Callable) -> Variant:
+    """A variant of a library that needs a GPU."""
     reason = absent(module, name) or (None if device.type == "cuda" else "needs a GPU")
     if reason:
-        return Arm(name, reason)
-    return Arm(name, None, build(importlib.import_module(module)))
+        return Variant(name, reason)
+    return Variant(name, None, build(importlib.import_module(module)))
 
 
 def _within(backend: SDPBackend, reference: Callable) -> Callable:

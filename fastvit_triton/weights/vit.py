@@ -1,0 +1,157 @@
+"""Weights of plain ViTs: what differs between their checkpoints beside names, and how they are written elsewhere."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers.embed import resize_pos_embed
+from .adapt import TOKENS, State, WeightsError, join, split, variant
+from .layouts import TIMM, Layout
+
+
+def fit(model: nn.Module, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the tensors of `state` fit the model's norm, stem and positions.
+
+    Args:
+        model: of class `VisionTransformer`.
+        target: its state dict.
+        state: the checkpoint's tensors under our names; changed in place.
+        metadata: of the checkpoint's file.
+        mode: interpolation of positions, see `resize_pos_embed`.
+
+    Returns:
+        Keys that were taken out of `state`, and what happened to the position table.
+    """
+    useless = fit_norm(target, state)
+    fit_stem(model, state)
+    return useless, fit_positions(model, state, metadata, mode)
+
+
+def fit_norm(target: State, state: State) -> list[str]:
+    """Takes the final norm out of a checkpoint without a head, for a model that pools before it normalises.
+
+    The model's own norm starts as it is, as in MAE's fine-tuning (facebookresearch/mae, main_finetune.py).
+    """
+    moved = "fc_norm.weight" in target and "fc_norm.weight" not in state and "norm.weight" not in target
+    useless = [key for key in ("norm.weight", "norm.bias") if key in state and moved and "head.weight" not in state]
+    for key in useless:
+        del state[key]
+        state[f"fc_{key}"] = target[f"fc_{key}"].clone()
+    return useless
+
+
+def fit_stem(model: nn.Module, state: State) -> None:
+    """A convolution's weight [D, C, P, P] for a stem that projects flattened patches [D, P·P·C], or the other way."""
+    weight, config, convolves = state.get("patch_embed.proj.weight"), model.config, model.config.patch_embed == "conv"
+    if weight is None or weight.dim() != (2 if convolves else 4):
+        return
+    if not convolves:
+        state["patch_embed.proj.weight"] = weight.permute(0, 2, 3, 1).flatten(1)
+    elif weight.shape[1] == math.prod(config.patch_size) * config.in_chans:
+        weight = weight.unflatten(1, (*config.patch_size, config.in_chans))
+        state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
+
+
+def fit_positions(model: nn.Module, state: State, metadata: Mapping[str, str], mode: str) -> str:
+    """Brings `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; says what was done."""
+    own, pos = model.pos_embed, state.get("pos_embed")
+    if not isinstance(own, Tensor) or pos is None or pos.shape[::2] != own.shape[::2]:
+        return ""  # nothing to fit, or a mismatch that `check` names
+    (h, w), notes = model.patch_embed.grid_size, []
+    wanted = own.shape[1] - h * w
+    given, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
+    rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
+    if wanted < given and rows < given:
+        return ""  # a token is missing or has another width: likewise
+    if given != wanted:
+        state |= move_prefix(state, given, wanted)
+        notes.append(f"prefix rows {given} to {wanted}, the difference moved into the tokens")
+    if old != (h, w):
+        state["pos_embed"] = resize_pos_embed(state["pos_embed"], old, (h, w), wanted, mode)
+        notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
+    if not isinstance(own, nn.Parameter):  # a fixed table: nothing to load if both are the same in the coarser dtype
+        pos = state["pos_embed"]
+        if torch.allclose(pos.to(own).to(pos).float(), own.to(pos).float(), atol=1e-5):
+            del state["pos_embed"]
+    return ", ".join(notes)
+
+
+def _source_grid(
+    rows: int, grid: tuple[int, int], prefixes: tuple[int, ...], metadata: Mapping[str, str]
+) -> tuple[int, tuple[int, int]]:
+    """Prefix rows and (h, w) of a table: as its config says, else the model's own grid, else a square."""
+    with suppress(ValueError, LookupError, TypeError):  # absent, or somebody else's
+        config = json.loads(metadata["config"])
+        h, w = (side // patch for side, patch in zip(config["img_size"], config["patch_size"], strict=True))
+        if rows - h * w in prefixes:
+            return rows - h * w, (h, w)
+    for prefix in prefixes:
+        if rows - prefix == grid[0] * grid[1]:
+            return prefix, grid
+    for prefix in prefixes:
+        side = math.isqrt(max(rows - prefix, 0))
+        if side and side * side == rows - prefix:
+            return prefix, (side, side)
+    raise WeightsError(
+        f"pos_embed has {rows} rows in the checkpoint, no square grid after {min(prefixes)} to {max(prefixes)} prefix "
+        f"tokens, and {grid[0]}x{grid[1]} patches in the model; create the model with the checkpoint's img_size"
+    )
+
+
+def move_prefix(state: State, given: int, wanted: int) -> State:
+    """Exactly the same sum of tokens and positions with `wanted` instead of `given` prefix rows in pos_embed."""
+    pos = state["pos_embed"]
+    if wanted >= given:
+        zeros = pos.new_zeros(1, wanted - given, pos.shape[2])
+        return {**state, "pos_embed": torch.cat((pos[:, :given], zeros, pos[:, given:]), 1)}
+    names = [name for name in TOKENS if name in state]
+    sizes = [state[name].shape[1] for name in names]
+    extra = F.pad(pos[:, wanted:given], (0, 0, wanted, max(0, sum(sizes) - given)))
+    moved = {name: state[name] + rows for name, rows in zip(names, extra.split(sizes, 1), strict=True)}
+    return {**state, **moved, "pos_embed": torch.cat((pos[:, :wanted], pos[:, given:]), 1)}
+
+
+def write(model: nn.Module, state: State, layouts: tuple[Layout, ...]) -> State:
+    """Our tensors of a plain ViT under the names of the layout that has a class for the model.
+
+    Raises:
+        WeightsError: none of the layouts has one.
+    """
+    config = model.config
+    facts = dataclasses.asdict(config) | {
+        "head_dim": None if config.head_dim in (None, config.embed_dim // config.num_heads) else config.head_dim,
+        "final_norm": isinstance(model.norm, nn.LayerNorm),
+        "fc_norm": isinstance(model.fc_norm, nn.LayerNorm),
+        "distilled": "dist_token" in state,
+        "hybrid": any(".backbone." in key for key in state),
+        "registers": "reg_token" in state,
+        "layer_scale": config.init_values is not None,
+        "head_bias": "head.bias" in state and bool(state["head.bias"].any()),
+        "head_after_map": "attn_pool.latent" in state and "head.weight" in state,
+    }
+    layout = min(layouts, key=lambda layout: len(layout.unmet(facts)))
+    if wrong := layout.unmet(facts):
+        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs {'; '.join(wrong)}")
+
+    if isinstance(model.pos_embed, Tensor):
+        pos, (h, w) = model.pos_embed.detach().cpu(), model.patch_embed.grid_size
+        rows = (config.class_token + facts["distilled"]) if layout is not TIMM else model.num_prefix_tokens
+        wanted = 0 if layout is TIMM and config.no_embed_class else rows
+        state = move_prefix({**state, "pos_embed": pos}, pos.shape[1] - h * w, wanted)
+    if config.patch_embed == "linear":
+        weight = state["patch_embed.proj.weight"].unflatten(1, (*config.patch_size, config.in_chans))
+        state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
+    if layout is TIMM:
+        return state
+    swiglu = ("mlp.fc1", "mlp.fc2") if config.mlp == "swiglu" else ()
+    state = join(split(state, "attn.qkv", "attn_pool.kv", *swiglu), "attn_pool.qkv")
+    state = layout.write({layout.theirs(key): tensor for key, tensor in state.items()})
+    heads = tuple(layout.theirs(f"{head}.") for head in model.head_names)
+    base = layout.base if config.num_classes else ""
+    return {key if key.startswith(heads) and base else base + key: tensor for key, tensor in state.items()}

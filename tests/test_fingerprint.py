@@ -1,0 +1,161 @@
+"""Keys of launches: what changes a binary changes its key, and names, words and places do not."""
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.fingerprint import key
+from benchmarks.launches import Launch, Pointer
+
+SOURCE = '''"""A kernel and its helper."""
+
+import triton.language as tl
+from triton import jit
+
+LIMIT = tl.constexpr(4.0)
+
+
+@jit
+def scaled(x, low, by: tl.constexpr = 2, CAP: tl.constexpr = True):
+    """Words."""
+    if CAP:
+        x = tl.minimum(x, LIMIT)
+    return (x - low) * by
+
+
+@jit
+def kernel(x_ptr, y_ptr, n, eps, BLOCK: tl.constexpr):
+    """Words."""
+    i = tl.arange(0, BLOCK)
+    half: tl.constexpr = BLOCK // 2
+    x = tl.load(x_ptr + i, mask=i < n)
+    y = tl.load(y_ptr + i, mask=i < half)
+    tl.store(y_ptr + i, scaled(x, y, CAP=True) + eps, mask=i < n)
+'''
+COUNT = itertools.count()
+
+
+def module(folder, text):
+    """A file imported under a name of its own."""
+    path = folder / f"source_{next(COUNT)}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def launch(kernel, **changes) -> Launch:
+    """Of a kernel with five arguments."""
+    x, y = torch.empty(64), torch.empty(64)
+    given = dict(x=Pointer(x), y=Pointer(y), n=64, eps=1e-6, BLOCK=64) | changes
+    return Launch(kernel, (1,), dict(zip(kernel.arg_names, given.values(), strict=True)), dict(num_warps=4))
+
+
+def key_of(folder, *edits: tuple[str, str]) -> str:
+    """Key of the kernel above after replacing text."""
+    text = SOURCE
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    (kernel,) = (v for n, v in vars(module(folder, text)).items() if n in ("kernel", "renamed"))
+    return key(launch(kernel), "sm_90")
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [('    """Words."""\n', "")],
+        [("    if CAP:", "    # words\n\n    if (CAP):  # words")],
+        [("def kernel", "def renamed"), ("scaled", "sized")],
+        [("x_ptr", "from_ptr"), ("BLOCK", "WIDTH"), ("half", "middle"), ("LIMIT", "MOST")],
+        [("CAP", "CLAMP"), ("low", "least"), ("by", "factor")],
+        [("n, eps,", "n: 'rows', eps,")],
+        [("import triton.language as tl", "import triton\nfrom triton import language as tl")],
+    ],
+)
+def test_names_and_words_do_not_count(tmp_path, edits):
+    """Docstrings, comments, layout, names of functions, parameters, variables and constants, annotations, imports."""
+    assert key_of(tmp_path, *edits) == key_of(tmp_path)
+
+
+def test_the_file_does_not_count(tmp_path, monkeypatch):
+    """A helper keeps the kernel's key when it moves to a module, called by its name or through the module."""
+    monkeypatch.syspath_prepend(tmp_path)
+    head, helper, kernel = (
+        SOURCE.partition("LIMIT")[0],
+        *SOURCE[SOURCE.index("LIMIT") :].split("\n\n\n@jit\ndef kernel"),
+    )
+    (tmp_path / "moved_helper.py").write_text(head + helper)
+    for line, name in (("from moved_helper import scaled", "scaled"), ("import moved_helper", "moved_helper.scaled")):
+        text = f"{head}{line}\n\n\n@jit\ndef kernel{kernel}".replace("scaled(", f"{name}(")
+        assert key(launch(module(tmp_path, text).kernel), "sm_90") == key_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("BLOCK // 2", "BLOCK // 4"),
+        ("+ eps", "- eps"),
+        ("constexpr(4.0)", "constexpr(5.0)"),
+        ("= 2,", "= 3,"),
+        ("CAP=True)", "CAP=False)"),
+        ("scaled(x, y,", "scaled(y, x,"),
+        ("def scaled(x, low,", "def scaled(low, x,"),
+        ("x_ptr, y_ptr, n", "y_ptr, x_ptr, n"),
+        ("tl.minimum", "tl.maximum"),
+        ("half: tl.constexpr", "half"),
+        ("i < half", "i < n"),
+        ("eps, BLOCK", "eps: tl.constexpr, BLOCK"),
+        ("@jit\ndef scaled", "@jit(noinline=True)\ndef scaled"),
+        ("@jit\ndef kernel", "@jit(do_not_specialize=['n'])\ndef kernel"),
+    ],
+)
+def test_code_counts(tmp_path, edit):
+    """A number, an operator, a constant, a default, a keyword, the order of arguments, a function, an annotation."""
+    assert key_of(tmp_path, edit) != key_of(tmp_path)
+
+
+def test_a_helper_that_a_variable_hides_counts(tmp_path):
+    """`scaled = scaled(x)` still depends on what `scaled` does."""
+    hiding = ("    y = tl.load", "    scaled = scaled(x, 0.0)\n    y = tl.load"), ("scaled(x, y, CAP=True)", "scaled")
+    assert key_of(tmp_path, *hiding) != key_of(tmp_path, *hiding, ("= 2,", "= 3,"))
+
+
+def test_arguments_count(tmp_path):
+    """Dtype, bytes, alignment and identity of tensors, integers, compile-time values, options, grid, architecture."""
+    kernel = module(tmp_path, SOURCE).kernel
+    x = torch.empty(65)
+    made = [
+        key(launch(kernel, **changes), "sm_90")
+        for changes in (
+            {},
+            dict(x=Pointer(torch.empty(64, dtype=torch.int32))),
+            dict(x=Pointer(torch.empty(128))),
+            dict(x=Pointer(x[1:])),
+            dict(x=Pointer(x[:64]), y=Pointer(x[:64])),
+            dict(x=None),
+            dict(x=(Pointer(x[:64]),)),
+            dict(n=65),
+            dict(eps=1),
+            dict(BLOCK=128),
+        )
+    ]
+    first = launch(kernel)
+    made += [key(Launch(kernel, (2,), first.values, first.options), "sm_90"), key(first, "sm_80")]
+    made += [key(Launch(kernel, (1,), first.values, dict(num_warps=8)), "sm_90")]
+    assert len(set(made)) == len(made)
+    assert key(launch(kernel, eps=1e-5), "sm_90") == made[0]  # Triton does not specialise on it
+
+
+def test_unknown_globals_are_refused(tmp_path):
+    """What cannot be read has no key: an object of another kind, a name that is not defined."""
+    with pytest.raises(TypeError, match="scaled uses LIMIT, a dict"):
+        key(
+            launch(module(tmp_path, SOURCE.replace("tl.constexpr(4.0)", "{}")).kernel),
+            "",
+        )
+    with pytest.raises(NameError, match="kernel uses nothing, which is not defined"):
+        key(launch(module(tmp_path, SOURCE.replace("+ eps", "+ nothing")).kernel), "sm_90")
