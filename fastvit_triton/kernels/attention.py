@@ -221,8 +221,11 @@ def _fwd_kernel(
     o_ptr, o_stride = head_pointer(o_ptr, o_strides, b, h, start, UNIT)
     inverse = 1.0 / nonzero_sum[:, None]
     store_tiles(o_ptr, o0 * inverse, o1 * inverse, m, o_stride, Nq, Dv, V0, V1)
-    at = l_ptr + b * l_strides[0] + h * l_strides[1] + start + m
-    tl.store(at, row_max * scale + tl.log2(nonzero_sum), mask=m < Nq)
+    tl.store(
+        l_ptr + b * l_strides[0] + h * l_strides[1] + start + m,
+        row_max * scale + tl.log2(nonzero_sum),
+        mask=m < Nq,
+    )
 
 
 def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
