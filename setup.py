@@ -16,6 +16,7 @@ TEST = [
     *SHARDS,
     "pytest>=8",
     "pytest-benchmark>=4",
+    "pytest-xdist>=3.8",  # workers; from 3.8 on tests/conftest.py may order the files
     "timm==1.0.31",  # oracle: plain ViT families
     "torchvision",  # oracle: vit_b_16; timm imports it
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP

@@ -1,7 +1,13 @@
-"""What all tests share: oracles that import on a machine without CUDA, and the same random numbers each time."""
+"""What all tests share: the order of files, one thread a process, the same random numbers, and a check of what is left.
+
+With workers (`-n auto --dist loadfile`) a file runs in one process, and files are handed out in order, so those that
+take longest come first. Files of Triton's cache are named by their content and moved into place whole: workers share it.
+"""
 
 import os
 
+# before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and workers share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads do not spin: a busy machine stays usable
 
 import pytest
@@ -10,6 +16,21 @@ from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (before timm)
 from fastvit_triton.kernels import backend, dispatch, fold, launch
+
+
+LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain dispatch models
+pressure convert_hooks recovery recipes train shards readme masked""".split()  # as `--durations=0` says
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Files are handed out as ordered below, and not by their numbers of tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first; tests of a file keep their order."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(autouse=True)

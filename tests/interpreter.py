@@ -8,7 +8,9 @@ Every load and store is held to the memory of the launch's tensors: an unmasked 
 """
 
 import contextlib
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,20 +23,53 @@ from triton.runtime.jit import JITFunction
 from fastvit_triton.kernels.backend import using_backend
 
 _MADE = {}
+_DTYPES = {}
+_PATCHES = []  # (object, name, value) of triton.language in the interpreter
 
 
 def _interpreted(function):
-    return _MADE.setdefault(function.fn, interpreter.InterpretedFunction(function.fn))
+    if function.fn not in _MADE:
+        _MADE[function.fn] = interpreter.InterpretedFunction(function.fn)
+    return _MADE[function.fn]
 
 
 def _call(self, *arguments, **options):
-    """A device function, as the interpreter calls it, but leaving triton.language as it was found."""
-    function = _interpreted(self)
-    scope = interpreter._patch_lang(function.fn)
-    try:
-        return function.rewrite()(*arguments, **options)
-    finally:
-        scope.restore()
+    """A device function, called by a kernel, whose launch has patched triton.language."""
+    return _interpreted(self).rewrite()(*arguments, **options)
+
+
+def _language(patch_lang):
+    """`patch_lang` for a function that sees both modules of the language: ours see the first, Triton's own the second.
+
+    The interpreter searches the language at every launch and at every call of a device function, which takes most of
+    its time; here it is searched once in a process, and patched for as long as a launch runs.
+    """
+
+    sees = SimpleNamespace(__globals__=dict(tl=tl, core=tl.core))
+
+    def patch(_):
+        scope = interpreter._LangPatchScope()
+        if not _PATCHES:
+            found = patch_lang(sees)
+            _PATCHES.extend((owner, name, getattr(owner, name)) for owner, name, _ in found._changes)
+            found.restore()
+        for change in _PATCHES:
+            scope.set_attr(*change)
+        return scope
+
+    return patch
+
+
+def _remembered(np_dtype):
+    """The dtype of an array by the name of its type; the interpreter's own makes a table of all types in each call."""
+
+    def remembered(kind):
+        name = kind.scalar.name
+        if name not in _DTYPES:
+            _DTYPES[name] = np_dtype(kind)
+        return _DTYPES[name]
+
+    return remembered
 
 
 def _indexed(original):
@@ -159,11 +194,16 @@ def _storing(original):
 def interpreting():
     """Kernel launches and device calls go to the interpreter, and the package takes its Triton path on CPU tensors."""
     builder = interpreter.InterpreterBuilder
+    # checks of 32-bit overflow are computed and, without `debug`, thrown away
+    unchecked = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     dot = builder.create_dot
     patches = [
         (JITFunction, "run", _run),
         (JITFunction, "__call__", _call),
         (interpreter, "_patch_lang_tensor", _indexed(interpreter._patch_lang_tensor)),
+        (interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype)),
+        (interpreter, "_patch_lang", _language(interpreter._patch_lang)),
+        (interpreter.interpreter_builder, "options", unchecked),
         (builder, "create_dot", lambda self, a, b, d, *r: dot(self, _widened(a), _widened(b), d, *r)),
         (builder, "create_masked_load", _loading(builder.create_masked_load)),
         (builder, "create_masked_store", _storing(builder.create_masked_store)),

@@ -288,8 +288,8 @@ def run(
     data = data or load(str(image_folder), recipe, world=world, skip_bad_images=True)
     built = trainer.build_trainer(model, data, recipe, grad_accum_steps=2, parallel=engine, world=world)
     torch.manual_seed(5)
-    step, start = 0 if state is None else 5, {"settings": {}, "save": save_state_dict, "state": state, "save_every": 1}
-    for progress in trainer.run(built, out, **start):
+    step, start = 0 if state is None else 5, {"settings": {}, "save": save_state_dict, "state": state}
+    for progress in trainer.run(built, out, **start, save_every=None if stop is None else 1):
         step += not progress.done
         if step == stop or (progress.done and progress.epoch == RECIPE.epochs):
             break

@@ -6,6 +6,7 @@ import gc
 import io
 import math
 import pickle
+import re
 import subprocess
 import sys
 
@@ -814,10 +815,9 @@ OTHERWISE += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]
 OTHERWISE += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.parametrize("name, path, change, why", OTHERWISE)
 def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
-    """Oracle: the model before; only that module runs its own forward, alone, in a fused block, and compiled."""
+    """Oracle: the model before; only that module runs its own forward, alone and in a fused block."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     want, usual = outputs(model, given), {row.path: row.became is None for row in optimize(copy.deepcopy(model)).rows}
     module = model.get_submodule(path)
@@ -830,6 +830,21 @@ def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
     assert rows.items() <= usual.items()
     with interpreting(), torch.no_grad():
         assert same(outputs(model, given), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("change", [rename, extend])
+@pytest.mark.parametrize("name", TOWERS)
+def test_models_with_modules_built_otherwise_compile(name, change):
+    """Oracle: the model before. The modules of the test above are changed all at once, the first layer as a whole."""
+    model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
+    want = outputs(model, given)
+    paths = {re.sub(r"\.1$", ".0", path) for tower, path, how, _ in OTHERWISE if (tower, how) == (name, change)}
+    for path in sorted(paths, key=len, reverse=True):
+        model.set_submodule(path, change(model.get_submodule(path)))
+    left = {row.path for row in optimize(model).left}
+    assert paths - left <= {"head.mlp"}  # which a renamed head hides
+    with interpreting(), torch.no_grad():
         assert same(outputs(torch.compile(model, backend="aot_eager", fullgraph=True), given), want)
     torch._dynamo.reset()
 

@@ -406,7 +406,7 @@ def test_the_report_tells_what_runs(name, monkeypatch):
     report, own, called = optimize(model), nn.Module.__call__, set()
     monkeypatch.setattr(nn.Module, "__call__", lambda self, *x, **more: called.add(id(self)) or own(self, *x, **more))
     fell = set()
-    for file in ("fused", "from_torch", "from_timm_blocks", "from_transformers", "from_vit_pytorch"):
+    for file in ("forwards", "from_torch", "from_timm_blocks", "from_transformers", "from_vit_pytorch"):
         kept = __import__(f"fastvit_triton.convert.{file}", fromlist=["original"]).original
 
         def spy(module, *x, kept=kept, **more):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,10 +34,9 @@ EPS = torch.finfo(torch.float32).eps
 
 def launch(size: int, *command: str, timeout: int = 300) -> None:
     """Runs `python command` in `size` processes, with what torchrun would set."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a port of its own
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
     root = str(Path(__file__).parents[1])
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     processes, deadline = [], time.monotonic() + timeout
@@ -223,10 +221,7 @@ def test_torchrun_is_required(monkeypatch):
 
 def test_a_lost_process_raises(monkeypatch):
     """What a collective raises when another process has died; other errors pass, and the group is left either way."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(OSError, match="lost the other processes"), process_group("cpu"):

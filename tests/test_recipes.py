@@ -335,6 +335,6 @@ def test_dropped_images_are_not_computed(init_values: float | None, norm: str):
     assert torch.equal(skipping.eval()(images), scaling.eval()(images))
     skipping.train().zero_grad()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DropPath, "kept", lambda self, x: torch.empty(0, dtype=torch.long))
+        patch.setattr(DropPath, "kept_images", lambda self, x: torch.empty(0, dtype=torch.long))
         skipping(images).sum().backward()
     assert all(parameter.grad is not None for parameter in skipping.parameters())

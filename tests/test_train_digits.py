@@ -47,6 +47,7 @@ def test_fused_steps_are_the_reference_steps():
             assert (a - w).abs().max() <= budget, f"step {at + 1}: {(a - w).abs().max():.2e} of {budget:.2e}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", train_digits.WAYS)
 def test_each_way_learns(way: str):
     """Oracle: what the same few epochs reached when results/learn.json was made, less three deviations of a share of
