@@ -27,7 +27,7 @@ from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels import backend, fold, mlp
-from fastvit_triton.layers import calls
+from fastvit_triton.layers import hooks
 
 ROUNDINGS = 84  # as in test_models
 
@@ -173,8 +173,8 @@ def test_pickle_keeps_the_fused_forwards(name, references):
     file.seek(0)
     for twin in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert torch.equal(outputs(twin, given), outputs(model, given))
-        assert [calls.is_our_forward(m.__dict__.get("forward")) for m in twin.modules()] == [
-            calls.is_our_forward(m.__dict__.get("forward")) for m in model.modules()
+        assert [hooks.is_our_forward(m.__dict__.get("forward")) for m in twin.modules()] == [
+            hooks.is_our_forward(m.__dict__.get("forward")) for m in model.modules()
         ]
         assert all(m.__dict__["forward"].args[-1] is m for m in twin.modules() if "forward" in m.__dict__)
 
@@ -698,7 +698,7 @@ def test_transformers_records_what_is_asked_for(implementation, references):
     ):
         assert same(a, b, torch.float32)  # eager's softmax is
     assert len(got.hidden_states) == 3 and (implementation == "sdpa" or len(got.attentions) == 2)
-    assert calls.has_hooks(model.layers[0].attention) is False
+    assert hooks.has_hooks(model.layers[0].attention) is False
 
 
 def test_attention_interface_of_transformers():
@@ -808,7 +808,7 @@ def extend(module):
 
 
 TOWERS = ["hf_vit", "hf_dinov2_swiglu", "hf_dinov3", "hf_siglip"]
-PLACES = [(t, {calls.type_name(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
+PLACES = [(t, {hooks.type_name(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
 DECLARED = [(t, n, f) for t, names in PLACES for k, n in names.items() for f in FORWARDS.get(k, [])[:1]]
 OTHERWISE = [(t, n, rename, "it has no ") for t, n, f in DECLARED if f.needs]
 OTHERWISE += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]

@@ -21,8 +21,8 @@ from fastvit_triton import create_model, layers, optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.explain import capture
 from fastvit_triton.kernels import fold
-from fastvit_triton.layers import calls
-from fastvit_triton.layers.parts import LAYER_NORMS
+from fastvit_triton.layers import hooks
+from fastvit_triton.layers.module_parts import LAYER_NORMS
 
 FAMILIES = ["timm_vit", "timm_eva02", "timm_swin", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
 SMALL = dict(img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
@@ -284,7 +284,7 @@ def test_all_or_nothing(earlier, place, error, monkeypatch, references):
             optimize(model)
             before = facts(model)
             ours = "fastvit_triton.convert.modules.is_our_forward"
-            monkeypatch.setattr(ours, lambda forward: fail() and calls.is_our_forward(forward))
+            monkeypatch.setattr(ours, lambda forward: fail() and hooks.is_our_forward(forward))
             revert(model)
     monkeypatch.undo()
     assert unchanged(model, before)
@@ -420,7 +420,7 @@ def test_the_report_tells_what_runs(name, monkeypatch):
         module = model.get_submodule(row.path)
         if row.became is not None:
             assert id(module) not in fell, row
-        if calls.type_name(module) in LAYER_NORMS and (id(module) in called or not row.bare):
+        if hooks.type_name(module) in LAYER_NORMS and (id(module) in called or not row.bare):
             assert (id(module) in called) == row.bare, row
 
 

@@ -19,10 +19,10 @@ from fastvit_triton import (
     varlen_attention,
 )
 from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.argument import Norm, can_read_values
 from fastvit_triton.kernels.backend import backend, set_backend, using_backend, why_not
 from fastvit_triton.kernels.layer_norm import row_stats
-from fastvit_triton.kernels.linear import ACTIVATIONS
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
 EPS64 = torch.finfo(torch.float64).eps

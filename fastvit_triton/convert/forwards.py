@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..layers.body import AttentionParts, MlpParts
-from ..layers.calls import type_name
-from .parts import is_fusable
+from ..layers.hooks import type_name
+from .third_party import is_fusable
 
 Reader = Callable[..., AttentionParts | MlpParts | str]
 Folds = Callable[[nn.Module], Iterable[tuple[nn.Module | None, nn.Module | None]]]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.body import AttentionParts, MlpParts
-from ..layers.calls import are_plain_tensors, has_hooks, type_name
-from ..layers.parts import DROPOUTS, Packed, activation_of, is_identity, is_inactive, is_readable
+from ..layers.hooks import are_plain_tensors, has_hooks, type_name
+from ..layers.module_parts import DROPOUTS, Packed, activation_of, is_identity, is_inactive, is_readable
 from .forwards import fused_body
-from .parts import four_axes, head_norms, scores_mask
+from .third_party import four_axes, head_norms, scores_mask
 
 
 def dropped(module: nn.Module) -> str | None:

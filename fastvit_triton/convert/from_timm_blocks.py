@@ -10,7 +10,7 @@ from ..layers.branch import Branch, add_branches
 from .forwards import arguments, fused_forward, original
 from .from_timm import dropped
 from .from_torch import patch_conv
-from .parts import is_fusable, scores_mask
+from .third_party import is_fusable, scores_mask
 
 
 def _both_norms(block: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

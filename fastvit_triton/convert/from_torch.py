@@ -9,10 +9,10 @@ from ..kernels.layer_norm import layer_norm
 from ..kernels.patch_embed import patch_embed
 from ..layers.body import AttentionParts, MlpParts, finish, project
 from ..layers.branch import Branch, add_branches
-from ..layers.calls import are_plain_tensors, has_hooks, is_plain_module, type_name
-from ..layers.parts import DROPOUTS, LAYER_NORMS, Packed, activation_of, last_axis_norm
+from ..layers.hooks import are_plain_tensors, has_hooks, is_plain_module, type_name
+from ..layers.module_parts import DROPOUTS, LAYER_NORMS, Packed, activation_of, last_axis_norm
 from .forwards import fused_body, fused_forward, original
-from .parts import is_fusable, scores_mask
+from .third_party import is_fusable, scores_mask
 
 CONV = "torch.nn.modules.conv.Conv2d"
 STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution

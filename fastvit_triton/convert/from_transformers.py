@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.branch import Branch, add_branches
-from ..layers.calls import has_hooks, is_plain_module, type_name
-from ..layers.parts import activation_of
+from ..layers.hooks import has_hooks, is_plain_module, type_name
+from ..layers.module_parts import activation_of
 from .forwards import fused_body, fused_forward, original
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .parts import can_run, is_fusable, scores_mask
+from .third_party import can_run, is_fusable, scores_mask
 
 NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
 

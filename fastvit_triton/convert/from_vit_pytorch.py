@@ -4,11 +4,11 @@ from torch import Tensor, nn
 
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.branch import Branch, add_branches
-from ..layers.calls import has_hooks, type_name
-from ..layers.parts import DROPOUTS, IDENTITIES, is_inactive
+from ..layers.hooks import has_hooks, type_name
+from ..layers.module_parts import DROPOUTS, IDENTITIES, is_inactive
 from .forwards import fused_body, fused_forward, original
 from .from_torch import sequential_parts
-from .parts import is_fusable
+from .third_party import is_fusable
 
 
 @fused_body("vit_pytorch.vit.Attention", "vit_pytorch.simple_vit.Attention")

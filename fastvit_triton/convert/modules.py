@@ -10,10 +10,10 @@ from torch import nn
 
 from ..kernels.backend import backend, why_not
 from ..layers.body import AttentionParts, MlpParts
-from ..layers.calls import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
-from ..layers.parts import LAYER_NORMS, is_readable, norm_of
+from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
+from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
 from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
 from .forwards import Forward, forward_for
 from .from_torch import CONV, STEMS

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from .. import layers
 from ..convert.forwards import Forward, forward_for
 from ..convert.from_torch import multihead_parts
-from ..convert.parts import head_norms
+from ..convert.third_party import head_norms
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import rotate
 from ..layers.body import AttentionParts, finish, fold_or_normalize, project
-from ..layers.calls import type_name
+from ..layers.hooks import type_name
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
 ROWS = 256  # queries that `blocks` yields at a time

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from .activation import ACTIVATIONS
 from .argument import (
     Norm,
     Pair,
@@ -27,7 +28,6 @@ from .argument import (
     expect_scales,
     is_like,
 )
-from .eager import ACTIVATIONS
 from .fold import Folded, Group
 from .fold import check as check_group
 from .launch import cdiv, power_of_2

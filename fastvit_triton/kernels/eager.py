@@ -5,30 +5,17 @@ refer to the files that are named.
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import layer_norm
+from .activation import ACTIVATIONS
 from .argument import Epilogue
 from .launch import cdiv, power_of_2
 
 LN_2 = math.log(2)
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-}
 
 
 def last_axis_contiguous(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -26,16 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import check, dispatch, eager, fold, layer_norm
+from .activation import ACTIVATIONS, activate
 from .argument import Epilogue, Norm, Pair, expect_bool
 from .backend import kernels_available
-from .eager import ACTIVATIONS
 from .fold import Folded
 from .launch import cdiv, config, power_of_2, precision
 from .layer_norm import merge_stats
 from .linear_backward import bwd_op
 from .op import Op, can_fold_norm, cast, make_randn, once_differentiable, register
 from .tile import (
-    activate,
     add_stats,
     from_wgmma_order,
     jit,

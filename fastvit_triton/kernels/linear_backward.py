@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from . import fold
+from .activation import activate, activate_grad
 from .launch import cdiv, power_of_2, whole_row_blocks
 from .op import register
-from .tile import activate, activate_grad, jit, tl
+from .tile import jit, tl
 
 
 @jit

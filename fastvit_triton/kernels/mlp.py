@@ -4,9 +4,8 @@ Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]
           y = sample_scale · layer_scale · (h W₂ᵀ + b₂) + residual  [M, D]      (2)
 Backward  that of `linear` for both layers; h = act(pre₁) is computed again      (3)
 Kernels   Those of `linear`: two products forward; with a norm also one launch that folds it into W₁, unless that was
-          done beforehand, and one for row statistics, unless they are given. Backward, h is computed from pre₁ in the
-          kernel that reads it. For 16-bit rows of at most 192 values, if pre₁ is not saved, the forward pass is one
-          launch: a program holds whole rows of x and y and computes their statistics, and h stays on the chip.
+          done beforehand, and one for row statistics, unless they are given. For 16-bit rows of at most 192 values, if
+          pre₁ is not saved, one launch: a program holds whole rows of x and y, and h stays on the chip.
 Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h, or without h in one launch.
 Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, but not h. With x, qkv and o of the attention that is 10·D values a token for a
           block with F = 4·D, where eager PyTorch saves 16·D. With `recompute` only x is saved: 6·D.
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear
+from .activation import activate
 from .argument import Norm, Pair, expect_bool, expect_floating, expect_nonempty, is_like
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import kernels_available
@@ -28,7 +28,7 @@ from .launch import cdiv, config, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
 from .linear_backward import input_grad, product_grad, weight_grad, weight_grad_like
 from .op import Op, expect, make_randn, once_differentiable, register
-from .tile import activate, jit, store_stats, tl, zero_stats
+from .tile import jit, store_stats, tl, zero_stats
 
 # Default launch parameters of the single launch, by the largest width of x, in whole tiles, in bytes.
 SPACE = (

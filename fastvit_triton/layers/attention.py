@@ -9,10 +9,10 @@ from ..kernels.attention_qkv import attention_qkv
 from ..kernels.backend import kernels_available
 from .body import finish, project
 from .branch import Branch, add_branches
-from .calls import can_fuse
 from .freeze import FoldedNorm
+from .hooks import can_fuse
 from .mlp import Mlp
-from .parts import is_identity, norm_of
+from .module_parts import is_identity, norm_of
 
 
 class Attention(nn.Module):

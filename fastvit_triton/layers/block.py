@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from .body import normalize
 from .branch import Branch, add_branches
-from .calls import can_fuse, has_global_hooks, has_hooks
 from .drop_path import DropPath
+from .hooks import can_fuse, has_global_hooks, has_hooks
 from .layer_scale import LayerScale
 
 

@@ -8,15 +8,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..kernels.activation import ACTIVATIONS
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv, rotate
 from ..kernels.fold import packed
 from ..kernels.layer_norm import layer_norm, scaled
-from ..kernels.linear import ACTIVATIONS, linear
+from ..kernels.linear import linear
 from ..kernels.mlp import mlp
-from .calls import can_fuse
 from .freeze import FoldedNorm, fold_norms, operands
-from .parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_of
+from .hooks import can_fuse
+from .module_parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_of
 
 
 class Body(Protocol):
@@ -89,7 +90,7 @@ class MlpParts(NamedTuple):
 
     Attributes:
         fc1: one layer, or the gate and value layers of a SwiGLU.
-        act: a name in `kernels.linear.ACTIVATIONS`, "swiglu", or a module to call.
+        act: a name in `kernels.activation.ACTIVATIONS`, "swiglu", or a module to call.
         fc2: last layer.
         drops: dropouts after the activation and after fc2.
         first: norm inside the module, before fc1.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..kernels.layer_norm import scaled
 from .body import Body, normalize
-from .calls import are_plain_tensors, can_fuse, has_hooks
 from .drop_path import ConstantScale, DropPath
 from .freeze import Entry, FoldedNorm, fold_norms, of_dtype
-from .parts import entry_of, has_sample_scale, is_inactive, layer_scale_of, sample_scale_of
+from .hooks import are_plain_tensors, can_fuse, has_hooks
+from .module_parts import entry_of, has_sample_scale, is_inactive, layer_scale_of, sample_scale_of
 
 
 class Branch(NamedTuple):

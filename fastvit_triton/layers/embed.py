@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.patch_embed import assemble, patch_embed
-from .calls import has_global_hooks, is_plain_module
-from .parts import CONVOLUTIONS
+from .hooks import has_global_hooks, is_plain_module
+from .module_parts import CONVOLUTIONS
 
 
 class PatchEmbed(nn.Module):

@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from ..kernels.linear import ACTIVATIONS
+from ..kernels.activation import ACTIVATIONS
 from .body import MlpParts, activate
-from .calls import can_fuse
 from .freeze import FoldedNorm
+from .hooks import can_fuse
 
 
 class Mlp(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..kernels.argument import Norm
 from ..kernels.fold import Group
-from .calls import are_plain_tensors, has_hooks, is_plain_module, type_name
 from .drop_path import ConstantScale, DropPath
 from .freeze import Entry
+from .hooks import are_plain_tensors, has_hooks, is_plain_module, type_name
 
 IDENTITIES = {"torch.nn.modules.linear.Identity"}
 CONVOLUTIONS = {"torch.nn.modules.conv.Conv2d"}
@@ -22,7 +22,7 @@ LAYER_NORMS = {"torch.nn.modules.normalization.LayerNorm"}
 DROPOUTS = {"torch.nn.modules.dropout.Dropout"}
 DROP_PATHS = {"fastvit_triton.layers.drop_path.DropPath", "fastvit_triton.layers.drop_path.ConstantScale"}
 LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type → its parameter
-ACTIVATIONS = {  # type → its name in `kernels.linear.ACTIVATIONS`
+ACTIVATIONS = {  # type → its name in `kernels.activation.ACTIVATIONS`
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
 }

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import backend, kernels_available
-from ..layers import parts
-from ..layers.calls import are_plain_tensors, has_global_hooks, is_patched
+from ..layers import module_parts as parts
+from ..layers.hooks import are_plain_tensors, has_global_hooks, is_patched
 
 MASKED = -1e30  # below it a score is a mask: it would swallow the logarithm of the sum of a row's exponentials
 _HF = "transformers.models"
