@@ -1,8 +1,7 @@
 """What all tests share: the order of files, one thread a process, the same random numbers, and a check of what is left.
 
 With workers (`-n auto --dist loadfile`) a file runs in one process, and files are handed out in order, so those that
-take longest come first. Files of Triton's cache are named by their content and moved into place whole, so workers can
-share it.
+take longest come first. Workers share Triton's cache: its files are named by content and moved into place whole.
 """
 
 import os
@@ -18,8 +17,9 @@ from triton.runtime.jit import JITFunction
 import benchmarks  # noqa: F401  (before timm)
 from fastvit_triton.kernels import backend, dispatch, fold, launch
 
+# as `--durations=0` says
 LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain dispatch
-models pressure convert_hooks recovery recipes train shards readme masked""".split()  # as `--durations=0` says
+models pressure convert_hooks recovery recipes train shards readme masked""".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -229,7 +229,7 @@ def interpreting():
 
 @contextlib.contextmanager
 def poisoned():
-    """Fresh memory is NaN: what a kernel leaves unwritten and somebody reads shows in the results."""
+    """Fresh memory is NaN, so that reading memory that no kernel wrote shows in the results."""
     makers = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in makers:

@@ -122,7 +122,7 @@ NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "hf_siglip2": 1, "torch_multihe
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_give_the_originals_numbers(name, gpu):
+def test_models_equal_the_original(name, gpu):
     """Oracle: the untouched model, every gradient; truth in float64. All of its attention must have been rewritten."""
     whole = name not in ("timm_naflex", "hf_mae")  # they break graphs themselves
     eager = check(build(name).train(), inputs(name), outputs, fullgraph=whole)
@@ -135,7 +135,7 @@ def test_models_give_the_originals_numbers(name, gpu):
     "name",
     ["timm_deit3", "timm_beit", "hf_dinov3", "vit_pytorch_vit", "torch_encoder_layer", "torch_encoder_layer_first"],
 )
-def test_inference_gives_the_originals_numbers(name, gpu):
+def test_inference_equals_the_original(name, gpu):
     """Oracle: the untouched model in eval mode without gradients."""
     model, given = build(name).eval(), inputs(name)
     plain, eager = copy.deepcopy(model).float(), Eager()
@@ -487,7 +487,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_only_what_is_the_same_is_rewritten(case, gpu):
+def test_only_equivalent_calls_are_rewritten(case, gpu):
     """Oracle: the function itself, value, dtype and gradient; and the set of calls that it may become."""
     function, expected = CASES[case]
     x, eager, found = torch.randn(X), Eager(), []
@@ -507,7 +507,7 @@ def test_only_what_is_the_same_is_rewritten(case, gpu):
         assert got.dtype == want.dtype and (got - want).norm() <= 64 * eps * want.norm()
 
 
-def test_dtypes_are_held():
+def test_dtypes_are_kept():
     """Oracle: the dtype in eager; the kernel would give that of the queries."""
     x, eager = torch.randn(X), Eager()
     with interpreting():
@@ -549,7 +549,7 @@ def test_patches(function, expected, gpu):
     assert eager.became == expected and (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()
 
 
-def test_a_cpu_is_left_to_inductor(monkeypatch):
+def test_cpu_graphs_are_passed_on_unchanged(monkeypatch):
     """Oracle: the graph that goes on, node for node, and the mode and options that go with it."""
     seen = []
 

@@ -51,7 +51,7 @@ def test_dry_run_executes_every_part(tmp_path):
         assert all(row["match"] for row in held["rows"] if "speedup" in row)
 
 
-def test_arms_take_turns_there_and_back():
+def test_variants_alternate_in_both_orders():
     """Oracle: the order of calls, recorded by the variants themselves; the untimed part comes before each."""
     called = []
 
@@ -101,7 +101,7 @@ def layer():
     return Case("layer", torch.bfloat16, inputs, found, eager, facts=dict(op="layer"), work=(2.0 * 64 * 16 * 32, 1e4))
 
 
-def test_wrong_arms_have_no_time():
+def test_wrong_variants_have_no_time():
     """Oracle: which variants were made wrong, and how."""
     forward, backward = (measure(layer(), phase, CPU, Deadline(60), 0.0) for phase in ("forward", "backward"))
     right = {"forward": {"eager", "in float32", "no gradient"}, "backward": {"eager", "in float32"}}
@@ -304,7 +304,7 @@ def test_an_arm_that_is_not_ready_in_time_leaves_time_to_the_others():
     assert found.rows["slow"]["error"].startswith("TimedOut")
 
 
-def test_one_failing_row_stops_nothing_and_files_are_whole_after_each(part):
+def test_a_failing_row_is_recorded_and_files_stay_complete(part):
     """Oracle: the file after every row; a resumed part leaves out what it holds."""
     made = part()
     with made.row("bad", op="x"):
@@ -507,7 +507,7 @@ def test_processors_are_compared_cell_by_cell(tmp_path):
     assert json.loads((tmp_path / "cpu.json").read_text())["packages"]["torch"]
 
 
-def test_turns_go_there_and_back(monkeypatch):
+def test_turns_alternate_in_both_orders(monkeypatch):
     """Oracle: the calls, written down; the first turn is not timed."""
     called = []
     calls = {name: torch.nn.Identity() for name in "ab"}

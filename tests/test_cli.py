@@ -244,7 +244,7 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[s
     assert "timm: timm has no such model" in text and held["command"] and held["packages"]["torch"]
 
 
-def test_benchmark_on_a_gpu_tells_times_and_memory(capsys: pytest.CaptureFixture):
+def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixture):
     """Oracle: rows by hand. Milliseconds with quartiles and memory of those that are right; the others say why not."""
     eager = dict(arm="eager (timm)", dtype="bfloat16", match=True, us=2000.0, q1=1900.0, q3=2100.0, peak_bytes=2**21)
     eager |= dict(speedup=1.0, speedup_quartiles=[1.0, 1.0], saved_bytes=2**20)
@@ -262,7 +262,7 @@ def test_benchmark_on_a_gpu_tells_times_and_memory(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.filterwarnings("default")
-def test_benchmark_refuses(capsys: pytest.CaptureFixture):
+def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
     """Oracle: the sentence names what was given and what would do."""
     assert "the nearest are vit_base_patch16" in refused(capsys, "benchmark", "--model", "vit_bas_patch16")
     assert "--batch is 0; give a number of images" in refused(capsys, "benchmark", "--batch", "0")

@@ -1,4 +1,4 @@
-"""Foreign models after `optimize`: the same numbers, gradients, keys and habits, and the report of what was done."""
+"""Foreign models after `optimize`: numbers, gradients, keys, hooks and draws as before, and the report."""
 
 import contextlib
 import copy
@@ -105,7 +105,7 @@ def single(t):
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", MODELS)
-def test_references_give_the_originals_numbers(name, train, references):
+def test_references_equal_the_original(name, train, references):
     """Oracle: the untouched model; truth in float64. The fused forwards must have run."""
     truth, plain, model, exact, given = twins(name, train)
     assert optimize(model).fused
@@ -113,7 +113,7 @@ def test_references_give_the_originals_numbers(name, train, references):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_kernels_give_the_originals_numbers(name):
+def test_kernels_equal_the_original(name):
     """The same through the Triton kernels, in the interpreter."""
     truth, plain, model, exact, given = twins(name, True)
     optimize(model)
@@ -125,7 +125,7 @@ def test_kernels_give_the_originals_numbers(name):
 
 
 @pytest.mark.parametrize("name", ["timm_deit3", "timm_swin", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"])
-def test_keys_parameters_and_classes_stay(name):
+def test_keys_parameters_and_classes_are_unchanged(name):
     """Oracle: identities before; `revert` leaves each instance's dictionary as it was."""
     model = build(name)
     dictionaries = {path: dict(module.__dict__) for path, module in model.named_modules()}
@@ -147,7 +147,7 @@ def test_keys_parameters_and_classes_stay(name):
 
 
 def test_a_copy_trains_alone(references):
-    """Oracle: the original does not notice what is done to its deepcopy, and the copy does."""
+    """Oracle: training the deepcopy changes its own output and not the original's."""
     model, given = build("timm_deit3"), inputs("timm_deit3")
     optimize(model)
     before = outputs(model, given)
@@ -243,7 +243,7 @@ def replace_forward(block):
 
 @pytest.mark.parametrize("change", [replace_qkv, parametrize_fc2, quantise_proj, wrap_mlp, other_norm, replace_forward])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_replaced_parts_do_their_work(change, when, references):
+def test_replaced_submodules_are_called(change, when, references):
     """Oracle: the same change on the original; made before or after `optimize`."""
     model, given = build("timm_deit3"), inputs("timm_deit3")
     plain = copy.deepcopy(model)
@@ -328,7 +328,7 @@ def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
 
 
 @pytest.mark.parametrize("rate", ["drop_path_rate", "proj_drop_rate", "attn_drop_rate", "patch_drop_rate"])
-def test_training_with_dropout_draws_what_the_original_draws(rate, references):
+def test_dropout_draws_equal_the_original(rate, references):
     """Oracle: the original from the same seed; drop-path is always on."""
     plain = timm.models.VisionTransformer(**TIMM, **{"drop_path_rate": 0.4} | {rate: 0.3}).train().double()
     model = copy.deepcopy(plain)
@@ -355,7 +355,7 @@ def test_training_with_dropout_draws_what_the_original_draws(rate, references):
     ],
     ids=["hf_hidden", "hf_attention", "torchvision", "torchvision_attention", "vit_pytorch"],
 )
-def test_other_dropouts_draw_what_the_original_draws(make, references):
+def test_dropout_draws_of_other_packages_equal_the_original(make, references):
     """Oracle: the original from the same seed."""
     plain = make().double().train()
     model, given, ys = copy.deepcopy(plain), torch.randn(2, 3, 32, 32, dtype=torch.float64), []
@@ -367,7 +367,7 @@ def test_other_dropouts_draw_what_the_original_draws(make, references):
 
 
 @pytest.mark.parametrize("name", ["hf_dinov2", "hf_dinov3"])
-def test_transformers_drop_path_draws_what_the_original_draws(name, references):
+def test_transformers_drop_path_draws_equal_the_original(name, references):
     """Oracle: the original from the same seed."""
     plain = build(name).train()
     for module in plain.modules():
@@ -405,8 +405,8 @@ def test_autocast_gives_the_originals_dtypes(name, kernels, references):
     assert (got - want).norm() <= 2 * ((baseline - want).norm() + eps * want.norm())
 
 
-def test_report_says_what_became_of_each_candidate():
-    """Oracle: the rows written out, for one module of each fate."""
+def test_report_lists_each_candidate():
+    """Oracle: the rows written out, for one module of each outcome."""
     model = nn.Module()
     model.block = timm.models.vision_transformer.Block(24, 2, attn_drop=0.1, act_layer=nn.Mish)
     model.gated = timm.layers.Attention(24, 2, gated=True)
@@ -628,7 +628,7 @@ def test_compiled_training_with_dynamic_batches(name="timm_deit3"):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_other_tracers_see_the_original(references):
+def test_other_tracers_trace_the_original(references):
     """Oracle: the model; torch.fx traces proxies, and nn.TransformerEncoder passes nested tensors on."""
     model, given = build("torchvision_vit").eval(), inputs("torchvision_vit")
     optimize(model)
@@ -644,7 +644,7 @@ def test_other_tracers_see_the_original(references):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 33, 32), (3, 32, 32), (2, 3, 48, 48)])
-def test_odd_images_meet_the_original(shape, references):
+def test_invalid_images_raise_as_in_the_original(shape, references):
     """Oracle: what the untouched model answers, a result or an error."""
     plain = build("timm_vit")
     model, image = copy.deepcopy(plain), torch.randn(shape, dtype=torch.float64)
@@ -659,7 +659,7 @@ def test_odd_images_meet_the_original(shape, references):
     assert same(conv.conv_proj(image), type(conv.conv_proj).forward(conv.conv_proj, image))
 
 
-def test_exports_on_a_cpu_as_pytorch_alone():
+def test_cpu_exports_hold_no_custom_op():
     """Oracle: the model; the program holds no operator of ours."""
     model, given = build("timm_deit3", torch.float32).eval(), inputs("timm_deit3", torch.float32)
     optimize(model)
@@ -668,7 +668,7 @@ def test_exports_on_a_cpu_as_pytorch_alone():
     assert torch.equal(program.module()(given), model(given))
 
 
-def test_transformers_checkpointing_stays(references):
+def test_transformers_checkpointing_still_works(references):
     """Oracle: gradients without it; each layer's forward runs twice, once more in the backward pass."""
     model, given = build("hf_vit").train(), inputs("hf_vit")
     optimize(model)
@@ -684,7 +684,7 @@ def test_transformers_checkpointing_stays(references):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_transformers_records_what_is_asked_for(implementation, references):
+def test_transformers_returns_hidden_states_and_attentions(implementation, references):
     """Oracle: the untouched model's hidden states and attention maps; afterwards the blocks are fused again."""
     config = transformers.ViTConfig(**HF, attn_implementation=implementation)
     plain = transformers.ViTModel(config).double().eval()
@@ -775,7 +775,7 @@ def test_an_unknown_model_is_no_error(name, references):
     assert (report.fused or report.norms) and all(row.why for row in report.left)
 
 
-def test_what_the_filter_leaves_out_is_called():
+def test_filtered_modules_are_called():
     """Oracle: the operators that run; a fused block calls the attention that it may not read through."""
     model, given = build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32)
     want = outputs(model, given)
@@ -816,7 +816,7 @@ OTHERWISE += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.take
 
 
 @pytest.mark.parametrize("name, path, change, why", OTHERWISE)
-def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
+def test_a_module_of_another_release_is_not_fused(name, path, change, why):
     """Oracle: the model before; only that module runs its own forward, alone and in a fused block."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     want, usual = outputs(model, given), {row.path: row.became is None for row in optimize(copy.deepcopy(model)).rows}
@@ -835,7 +835,7 @@ def test_a_module_built_otherwise_is_left_alone(name, path, change, why):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.parametrize("change", [rename, extend])
 @pytest.mark.parametrize("name", TOWERS)
-def test_models_with_modules_built_otherwise_compile(name, change):
+def test_models_with_modules_of_another_release_compile(name, change):
     """Oracle: the model before. The modules of the test above are changed all at once, the first layer as a whole."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     want = outputs(model, given)
@@ -937,7 +937,7 @@ def test_no_other_package_is_imported():
     assert done.returncode == 0, done.stderr
 
 
-def test_bad_input_is_named():
+def test_invalid_arguments_raise():
     """One sentence: the argument, what was given, what would do."""
     for call in (optimize, revert):
         with pytest.raises(TypeError, match=r"model is str; give an nn.Module"):

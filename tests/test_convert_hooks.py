@@ -1,4 +1,4 @@
-"""Optimised models where calls are watched, classes are patched, `optimize` fails, or another tracer looks on."""
+"""Optimised models under hooks, patched classes, a failing `optimize`, and other tracers."""
 
 import copy
 import functools
@@ -181,7 +181,7 @@ PATCHED = {
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", PATCHED)
-def test_patched_classes_are_honoured(name, when, references, monkeypatch):
+def test_patched_forwards_are_called(name, when, references, monkeypatch):
     """Oracle: the original under the same patch, and without it when the patch is undone."""
     family, cls = PATCHED[name]
     model, given = build(family), inputs(family)
@@ -223,7 +223,7 @@ def test_a_method_of_another_class_is_a_patch(references, monkeypatch):
 
 
 @pytest.mark.parametrize("cls", [layers.Attention, layers.Mlp, layers.LayerScale, nn.Linear, nn.LayerNorm, nn.GELU])
-def test_patched_classes_in_our_models(cls, monkeypatch):
+def test_patched_forwards_are_called_in_our_models(cls, monkeypatch):
     """Oracle: the PyTorch path under the same patch."""
     model, given = ours().eval(), torch.randn(2, 3, 32, 32)
     free = outputs(model, given)
@@ -256,7 +256,7 @@ def unchanged(model, before):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("place", ["filter", "reader", "revert"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["plain", "optimised"])
-def test_all_or_nothing(earlier, place, error, monkeypatch, references):
+def test_a_failed_optimize_changes_nothing(earlier, place, error, monkeypatch, references):
     """Oracle: every instance's dictionary before; the model then works as before."""
     model, given, left = build("timm_beit").train(), inputs("timm_beit"), [5]
     model.blocks[0].attn.eval()
@@ -396,7 +396,7 @@ CALLED = [n for n in MODELS if n not in ("torch_multihead", "torch_encoder_layer
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_the_report_tells_what_runs(name, monkeypatch):
+def test_the_report_matches_what_runs(name, monkeypatch):
     """Oracle: the modules that were called, and those whose own forward ran, on one call in inference that folds norms.
 
     A LayerNorm is called if and only if its row is bare, and no row that is fused falls back.

@@ -35,7 +35,7 @@ def test_operators_by_hand():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_by_hand(masked):
-    """Oracle: q, k, v, mask and output once each; both products; whoever calls it."""
+    """Oracle: q, k, v, mask and output once each; both products; for each way to call it."""
     q, kv, mask = empty(2, 3, 5, 8), empty(2, 3, 7, 8), empty(2, 1, 5, 7) if masked else None
     nbytes = 2 * (2 * 2 * 3 * 5 * 8 + 2 * 2 * 3 * 7 * 8 + (2 * 5 * 7 if masked else 0))
     found = count(lambda: F.scaled_dot_product_attention(q, kv, kv, attn_mask=mask))

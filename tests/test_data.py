@@ -237,7 +237,7 @@ def test_many_bad_images_are_ten_names_and_a_count(tmp_path: Path):
     assert str(caught.value).count("empty file") == 10
 
 
-def test_defect_looks_at_the_header_or_at_all(folder: Path):
+def test_defect_reads_the_header_or_the_whole_file(folder: Path):
     """Oracle: a truncated file has a sound header."""
     path = truncate(folder / "train" / "red" / "2.jpg")
     assert find_defect(path) is None and "truncated" in find_defect(path, decode=True)

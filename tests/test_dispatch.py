@@ -68,7 +68,7 @@ def stem(D: int, dtype: torch.dtype = HALF, kernel: str = "fwd") -> bool:
     return dispatch.patch_embed(patch_embed_file.tuned_row(kernel, given[1]), *given, pos, prefix)
 
 
-def test_without_a_table_ours_must_move_fewer_bytes_where_bytes_count(elsewhere):
+def test_without_a_table_fewer_bytes_decide_where_memory_bound(elsewhere):
     """Oracle: by hand, for an H200 of 184 flops a byte.
 
     ViT-Ti's qkv: M·D values five times (once for statistics) for eager's six, 1.1e10 flops over 78 MB. ViT-B's: 226 µs
@@ -89,7 +89,7 @@ def test_without_a_table_ours_must_move_fewer_bytes_where_bytes_count(elsewhere)
     assert not product(192, 576, norm=True) and product(48, 144, norm=True)
 
 
-def test_float32_products_are_pytorchs_unless_they_may_round(elsewhere):
+def test_float32_products_use_pytorch_unless_tf32_is_allowed(elsewhere):
     """Oracle: the two precisions; half the flops of 16 bits are a byte's worth in TF32."""
     elsewhere("sm_90")
     before = torch.get_float32_matmul_precision()
@@ -148,7 +148,7 @@ def test_tables_come_before_the_rule_and_measured_before_predicted(elsewhere):
     assert not dispatch.attention(attention_launch.tuned_row, "fwd", *heads(577, dtype=torch.float32))
 
 
-def test_committed_tables_say_only_what_dispatch_reads():
+def test_committed_tables_hold_known_words():
     """Oracle: the two provenances and the two answers."""
     for path in launch.TUNED.glob("*.json"):
         for name, row in json.loads(path.read_text()).items():
@@ -189,7 +189,7 @@ def layout(t: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("tested, case", CHOSEN)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_both_branches_give_the_same_tensors(tested, case, dtype, monkeypatch):
+def test_kernels_and_pytorch_give_the_same_tensors(tested, case, dtype, monkeypatch):
     """Oracle: the kernels' outputs for shapes and layouts, float64 for values and every gradient."""
     arguments = tested.inputs(case, dtype, "cpu")
     arguments = {n: converted(v, dtype) for n, v in arguments.items()}
@@ -208,7 +208,7 @@ def test_both_branches_give_the_same_tensors(tested, case, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_backward_pass_takes_the_other_branchs_outputs(first, monkeypatch):
+def test_backward_accepts_outputs_of_the_other_path(first, monkeypatch):
     """Oracle: float64. L, statistics and the pre-activation mean the same on both sides."""
     cases = [(attention_file.OP, "vit"), (linear_file.OP, "norm_gelu"), (linear_file.OP, "swiglu")]
     for tested, name in cases:
@@ -254,7 +254,7 @@ def test_log_sum_exp_and_row_statistics_are_the_same(monkeypatch):
             assert largest(after - want) <= 64 * eps * largest(rows)
 
 
-def test_ops_choose_by_themselves(elsewhere):
+def test_registered_ops_choose_pytorch_where_it_is_faster(elsewhere):
     """Oracle: float64. No interpreter and no compiler is here: what answers is PyTorch, inside the registered op."""
     elsewhere("sm_90")
     x, weight, bias = torch.randn(2, 9, 64), torch.randn(128, 64), torch.randn(128)
@@ -278,7 +278,7 @@ def test_recorded_launches_are_the_kernels(elsewhere):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_sdpa_takes_what_it_is_given_on_a_gpu(dtype):
+def test_sdpa_accepts_our_arguments_on_a_gpu(dtype):
     """Oracle: PyTorch's own fake kernels for CUDA tensors: argument lists, shapes, layouts; no GPU is needed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 

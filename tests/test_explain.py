@@ -1,4 +1,4 @@
-"""What the model sees: maps against each package's own softmax, numbers by hand, and the report in a browser."""
+"""Explanations: attention maps against each package's own softmax, numbers by hand, and the report in a browser."""
 
 import base64
 import copy
@@ -126,7 +126,7 @@ def test_own_maps_are_the_softmax(options, path):
     assert hooks(model) == before and not seen.left
 
 
-def test_watched_blocks_stay_fused():
+def test_captured_blocks_stay_fused():
     """Oracle: the operators of the unwatched model; calling its parts would add LayerNorms and sums of their own."""
     _, model, images = own()
     runs = []
@@ -144,7 +144,7 @@ def test_watched_blocks_stay_fused():
 
 @pytest.mark.parametrize("path", ["reference", "interpreter"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_maps_are_their_own(name, path, request):
+def test_foreign_maps_equal_their_softmax(name, path, request):
     """Oracle: the package's own probabilities, unfused, in float64."""
     truth, plain, model, exactly, given = twins(name, False)
     optimize(model)
@@ -191,7 +191,7 @@ def test_map_gradients_are_autograds(name, optimised, references):
         within(layer.map_grad(), one, want)
 
 
-def test_own_gradient_rollout_speaks_for_the_class():
+def test_gradient_rollout_depends_on_the_class():
     """Oracle: the paper's recursion on gradients that autograd takes of written-out attention; nothing stays behind."""
     truth, _, images = own()
     images, classes = images.double(), torch.tensor([3, 1])
@@ -497,7 +497,7 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
         next(explain.explain(model, torch.randn(1, 3, 16, 16), torch.rand(1, 3, 16, 16), ["a"], query=17))
 
 
-def test_bad_pictures_are_one_sentence(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: sentences and exit codes; a good picture beside a bad one is shown."""
     words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test", "--image"]
     folder = tmp_path / "some"

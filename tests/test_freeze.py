@@ -149,14 +149,14 @@ CHANGED = [("ours", c) for c in (*COUNTED, *SILENT)] + [("timm", c) for c in (_o
 
 
 @pytest.mark.parametrize("name, change", CHANGED)
-def test_every_write_shows_in_the_next_call(name, change, way):
+def test_changed_weights_change_the_next_call(name, change, way):
     """Oracle: a fresh copy of the changed model, which has computed nothing yet, bit by bit."""
     before, after, fresh = changed(name, change)
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
 @pytest.mark.parametrize("name, change", CHANGED)
-def test_frozen_models_notice_what_pytorch_counts(name, change, monkeypatch):
+def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
     """Oracle: a fresh copy, which folds in its call; after other writes `freeze` is to be called again."""
     monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     before, after, fresh = changed(name, change, frozen=True, again=change in SILENT)
@@ -334,7 +334,7 @@ def test_a_compiled_model_folds_in_each_call():
     assert float((got - want).abs().max()) <= 64 * torch.finfo(torch.float32).eps * float(want.abs().max())
 
 
-def test_the_border_is_data(monkeypatch):
+def test_the_folding_threshold_is_data(monkeypatch):
     """Oracle: bytes. A fold moves 2·F·K values, a LayerNorm 2·M·K; a table may say otherwise."""
     x = torch.empty(4, 10, 16)
     assert fold_file.pays(x, 40) and not fold_file.pays(x, 41)
@@ -342,7 +342,7 @@ def test_the_border_is_data(monkeypatch):
     assert fold_file.pays(x, 80) and not fold_file.pays(x, 81)
 
 
-def test_bad_input_is_named():
+def test_invalid_arguments_raise():
     """One sentence: the argument, what was given, what would do."""
     for call in (freeze, unfreeze):
         with pytest.raises(TypeError, match=r"model is str; give an nn.Module"):

@@ -1,4 +1,4 @@
-"""Wrong and strange arguments: one sentence of ours or the right numbers, and the same answer from both paths."""
+"""Fuzzed arguments: a clear error or correct numbers, and the same from kernels and from PyTorch."""
 
 import json
 
@@ -9,8 +9,8 @@ from benchmarks import fuzz
 from fastvit_triton.kernels import OPS
 
 
-def test_a_slice_of_the_calls():
-    """Oracle: float64 where a call is taken, and whose `raise` it was where not; PyTorch's answer for the kernels."""
+def test_a_sample_of_the_calls():
+    """Oracle: float64 for accepted calls, our own error for the others; PyTorch's results for the kernels."""
     plain = [fuzz.answer(number) for number in range(300)]
     with interpreting():
         kernels = [fuzz.answer(number) for number in range(20)]
@@ -24,7 +24,7 @@ def test_all_calls():
 
 
 def test_committed_result_is_clean():
-    """Oracle: its own counts, which name nothing but answers that are allowed."""
+    """Oracle: its own counts, which list allowed outcomes only."""
     result = json.loads(fuzz.RESULT.read_text())
     assert result["calls"] >= 10_000 and result["kernel_calls"] >= 500 and result["failures"] == []
     for half, calls in (("pytorch", result["calls"]), ("kernels", result["kernel_calls"])):
@@ -34,7 +34,7 @@ def test_committed_result_is_clean():
 
 
 def test_a_process_that_dies_is_one_failure(monkeypatch):
-    """Oracle: the exit code of a worker that was told to end at its second call; the third is answered."""
+    """Oracle: the exit code of a worker that kills itself at its second call; the third call is answered."""
     monkeypatch.setattr(fuzz, "MODULE", ["-c", DYING])
     rows = fuzz.on_kernels(range(3))
     assert [row["came"] for row in rows] == ["ok", "crash", "ok"] and "code -11" in rows[1]["wrong"]

@@ -79,7 +79,7 @@ def outside(op, arguments, dtype):
 
 @pytest.mark.parametrize("op, case", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_kernel_follows_float64(op, case, dtype):
+def test_kernel_equals_float64(op, case, dtype):
     """Oracle: the reference in float64, within `outside`'s budget, from memory that was NaN before."""
     assert outside(op, op.inputs(case, dtype, "cpu"), dtype) == []
 
@@ -100,7 +100,7 @@ def launched(op, case, architecture):
 
 
 @pytest.mark.parametrize("op, case", EVERY)
-def test_launch_parameters_of_a_table_give_the_same(op, case, monkeypatch):
+def test_launch_parameters_of_tables_are_correct(op, case, monkeypatch):
     """Oracle: as above, with blocks and the WGMMA order of rows as each architecture's table says.
 
     Launches that equal those without a table, which the test above runs, or another architecture's, run once.
@@ -141,7 +141,7 @@ def test_frozen_parameters_change_no_other_gradient(op):
 
 
 @pytest.mark.parametrize("layer", ["linear", "mlp"])
-def test_folded_beforehand_is_folded_inside(layer):
+def test_folding_before_a_call_equals_folding_inside(layer):
     """Oracle: the same layer given its parts; output and every gradient, through `fold`'s own backward pass."""
     generator = torch.Generator().manual_seed(1)
 
@@ -182,7 +182,7 @@ CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the images that they come t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CUTS)
-def test_lengths_that_were_not_checked_stay_inside(name, dtype):
+def test_unchecked_lengths_stay_in_bounds(name, dtype):
     """Oracle: each image that is left alone in float64, 0 elsewhere; the context holds every address to the tensors."""
     ends, longest, images = CUTS[name]
     q, k, v, do = (torch.randn(1, 2, 9, 16).to(dtype) for _ in range(4))
@@ -200,7 +200,7 @@ def test_lengths_that_were_not_checked_stay_inside(name, dtype):
 
 
 @pytest.mark.parametrize("lens", [[-5, 2**40], [0, -(2**33)], [9, 3]])
-def test_key_lengths_that_were_not_checked_stay_inside(lens):
+def test_unchecked_key_lengths_stay_in_bounds(lens):
     """Oracle: the reference on lengths between 0 and Nk; the gradient of a bias has a kernel of its own."""
     arguments = {name: torch.randn(2, 1, 7, 8).requires_grad_() for name in "qkv"}
     arguments["bias"] = torch.randn(1, 1, 7, 7).requires_grad_()
@@ -221,7 +221,7 @@ def _copy_kernel(x_ptr, y_ptr, first, N, BLOCK: tl.constexpr, MASKED: tl.constex
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_memory_outside_of_the_arguments_is_refused(dtype):
+def test_access_outside_of_the_arguments_raises(dtype):
     """Oracle: a tensor's first and last element, by its strides; masked lanes may point anywhere."""
     buffer = torch.arange(64).to(dtype)
     x, y = buffer[8:24:2], torch.zeros(16, dtype=dtype)  # elements 8 to 22
@@ -245,7 +245,7 @@ def _first_tile_kernel(x_ptr, y_ptr, tile, N, BLOCK: tl.constexpr, LIMIT: tl.con
     tl.store(y_ptr + i, tl.load(x_ptr + i, mask=mask), mask=mask)
 
 
-def test_masks_that_the_newest_interpreter_refuses():
+def test_masks_of_other_dtypes_raise():
     """Oracle: triton 3.9, where the mask of a block and a scalar raises as it does here; a limit is the same mask."""
     x, y = torch.randn(8), torch.zeros(8)
     with interpreting():

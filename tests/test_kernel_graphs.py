@@ -227,7 +227,7 @@ def test_autocast_gives_eagers_dtypes(dtype):
 
 
 @pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
-def test_double_backward_is_refused(op_):
+def test_double_backward_raises(op_):
     """Oracle: one sentence, where PyTorch's decorator gives constants: the sum's gradient does not depend on x."""
     arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")
     learning = [t for value in arguments.values() for t in leaves(value) if t.requires_grad]
@@ -293,7 +293,7 @@ def test_a_model_on_meta_gives_shapes_under_every_switch(name):
 
 
 @pytest.mark.parametrize("F", [64, 200])
-def test_statistics_travel(F):
+def test_statistics_are_passed_on(F):
     """Oracle: row statistics of the output, merged over tiles; and the next LN computed from x alone."""
     x, weight = randn(2, 5, 33), randn(F, 33)
     with interpreting():

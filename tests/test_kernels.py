@@ -105,7 +105,7 @@ def test_attention_default_scale_is_inverse_root_of_head_dim():
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "float", "lens"])
 def test_fully_masked_rows_give_zero_and_no_gradient(kind, return_lse):
-    """Oracle: the definition; the other image must not notice."""
+    """Oracle: the definition; the other image's results do not change."""
     q, k, v = (randn(2, 1, 3, 4).requires_grad_() for _ in range(3))
     keep = torch.tensor([False, True])[:, None, None, None].expand(2, 1, 3, 3)
     mask = {"bool": keep, "float": torch.zeros(2, 1, 3, 3).masked_fill(~keep, -math.inf), "lens": None}[kind]

@@ -94,7 +94,7 @@ def undrawn(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TIMM_NAMES)
-def test_state_dict_is_timms(name, undrawn):
+def test_state_dict_equals_timms(name, undrawn):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
     with torch.device("meta"):
         ours, theirs = create_model(name, num_classes=1000), timm.create_model(name, num_classes=1000)
@@ -273,7 +273,7 @@ def test_torchvision_vit_with_copied_weights():
     assert_same(ours, theirs, pairs, torch.randn(2, 3, 32, 32), lambda y: y)
 
 
-def test_checkpointing_changes_no_bit():
+def test_checkpointing_is_bitwise_equal():
     """Oracle: the same model without it, with dropout on and the same seed."""
     grads = []
     for enable in (False, True):

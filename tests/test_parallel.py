@@ -76,7 +76,7 @@ def four(folder, two) -> dict:
 
 
 @pytest.mark.parametrize("size", ["two", "four"])
-def test_a_batch_on_several_processes_is_the_batch_on_one(size, request):
+def test_gradients_and_weights_equal_one_process(size, request):
     """Oracle: float64 on one process; gradients, and weights after three clipped steps, DDP and FSDP2.
 
     Ten images on four processes are uneven shares, three leave one without; blocks recomputed, optimised and compiled,
@@ -120,7 +120,7 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
     assert two["broadcast"] == [0, 0] and four["broadcast"] == [0] * 4
 
 
-def test_runs_are_those_of_one_process(folder, two, four, tmp_path):
+def test_runs_equal_one_process(folder, two, four, tmp_path):
     """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the EMA and the test.
 
     Two processes train it whole; four, and one, go on from a state that two left within an epoch.
@@ -146,7 +146,7 @@ def near(weights: dict, plain: dict, exact: dict) -> bool:
     return error <= 2 * (alone + EPS * size)
 
 
-def test_image_files_too(folder, two, tmp_path):
+def test_runs_on_image_files_equal_one_process(folder, two, tmp_path):
     """Oracle: as above, on a folder of which each rank decodes its part, skipping unreadable images."""
     exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, image_folder=folder / "images")
     plain = parallel_job.run(tmp_path / "plain", World(), image_folder=folder / "images")
@@ -154,13 +154,13 @@ def test_image_files_too(folder, two, tmp_path):
         assert near(torch.load(folder / f"{engine}-images.pt"), plain, exact), engine
 
 
-def test_runs_go_on_bit_for_bit(two):
+def test_resumed_runs_are_bitwise_equal(two):
     """Stopped within an epoch and resumed, with stochastic depth and dropout, on as many processes: the same bits."""
     assert two["runs"]["ddp"] > 30 and two["runs"]["fsdp"] > 30
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "lost", "manifest"])
-def test_the_newest_whole_checkpoint_is_taken(damage, folder, two, tmp_path):
+def test_the_newest_undamaged_checkpoint_is_loaded(damage, folder, two, tmp_path):
     """A byte or shard missing, a bit flipped, no manifest: the previous checkpoint, and a report of the damage."""
     shutil.copytree(folder / "fsdp", tmp_path / "run")
     path = tmp_path / "run" / "step-000000007"

@@ -38,7 +38,7 @@ def test_bytes_sent():
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
-def test_sending_hides_from_so_many_images(engine):
+def test_communication_is_hidden_from_a_batch_size_on(engine):
     """Just below `hidden_from`, more is exposed than the part that nothing hides; just above, no more."""
     model = scaling.shape("vit_gigantic_patch14_224")
     edge = scaling.predict(model, 32, 64, engine).hidden_from

@@ -27,7 +27,7 @@ def names_of(model: nn.Module, groups: list[dict]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224"])
-def test_who_decays_is_timms(name: str):
+def test_weight_decay_groups_equal_timms(name: str):
     """Oracle: timm's groups of timm's model of the same name; LayerScale and both tokens among them."""
     theirs = timm.create_model(name)
     expected = param_groups_weight_decay(theirs, 0.1, no_weight_decay_list=theirs.no_weight_decay())
@@ -35,7 +35,7 @@ def test_who_decays_is_timms(name: str):
     assert names_of(model, parameter_groups(model, 0.1)) == names_of(theirs, expected)[::-1]
 
 
-def test_who_decays_in_models_that_do_not_say():
+def test_weight_decay_groups_of_other_models():
     """Oracle: torchvision's and transformers' own names of tokens and positions."""
     import torchvision
     from transformers import ViTConfig, ViTModel

@@ -677,7 +677,7 @@ def test_resize_overrides_the_family(mode):
 
 
 def test_our_files_know_a_grid_that_is_not_square(tmp_path):
-    """Oracle: timm's resample_abs_pos_embed told the old size; without the config 2 · 8 patches look like 4 · 4."""
+    """Oracle: timm's resample_abs_pos_embed, given the old size; without the config 2 · 8 patches look like 4 · 4."""
     wide = build("vit_tiny_patch16_224", img_size=(16, 64))
     save_weights(wide, tmp_path / "a.safetensors")
     model = build("vit_tiny_patch16_224", img_size=(32, 32))
@@ -750,7 +750,7 @@ def test_a_headless_model_drops_the_head():
 
 
 def test_dtype_device_and_requires_grad_stay(tmp_path):
-    """A bfloat16 model with a frozen part stays one, and its cached products notice the change (`_version`)."""
+    """A bfloat16 model with a frozen part stays one, and its version counters show the change (`_version`)."""
     source = build("vit_tiny_patch16_224")
     save_weights(source, tmp_path / "a.safetensors")
     model = build("vit_tiny_patch16_224").bfloat16()
@@ -853,8 +853,8 @@ FAULTS += ["deeper", "post-norm", "channels", "width", "foreign width", "integer
 
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("no_embed_class", [False, True])
-def test_one_clear_error_and_the_model_as_it_was(kind, no_embed_class, tmp_path):
-    """One sentence, and not a bit of the model changed."""
+def test_invalid_checkpoints_raise_and_change_nothing(kind, no_embed_class, tmp_path):
+    """WeightsError with one sentence, and a model that is bitwise unchanged."""
     model = build("vit_tiny_patch16_224", no_embed_class=no_embed_class)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     source, message = damaged(tmp_path, kind)
@@ -866,8 +866,8 @@ def test_one_clear_error_and_the_model_as_it_was(kind, no_embed_class, tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", "npz"])
-def test_flipped_bytes_never_leave_half_a_model(suffix, tmp_path):
-    """A damaged file either fails with WeightsError and changes nothing, or was damaged in the values alone."""
+def test_flipped_bytes_load_whole_or_raise(suffix, tmp_path):
+    """A damaged file raises WeightsError and changes nothing, unless only values are damaged."""
     model = build("vit_tiny_patch16_224")
     path = tmp_path / f"a.{suffix}"
     save = {"safetensors": save_file, "pt": torch.save, "npz": lambda arrays, path: np.savez(path, **arrays)}[suffix]
