@@ -25,7 +25,7 @@ from benchmarks.launches import recording
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert import fused, parts
 from fastvit_triton.convert.forwards import FORWARDS
-from fastvit_triton.kernels import fold, mlp, op
+from fastvit_triton.kernels import backend, fold, mlp
 
 ROUNDINGS = 84  # as in test_models
 
@@ -33,7 +33,7 @@ ROUNDINGS = 84  # as in test_models
 @pytest.fixture
 def meta_is_a_gpu(monkeypatch):
     """The meta device stands in for one where the kernels run: shapes and dtypes flow, nothing is computed."""
-    monkeypatch.setattr(op, "why_not", lambda device, *_: None if device.type == "meta" else "a CPU")
+    monkeypatch.setattr(backend, "why_not", lambda device, *_: None if device.type == "meta" else "a CPU")
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know the meta device
 
 
@@ -305,7 +305,7 @@ def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
     One more folds both LayerNorms where they are not kept; or they run, without row statistics, and one more packs
     separate queries, keys and values. Rows as narrow as these would take the last two in one launch.
     """
-    monkeypatch.setattr(mlp, "_whole", lambda *_: None)
+    monkeypatch.setattr(mlp, "one_launch_blocks", lambda *_: None)
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0 if way == "fold" else math.inf))
     model, seen = build(name, torch.bfloat16).eval(), []
     optimize(model, freeze=way == "frozen")
