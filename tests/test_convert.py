@@ -307,7 +307,7 @@ def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
     One more folds both LayerNorms where they are not kept; or they run, without row statistics, and one more packs
     separate queries, keys and values. Rows as narrow as these would take the last two in one launch.
     """
-    monkeypatch.setattr(mlp, "_whole", lambda *_: None)
+    monkeypatch.setattr(mlp, "one_launch_blocks", lambda *_: None)
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0 if way == "fold" else math.inf))
     model, seen = build(name, torch.bfloat16).eval(), []
     optimize(model, freeze=way == "frozen")

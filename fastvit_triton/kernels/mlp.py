@@ -210,7 +210,7 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, ac
     rows = x.reshape(-1, D)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.reshape(-1, D).contiguous()
-    blocks, (D0, D1) = _one_launch_blocks(x, w2, activation), split_tiles(D)
+    blocks, (D0, D1) = one_launch_blocks(x, w2, activation), split_tiles(D)
     if len(rows):
         _fwd_kernel[(cdiv(len(rows), blocks["BLOCK_M"]),)](
             rows, w1.contiguous(), b1, colsum, w2.contiguous(), b2, layer_scale, sample_scale, residual, y, y_stats,
@@ -229,8 +229,8 @@ def _fwd_fake(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, ep
     return y, x.new_empty((M, 1, 2) if return_stats else (0,), dtype=torch.float32)
 
 
-def _one_launch_blocks(x, w2, activation):
-    """Launch parameters of the single launch; None if it does not apply, or if the row of tuned/ has BLOCK_F = 0."""
+def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] | None:
+    """Launch parameters of the single launch for x [..., D], w2 [D, F]; None if unsupported or if BLOCK_F is 0."""
     D, size = x.shape[-1], sum(split_tiles(x.shape[-1])) * x.element_size()
     if x.dtype == torch.float32 or activation == "swiglu" or len(w2) != D or size > SPACE[-1][0]:
         return None
@@ -319,7 +319,7 @@ class _Fn(torch.autograd.Function):
         first, activation = linear.fold_operands(x, given, settings.has_norm), settings.activation
         save = settings.grad_enabled and not settings.recompute and any(ctx.needs_input_grad)
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
-        if not save and _one_launch_blocks(x, w2, activation):
+        if not save and one_launch_blocks(x, w2, activation):
             ends += settings.eps, activation, settings.return_stats
             y, y_stats = _fwd_op(x, *first, w2.to(x.dtype), b2, *ends)
             pre = mean = rstd = None
