@@ -218,11 +218,11 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
     dropped = [key for key in state if IRRELEVANT.search(key)]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
     dropped += adapt.fit_head(model.head_names, target, state)
+    useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
+    dropped += useless
     heads = tuple(f"{name}." for name in model.head_names)
     reinitialised = tuple(key for key in target if key.startswith(heads) and key not in state)
     state |= {key: torch.zeros_like(target[key]) for key in reinitialised}
-    useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
-    dropped += useless
     adapt.check(model, target, state, spelled, family)
     with torch.no_grad():
         for key, tensor in target.items():

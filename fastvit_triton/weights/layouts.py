@@ -275,7 +275,7 @@ TIMM_NAFLEX = replace(
 TRANSFORMERS = (CLIP, SIGLIP, DINOV2_REGISTERS, DINOV2, DEIT, VIT)
 LAYOUTS = (
     *(JAX, TORCHVISION, *TRANSFORMERS),
-    replace(TIMM, name="MAE", mark="decoder_embed.weight", resize="bicubic"),
+    replace(TIMM, name="MAE", mark="decoder_embed.weight", beside="", resize="bicubic"),
     replace(DINO, name="DINOv2 with registers", mark="register_tokens", resize="bicubic_antialias"),
     *(DINO, TIMM_NAFLEX, TIMM),
 )
