@@ -5,6 +5,7 @@ take longest come first. Workers share Triton's cache: its files are named by co
 """
 
 import os
+import re
 
 # before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and workers share the cores
@@ -17,9 +18,40 @@ from triton.runtime.jit import JITFunction
 import benchmarks  # noqa: F401  (before timm)
 from fastvit_triton.kernels import backend, dispatch, fold, launch
 
-# as `--durations=0` says
+# by processor time of the whole file
 LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain dispatch
 models pressure convert_hooks recovery recipes train shards readme masked""".split()
+
+
+# For `-m fast`: file → a regular expression that the names of its fast tests match, all of them if it is empty. Chosen by
+# `--durations=0`, to take a minute on two cores; a file that takes longer gives its quickest proof of each concern.
+FAST = {
+    **dict.fromkeys("augment block count data equations fewshot fingerprint kernels loss mix naflex".split(), ""),
+    **dict.fromkeys("house published ranges scaling schedule weights".split(), ""),
+    "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
+    "benchmarks": r"^(?!test_dry_run|test_compiled|test_processors|test_plots)",
+    "cli": r"doctor_names|doctor_and_bad|convert_there|rejects",
+    "convert": r"references_equal|report_|original_runs|keys|replaced|draws|masks|equal_the_original\[timm_vit\]",
+    "convert_hooks": r"forwards_are_called\[|failed_optimize|see_every_call\[|fx|labels",
+    "dispatch": r"^(?!test_kernels_and_pytorch|test_backward)|float32-linear-(norm_gelu|branch)",
+    "explain": r"reference|gradients|rollout|published",
+    "export": r"jit",
+    "freeze": r"fold-ours-_(optimizer|data_merge|assign)|fold_once|threshold|invalid|detect.*_(optimizer|assign)",
+    "fuzz": r"committed|sample",
+    "interpreter": r"equals_float64\[torch.float16|frozen|bounds|outside|masks",
+    "kernel_graphs": r"meta|stride|passed_on|autocast|only_the_residual|fp16|one_graph\[False\]",
+    "masked": r"^(?!test_pre_training)",
+    "models": r"parameter_count|^test_(options|activations|\w+drop|torchvision)|timms\[\w+(patch16_224|dinov2)\]",
+    "parallel": r"failed_write|torchrun_is|blocks|invalid",
+    "pressure": r"detected|mutation|relu|alignment",
+    "readme": r"shows|recorded|\[0 ",
+    "recipes": r"lamb|operations|policy|accumulated|distillation_equals|dropped|invalid",
+    "recovery": r"within|old_file|divergence|non_finite|vanishes",
+    "shards": r"\[0-[123]-|windows|webdataset|invalid|another_number",
+    "static": r"complete|floor|reused",
+    "train": r"^(?!test_full_disk|test_plots)",
+    "train_digits": r"fused",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,10 +59,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first; tests of a file keep their order."""
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the fast tests, and puts the longest files first; tests of a file keep their order."""
+    found = {item: item.path.stem.removeprefix("test_") for item in items if item.path.parent.name == "tests"}
+    for item, file in found.items():
+        if file in FAST and re.search(FAST[file], item.name):
+            item.add_marker(pytest.mark.fast)
+    marked = {file for item, file in found.items() if item.get_closest_marker("fast")}
+    for file in FAST.keys() & set(found.values()) - marked:
+        if not any("::" in word for word in config.args):
+            raise pytest.UsageError(f"tests/conftest.py: FAST[{file!r}] matches no test of test_{file}.py")
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(found.get(item), len(places)))
 
 
 @pytest.fixture(autouse=True)
