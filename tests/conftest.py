@@ -23,8 +23,8 @@ LONGEST = """backend convert parallel cli static export interpreter freeze bench
 models pressure convert_hooks recovery recipes train shards readme masked""".split()
 
 
-# For `-m fast`: file → a regular expression that the names of its fast tests match, all of them if it is empty. Chosen by
-# `--durations=0`, to take a minute on two cores; a file that takes longer gives its quickest proof of each concern.
+# For `-m fast`: file → a regular expression that the names of its fast tests match; an empty one matches all. Chosen by
+# `--durations=0`, to take a minute on two cores: files that take longer contribute the quickest proof of each concern.
 FAST = {
     **dict.fromkeys("augment block count data equations fewshot fingerprint kernels loss mix naflex".split(), ""),
     **dict.fromkeys("house published ranges scaling schedule weights".split(), ""),
