@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import tile
+from . import launch, tile
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -86,7 +86,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
         return f"head dimension {head_dim} is above 256"
     if device.type == "cuda":
         return _floor(device.index)
-    if chosen == "triton" and device.type == "cpu":
+    if device.type == "cpu" and (chosen == "triton" or launch.target is not None):
         return None
     return f"Triton kernels need a CUDA or ROCm GPU, this is {device.type}"
 
@@ -111,6 +111,6 @@ def kernels_available(x: torch.Tensor, head_dim: int = 0) -> bool:
 
     It depends only on device, dtype, head_dim and the switch, so Dynamo treats it as a constant.
     """
-    if x.device.type == "cpu" and _switch in ("auto", "torch"):  # the most frequent case, without a call
+    if x.device.type == "cpu" and _switch in ("auto", "torch") and launch.target is None:  # most frequent
         return False
     return why_not(x.device, x.dtype, head_dim) is None

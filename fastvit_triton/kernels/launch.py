@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 TUNED = Path(__file__).parent / "tuned"
-target: str | None = None  # architecture to compile for instead of the device's own, as in the compile report
+target: str | None = None  # architecture that takes the place of the device's own; see `targeting`
 _overrides: tuple[dict, dict] | None = None  # rows in use instead of the tables', and those looked up; see `overriding`
 
 
@@ -48,7 +48,7 @@ def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, 
 
 @contextlib.contextmanager
 def targeting(architecture: str) -> Iterator[None]:
-    """In this context launch parameters are those of `architecture`, such as "sm_90", whatever the device is."""
+    """In this context CPU tensors count as those of a GPU of `architecture`, such as "sm_90", which need not be here."""
     global target
     before, target = target, architecture
     try:
