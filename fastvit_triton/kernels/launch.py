@@ -48,7 +48,7 @@ def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, 
 
 @contextlib.contextmanager
 def targeting(architecture: str) -> Iterator[None]:
-    """In this context CPU tensors count as those of a GPU of `architecture`, such as "sm_90", which need not be here."""
+    """In this context CPU tensors count as those of a GPU of `architecture`, which need not be here."""
     global target
     before, target = target, architecture
     try:
