@@ -16,9 +16,9 @@ import torch
 
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.dispatch import forcing
 from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.kernels.op import Op
+from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.compare import Named, converted, leaves, named_leaves, outcome, verdict
 from fastvit_triton.measure.timeout import one_line
 
@@ -93,20 +93,15 @@ def _launching(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check(
-    op: Op, arguments: dict, dtype: torch.dtype, device: torch.device, repeats: int = 3, kernels: bool = True
-) -> dict:
-    """Columns of one check: those of the verdict on outputs and gradients, and "bitwise", equality of repeated runs.
-
-    With `kernels=False` PyTorch's implementation in the ops is checked instead of the kernels.
-    """
+def check(op: Op, arguments: dict, dtype: torch.dtype, device: torch.device, repeats: int = 3) -> dict:
+    """Columns of one check: those of the verdict on outputs and gradients, and "bitwise", equality of repeated runs."""
 
     def found(function: Callable, given: dict) -> Named:
         return outcome(function, given, named_leaves(given))
 
     truth = found(op.reference, converted(arguments, torch.float64))
     baseline = found(op.reference, arguments)
-    with kernels_on(device), forcing(kernels):
+    with kernels_on(device), forcing("fused"):
         runs = [found(op.run, arguments)]
         for _ in range(repeats - 1):
             fill(device)
@@ -134,8 +129,6 @@ def planned(dry: bool) -> dict[str, Callable[[torch.device], dict]]:
     if dry:
         firsts = {f"{op.name} {name}": (op, op.cases[name]) for op in OPS for name in [next(iter(op.cases))]}
         found = {name: partial(_near, *what, torch.float32, 2) for name, what in firsts.items()}
-        mlp = BY_NAME["mlp"]
-        found["mlp ragged by PyTorch"] = partial(_near, mlp, mlp.cases["ragged"], torch.float32, 1, kernels=False)
         return found | {f"{what[0]} beyond 2^31 values": partial(_beyond, *what) for what in far(dry)}
     found = {}
 
@@ -146,11 +139,6 @@ def planned(dry: bool) -> dict[str, Callable[[torch.device], dict]]:
 
     every(torch.bfloat16, lambda op: REAL.get(op.name, {}))
     found |= {f"{what[0]} beyond 2^31 values": partial(_beyond, *what) for what in far(dry)}
-    for dtype in (torch.bfloat16, torch.float32):
-        for name in ("attention", "attention_qkv", "linear", "mlp", "patch_embed"):
-            for case, shape in REAL[name].items():
-                near = partial(_near, BY_NAME[name], shape, dtype, 1, kernels=False)
-                found[f"{name} {case} {dtype} by PyTorch".replace("torch.", "")] = near
     for width in WIDTHS:
         for N in TOKENS:
             case = dict(B=2, H=2, Nq=N, Nk=N, D=width, Dv=width)
@@ -162,8 +150,8 @@ def planned(dry: bool) -> dict[str, Callable[[torch.device], dict]]:
     return found
 
 
-def _near(op: Op, case: dict, dtype: torch.dtype, repeats: int, device: torch.device, kernels: bool = True) -> dict:
-    columns = check(op, op.inputs(case, dtype, device), dtype, device, repeats, kernels)
+def _near(op: Op, case: dict, dtype: torch.dtype, repeats: int, device: torch.device) -> dict:
+    columns = check(op, op.inputs(case, dtype, device), dtype, device, repeats)
     return dict(op=op.name, dtype=str(dtype).removeprefix("torch."), shape=case, **columns)
 
 

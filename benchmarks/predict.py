@@ -1,17 +1,15 @@
-"""Launch parameters and choices for an architecture that is not here, predicted by compiling for it."""
+"""Launch parameters for an architecture that is not here, predicted by compiling for it."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 
 from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.measure.candidates import Target
-from fastvit_triton.measure.choices import MODELS, Calls, calls_of
 from fastvit_triton.measure.timeout import one_line
 from fastvit_triton.measure.tuning import arguments_of, candidates_of
 
-from .launches import Launch, compiled, record, recording
+from .launches import Launch, compiled, record
 from .sass import GPUS, read
 from .static import bounds, violations
 
@@ -58,11 +56,3 @@ def _uses(launch: Launch, row: str) -> bool:
     if row.startswith("mlp.fwd."):
         return launch.name in ("mlp._fwd_kernel", "linear._fwd_kernel", "layer_norm._stats_kernel")
     return launch.name == f"{file}._{'bwd_weight' if kernel == 'bwd' else kernel}_kernel"
-
-
-def predict_choices(arch: str) -> list[dict]:
-    """Rows of choices by the dispatcher's rule, for an architecture that is not here."""
-    calls: Calls = {}
-    for name, batch in MODELS:
-        calls = calls_of(name, batch, torch.device("cpu"), partial(recording, arch)) | calls
-    return [dict(row=row, shape_class=shape, who=call.rule) for (row, shape), call in calls.items()]

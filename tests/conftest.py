@@ -16,7 +16,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (before timm)
-from fastvit_triton.kernels import backend, dispatch, fold, launch
+from fastvit_triton.kernels import backend, fold, launch, plan
 
 # by processor time of the whole file
 LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain dispatch
@@ -87,7 +87,7 @@ def state() -> dict[str, object]:
     return dict(
         switch=backend._switch,
         target=launch.target,
-        forced=dispatch.forced,
+        forced=plan.forced,
         launch=JITFunction.run,
         call=torch.nn.Module.__call__,
         matmul=torch.Tensor.__matmul__,

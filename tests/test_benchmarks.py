@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
-from benchmarks.launches import recording
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch
+from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.measure import timeout, timing, tuned_tables
-from fastvit_triton.measure.choices import calls_of
 from fastvit_triton.measure.compare import verdict
 from fastvit_triton.measure.timeout import Deadline, TimedOut
 from fastvit_triton.measure.variants import Case, Variant, measure
+from fastvit_triton.measure.ways import time_ways
 
 CPU = torch.device("cpu")
 
@@ -329,36 +329,34 @@ def test_measured_rows_outlive_predictions(tmp_path):
     assert json.loads((tmp_path / "sm_90.json").read_text())["a"]["config"] == {"X": 4}
 
 
-def test_choices_are_a_column_that_outlives_new_launch_parameters(tmp_path):
-    """Oracle: the table. A row may be a choice alone; of one shape the first counts; a prediction stands beside."""
-    said = [dict(row="a", shape_class="N", who=who) for who in ("ours", "torch")]
-    tuned_tables.write(
-        "sm_90", {"a": {"X": 1}}, "predicted", tmp_path, [*said, dict(row="b", shape_class="M", who="torch")]
-    )
-    tuned_tables.write("sm_90", {"a": {"X": 2}}, "measured", tmp_path, [dict(row="a", shape_class="N", who="torch")])
+def test_measured_ways_outlive_new_launch_parameters(tmp_path):
+    """Oracle: the table. Of one shape the first counts; a later measurement replaces an earlier one."""
+    said = [dict(shape="a", way=way) for way in ("mixed", "fused")]
+    tuned_tables.write("sm_90", {"a": {"X": 1}}, "predicted", tmp_path, [*said, dict(shape="b", way="plain")])
+    tuned_tables.write("sm_90", {"a": {"X": 2}}, "measured", tmp_path, [dict(shape="b", way="fused")])
     table = json.loads((tmp_path / "sm_90.json").read_text())
-    choice = dict(predicted={"N": "ours"}, measured={"N": "torch"})
-    assert table["a"] == dict(config={"X": 2}, provenance="measured", choice=choice)
-    assert table["b"] == dict(choice=dict(predicted={"M": "torch"}))
+    assert table["ways"] == dict(measured=dict(a="mixed", b="fused"))
+    assert table["a"] == dict(config={"X": 2}, provenance="measured")
 
 
-def test_predicted_choices_are_the_rules():
-    """Oracle: by hand. A ViT-Ti layer asks for eight shapes in inference and training, where its MLP is one launch and
-    two; all but attention's forward pass are ours.
-    """
-    calls = calls_of("vit_tiny_patch16_224", 256, CPU, partial(recording, "sm_90"))
-    assert len(calls) == 8 and {row.split(".")[0] for row, _ in calls} == {"attention", "linear", "patch_embed"}
-    assert all((call.rule == "torch") == row.startswith("attention.fwd") for (row, _), call in calls.items())
+def test_ways_are_timed_and_compared():
+    """Oracle: PyTorch path, where every way is the modules'; the names are those that the plan looks up."""
+    tiny = dict(img_size=32, embed_dim=16, num_heads=2)
+    for training in (False, True):
+        row = time_ways("vit_tiny_patch16_224", 2, training, CPU, Deadline(60), interpreting, True, **tiny)
+        assert row["way"] in WAYS and row["rule"] == "fused"  # the switch of the interpreter
+        assert row["shape"].startswith("attention C=16 F=48 H=2 N=8 B=2 + mlp C=16 F=64 N=8 B=2")
+        assert all(row[f"{way}_match"] and row[f"{way}_us"] > 0 for way in WAYS)
 
 
 def test_adopting_a_sweep(tmp_path):
     """Oracle: the table; the first shape decides, a dry run is refused, and the row says where it comes from."""
     rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
-    rows.append(dict(case="choice", arch="sm_90", row="c", shape_class="N=1", who="ours"))
+    rows.append(dict(case="way", arch="sm_90", shape="c", way="mixed"))
     (tmp_path / "t.json").write_text(fake("tuning", [*rows, dict(case="3", arch="sm_90", row="b", best=None)]))
     assert tuned_tables.adopt(tmp_path / "t.json", tmp_path) == ["a"]
     want = {"a": dict(config={"X": 1}, provenance="measured", source="t.json")}
-    want["c"] = dict(choice=dict(measured={"N=1": "ours"}))
+    want["ways"] = dict(measured=dict(c="mixed"))
     assert json.loads((tmp_path / "sm_90.json").read_text()) == want
     (tmp_path / "dry.json").write_text(fake("tuning", rows, dry=True))
     with pytest.raises(ValueError, match="no tuning result of a GPU"):

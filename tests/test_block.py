@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.launches import recording
 from fastvit_triton import create_model, freeze, layers
 from fastvit_triton.kernels import fold
+from fastvit_triton.kernels.cost import Branch
 from fastvit_triton.layers import Block
 from fastvit_triton.layers.body import finish
-from fastvit_triton.layers.hooks import can_fuse
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 FREE = ("view", "reshape", "transpose", "permute", "unbind", "slice", "select", "expand", "detach", "empty", "alias")
@@ -104,13 +104,13 @@ def test_statistics_are_made_only_where_a_product_reads_them(monkeypatch):
     block, x = model().blocks[0], torch.randn(2, 5, 16)
     assert 10 < block.mlp.fc1.out_features
     with interpreting(), torch.no_grad():
-        assert block(x, return_stats=True)[1] is None
+        assert block(x, None, block.norm1)[1] is None
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     with interpreting(), torch.no_grad():
-        assert block(x, return_stats=True)[1].shape[0] == 10
+        assert block(x, None, block.norm1)[1].shape[0] == 10
         with torch.autocast("cpu", torch.float16):
-            assert block(x, return_stats=True)[1] is None
-            assert block(x.half(), return_stats=True)[1] is not None
+            assert block(x, None, block.norm1)[1] is None
+            assert block(x.half(), None, block.norm1)[1] is not None
 
 
 class Rolled(layers.Attention):
@@ -130,10 +130,13 @@ class Pool(torch.nn.Module):
     def entering(self) -> tuple[torch.nn.Linear, ...]:
         return ()
 
-    def forward(self, x: torch.Tensor, *, norm=None, stats=None, **end: object) -> torch.Tensor:
+    def sizes(self, channels: int) -> Branch:
+        return Branch("mlp", 0, 0, channels, channels, channels)
+
+    def forward(self, x: torch.Tensor, *, norm=None, stats=None, way=None, **end: object) -> torch.Tensor:
         assert norm is None and stats is None
         mean = x.mean(1, keepdim=True).expand_as(x)
-        return finish(mean, self.proj, **end) if can_fuse(x) else self.proj(mean)
+        return self.proj(mean) if way is None else finish(mean, self.proj, way=way, **end)
 
 
 @pytest.mark.parametrize("body, launches", [(Rolled, 6), (Pool, 4)])

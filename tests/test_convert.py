@@ -27,6 +27,7 @@ from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels import backend, fold, mlp
+from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import hooks
 
 ROUNDINGS = 84  # as in test_models
@@ -277,7 +278,7 @@ def test_another_device_later_uses_the_kernels(meta_is_a_gpu):
         outputs(model, given)
     assert not run.ours
     model.to("meta")
-    with torch.no_grad(), Recorder() as run:
+    with torch.no_grad(), Recorder() as run, forcing("fused"):
         assert outputs(model, given.to("meta")).shape == (2, 5)
     assert run.ours.count("attention_fwd") == 2
 

@@ -5,6 +5,7 @@ release. So a forward declares what it reads and takes; `optimize` compares that
 needs to ask again.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import signature
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ..kernels.backend import kernels_available
+from ..layers import ways
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import type_name
 from .third_party import is_fusable
@@ -104,10 +107,26 @@ def fused_forward(
     """Declares the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
-        register(names, Forward(forward, needs, takes, None, became, reason, None, folds))
-        return forward
+        chosen = _chosen(forward)
+        register(names, Forward(chosen, needs, takes, None, became, reason, None, folds))
+        return chosen
 
     return decorate
+
+
+def _chosen(forward: Callable) -> Callable:
+    """The fused forward, or the original's where the module runs plain or stands in a block that does."""
+
+    @functools.wraps(forward)
+    def run(module: nn.Module, *inputs: object, **named: object) -> object:
+        if ways.inside_plain:
+            return type(module).forward(module, *inputs, **named)
+        x = inputs[0] if inputs else None
+        if isinstance(x, Tensor) and ways.known_way(module, x) == "plain":
+            return ways.plainly(type(module).forward, module, *inputs, **named)
+        return forward(module, *inputs, **named)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -124,13 +143,23 @@ class FusedBody:
 
     def __call__(self, module: nn.Module, *inputs: object, **named: object) -> Tensor | tuple[Tensor, None]:
         """The module of its inputs; [B, N, D] → [B, N, D]."""
+        if ways.inside_plain:
+            return type(module).forward(module, *inputs, **named)
         if not inputs and "hidden_states" in named:
             inputs = (named["hidden_states"],)
             named = {name: value for name, value in named.items() if name != "hidden_states"}
-        if inputs and isinstance(inputs[0], Tensor) and is_fusable(module, inputs[0]):
+        x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
+        if x is not None and ways.known_way(module, x) == "plain":
+            return ways.plainly(type(module).forward, module, *inputs, **named)
+        if x is not None and is_fusable(module, x):
             parts = self.read(module, *inputs[1:], **named)
             if not isinstance(parts, str):
-                y = parts(inputs[0])
+                way = "reference"
+                if kernels_available(x):
+                    way = ways.choose_way(module, x, (parts.sizes(x.shape[-1]),))
+                if way == "plain":
+                    return ways.plainly(type(module).forward, module, *inputs, **named)
+                y = parts(x, way=way)
                 return (y, None) if self.weights else y
         return original(module, *inputs, **named)
 

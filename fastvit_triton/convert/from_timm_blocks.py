@@ -43,7 +43,7 @@ def _block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causa
     call, (drop1, drop2) = _given(self, attn_mask=attn_mask, is_causal=is_causal), _drop_paths(self)
     scale1, scale2 = (self.ls1, self.ls2) if hasattr(self, "ls1") else (None, None)
     attn = Branch(self.attn, self.norm1, scale1, drop1, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, scale2, drop2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, scale2, drop2), block=self)
 
 
 @fused_forward(
@@ -63,7 +63,7 @@ def _eva_block(
 ) -> Tensor:
     call = _given(self, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
     attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2), block=self)
 
 
 @fused_forward(
@@ -79,7 +79,7 @@ def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = 
         return original(self, x, shared_rel_pos_bias)
     call, (drop1, drop2) = dict(shared_rel_pos_bias=shared_rel_pos_bias), _drop_paths(self)
     attn = Branch(self.attn, self.norm1, None, drop1, self.gamma_1, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, drop2, self.gamma_2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, drop2, self.gamma_2), block=self)
 
 
 @fused_forward(
@@ -94,7 +94,7 @@ def cait_block(self: nn.Module, x: Tensor) -> Tensor:
     if not is_fusable(self, x):
         return original(self, x)
     attn = Branch(self.attn, self.norm1, None, self.drop_path, self.gamma_1)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2), block=self)
 
 
 @fused_forward(

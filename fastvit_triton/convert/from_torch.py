@@ -157,7 +157,7 @@ def encoder_layer(
     hidden = MlpParts((self.linear1,), act, self.linear2, (self.dropout, self.dropout2))
     x = src if self.self_attn.batch_first else src.transpose(0, 1)
     if self.norm_first:
-        x = add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2))
+        x = add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2), block=self)
     else:
         x = self.norm1(parts(x, residual=x))
         x = self.norm2(hidden(x, residual=x))
@@ -176,7 +176,9 @@ def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
     parts = "watched" if not is_fusable(self, input) or has_hooks(attn) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, input)
-    return add_branches(input, Branch(parts._replace(drops=(self.dropout,)), self.ln_1), Branch(self.mlp, self.ln_2))
+    return add_branches(
+        input, Branch(parts._replace(drops=(self.dropout,)), self.ln_1), Branch(self.mlp, self.ln_2), block=self
+    )
 
 
 def patch_conv(conv: nn.Module) -> bool:

@@ -178,7 +178,7 @@ def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: 
 
 def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     attn = Branch(self.attention, self.layernorm_before, drop=self.dropout, call=_call(attention_mask, more))
-    return add_branches(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout))
+    return add_branches(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout), block=self)
 
 
 @fused_forward(
@@ -198,7 +198,7 @@ def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named:
 def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     call = _call(attention_mask, more)
     attn = Branch(self.attention, self.norm1, self.layer_scale1, self.drop_path, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path), block=self)
 
 
 @fused_forward(
@@ -217,7 +217,7 @@ def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named:
 
 def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     attn = Branch(self.self_attn, self.layer_norm1, call=_call(attention_mask, more))
-    return add_branches(x, attn, Branch(self.mlp, self.layer_norm2))
+    return add_branches(x, attn, Branch(self.mlp, self.layer_norm2), block=self)
 
 
 def _pooling_reason(self: nn.Module, attention_mask: Tensor | None = None) -> str | None:

@@ -37,6 +37,20 @@ class Norm(NamedTuple):
     kind: str = "layer_norm"
 
 
+class Normalized(NamedTuple):
+    """A LayerNorm's result for the product that follows, made by whatever wrote its input.
+
+    Attributes:
+        y: LN(x) [B, ..., D], in the dtype of the product.
+        mean: [M] fp32, for the backward pass; None if there is none.
+        rstd: [M] fp32.
+    """
+
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
 class Epilogue(NamedTuple):
     """What follows a matrix product [..., F] before it is stored.
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, dispatch, eager
+from . import check, plan
 from .argument import expect_int, expect_number
 from .attention_backward import bwd_op
 from .attention_inner import (
@@ -38,9 +38,8 @@ from .attention_inner import (
     store_tiles,
     zero_tiles,
 )
-from .attention_launch import ARGUMENTS, arguments_of, blocks_of, run, sizes_of, tail_block, tuned_row
+from .attention_launch import ARGUMENTS, arguments_of, blocks_of, run, sizes_of, tail_block
 from .backend import kernels_available
-from .eager import last_axis_contiguous
 from .launch import cdiv
 from .op import Op, cast, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
@@ -80,7 +79,9 @@ def attention(
     expect("v", v, q, B=B, H=H, Nk=k.shape[2], Dv=None)
     check.heads(q, k, v)
     check.scores(q, (H, q.shape[2], k.shape[2]), bias, kv_lens, scale, return_lse)
-    if kernels_available(q, max(D, v.shape[3])):
+    if kernels_available(q, max(D, v.shape[3])) and (
+        return_lse or prefers_kernel(q, H, (q.shape[2], k.shape[2]), (D, v.shape[3]), bias is kv_lens is None, False)
+    ):
         o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
         return (o, lse * math.log(2)) if return_lse else o
     return reference(q, k, v, bias, scale, kv_lens, return_lse)
@@ -123,6 +124,26 @@ def varlen_attention(
         o, _ = _Fn.apply(*heads_first, None, None, cu_seqlens, max_seqlen, D**-0.5 if scale is None else scale)
         return o[0].transpose(0, 1)
     return reference_varlen(q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+def prefers_kernel(
+    x: Tensor, heads: int, lengths: tuple[int, int], widths: tuple[int, int], bare: bool, packed: bool
+) -> bool:
+    """True if the plan has our kernel for this attention rather than the reference.
+
+    Args:
+        x: [B, ...], with the device and the dtype of the operands.
+        heads: H.
+        lengths: Nq and Nk.
+        widths: D and Dv.
+        bare: no bias, key lengths, norms or rotary positions; a row without keys gives 0 with our kernel only.
+        packed: the gradients of q, k and v are one tensor.
+    """
+    D, Dv = widths
+    deterministic = torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled()
+    if not bare or D % 8 or D != Dv or deterministic:  # SDPA pads odd widths, and sums dq in any order
+        return True
+    return plan.prefers_kernel(x, "attention", *plan.lengths_of(x.shape[0], *lengths, heads), D, packed)
 
 
 def reference(
@@ -230,14 +251,12 @@ def _fwd_kernel(
 
 def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
     """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L [B, H, Nq] in base 2)."""
-    if bias is kv_lens is cu_seqlens is None and not dispatch.attention(tuned_row, "fwd", q, k, v):
-        return eager.attention(q, k, v, scale)
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
     if cu_seqlens is not None:
         max_seqlen = min(max_seqlen, q.shape[2])
         o.zero_()  # for tokens that belong to no image
         lse.fill_(-math.inf)
-    q, k, v = last_axis_contiguous(q, k, v)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     blocks = blocks_of("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])

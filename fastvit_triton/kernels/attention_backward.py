@@ -16,7 +16,6 @@ import math
 
 import torch
 
-from . import dispatch, eager
 from .attention_inner import (
     dkdv_step,
     dq_step,
@@ -37,10 +36,8 @@ from .attention_launch import (
     run,
     sizes_of,
     tail_block,
-    tuned_row,
     whole_head_blocks,
 )
-from .eager import last_axis_contiguous
 from .launch import cdiv
 from .op import register
 from .tile import jit, tl
@@ -241,8 +238,6 @@ def _bwd_dbias_kernel(
 
 def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias):
     """(dq, dk, dv, dbias); with `packed`, dq is dqkv [B, N, 3, H, D]. Outputs that are not needed are empty."""
-    if bias is kv_lens is cu_seqlens is None and not dispatch.attention(tuned_row, "bwd_dq", q, k, v, packed):
-        return *eager.attention_grads(do, q, k, v, o, lse, scale, packed), q.new_empty(0)
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias)
     dq, dk, dv, dbias = outputs
     if cu_seqlens is not None:
@@ -251,7 +246,7 @@ def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, pack
             grad.zero_()
     if packed:
         dq, dk, dv = dq.permute(2, 0, 3, 1, 4).unbind(0)
-    do, q, k, v = last_axis_contiguous(do, q, k, v)
+    do, q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (do, q, k, v))
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu_seqlens is not None
     others = dict(do=do, o=o, dq=dq, dk=dk, dv=dv)

@@ -68,7 +68,12 @@ def attention_qkv(
     """
     D = check.packed(qkv, num_heads, q_norm, k_norm, rope, prefix_tokens)
     check.scores(qkv, (num_heads, qkv.shape[1], qkv.shape[1]), bias, kv_lens, scale, return_lse)
-    if kernels_available(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
+    bare = bias is kv_lens is q_norm is k_norm is rope is None
+    if (
+        kernels_available(qkv, D)
+        and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad))
+        and (return_lse or attention.prefers_kernel(qkv, num_heads, (qkv.shape[1],) * 2, (D, D), bare, True))
+    ):
         packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
         q_norm_weight, q_norm_bias, q_eps = NO_NORM if q_norm is None else q_norm[:3]
         k_norm_weight, k_norm_bias, k_eps = NO_NORM if k_norm is None else k_norm[:3]
@@ -103,7 +108,7 @@ def reference(
         k = layer_norm.reference(k, *k_norm[:3])
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
-    o = attention.attention(q, k, v, bias, scale, kv_lens, return_lse)
+    o = attention.reference(q, k, v, bias, scale, kv_lens, return_lse)
     return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
 
 

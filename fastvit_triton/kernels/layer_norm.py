@@ -3,12 +3,7 @@
 Math      μ = mean(x)    σ² = mean((x − μ)²)    x̂ = (x − μ) / √(σ² + ε)                  (1)
           y = γ·x̂ + β                                                                     (2)
           s = residual + sample_scale·layer_scale·x,  y = LN(s)        for add_layer_norm  (3)
-Backward  g = dy·γ,  t = (g − mean(g) − x̂·mean(g·x̂)) / √(σ² + ε) + ds                     (4)
-          dresidual = t    dx = sample_scale·layer_scale·t
-          dlayer_scale = Σ_rows sample_scale·x·t                                           (5)
-          dγ = Σ_rows dy·x̂    dβ = Σ_rows dy                                               (6)
-          sample_scale is a random mask and gets no gradient.
-Kernels   The sums over rows are taken in two stages, in fp32 within programs and then over them: same bits every run.
+Backward  equations (4) to (6) of `layer_norm_backward`.
 Cost      forward 8·M·D flops; bytes = x + y (+ residual + s). Backward reads dy, ds, s, x and writes dx, dresidual.
 Saved     s (or x), and x if there is a layer_scale, in storage dtype; μ and 1/√(σ² + ε) in fp32.
 Sources   Ba et al., Layer normalization, arXiv:1607.06450, eq. 4; LayerScale: Touvron et al., CaiT, arXiv:2103.17239,
@@ -21,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .argument import expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
+from . import plan
+from .argument import Norm, Normalized, expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
 from .backend import kernels_available
 from .launch import cdiv, whole_row_blocks
+from .layer_norm_backward import bwd_op, row_blocks
 from .op import Op, make_randn, once_differentiable, register
 from .tile import jit, tl
 
-PROGRAMS = 512  # of the backward pass, at most; independent of the GPU, so that sums (5) and (6) have the same bits
 MAX_D = 16384  # a program holds whole rows in registers
 
 
@@ -50,8 +46,15 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     expect_rows("x", x, "D")
     expect_norm(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and x.shape[-1] <= MAX_D:
-        return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
+        mixable = weight is None or weight.dtype == x.dtype  # else PyTorch casts x
+        if not mixable or plan.prefers_kernel(x, "layer_norm", plan.rows_of(math.prod(x.shape[:-1])), x.shape[-1]):
+            return run(x, weight, bias, eps)
     return reference(x, weight, bias, eps)
+
+
+def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm` without checks of its arguments and without a choice, where the kernels run."""
+    return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
 
 
 def add_layer_norm(
@@ -168,7 +171,7 @@ def _fwd_kernel(
     HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M whole rows. Equations (1) to (3)."""
+    """One program: BLOCK_M whole rows. Equations (1) to (3), or only the sum of (3) where y_ptr is None."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     in_m, in_d = m < M, d < D
@@ -184,70 +187,19 @@ def _fwd_kernel(
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, rounded, mask=inside)
         x = rounded.to(tl.float32)  # LN reads the rounded sum, as in PyTorch
-    mean = tl.sum(x, 1) / D  # [BLOCK_M]
-    centred = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
-    y = centred * rstd[:, None]
-    if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(mean_ptr + m, mean, mask=in_m)
-    tl.store(rstd_ptr + m, rstd, mask=in_m)
-
-
-@jit
-def _bwd_kernel(
-    dy_ptr, dsum_ptr, s_ptr, x_ptr, layer_scale_ptr, scale_ptr, weight_ptr, mean_ptr, rstd_ptr,
-    dx_ptr, dresidual_ptr, partial_ptr,
-    M, rows_per_image, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: every n-th block of rows, for n programs, and their terms of the sums. Equations (4) to (6)."""
-    program = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    in_d = d < D
-    weight = tl.full([BLOCK_D], 1.0, tl.float32)
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + d, mask=in_d, other=0.0).to(tl.float32)
-    layer_scale = tl.full([BLOCK_D], 1.0, tl.float32)
-    if HAS_LAYER_SCALE:
-        layer_scale = tl.load(layer_scale_ptr + d, mask=in_d, other=0.0).to(tl.float32)
-    dweight = tl.zeros([BLOCK_D], tl.float32)
-    dbias = tl.zeros([BLOCK_D], tl.float32)
-    dlayer_scale = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(program * BLOCK_M, M, tl.num_programs(0) * BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        in_m = m < M
-        inside = in_m[:, None] & in_d[None, :]
-        at = m[:, None] * D + d[None, :]
-        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
-        s = tl.load(s_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
-        rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
-        normed = tl.where(inside, (s - mean[:, None]) * rstd[:, None], 0.0)
-        g = dy * weight[None, :]
-        t = g - (tl.sum(g, 1) / D)[:, None] - normed * (tl.sum(g * normed, 1) / D)[:, None]
-        t = t * rstd[:, None]
-        dweight += tl.sum(dy * normed, 0)
-        dbias += tl.sum(dy, 0)
-        if HAS_RESIDUAL:
-            t += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dresidual_ptr + at, t.to(dresidual_ptr.dtype.element_ty), mask=inside)
-            if HAS_SCALE:
-                t *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
-            if HAS_LAYER_SCALE:
-                x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                dlayer_scale += tl.sum(tl.where(inside, t * x, 0.0), 0)
-                t *= layer_scale[None, :]
-        tl.store(dx_ptr + at, t.to(dx_ptr.dtype.element_ty), mask=inside)
-    at = partial_ptr + program * 3 * D + d
-    tl.store(at, dweight, mask=in_d)
-    tl.store(at + D, dbias, mask=in_d)
-    if HAS_LAYER_SCALE:
-        tl.store(at + 2 * D, dlayer_scale, mask=in_d)
+    if y_ptr is not None:
+        mean = tl.sum(x, 1) / D  # [BLOCK_M]
+        centred = tl.where(inside, x - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
+        y = centred * rstd[:, None]
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + m, mean, mask=in_m)
+            tl.store(rstd_ptr + m, rstd, mask=in_m)
 
 
 def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
@@ -258,17 +210,11 @@ def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
     )  # fmt: skip
 
 
-def _blocks(D: int) -> dict[str, int]:
-    """Launch parameters: a program holds whole rows."""
-    rows, block, options = whole_row_blocks(D)
-    return dict(BLOCK_M=rows, BLOCK_D=block, num_stages=1, **options)
-
-
 def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
     s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-    M, D, blocks = mean.numel(), x.shape[-1], _blocks(x.shape[-1])
+    M, D, blocks = mean.numel(), x.shape[-1], row_blocks(x.shape[-1])
     if M:
         _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
             x, residual, layer_scale, sample_scale, weight, bias, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
@@ -278,37 +224,58 @@ def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     return s, y, mean, rstd
 
 
-def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
+def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None) -> torch.dtype:
+    """Dtype of layer_scale·x + residual: the promotion of all."""
     dtype = x.dtype
-    for t in (residual, layer_scale if residual is not None else None):
+    for t in (layer_scale, residual):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
+    return dtype
+
+
+def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
+    dtype = x.dtype if residual is None else output_dtype(x, layer_scale, residual)
     s = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     rows = math.prod(x.shape[:-1])
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return s, x.new_empty(x.shape, dtype=torch.float32 if fp32_out else dtype), mean, rstd
 
 
-def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
-    """(dx, dresidual, sums [3, D] fp32 of dweight, dbias, dlayer_scale); dresidual is empty without `dsum`."""
-    dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype)
-    dy, s = dy.contiguous(), s.contiguous()
-    dsum, x = (None if t is None else t.contiguous() for t in (dsum, x))
-    M, D, blocks = mean.numel(), s.shape[-1], _blocks(s.shape[-1])
-    if not M:
-        return dx, dresidual, sums.zero_()
-    programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
-    partial = torch.zeros(programs, 3, D, dtype=torch.float32, device=s.device)
-    _bwd_kernel[(programs,)](
-        dy, dsum, s, x, layer_scale, sample_scale, weight, mean, rstd, dx, dresidual, partial, M, cdiv(M, s.shape[0]),
-        D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
-        HAS_WEIGHT=weight is not None, **blocks,
-    )  # fmt: skip
-    return dx, dresidual, torch.sum(partial, 0, out=sums)
+def add_and_normalize(
+    x: Tensor,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    sample_scale: Tensor | None,
+    norm: Norm | None,
+    dtype: torch.dtype,
+    save: bool,
+) -> tuple[Tensor, Normalized | None]:
+    """Equation (3) in one launch by the kernel, without gradients: (s, LN(s)), or (s, None) without a norm.
 
-
-def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
-    dresidual = s.new_empty(0 if dsum is None else s.shape)
-    return s.new_empty(s.shape, dtype=dx_dtype), dresidual, s.new_empty(3, s.shape[-1], dtype=torch.float32)
+    Args:
+        x: [B, ..., D], the branch; or what is normalised, without a residual.
+        residual: [B, ..., D], or None.
+        layer_scale: [D], or None.
+        sample_scale: [B], or None.
+        norm: weight, bias and eps of the LayerNorm, or None.
+        dtype: of LN(s).
+        save: row statistics are needed for a backward pass.
+    """
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    D, blocks = x.shape[-1], row_blocks(x.shape[-1])
+    M, s, normed, mean, rstd = x.numel() // D, x, None, None, None
+    if residual is not None:
+        s = torch.empty_like(x, dtype=output_dtype(x, layer_scale, residual))
+    if norm is not None:
+        normed = torch.empty_like(x, dtype=dtype)
+        mean, rstd = (x.new_empty(M, dtype=torch.float32) for _ in range(2)) if save else (None, None)
+    weight, bias, eps = (None, None, 0.0) if norm is None else norm[:3]
+    if M:
+        _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
+            x, residual, layer_scale, sample_scale, weight, bias, s, normed, mean, rstd, M, cdiv(M, x.shape[0]), eps,
+            D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
+            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
+        )  # fmt: skip
+    return s, None if norm is None else Normalized(normed, mean, rstd)
 
 
 _fwd_op = register(
@@ -317,13 +284,6 @@ _fwd_op = register(
     "Tensor? sample_scale, bool fp32_out) -> (Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
-)
-_bwd_op = register(
-    "layer_norm_bwd",
-    "(Tensor dy, Tensor? dsum, Tensor s, Tensor? x, Tensor? weight, Tensor? layer_scale, Tensor? sample_scale, "
-    "Tensor mean, Tensor rstd, ScalarType dx_dtype) -> (Tensor, Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
 )
 
 
@@ -346,7 +306,7 @@ class _Fn(torch.autograd.Function):
         s, x, weight, layer_scale, sample_scale, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, bias_dtype = ctx.dtypes
         dsum = dsum if ctx.has_residual else None
-        dx, dresidual, sums = _bwd_op(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, x_dtype)
+        dx, dresidual, sums = bwd_op(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, x_dtype)
         return (
             dx,
             dresidual.to(residual_dtype) if ctx.has_residual else None,

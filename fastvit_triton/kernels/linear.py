@@ -8,10 +8,11 @@ Math      x̂ = LN(x) when `norm` is given, else x                              
 Folded    W' = W·diag(γ), column sums s and bias c, as in `fold`                             (5)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row       (6)
 Backward  equations (7) to (10) of `linear_backward`.
-Kernels   The product with its epilogue, row statistics, folding and the elementwise parts of (7) and (9) are Triton;
-          the three matrix products of the backward pass are torch.matmul. LN is folded if x has the dtype of the
-          product (not if autocast casts a float32 x) and `fold.pays`; otherwise it is a launch of its own. On Hopper
-          the rows of x and W are permuted to match the accumulator layout of WGMMA: `tile.wgmma_rows`.
+Kernels   The product with its epilogue, row statistics, folding, (7) and (9) are Triton;
+          the matrix products of the backward pass are torch.matmul. LN is folded if x has the dtype of the product (not
+          if autocast casts a float32 x) and `fold.pays`; otherwise it is a launch of its own. On Hopper the rows of x
+          and W are permuted to match the accumulator layout of WGMMA: `tile.wgmma_rows`. `mixed` leaves the product to
+          the library and has passes for the rest.
 Saved     x, the pre-activation if there is an activation, μ and r in fp32.
 Cost      2·M·K·F flops; bytes = x + W + y (+ residual).
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
@@ -25,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, dispatch, eager, fold, layer_norm
+from . import check, fold, layer_norm, mixed, plan
 from .activation import ACTIVATIONS, activate
-from .argument import Epilogue, Norm, Pair, expect_bool
+from .argument import Norm, Normalized, Pair, expect_bool
 from .backend import kernels_available
 from .fold import Folded
 from .launch import cdiv, config, power_of_2, precision
-from .layer_norm import merge_stats
+from .layer_norm import merge_stats, output_dtype
 from .linear_backward import bwd_op
 from .op import Op, can_fold_norm, cast, make_randn, once_differentiable, register
 from .tile import (
@@ -95,16 +96,10 @@ def linear(
     check.norm(x, norm, stats, weight)
     check.branch(x, output_channels(weight, activation), layer_scale, sample_scale, residual)
     expect_bool("return_stats", return_stats)
-    if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D:
-        operand, norm = apply_or_keep_norm(x, norm, weight)
-        eps, stats = (0.0, None) if norm is None else (norm[2], stats)
-        is_input, grad = residual is operand, torch.is_grad_enabled()
-        residual = None if is_input else residual
-        settings = Settings(activation, norm is not None, eps, is_input, grad, return_stats)
-        y, y_stats = _Fn.apply(
-            operand, *operands(weight, bias, norm), stats, layer_scale, sample_scale, residual, settings
+    if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D and _prefers_kernel(x, weight, norm, residual):
+        return run(
+            x, weight, bias, norm, stats, activation, layer_scale, sample_scale, residual, return_stats=return_stats
         )
-        return (y, y_stats) if return_stats else y
     return reference(
         x,
         weight,
@@ -117,6 +112,70 @@ def linear(
         residual=residual,
         return_stats=return_stats,
     )
+
+
+def run(
+    x: Tensor,
+    weight: Tensor | Pair | Folded,
+    bias: Tensor | Pair | None = None,
+    norm: Norm | None = None,
+    stats: Tensor | Normalized | None = None,
+    activation: str | None = None,
+    layer_scale: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    return_stats: bool = False,
+    way: str = "fused",
+    next_norm: Norm | None = None,
+) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
+    """`linear` without checks of its arguments and without a choice, where the kernels run.
+
+    Args:
+        x, weight, bias, norm, activation, layer_scale, sample_scale, residual: as in `linear`.
+        stats: row statistics of x for "fused", or LN(x) for "mixed", from the call that produced x.
+        return_stats: also return what the next call takes as `stats`.
+        way: "fused" or "mixed", see `plan`.
+        next_norm: for "mixed", the LayerNorm of the output that the next call has.
+    """
+    grad = torch.is_grad_enabled()
+    if way == "mixed":
+        call = mixed.Call(stats, next_norm if return_stats else None, mixed.product_dtype(x))
+        operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
+    else:
+        call, (operand, norm) = None, apply_or_keep_norm(x, norm, weight)
+        eps, stats = (0.0, None) if norm is None else (norm[2], stats)
+    is_input = residual is operand
+    settings = Settings(activation, norm is not None, eps, is_input, grad, return_stats, call=call)
+    y, *left = _Fn.apply(
+        operand,
+        *operands(weight, bias, norm),
+        stats,
+        layer_scale,
+        sample_scale,
+        None if is_input else residual,
+        settings,
+    )
+    return (y, handed_on(left, call)) if return_stats else y
+
+
+def handed_on(left: list[Tensor | None], call: mixed.Call | None) -> Tensor | Normalized | None:
+    """What a Function leaves for the next call: row statistics, or what `mixed` normalised."""
+    return left[0] if call is None or left[0] is None else Normalized(*left)
+
+
+def _prefers_kernel(x, weight, norm, residual):
+    """The plan has our kernel for this product rather than the reference."""
+    width = len(weight.weight) if isinstance(weight, Folded) else product_width(weight)
+    sizes = (
+        plan.rows_of(math.prod(x.shape[:-1])),
+        x.shape[-1],
+        width,
+        norm is not None,
+        residual is not None,
+        not isinstance(weight, Folded),
+    )
+    return plan.prefers_kernel(x, "linear", *sizes)
 
 
 def reference(
@@ -162,6 +221,7 @@ class Settings(NamedTuple):
         grad_enabled: of the caller; inside the Function gradients are always disabled.
         return_stats: the row statistics of the output are wanted.
         recompute: only x is saved; the hidden layer of `mlp` is computed again in the backward pass.
+        call: what a mixed call has besides; None for a fused one.
     """
 
     activation: str | None
@@ -171,6 +231,11 @@ class Settings(NamedTuple):
     grad_enabled: bool
     return_stats: bool
     recompute: bool = False
+    call: mixed.Call | None = None
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """Dtype of the products."""
+        return x.dtype if self.call is None else self.call.dtype
 
 
 class Operands(NamedTuple):
@@ -200,12 +265,14 @@ def apply_or_keep_norm(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Fol
 
     The norm is applied to x if there are few rows, or if autocast casts x, so that LayerNorm keeps its precision.
     """
-    if norm is not None and not (can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, _width(weight)))):
-        return cast(layer_norm.layer_norm(x, *norm[:3]))[0], None
+    if norm is not None and not (
+        can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, product_width(weight)))
+    ):
+        return cast(layer_norm.run(x, *norm[:3]))[0], None
     return cast(x)[0], norm
 
 
-def _width(weight: Tensor | Pair) -> int:
+def product_width(weight: Tensor | Pair) -> int:
     """Outputs of the matrix product: F, or 2F for a gate and an up projection."""
     return len(weight) if isinstance(weight, Tensor) else sum(map(len, weight))
 
@@ -403,13 +470,9 @@ def _blocks(x, F, activation, layer_scale, residual):
 
 def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
     """(y, pre, mean, rstd, stats); with `colsum`, LN is folded into weight and bias. Unneeded outputs are empty."""
-    outputs = _fwd_fake(
+    y, pre, mean, rstd, y_stats = outputs = _fwd_fake(
         x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats
     )
-    epilogue = Epilogue(activation, layer_scale, sample_scale, residual, return_stats)
-    if not dispatch.linear(tuned_row, x, weight, colsum, stats, epilogue, save):
-        return eager.linear(x, weight, bias, colsum, eps, epilogue, outputs)
-    y, pre, mean, rstd, y_stats = outputs
     F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -450,14 +513,6 @@ def _fwd_fake(x, weight, bias, colsum, stats, eps, activation, layer_scale, samp
     )
 
 
-def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None) -> torch.dtype:
-    """Dtype of the output: the promotion of x's, layer_scale's and residual's."""
-    dtype = x.dtype
-    for t in (layer_scale, residual):
-        dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
-    return dtype
-
-
 fwd_op = register(
     "linear_fwd",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? colsum, Tensor? stats, float eps, str? activation, "
@@ -469,7 +524,7 @@ fwd_op = register(
 
 
 class _Fn(torch.autograd.Function):
-    """Autograd of linear_fwd by linear_bwd; saves x, the pre-activation of an activation, and row statistics."""
+    """Autograd of linear_fwd or `mixed.forward` by linear_bwd; saves x, the pre-activation, and row statistics."""
 
     @staticmethod
     def forward(
@@ -478,18 +533,25 @@ class _Fn(torch.autograd.Function):
     ):  # fmt: skip
         given = Operands(weight, bias, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
         save = settings.grad_enabled and any(ctx.needs_input_grad)
-        y, pre, mean, rstd, y_stats = fwd_op(
-            x, *fold_operands(x, given, settings.has_norm), stats, settings.eps, settings.activation,
-            layer_scale, sample_scale, x if settings.residual_is_input else residual, save, settings.return_stats,
-        )  # fmt: skip
+        ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
+        if settings.call is None:
+            y, pre, mean, rstd, *left = fwd_op(
+                x, *fold_operands(x, given, settings.has_norm), stats, settings.eps, settings.activation, *ends,
+                save, settings.return_stats,
+            )  # fmt: skip
+        else:
+            norm = Norm(norm_weight, norm_bias, settings.eps) if settings.has_norm else None
+            y, pre, mean, rstd, *left = mixed.forward(
+                x, weight, bias, norm, settings.activation, *ends, settings.call, save
+            )
         ctx.save_for_backward(x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
         ctx.settings, ctx.residual_dtype = settings, None if residual is None else residual.dtype
-        ctx.mark_non_differentiable(y_stats)
-        return y, y_stats
+        ctx.mark_non_differentiable(*(t for t in left if t is not None))
+        return y, *left
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, _):
+    def backward(ctx, dy, *_):
         need_x, need_weight, need_bias, need_norm_weight, need_norm_bias, *_ = ctx.needs_input_grad
         *_, need_layer_scale, _, _, _ = ctx.needs_input_grad
         x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors
@@ -500,7 +562,7 @@ class _Fn(torch.autograd.Function):
             return *[None] * 11, dresidual, None
         dx, dw, db, dlayer_scale, dnorm = bwd_op(
             dy, x, weight, bias, *saved, norm_weight, norm_bias,
-            settings.activation, settings.has_norm, settings.residual_is_input, needs,
+            settings.activation, settings.has_norm, settings.residual_is_input, settings.dtype(x), needs,
         )  # fmt: skip
         return (
             dx if need_x else None,

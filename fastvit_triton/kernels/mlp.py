@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import check, layer_norm, linear
+from . import check, layer_norm, linear, mixed, plan
 from .activation import activate
-from .argument import Norm, Pair, expect_bool, expect_floating, expect_nonempty, is_like
+from .argument import Norm, Normalized, Pair, expect_bool, expect_floating, expect_nonempty, is_like
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import kernels_available
 from .fold import Folded
 from .launch import cdiv, config, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
-from .linear_backward import input_grad, product_grad, weight_grad, weight_grad_like
+from .linear_backward import all_grads, input_grad, parameter_grads, product_grad, weight_grad_like
 from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, store_stats, tl, zero_stats
 
@@ -91,14 +91,13 @@ def mlp(
     check.branch(x, weight.shape[0], layer_scale, sample_scale, residual)
     expect_bool("recompute", recompute)
     expect_bool("return_stats", return_stats)
-    if kernels_available(x) and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D:
-        operand, norm = linear.apply_or_keep_norm(x, norm, fc1[0])
-        eps, stats = (0.0, None) if norm is None else (norm[2], stats)
-        is_input, grad = residual is operand, torch.is_grad_enabled()
-        settings = linear.Settings(activation, norm is not None, eps, is_input, grad, return_stats, recompute)
-        tensors = stats, layer_scale, sample_scale, None if is_input else residual
-        y, y_stats = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
-        return (y, y_stats) if return_stats else y
+    if (
+        kernels_available(x)
+        and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D
+        and _prefers_kernel(x, fc1[0], weight, norm, residual)
+    ):
+        ends = layer_scale, sample_scale, residual
+        return run(x, fc1, fc2, norm, stats, activation, *ends, recompute, return_stats=return_stats)
     return reference(
         x,
         fc1,
@@ -112,6 +111,52 @@ def mlp(
         recompute=recompute,
         return_stats=return_stats,
     )
+
+
+def run(
+    x: Tensor,
+    fc1: Layer,
+    fc2: Layer,
+    norm: Norm | None = None,
+    stats: Tensor | Normalized | None = None,
+    activation: str = "gelu",
+    layer_scale: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    recompute: bool = False,
+    *,
+    return_stats: bool = False,
+    way: str = "fused",
+    next_norm: Norm | None = None,
+) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
+    """`mlp` without checks of arguments and without a choice, where the kernels run; see `linear.run`."""
+    if way == "mixed":
+        call = mixed.Call(stats, next_norm if return_stats else None, mixed.product_dtype(x))
+        operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
+    else:
+        call, (operand, norm) = None, linear.apply_or_keep_norm(x, norm, fc1[0])
+        eps, stats = (0.0, None) if norm is None else (norm[2], stats)
+    is_input, grad = residual is operand, torch.is_grad_enabled()
+    settings = linear.Settings(activation, norm is not None, eps, is_input, grad, return_stats, recompute, call)
+    tensors = stats, layer_scale, sample_scale, None if is_input else residual
+    y, *left = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
+    return (y, linear.handed_on(left, call)) if return_stats else y
+
+
+def _prefers_kernel(x, weight, fc2_weight, norm, residual):
+    """The plan has our kernels for this MLP rather than the reference."""
+    width = len(weight.weight) if isinstance(weight, Folded) else linear.product_width(weight)
+    fold = not isinstance(weight, Folded)
+    sizes = (
+        plan.rows_of(math.prod(x.shape[:-1])),
+        x.shape[-1],
+        width,
+        fc2_weight.shape[1],
+        norm is not None,
+        residual is not None,
+        fold,
+    )
+    return plan.prefers_kernel(x, "mlp", *sizes)
 
 
 def reference(
@@ -225,7 +270,7 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, ac
 
 def _fwd_fake(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, activation, return_stats):
     M = math.prod(x.shape[:-1])
-    y = x.new_empty(x.shape, dtype=linear.output_dtype(x, layer_scale, residual))
+    y = x.new_empty(x.shape, dtype=layer_norm.output_dtype(x, layer_scale, residual))
     return y, x.new_empty((M, 1, 2) if return_stats else (0,), dtype=torch.float32)
 
 
@@ -241,47 +286,24 @@ def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] 
 
 def _bwd(
     dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
-    residual_is_input, needs,
+    residual_is_input, dtype, needs,
 ):  # fmt: skip
     """(dx, dw1, db1, dnorm [2, D], dw2, db2, dlayer_scale); `needs`: of x, of parameters of fc1, of fc2."""
     need_x, need_1, need_2 = needs
-    dpre2, _, sums = product_grad(
-        dy, x, len(w2), None, layer_scale, sample_scale, None, None, None, False, b2 is not None and need_2
-    )
-    hidden = x.new_empty(len(dpre2), w2.shape[1])  # for its shape and dtype
-    dh = input_grad(dpre2, hidden, w2, layer_scale, None, None, None, False)
-    recompute_h = h is None and need_2
-    dpre1, h_again, sums1 = product_grad(
-        dh.view(*x.shape[:-1], w2.shape[1]),
-        x,
-        len(w1),
-        pre,
-        None,
-        None,
-        mean,
-        rstd,
-        activation,
-        norm,
-        True,
-        recompute_h,
-    )  # (3)
-    outputs = [None] * 7
-    if need_x:
-        outputs[0] = input_grad(dpre1, x, w1, None, norm_weight, mean, rstd, norm, dy if residual_is_input else None)
-    if need_1:
-        outputs[1], outputs[2], _, outputs[3] = weight_grad(
-            dpre1, x, w1, b1, None, norm_weight, norm_bias, sums1, activation, norm
-        )
-    if need_2:
-        outputs[4], outputs[5], outputs[6], _ = weight_grad(
-            dpre2, h_again if recompute_h else h, w2, b2, layer_scale, None, None, sums, None, False
-        )
-    return tuple(x.new_empty(0) if t is None else t for t in outputs)
+    dpre2, _, sums2 = product_grad(dy, dtype, x.shape[0], None, layer_scale, sample_scale, None)
+    dh = input_grad(dpre2, w2, layer_scale)
+    dpre1, h_again, sums1 = product_grad(dh, dtype, 1, pre, None, None, activation, h is None and need_2)  # (3)
+    h = h_again if h is None else h.flatten(0, -2)
+    grads2 = parameter_grads(dpre2, h, w2, b2, layer_scale, sums2) if need_2 else (None,) * 3
+    norm = (mean, rstd, norm_weight, norm_bias) if norm else None
+    dsum, needs = dy if residual_is_input else None, (need_x, need_1, need_1)
+    dx, dw1, db1, _, dnorm = all_grads(dpre1, x, w1, b1, None, sums1, norm, dsum, needs)
+    return tuple(x.new_empty(0) if t is None else t.contiguous() for t in (dx, dw1, db1, dnorm, *grads2))
 
 
 def _bwd_fake(
     dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
-    residual_is_input, needs,
+    residual_is_input, dtype, needs,
 ):  # fmt: skip
     need_x, need_1, need_2 = needs
     dw1, db1, _, dnorm = weight_grad_like(x, w1, b1, None, norm, need_1, need_1)
@@ -301,43 +323,47 @@ _bwd_op = register(
     "mlp_bwd",
     "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor pre, Tensor? h, Tensor? layer_scale, "
     "Tensor? sample_scale, Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str activation, "
-    "bool norm, bool residual_is_input, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool norm, bool residual_is_input, ScalarType dtype, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
 
 
 class _Fn(torch.autograd.Function):
-    """Autograd of two linear_fwd or one mlp_fwd by mlp_bwd; saves the pre-activation, or only x with `recompute`."""
+    """Autograd of two linear_fwd, of one mlp_fwd or of `mixed.forward`, by mlp_bwd; with `recompute` saves only x."""
 
     @staticmethod
     def forward(
         ctx, x, w2, b2, w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias,
         stats, layer_scale, sample_scale, residual, settings,
     ):  # fmt: skip
-        given = linear.Operands(w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
-        first, activation = linear.fold_operands(x, given, settings.has_norm), settings.activation
         save = settings.grad_enabled and not settings.recompute and any(ctx.needs_input_grad)
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
-        if not save and one_launch_blocks(x, w2, activation):
-            ends += settings.eps, activation, settings.return_stats
-            y, y_stats = _fwd_op(x, *first, w2.to(x.dtype), b2, *ends)
-            pre = mean = rstd = None
+        given = linear.Operands(w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
+        pre = mean = rstd = None
+        if settings.call is not None:
+            h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
+            second = settings.call._replace(normed=None)
+            y, _, _, _, *left = mixed.forward(h, w2, b2, None, None, *ends, second, False)
+        elif not save and one_launch_blocks(x, w2, settings.activation):
+            ends += settings.eps, settings.activation, settings.return_stats
+            y, *left = _fwd_op(x, *linear.fold_operands(x, given, settings.has_norm), w2.to(x.dtype), b2, *ends)
         else:
-            h, pre, mean, rstd = _hidden(x, first, stats, settings, save)
+            h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
             ends += False, settings.return_stats
-            y, *_, y_stats = linear.fwd_op(h, w2.to(x.dtype), b2, None, None, 0.0, None, *ends)
+            y, _, _, _, *left = linear.fwd_op(h, w2.to(x.dtype), b2, None, None, 0.0, None, *ends)
         colsum = colsum if folded_weight is None else None  # with a source, `recompute` folds again
         ctx.save_for_backward(
             x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd
         )
         ctx.settings, ctx.residual_dtype = settings, None if residual is None else residual.dtype
-        ctx.mark_non_differentiable(y_stats)
-        return y, y_stats
+        ctx.mark_non_differentiable(*(t for t in left if t is not None))
+        return y, *left
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, _):
+    def backward(ctx, dy, *_):
         x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, *saved = ctx.saved_tensors
         (pre, mean, rstd), settings, h = saved, ctx.settings, None
         need_x, need_w2, need_b2, *need_1, _, _, _, _, need_layer_scale, _, _, _ = need = ctx.needs_input_grad
@@ -347,11 +373,10 @@ class _Fn(torch.autograd.Function):
             return *[None] * 13, dresidual, None
         if settings.recompute:
             given = linear.Operands(w1, b1, norm_weight, norm_bias, None, colsum, None)
-            first = linear.fold_operands(x, given, settings.has_norm)
-            h, pre, mean, rstd = _hidden(x, first, None, settings, True)
+            h, pre, mean, rstd = _hidden(x, given, None, settings, True)
         dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = _bwd_op(
             dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias,
-            settings.activation, settings.has_norm, settings.residual_is_input, needs,
+            settings.activation, settings.has_norm, settings.residual_is_input, settings.dtype(x), needs,
         )  # fmt: skip
         none = [None] * 4  # W', column sums and bias of a fold, and the statistics
         grads = dx, dw2, db2, dw1, db1, dnorm[:1], dnorm[1:], *none, dlayer_scale
@@ -360,9 +385,14 @@ class _Fn(torch.autograd.Function):
         return *(g.view(p.shape).to(p.dtype) if n else None for g, p, n in wanted), None, dresidual, None
 
 
-def _hidden(x, first, stats, settings, save):
-    """Equation (1): (h, pre, mean, rstd), from the result of `linear.fold_operands` for fc1."""
-    ends = None, None, None, save, False
+def _hidden(x, given, stats, settings, save):
+    """Equation (1): (h, pre, mean, rstd)."""
+    if settings.call is not None:
+        norm = Norm(given.norm_weight, given.norm_bias, settings.eps) if settings.has_norm else None
+        call = settings.call._replace(next_norm=None)
+        first, ends = (given.weight, given.bias, norm, settings.activation), (None, None, None, call, save)
+        return mixed.forward(x, *first, *ends)[:4]
+    first, ends = linear.fold_operands(x, given, settings.has_norm), (None, None, None, save, False)
     return linear.fwd_op(x, *first, stats, settings.eps, settings.activation, *ends)[:4]
 
 

@@ -17,11 +17,13 @@ Differs   Patches are flattened in (channel, row, column) order, as in a convolu
           channel) order permutes the columns of E.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch, eager
+from . import plan
 from .argument import FLOATS, expect_floating, expect_mixable, expect_nonempty
 from .backend import kernels_available
 from .launch import cdiv, config, precision
@@ -90,10 +92,18 @@ def patch_embed(
         expect_mixable("pos", pos, weight)
         if pos.shape[1] != patches and pos.shape[1] != tokens:
             raise ValueError(f"axis N of pos must be {patches} (patches) or {tokens} (with prefix), got {pos.shape[1]}")
-    if kernels_available(weight):
+    if kernels_available(weight) and _prefers_kernel(image, weight, pos, prefix):
         mean, std = (None if t is None else t.to(image.device) for t in (mean, std))
         return _Fn.apply(image, cast(weight)[0], bias, pos, prefix, mean, std)
     return reference(image, weight, bias, pos, prefix, mean=mean, std=std)
+
+
+def _prefers_kernel(image, weight, pos, prefix):
+    """The plan has our kernel for this stem rather than the reference, which normalises uint8 images in four passes."""
+    D, *patch = weight.shape
+    patches = plan.rows_of(image.numel() // math.prod(patch))
+    sizes = patches, math.prod(patch), D, prefix is not None, pos is not None
+    return image.dtype == torch.uint8 or plan.prefers_kernel(weight, "patch_embed", *sizes)
 
 
 def reference(
@@ -260,9 +270,6 @@ def _scale_and_offset(mean, std):
 def _fwd(image, weight, bias, pos, prefix, mean, std):
     """Tokens [B, T + N, D]."""
     tokens, shared = _fwd_fake(image, weight, bias, pos, prefix, mean, std), _sizes(image, weight, prefix)
-    if not dispatch.patch_embed(tuned_row("fwd", weight), image, weight, pos, prefix):
-        projected = eager.patch_embed(image, weight, bias, mean, std)
-        return assemble(projected, pos, prefix).to(tokens.dtype).contiguous()
     M, D, blocks = len(image) * shared["N"], shared["D"], _blocks("fwd", weight)
     pos_first = 0 if pos is None else pos.shape[1] - shared["N"]
     if image.dtype == torch.uint8:  # (4')
@@ -288,8 +295,6 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 def _bwd(dtokens, image, weight, prefix, mean, std):
     """dE [D, C, P, P'] in fp32."""
     shared, blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
-    if not dispatch.patch_embed(tuned_row("bwd", weight), image, weight, None, prefix):
-        return eager.patch_weight_grad(dtokens[:, shared["T"] :], image, weight, mean, std)
     M, D, K = len(image) * shared["N"], shared["D"], shared["K"]
     parts = cdiv(M, ROWS)
     partial = torch.empty(parts, D, K, dtype=torch.float32, device=weight.device)

@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
 from ..kernels.backend import kernels_available
-from .body import finish, project
+from ..kernels.cost import Branch as Sizes
+from . import ways
+from .body import Before, Given, finish, project
 from .branch import Branch, add_branches
-from .freeze import FoldedNorm
 from .hooks import can_fuse
 from .mlp import Mlp
 from .module_parts import is_identity, norm_of
+from .ways import way_alone
 
 
 class Attention(nn.Module):
@@ -61,18 +63,32 @@ class Attention(nn.Module):
         """The linear layers that read x."""
         return (self.qkv,)
 
+    def sizes(self, channels: int) -> Sizes:
+        """See `layers.body.Body`."""
+        inner = self.num_heads * self.head_dim
+        return Sizes("attention", 0, 0, channels, 3 * inner, inner, self.num_heads)
+
     def forward(
-        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        *,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str | None = None,
+        **end: object,
+    ) -> Tensor | tuple[Tensor, Given | None]:
         """x [B, N, D] → [B, N, D], as a `layers.body.Body`."""
-        if norm is None and not end and not can_fuse(x):
+        if way is None:
+            way = way_alone(self, x)
+        if way == "plain":
             return self.proj_drop(self.proj(self.attend(self.qkv(x))))
-        return finish(self.attend(project(x, (self.qkv,), norm, stats)), self.proj, drop=self.proj_drop, **end)
+        o = self.attend(project(x, (self.qkv,), norm, stats, way))
+        return finish(o, self.proj, drop=self.proj_drop, way=way, **end)
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]; what a subclass overrides."""
         dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        fused = can_fuse(qkv) and kernels_available(qkv, self.head_dim)
+        fused = not ways.inside_plain and can_fuse(qkv) and kernels_available(qkv, self.head_dim)
         simple = fused and self.position is None and dropout == 0.0
         if simple and is_identity(self.q_norm) and is_identity(self.k_norm):
             return attention_qkv(qkv, self.num_heads, self.scale)
@@ -81,7 +97,7 @@ class Attention(nn.Module):
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         q, k = self.q_norm(q), self.k_norm(k)
         bias = None if self.position is None else self.scale * self.position(q)
-        if dropout == 0.0 and kernels_available(q, self.head_dim):
+        if dropout == 0.0 and fused:
             o = attention(q, k, v, bias, self.scale)
         else:
             o = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.scale)

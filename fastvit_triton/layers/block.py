@@ -2,11 +2,12 @@
 
 from torch import Tensor, nn
 
-from .body import normalize
+from .body import Given, normalize
 from .branch import Branch, add_branches
 from .drop_path import DropPath
 from .hooks import can_fuse, has_global_hooks, has_hooks
 from .layer_scale import LayerScale
+from .ways import known_way, plainly
 
 
 class Block(nn.Module):
@@ -41,39 +42,46 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[B, N, D] → [B, N, D]; a fused block takes row statistics of x from the block before and leaves its own."""
-        if not (self.training or can_fuse(x)):  # what `add_branches` comes to
-            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
-            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-            return (x, None) if return_stats else x
+        self, x: Tensor, stats: Given | None = None, next_norm: nn.Module | None = None
+    ) -> Tensor | tuple[Tensor, Given | None]:
+        """[B, N, D] → [B, N, D]; for `stats` and `next_norm` see `add_branches`."""
+        if known_way(self, x) == "plain" or not can_fuse(x):
+            x = plainly(self._plain, x)
+            return x if next_norm is None else (x, None)
+        return add_branches(x, *self._branches(), block=self, stats=stats, next_norm=next_norm)
+
+    def _branches(self) -> tuple[Branch, Branch]:
         attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1)
-        mlp = Branch(self.mlp, self.norm2, self.ls2, self.drop_path2)
-        return add_branches(x, attn, mlp, stats=stats, return_stats=return_stats)
+        return attn, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        if self.training:  # stochastic depth may work on some of the images alone
+            return add_branches(x, *self._branches())
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class PostNormBlock(Block):
     """Post-norm block: LN(x + f(x)), as in the original Transformer (arXiv:1706.03762, section 3.1)."""
 
-    def forward(
-        self, x: Tensor, stats: Tensor | None = None, return_stats: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]; its branches read x without a norm, so there are no statistics to hand on."""
         x = normalize(add_branches(x, Branch(self.attn, None, self.ls1, self.drop_path1)), self.norm1)
-        x = normalize(add_branches(x, Branch(self.mlp, None, self.ls2, self.drop_path2)), self.norm2)
-        return (x, None) if return_stats else x
+        return normalize(add_branches(x, Branch(self.mlp, None, self.ls2, self.drop_path2)), self.norm2)
 
 
 class Blocks(nn.Sequential):
-    """Blocks one after another, each taking the row statistics that the one before left."""
+    """Blocks one after another, each taking what the one before left for its norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
-        stats = None
-        for block in self:
-            if type(block) is Block and not has_hooks(block) and not has_global_hooks():  # a hook expects one tensor
-                x, stats = block(x, stats, return_stats=True)
+        stats, blocks = None, list(self)
+        chained = [type(block) is Block and not has_hooks(block) for block in blocks]  # a hook expects one tensor
+        if has_global_hooks():
+            chained = [False] * len(blocks)
+        for i, block in enumerate(blocks):
+            if chained[i] and i + 1 < len(blocks) and chained[i + 1]:
+                x, stats = block(x, stats, blocks[i + 1].norm1)
             else:
-                x, stats = block(x), None
+                x, stats = block(x, stats) if chained[i] else block(x), None
         return x

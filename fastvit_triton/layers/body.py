@@ -3,14 +3,19 @@
 A part that can be read becomes an argument of a kernel; one that cannot is called.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels import linear as linear_file
+from ..kernels import mlp as mlp_file
 from ..kernels.activation import ACTIVATIONS
+from ..kernels.argument import Norm, Normalized
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv, rotate
+from ..kernels.cost import Branch
 from ..kernels.fold import packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import linear
@@ -19,6 +24,9 @@ from .freeze import FoldedNorm, fold_norms, operands
 from .hooks import can_fuse
 from .module_parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_of
 
+Before = FoldedNorm | Norm
+Given = Tensor | Normalized
+
 
 class Body(Protocol):
     """What a branch can be fused with: `AttentionParts`, `MlpParts`, and our modules, with a method `entering`."""
@@ -26,10 +34,27 @@ class Body(Protocol):
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x, into which a norm may be folded; none where x is read otherwise."""
 
+    def sizes(self, channels: int) -> Branch:
+        """What the cost of the branch depends on, for x [B, N, channels]; images and tokens are left at 0."""
+
     def __call__(
-        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """The body of x [B, ..., D], behind the folded norm with the row statistics of x; for `end` see `finish`."""
+        self,
+        x: Tensor,
+        *,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        **end: object,
+    ) -> Tensor | tuple[Tensor, Given | None]:
+        """The body of x [B, ..., D] behind a norm.
+
+        Args:
+            x: [B, ..., D].
+            norm: folded into the projections, or for the mixed way its parameters; None for no norm.
+            stats: what the branch before left of x: row statistics, or for the mixed way its norm.
+            way: "fused" or "mixed" where the kernels run, else "reference".
+            end: see `finish`.
+        """
 
 
 class AttentionParts(NamedTuple):
@@ -63,14 +88,24 @@ class AttentionParts(NamedTuple):
         """The linear layers that read x."""
         return self.projections
 
+    def sizes(self, channels: int) -> Branch:
+        """See `Body`."""
+        width = _outputs(self.projections, channels)
+        return Branch("attention", 0, 0, channels, width, width // 3, self.num_heads)
+
     def __call__(
-        self, x: Tensor, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Self-attention of x [B, N, D], behind a norm folded into the projections; for `end` see `finish`."""
+        self,
+        x: Tensor,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        **end: object,
+    ) -> Tensor | tuple[Tensor, Given | None]:
+        """Self-attention of x [B, N, D], see `Body`."""
         if self.first is not None and norm is None:
-            x, norm = fold_or_normalize(x, self.first, self.projections)
-        o = self._attend(project(x, self.projections, norm, stats))
-        return finish(o, self.proj, self.last, *self.drops, **end)
+            x, norm = fold_or_normalize(x, self.first, self.projections, way)
+        o = self._attend(project(x, self.projections, norm, stats, way))
+        return finish(o, self.proj, self.last, *self.drops, way=way, **end)
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """[B, N, 3·H·d] → [B, N, H·d]."""
@@ -108,24 +143,49 @@ class MlpParts(NamedTuple):
         """The linear layers that read x."""
         return self.fc1
 
+    def sizes(self, channels: int) -> Branch:
+        """See `Body`."""
+        width = _outputs(self.fc1, channels)
+        return Branch("mlp", 0, 0, channels, width, width // 2 if self.act == "swiglu" else width)
+
     def __call__(
-        self, x: Tensor, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """MLP of x [..., D], behind a norm folded into fc1; for `end` see `finish`."""
+        self,
+        x: Tensor,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        **end: object,
+    ) -> Tensor | tuple[Tensor, Given | None]:
+        """MLP of x [..., D], see `Body`."""
         if self.first is not None and norm is None:
-            x, norm = fold_or_normalize(x, self.first, self.fc1)
+            x, norm = fold_or_normalize(x, self.first, self.fc1, way)
         inner, outer = self.drops
         if not (isinstance(self.act, str) and all(is_readable(fc) for fc in self.fc1)):
-            h = [project(x, (fc,)) for fc in self.fc1] if norm is None else [project(x, self.fc1, norm, stats)]
+            h = [project(x, (fc,)) for fc in self.fc1] if norm is None else [project(x, self.fc1, norm, stats, way)]
             h = nn.functional.silu(h[0]) * h[1] if len(h) == 2 else activate(h[0], self.act)
         else:
-            weight, bias, folded = operands(*_pair(self.fc1), norm)
+            weight, bias, before = operands(*_pair(self.fc1), norm)
             bare = self.last is None or is_identity(self.last)
+            call = dict(norm=before, stats=stats, activation=self.act)
             if bare and is_readable(self.fc2) and is_inactive(inner) and is_inactive(outer):
                 fc2 = self.fc2.weight, self.fc2.bias
-                return mlp(x, (weight, bias), fc2, norm=folded, stats=stats, activation=self.act, **end)
-            h = linear(x, weight, bias, norm=folded, stats=stats, activation=self.act)
-        return finish(h if inner is None else inner(h), self.fc2, self.last, outer, **end)
+                return _called(mlp, mlp_file.run, way, x, (weight, bias), fc2, **call, **end)
+            h = _called(linear, linear_file.run, way, x, weight, bias, **call)
+        return finish(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
+
+
+def _outputs(layers: tuple[Layer, ...], default: int) -> int:
+    """Outputs of linear layers side by side; `default` for each that does not say."""
+    weights = (getattr(layer, "weight", None) for layer in layers)
+    return sum(default if w is None else w.shape[0] for w in weights)
+
+
+def _called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> object:
+    """`linear` or `mlp` in its way; `op` is the public function, `run` the kernels."""
+    if way != "reference":
+        return run(*operands, **named, way=way)
+    named.pop("next_norm", None)
+    return op(*operands, **named)
 
 
 def _pair(layers: tuple[Layer, ...]) -> tuple:
@@ -145,15 +205,22 @@ def activate(h: Tensor, act: str | nn.Module) -> Tensor:
 
 
 def project(
-    x: Tensor, layers: tuple[Layer, ...], norm: FoldedNorm | None = None, stats: Tensor | None = None
+    x: Tensor,
+    layers: tuple[Layer, ...],
+    norm: Before | None = None,
+    stats: Given | None = None,
+    way: str | None = None,
 ) -> Tensor:
     """The layers' outputs side by side, [..., K] → [..., F], as one product where all of them can be read."""
-    if norm is not None:
-        return linear(x, norm.folded, norm=(None, None, norm.eps), stats=stats)
+    if isinstance(norm, FoldedNorm):
+        return linear_file.run(x, norm.folded, None, (None, None, norm.eps), stats)
     if not all(is_readable(layer) for layer in layers):
         outputs = [layer(x) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-    return linear(x, *packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers)))
+    weight, bias = packed(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers))
+    if way is None or (way == "mixed" and norm is None):
+        return linear(x, weight, bias) if way is None else nn.functional.linear(x, weight, bias)
+    return _called(linear, linear_file.run, way, x, weight, bias, norm=norm, stats=stats)
 
 
 def finish(
@@ -165,8 +232,10 @@ def finish(
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, Tensor | None]:
-    """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also row statistics or None.
+    next_norm: Norm | None = None,
+    way: str = "reference",
+) -> Tensor | tuple[Tensor, Given | None]:
+    """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also for the next branch.
 
     Args:
         x: [B, ..., K].
@@ -176,15 +245,19 @@ def finish(
         layer_scale: [D].
         sample_scale: [B], drop-path factor of each image.
         residual: [B, ..., D].
-        return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or None.
+        return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or for the mixed way its norm; None
+            where they are not cheap.
+        next_norm: for the mixed way, the norm of the next branch.
+        way: "fused" or "mixed" where the kernels run, else "reference".
     """
-    end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual, return_stats=return_stats)
+    end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)
+    end |= dict(return_stats=return_stats, next_norm=next_norm)
     if layer is not None and is_readable(layer):
-        x, folded = fold_or_normalize(x, norm, (layer,))
-        weight, bias, folded = operands(layer.weight, layer.bias, folded)
+        x, folded = fold_or_normalize(x, norm, (layer,), way)
+        weight, bias, before = operands(layer.weight, layer.bias, folded)
         if is_inactive(drop):
-            return linear(x, weight, bias, norm=folded, **end)
-        y = linear(x, weight, bias, norm=folded)
+            return _called(linear, linear_file.run, way, x, weight, bias, norm=before, **end)
+        y = _called(linear, linear_file.run, way, x, weight, bias, norm=before)
     else:
         x = x if norm is None else norm(x)
         y = x if layer is None else layer(x)
@@ -193,11 +266,16 @@ def finish(
     return (y, None) if return_stats else y
 
 
-def fold_or_normalize(x: Tensor, norm: nn.Module | None, layers: tuple[Layer, ...]) -> tuple[Tensor, FoldedNorm | None]:
-    """(x, norm folded into the layers) or (norm(x), None) in front of these layers."""
-    if norm is None:
-        return x, None
-    (folded,) = fold_norms(x, entry_of(norm, layers))
+def fold_or_normalize(
+    x: Tensor, norm: nn.Module | None, layers: tuple[Layer, ...], way: str = "fused"
+) -> tuple[Tensor, Before | None]:
+    """(x, the norm before these layers, as a body takes it) or (norm(x), None)."""
+    entry = None if norm is None else entry_of(norm, layers)
+    if entry is None:
+        return x if norm is None else norm(x), None
+    if way == "mixed":
+        return x, entry.parameters
+    (folded,) = fold_norms(x, entry)
     return (norm(x), None) if folded is None else (x, folded)
 
 

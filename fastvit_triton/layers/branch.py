@@ -10,12 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.argument import Norm, Normalized
+from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
-from .body import Body, normalize
+from .body import Before, Body, Given, normalize
 from .drop_path import ConstantScale, DropPath
-from .freeze import Entry, FoldedNorm, fold_norms, of_dtype
+from .freeze import Entry, fold_norms, of_dtype
 from .hooks import are_plain_tensors, can_fuse, has_hooks
-from .module_parts import entry_of, has_sample_scale, is_inactive, layer_scale_of, sample_scale_of
+from .module_parts import entry_of, has_sample_scale, is_inactive, layer_scale_of, norm_of, sample_scale_of
+from .ways import choose_way, plainly
 
 
 class Branch(NamedTuple):
@@ -41,28 +44,59 @@ class Branch(NamedTuple):
 
 
 def add_branches(
-    x: Tensor, *branches: Branch, stats: Tensor | None = None, return_stats: bool = False
-) -> Tensor | tuple[Tensor, Tensor | None]:
+    x: Tensor,
+    *branches: Branch,
+    block: nn.Module | None = None,
+    stats: Given | None = None,
+    next_norm: nn.Module | None = None,
+) -> Tensor | tuple[Tensor, Given | None]:
     """x [B, ..., D] plus each branch in turn.
 
     Args:
         x: [B, ..., D].
         *branches: attention and MLP of one block after another; the two LayerNorms of a block are folded in one launch.
-        stats: row statistics of x, where its producer left them.
-        return_stats: also return row statistics of the sum, where they are cheap and a next block would read them.
+        block: the module that they belong to, which keeps what the choice of their way needs.
+        stats: what the block before left of x, see `layers.body.Body`.
+        next_norm: the norm of the block that follows, which reads what this one leaves.
 
     Returns:
-        [B, ..., D]; with `return_stats` also [M, tiles, 2] fp32, or None.
+        [B, ..., D]; with `next_norm` also what the next block takes as `stats`, or None.
     """
     for i in range(0, len(branches), 2):
         pair = branches[i : i + 2]
         bodies = [_body(branch, x) for branch in pair]
-        norms = fold_norms(x, *(_entry(branch, body) for branch, body in zip(pair, bodies, strict=True)))
-        next_block = norms[0] if return_stats or i + 2 < len(branches) else None
-        readers = [*norms[1:], next_block]  # of the statistics that each branch leaves
+        way = _way(block if len(branches) < 3 else None, x, pair, bodies)
+        if way == "plain":
+            x, stats = plainly(_add_plainly, x, *pair), None
+            continue
+        entries = [_entry(branch, body) for branch, body in zip(pair, bodies, strict=True)]
+        if way == "mixed":
+            norms = [None if entry is None else entry.parameters for entry in entries]
+            after = None if next_norm is None else norm_of(next_norm)
+        else:
+            norms = fold_norms(x, *entries)
+            after = norms[0] if next_norm is not None or i + 2 < len(branches) else None
+        readers = [*norms[1:], after]  # of what each branch leaves
         for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
-            x, stats = _add(x, branch, body, norm, stats, reader is not None)
-    return (x, stats) if return_stats else x
+            x, stats = _add(x, branch, body, norm, stats, reader, way)
+    return x if next_norm is None else (x, stats)
+
+
+def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodies: list[Body | None]) -> str:
+    if not kernels_available(x) or not any(bodies):
+        return "reference"
+    sizes = []
+    for branch, body in zip(branches, bodies, strict=True):
+        if body is not None:
+            scales = (branch.scale is not None) + (branch.layer_scale is not None) + (branch.drop_path is not None)
+            sizes.append(body.sizes(x.shape[-1])._replace(scales=scales))
+    return choose_way(block, x, tuple(sizes))
+
+
+def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:
+    for branch in branches:
+        x, _ = _add(x, branch, None, None, None, None, "plain")
+    return x
 
 
 def _body(branch: Branch, x: Tensor) -> Body | None:
@@ -89,14 +123,24 @@ def _entry(branch: Branch, body: Body | None) -> Entry | None:
 
 
 def _add(
-    x: Tensor, branch: Branch, body: Body | None, folded: FoldedNorm | None, stats: Tensor | None, return_stats: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The sum, and its row statistics where they are asked for and cheap."""
+    x: Tensor,
+    branch: Branch,
+    body: Body | None,
+    before: Before | None,
+    stats: Given | None,
+    reader: Before | None,
+    way: str,
+) -> tuple[Tensor, Given | None]:
+    """The sum, and what `reader`, the norm of the next branch, takes of it where that is cheap."""
     module, norm, scale, drop_path, layer_scale, drop, call = branch
     if type(drop_path) is DropPath and (kept := drop_path.kept_images(x)) is not None:
-        return _add_to(kept, x, branch, body, folded), None
-    folded = of_dtype(folded, x)
-    entering, stats = (x, stats) if folded is not None else (x if norm is None else normalize(x, norm), None)
+        return _add_to(kept, x, branch, body, before, way), None
+    before = of_dtype(before, x)
+    if before is None:
+        entering, stats = x if norm is None else norm(x) if way == "plain" else normalize(x, norm), None
+    else:
+        entering = x
+        stats = stats if isinstance(stats, Normalized) == (way == "mixed") else None
     if body is None:
         y = module(entering, **call or {})
         y = y[0] if isinstance(y, tuple) else y
@@ -107,24 +151,26 @@ def _add(
         if ends and all(is_inactive(d) for d in drops):
             y = body(
                 entering,
-                norm=folded,
+                norm=before,
                 stats=stats,
                 layer_scale=layer_scale if factors is None else factors,
                 sample_scale=sample_scale_of(drop_path, x),
                 residual=x,
-                return_stats=return_stats,
+                return_stats=reader is not None,
+                next_norm=reader if isinstance(reader, Norm) else None,
+                way=way,
             )
-            return y if return_stats else (y, None)
-        y = body(entering, norm=folded, stats=stats)
+            return y if reader is not None else (y, None)
+        y = body(entering, norm=before, stats=stats, way=way)
     y = y if drop is None else drop(y)
     y = scaled(y if scale is None else scale(y), layer_scale, None)
     return x + (y if drop_path is None else drop_path(y)), None
 
 
-def _add_to(kept: Tensor, x: Tensor, branch: Branch, body: Body | None, folded: FoldedNorm | None) -> Tensor:
+def _add_to(kept: Tensor, x: Tensor, branch: Branch, body: Body | None, before: Before | None, way: str) -> Tensor:
     """x plus the branch of the images `kept` alone."""
     factor = 1 / (1 - branch.drop_path.p)
     if not len(kept):  # one image, times 0: every parameter has a gradient, as DDP and weight decay expect
         kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
-    part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, folded, None, False)
+    part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
     return x.index_copy(0, kept, part)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.argument import Norm
 from ..kernels.backend import kernels_available
 from ..kernels.fold import Folded, Group, fold_groups, packed, pays
 from ..kernels.op import can_fold_norm
@@ -38,6 +39,11 @@ class Entry(NamedTuple):
     group: Group
     eps: float
     sources: tuple[Tensor, ...]
+
+    @property
+    def parameters(self) -> Norm:
+        """Weight, bias and eps of the norm."""
+        return Norm(self.group.norm_weight, self.group.norm_bias, self.eps)
 
 
 class _Kept(NamedTuple):
@@ -95,15 +101,17 @@ def _check(model: nn.Module) -> None:
 
 
 def operands(
-    weight: Tensor | tuple[Tensor, ...], bias: Tensor | tuple[Tensor | None, ...] | None, norm: FoldedNorm | None
+    weight: Tensor | tuple[Tensor, ...],
+    bias: Tensor | tuple[Tensor | None, ...] | None,
+    norm: FoldedNorm | Norm | None,
 ) -> tuple:
     """(weight, bias, norm) for `linear` and `mlp`: as they are, or what the norm was folded into."""
-    return (weight, bias, None) if norm is None else (norm.folded, None, (None, None, norm.eps))
+    return (norm.folded, None, (None, None, norm.eps)) if isinstance(norm, FoldedNorm) else (weight, bias, norm)
 
 
-def of_dtype(norm: FoldedNorm | None, x: Tensor) -> FoldedNorm | None:
-    """The fold if it is for x's dtype, which a float32 LayerScale in the branch before may have changed, else None."""
-    return norm if norm is not None and norm.folded.weight.dtype == x.dtype else None
+def of_dtype(norm: FoldedNorm | Norm | None, x: Tensor) -> FoldedNorm | Norm | None:
+    """The norm, unless it is folded for another dtype than x's, which a float32 LayerScale before it changes."""
+    return None if isinstance(norm, FoldedNorm) and norm.folded.weight.dtype != x.dtype else norm
 
 
 def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:

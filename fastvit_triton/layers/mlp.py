@@ -3,9 +3,9 @@
 from torch import Tensor, nn
 
 from ..kernels.activation import ACTIVATIONS
-from .body import MlpParts, activate
-from .freeze import FoldedNorm
-from .hooks import can_fuse
+from ..kernels.cost import Branch
+from .body import Before, Given, MlpParts, activate
+from .ways import way_alone
 
 
 class Mlp(nn.Module):
@@ -33,13 +33,28 @@ class Mlp(nn.Module):
         """The linear layers that read x."""
         return (self.fc1,)
 
+    def sizes(self, channels: int) -> Branch:
+        """See `layers.body.Body`."""
+        return self._parts().sizes(channels)
+
     def forward(
-        self, x: Tensor, *, norm: FoldedNorm | None = None, stats: Tensor | None = None, **end: object
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        self,
+        x: Tensor,
+        *,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str | None = None,
+        **end: object,
+    ) -> Tensor | tuple[Tensor, Given | None]:
         """x [B, ..., D] → [B, ..., D], as a `layers.body.Body`."""
-        if norm is None and not end and not can_fuse(x):
+        if way is None:
+            way = way_alone(self, x)
+        if way == "plain":
             return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
-        return MlpParts((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))(x, norm, stats, **end)
+        return self._parts()(x, norm, stats, way, **end)
+
+    def _parts(self) -> MlpParts:
+        return MlpParts((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))
 
     def extra_repr(self) -> str:
         return f"act={self.act}"

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..convert.count import count
 from ..kernels.backend import using_backend
-from ..kernels.dispatch import forcing
+from ..kernels.plan import forcing
 from ..models import create_model, list_models
 from ..weights import load_weights
 from .compare import Named
@@ -83,7 +83,7 @@ def variant_names(run: Run) -> tuple[str, ...]:
 def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     """Builds the models of a run and returns its case.
 
-    Variants named "ours" use what the dispatcher chooses, "our kernels" always use our kernels.
+    Variants named "ours" run as `kernels.plan` chooses, "our kernels" always run fused.
 
     Raises:
         ValueError: the model is not ours, timm's or vit-pytorch's.
@@ -193,13 +193,15 @@ def _variants(
     run: Run, base: nn.Module, first: nn.Module | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Variant]:
     plain, auto = partial(using_backend, "torch"), partial(using_backend, "auto")
+    kernels = partial(forcing, "fused")
     yield Variant("eager", None, ModelCall(base, plain))
     yield Variant("ours eager", None, ModelCall(base, auto))
     yield Variant("torch.compile", None, ModelCall(base, plain, run=compiled(base)))
     ours, why = compiled(base), None if device.type == "cuda" else "needs a GPU"
     yield Variant("ours compiled", None, ModelCall(base, auto, run=ours))
-    yield Variant("our kernels", why, ModelCall(base, auto, forcing))
-    yield Variant("our kernels, compiled", why, ModelCall(base, auto, forcing, run=ours))  # ops choose when they run
+    yield Variant("our kernels", why, ModelCall(base, auto, kernels))
+    fused = compiled(base)  # a graph of its own: the way is chosen while tracing
+    yield Variant("our kernels, compiled", why, ModelCall(base, auto, kernels, run=fused))
     for mode in run.modes:
         yield Variant(f"torch.compile {mode}", None, ModelCall(base, plain, run=compiled(base, mode)))
         yield Variant(f"ours compiled {mode}", None, ModelCall(base, auto, run=compiled(base, mode)))

@@ -1,4 +1,4 @@
-"""The tables in kernels/tuned, one JSON file for each architecture: launch parameters and choices, as rows by name.
+"""The tables in kernels/tuned, one JSON file for each architecture: launch parameters by row, and measured ways.
 
 A row keeps how it was found, "measured" or "predicted"; a predicted row never replaces a measured one.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..files import replacing
-from ..kernels import dispatch, launch
+from ..kernels import launch, plan
 from .candidates import Config
 
 
@@ -23,17 +23,13 @@ def with_rows(table: dict, found: dict[str, Config], provenance: str, **facts: o
     """
     measured = {n for n, row in table.items() if provenance == "predicted" and row.get("provenance") == "measured"}
     taken = {n: dict(config=c, provenance=provenance, **facts) for n, c in found.items() if n not in measured}
-    choices = {n: dict(choice=table[n]["choice"]) for n in taken if "choice" in table.get(n, {})}
-    return table | {n: row | choices.get(n, {}) for n, row in taken.items()}, list(taken)
+    return table | taken, list(taken)
 
 
-def with_choices(table: dict, rows: Sequence[dict], provenance: str) -> dict:
-    """The table with choices: dicts of "row", "shape_class" and "who"; the first of a row and shape counts."""
-    made = json.loads(json.dumps(table))
-    for row in reversed(rows):
-        column = made.setdefault(row["row"], {}).setdefault("choice", {})
-        column.setdefault(provenance, {})[row["shape_class"]] = row["who"]
-    return made
+def with_ways(table: dict, rows: Sequence[dict]) -> dict:
+    """The table with measured ways of blocks: dicts of "shape" and "way"; the first of a shape counts."""
+    found = {row["shape"]: row["way"] for row in reversed(rows)}
+    return table | {"ways": {"measured": table.get("ways", {}).get("measured", {}) | found}} if found else table
 
 
 def write(
@@ -41,21 +37,21 @@ def write(
     found: dict[str, Config],
     provenance: str,
     folder: Path = launch.TUNED,
-    choices: Sequence[dict] = (),
+    ways: Sequence[dict] = (),
     **facts: object,
 ) -> list[str]:
-    """Writes launch parameters and choices into an architecture's table; returns the names of the rows taken.
+    """Writes launch parameters and measured ways into an architecture's table; returns the names of the rows taken.
 
-    The arguments are those of `with_rows` and `with_choices`; the tables in use are read anew.
+    The arguments are those of `with_rows` and `with_ways`; the tables in use are read anew.
     """
     path = folder / f"{arch}.json"
     table, taken = with_rows(json.loads(path.read_text()) if path.exists() else {}, found, provenance, **facts)
-    table = with_choices(table, choices, provenance)
+    table = with_ways(table, ways)
     lines = ",\n".join(f' "{name}": {json.dumps(row)}' for name, row in sorted(table.items()))
     with replacing(path) as temporary:
         temporary.write_text("{\n" + lines + "\n}\n")
     launch.table.cache_clear()
-    dispatch.forget()
+    plan.forget()
     return taken
 
 
@@ -66,7 +62,7 @@ def best_rows(rows: Sequence[dict]) -> dict[str, Config]:
     """
     found: dict[str, Config] = {}
     for row in rows:
-        if row.get("best"):  # rows of choices have none
+        if row.get("best"):  # rows of ways have none
             found.setdefault(row["row"], row["best"])
     return found
 
@@ -83,5 +79,5 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
     if held.get("part") != "tuning" or held.get("dry_run") or not held.get("gpu"):
         raise ValueError(f"{path} is no tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one")
     rows = [row for row in held["rows"] if "arch" in row]
-    choices = [row for row in rows if "who" in row]
-    return write(rows[0]["arch"], best_rows(rows), "measured", folder, choices, source=path.name) if rows else []
+    ways = [row for row in rows if "way" in row]
+    return write(rows[0]["arch"], best_rows(rows), "measured", folder, ways, source=path.name) if rows else []

@@ -1,0 +1,300 @@
+"""Expected time of a branch on a GPU in each way, from its launches and one table of rates, tuned/rates.json.
+
+A launch takes max(flops / rate of its kind, bytes / bandwidth, 2.5 µs). Bytes count every tensor that a launch reads or
+writes once. The table states where each rate comes from; ratios of our kernels come as [pessimistic, expected, best].
+Nothing here was measured: what was measured stands in tuned/<architecture>.json and comes first, see `plan`.
+
+Ways      fused: our kernels, with the LayerNorm folded into the first product.
+          mixed: the library's products and one pass for what is between them: activation; LayerScale, stochastic depth,
+          residual and the next LayerNorm. Attention by whichever kernel is expected to be faster.
+          plain: PyTorch's modules, operator by operator.
+"""
+
+import functools
+import json
+import math
+from typing import NamedTuple
+
+from .launch import TUNED
+
+WAYS = ("plain", "mixed", "fused")  # of equal times the first is chosen
+LEAST_US = 2.5  # of a launch
+PASS, NORM_BACKWARD = 0.85, 0.65  # fraction of the copy bandwidth: elementwise passes; LayerNorm backward of PyTorch
+TILES = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}  # of a product → fraction of its rate
+NARROW = 384  # bytes of a row up to which one launch computes an MLP; see `mlp`
+
+
+class Gpu(NamedTuple):
+    """Rates of a GPU; see tuned/rates.json for their sources.
+
+    Attributes:
+        name: as the driver reports it, in part.
+        architecture: sm_90, gfx942, …
+        units: streaming multiprocessors.
+        product_tflops: of the library's 16-bit products with long sums.
+        copy_gbs: of a copy, read and written.
+        fused_product: rate of our products as a fraction of the library's: pessimistic, expected, best.
+        attention_tflops: of PyTorch's attention, forward and backward, at some 200 tokens.
+        fused_attention_tflops: of ours.
+        source: where the rates come from.
+    """
+
+    name: str
+    architecture: str
+    units: int
+    product_tflops: float
+    copy_gbs: float
+    fused_product: tuple[float, float, float]
+    attention_tflops: tuple[float, float]
+    fused_attention_tflops: tuple[float, float]
+    source: str
+
+
+class Branch(NamedTuple):
+    """What the cost of a residual branch depends on.
+
+    Attributes:
+        kind: "attention" or "mlp".
+        images: B.
+        tokens: N of an image.
+        channels: C of the stream.
+        width: outputs of the first product: those of queries, keys and values, or of the hidden layer (twice if gated).
+        inner: inputs of the last product.
+        heads: H of attention, else 0.
+        scales: of LayerScale and stochastic depth, how many are present.
+        itemsize: bytes of a value.
+    """
+
+    kind: str
+    images: int
+    tokens: int
+    channels: int
+    width: int
+    inner: int
+    heads: int = 0
+    scales: int = 0
+    itemsize: int = 2
+
+    @property
+    def name(self) -> str:
+        """Name of its shape in tables; tokens and images as the smallest power of two that is at least as large."""
+        tokens, images = (1 << max(n - 1, 0).bit_length() for n in (self.tokens, self.images))
+        heads = f" H={self.heads}" if self.heads else ""
+        return f"{self.kind} C={self.channels} F={self.width}{heads} N={tokens} B={images}"
+
+
+class Launch(NamedTuple):
+    """One launch: its flops, bytes, and what its rate depends on.
+
+    Attributes:
+        kind: "product", "fused product", "attention", "fused attention", "norm backward" or "pass".
+        flops: of the operation.
+        nbytes: read and written.
+        size: (M, N, K) of a product [M, K] · [K, N].
+        backward: of attention.
+    """
+
+    kind: str
+    flops: float
+    nbytes: float
+    size: tuple[int, int, int] = (0, 0, 0)
+    backward: bool = False
+
+
+@functools.cache
+def table() -> dict:
+    """tuned/rates.json."""
+    return json.loads((TUNED / "rates.json").read_text())
+
+
+@functools.cache
+def gpus() -> dict[str, Gpu]:
+    """GPUs with known rates, by short name."""
+    return {key: Gpu(**{n: tuple(v) if isinstance(v, list) else v for n, v in row.items()})
+            for key, row in table()["gpus"].items()}  # fmt: skip
+
+
+def gpu_of(architecture: str, name: str = "") -> Gpu:
+    """The GPU of that name; else the first in the table with that architecture, else the H200."""
+    known = list(gpus().values())
+    named = [gpu for gpu in known if gpu.name in name and gpu.architecture == architecture]
+    return next(iter([*named, *(gpu for gpu in known if gpu.architecture == architecture)]), known[0])
+
+
+def block_us(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, frozen: bool, ratio: int = 0) -> float:
+    """Expected microseconds on the GPU of the residual branches of a block.
+
+    Args:
+        gpu: its rates.
+        branches: one after another.
+        way: of all of them.
+        training: with the backward pass.
+        frozen: LayerNorms are folded beforehand.
+        ratio: which of the ratios of our kernels: 0 pessimistic, 1 expected, 2 best.
+    """
+    return sum(launch_us(gpu, launch, ratio) for launch in launches(gpu, branches, way, training, frozen))
+
+
+def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, frozen: bool) -> list[Launch]:
+    """The launches of the residual branches of a block; arguments as in `block_us`."""
+    found = []
+    for i, branch in enumerate(branches):
+        found += _forward(gpu, branch, way, i == 0, i + 1 == len(branches), training, frozen)
+        if training:
+            found += _backward(gpu, branch, way)
+    return found
+
+
+def saved_values(way: str) -> int:
+    """Values that a block of ViT with hidden width 4·C keeps for the backward pass, a token, in units of C."""
+    return 16 if way == "plain" else 10
+
+
+def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
+    """Expected microseconds of one launch."""
+    efficiency = NORM_BACKWARD if launch.kind == "norm backward" else PASS
+    memory = launch.nbytes / (gpu.copy_gbs * efficiency) / 1e3
+    compute = 0.0
+    if launch.kind in ("product", "fused product"):
+        compute = _product_us(gpu, *launch.size) / (gpu.fused_product[ratio] if launch.kind == "fused product" else 1)
+    elif launch.flops:
+        rates = gpu.fused_attention_tflops if launch.kind == "fused attention" else gpu.attention_tflops
+        compute = launch.flops / rates[launch.backward] / 1e6
+    return max(memory, compute, LEAST_US)
+
+
+def _product_us(gpu: Gpu, M: int, N: int, K: int) -> float:
+    """The library's product with its best tile: each wave of tiles takes as long as a full one."""
+    efficiency = next(e for most, e in table()["product_efficiency"]["values"] if K <= most)
+    best = math.inf
+    for (rows, columns), fraction in TILES.items():
+        waves = math.ceil(M / rows) * math.ceil(N / columns) / gpu.units
+        best = min(best, math.ceil(waves) / waves / fraction) if waves else 0.0
+    return 2.0 * M * N * K * best / (gpu.product_tflops * efficiency) / 1e6
+
+
+def _product(branch: Branch, M: int, N: int, K: int, ours: bool = False, extra: float = 0) -> Launch:
+    """A product, with `extra` values read or written besides its operands."""
+    kind = "fused product" if ours else "product"
+    return Launch(kind, 2.0 * M * N * K, branch.itemsize * (M * K + N * K + M * N + extra), (M, N, K))
+
+
+def _pass(branch: Branch, values: float, kind: str = "pass") -> Launch:
+    return Launch(kind, 0.0, branch.itemsize * values)
+
+
+def _attention(branch: Branch, ours: bool, backward: bool = False) -> Launch:
+    M = branch.images * branch.tokens
+    flops = (10.0 if backward else 4.0) * M * branch.tokens * branch.inner
+    values = M * (branch.width + branch.inner) * (2 if backward else 1)
+    return Launch("fused attention" if ours else "attention", flops, branch.itemsize * values, backward=backward)
+
+
+def _faster_attention(gpu: Gpu, branch: Branch, backward: bool = False) -> Launch:
+    """The kernel of a mixed branch."""
+    pair = [_attention(branch, ours, backward) for ours in (False, True)]
+    return min(pair, key=lambda launch: launch_us(gpu, launch))
+
+
+def _forward(
+    gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool, training: bool, frozen: bool
+) -> list[Launch]:
+    M, C, attention = b.images * b.tokens, b.channels, b.kind == "attention"
+    if way == "fused":
+        found = [] if frozen and not training else [_pass(b, 2 * b.width * C)]  # the fold
+        narrow = not attention and not training and C * b.itemsize <= NARROW and b.itemsize == 2
+        found += [] if not first or narrow else [_pass(b, M * C)]  # row statistics
+        if narrow:  # the hidden layer stays on the chip
+            one = _product(b, M, b.width + b.inner, C, True, 2 * M * C - M * (b.width + b.inner) - M * C)
+            return [*found, one]
+        extra = 0 if attention else M * (b.inner if training else b.inner - b.width)  # pre is saved, and h written
+        middle = [_faster_attention(gpu, b)] if attention else []
+        return [*found, _product(b, M, b.width, C, True, extra), *middle, _product(b, M, C, b.inner, True, M * C)]
+    norm = [] if way == "mixed" and not first else [_pass(b, 2 * M * C)]
+    middle = _pass(b, M * (b.width + b.inner))
+    if attention:
+        middle = _faster_attention(gpu, b) if way == "mixed" else _attention(b, False)
+    if way == "mixed":
+        end = [_pass(b, (3 if last else 4) * M * C)]
+    else:
+        end = [_pass(b, 2 * M * C)] * b.scales + [_pass(b, 3 * M * C)]
+    return [*norm, _product(b, M, b.width, C), middle, _product(b, M, C, b.inner), *end]
+
+
+def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
+    M, C, attention = b.images * b.tokens, b.channels, b.kind == "attention"
+    products = [_product(b, M, b.inner, C), _product(b, C, b.inner, M)]  # of the last layer, then of the first
+    products += [_product(b, M, C, b.width), _product(b, b.width, C, M)]
+    sums = [_pass(b, M * C), _pass(b, M * b.width)]  # gradients of the biases
+    small = _pass(b, 0)
+    if way == "plain":
+        middle = [_pass(b, M * (2 * b.width + b.inner))]
+        if attention:  # three kernels of FlashAttention, and the gradients side by side
+            middle = [_attention(b, False, True), small, small, _pass(b, 2 * M * b.width)]
+        norm = [_pass(b, 3 * M * C, "norm backward"), small, small, _pass(b, 3 * M * C)]  # and the residual's gradient
+        return [*products, *sums, *middle, *norm, *[_pass(b, 3 * M * C)] * b.scales]
+    middle = [_pass(b, 2 * M * (b.width + b.inner))]
+    if attention:
+        one = _faster_attention(gpu, b, True)
+        middle = [one] if one.kind == "fused attention" else [one, small, small, _pass(b, 2 * M * b.width)]
+    scaled = [_pass(b, 2 * M * C)] if b.scales else []
+    return [*products, *scaled, *sums, *middle, _pass(b, 5 * M * C), small]
+
+
+Pair = tuple[list[Launch], list[Launch]]  # launches of our kernels, and of PyTorch's operators
+
+
+def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, residual: bool, fold: bool) -> Pair:
+    """`linear` of x [M, K] to F outputs."""
+    b = Branch("linear", 1, M, K, F, K, itemsize=size)
+    ours = [_product(b, M, F, K, True, M * F * residual)]
+    ours += [_pass(b, M * K)] * norm + [_pass(b, 2 * K * F)] * (norm and fold)
+    theirs = [_product(b, M, F, K)] + [_pass(b, 2 * M * K)] * norm + [_pass(b, 3 * M * F)] * residual
+    return ours, theirs
+
+
+def _attention_pair(
+    size: int, training: bool, images: int, heads: int, queries: int, keys: int, D: int, packed: bool
+) -> Pair:
+    """`attention` or, packed, `attention_qkv`; the gradient of packed projections is one tensor."""
+    b = Branch("attention", images, keys, heads * D, (2 * keys + queries) * heads * D // max(keys, 1), heads * D, heads,
+               itemsize=size)  # fmt: skip
+    flops = 4.0 * images * heads * queries * keys * D
+    pair = [Launch(kind, flops, _attention(b, False).nbytes) for kind in ("fused attention", "attention")]
+    ours, theirs = [[launch] for launch in pair]
+    if training:
+        for found, launch in ((ours, pair[0]), (theirs, pair[1])):
+            found.append(launch._replace(flops=2.5 * flops, nbytes=2 * launch.nbytes, backward=True))
+        small = _pass(b, 0)
+        theirs += [small, small] + [_pass(b, 2 * images * keys * b.width)] * packed
+    return ours, theirs
+
+
+def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool, pos: bool) -> Pair:
+    """`patch_embed` of M patches of K values."""
+    b = Branch("stem", 1, M, D, K, K, itemsize=size)
+    ours, theirs = [_product(b, M, D, K, True)], [_product(b, M, D, K)]
+    theirs += [_pass(b, 2 * M * D)] * prefix + [_pass(b, 2 * M * D)] * pos
+    if training:
+        ours += [_product(b, D, K, M, True)]
+        theirs += [_product(b, D, K, M), _pass(b, 2 * M * D)]
+    return ours, theirs
+
+
+def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
+    """`layer_norm` of x [M, D]; PyTorch's backward pass has three launches."""
+    b = Branch("norm", 1, M, D, D, D, itemsize=size)
+    forward, small = [_pass(b, 2 * M * D)], _pass(b, 0)
+    if not training:
+        return forward, forward
+    return [*forward, _pass(b, 3 * M * D), small], [*forward, _pass(b, 3 * M * D, "norm backward"), small, small]
+
+
+def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bool, residual: bool, fold: bool) -> Pair:
+    """`mlp` of x [M, C]: F outputs of the first layer, `inner` inputs of the second."""
+    b = Branch("mlp", 1, M, C, F, inner, itemsize=size)
+    ours, theirs = (_forward(None, b, way, norm, True, training, not fold) for way in ("fused", "plain"))
+    return ours, theirs if residual else theirs[:-1]
+
+
+OPS = dict(linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp)

@@ -1,0 +1,83 @@
+"""How a block runs, "fused", "mixed" or "plain": one lookup in each call, see `kernels.plan`.
+
+In plain blocks the modules run as they are, and what they hold does not ask again. What a block is made of is read when
+it first runs, and only its sizes are kept: a module that was replaced, hooked or patched later changes what can be
+fused, which every fused or mixed call checks, and the plain way is right for all of them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import backend, launch, plan
+from ..kernels.backend import kernels_available
+from ..kernels.cost import Branch
+from ..kernels.layer_norm import MAX_D
+from .hooks import can_fuse
+
+SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its branches, for any number of images and tokens
+MAX_WAYS = 4096  # cached answers
+
+inside_plain = False  # a plain block runs
+_ways: dict[tuple, str] = {}
+
+
+def known_way(module: nn.Module, x: Tensor) -> str | None:
+    """The way of a module that ran before; None for one that did not, and where the kernels do not run."""
+    sizes = module.__dict__.get(SIZES)
+    if sizes is None or torch.compiler.is_compiling():
+        return None
+    autocast = torch.is_autocast_enabled(x.device.type)
+    key = (sizes, x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast)
+    exact = x.dtype is torch.float32 and torch.get_float32_matmul_precision()
+    key += plan.forced, backend._switch, launch.target, exact
+    way = _ways.get(key)
+    if way is None:
+        if not kernels_available(x):
+            return None
+        if len(_ways) >= MAX_WAYS:
+            _ways.clear()
+        way = _ways[key] = _way(x, sizes)
+    return way
+
+
+def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]) -> str:
+    """The way of these branches of x [B, ..., C], where the kernels run.
+
+    Args:
+        module: the block that they belong to, which keeps their sizes; None for none.
+        x: what they are added to.
+        branches: their sizes; numbers of images and tokens are those of x.
+    """
+    if module is not None and not torch.compiler.is_compiling():
+        module.__dict__[SIZES] = branches
+    return _way(x, branches)
+
+
+def way_alone(body: nn.Module, x: Tensor) -> str:
+    """The way of a `layers.body.Body` that is called by itself; "plain" also where the kernels do not run."""
+    if inside_plain or not can_fuse(x):
+        return "plain"
+    way = known_way(body, x)
+    return choose_way(body, x, (body.sizes(x.shape[-1]),)) if way is None else way
+
+
+def _way(x: Tensor, branches: tuple[Branch, ...]) -> str:
+    if any(max(b.channels, b.width, b.inner) > MAX_D for b in branches):
+        return "plain"
+    if not torch.compiler.is_compiling():
+        tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
+        size = 2 if torch.is_autocast_enabled(x.device.type) else x.element_size()
+        branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
+    return plan.way_of(x, branches, torch.is_grad_enabled())
+
+
+def plainly(forward: Callable, *inputs: object, **named: object) -> object:
+    """forward(*inputs, **named), a block's own code, in which nothing asks for a way."""
+    global inside_plain
+    before, inside_plain = inside_plain, True
+    try:
+        return forward(*inputs, **named)
+    finally:
+        inside_plain = before

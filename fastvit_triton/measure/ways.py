@@ -1,0 +1,107 @@
+"""Which way the blocks of a model run, "fused", "mixed" or "plain": measured rows of kernels/tuned/<arch>.json.
+
+`time_ways` runs two blocks in each way, host time included, in inference or in a training step.
+"""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..kernels.cost import WAYS
+from ..kernels.plan import block_name, forcing, observing
+from ..models import create_model
+from .compare import Named, outcome, verdict
+from .timeout import Deadline
+from .timing import alternate
+
+# (model, images in a batch), in the order of the time that ViTs spend in them
+MODELS = (
+    ("vit_base_patch16_224", 256),
+    ("vit_small_patch16_224", 256),
+    ("vit_tiny_patch16_224", 256),
+    ("vit_large_patch16_224", 256),
+    ("vit_huge_patch14_224", 128),
+    ("vit_base_patch14_dinov2", 32),
+    ("vit_base_patch16_224", 8),
+    ("vit_small_patch16_224", 8),
+)
+
+
+def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Module, int, int]:
+    """(two blocks in bfloat16, tokens of an image, channels) of a model.
+
+    Args:
+        name: a model of `create_model`.
+        device: where it is made.
+        options: further ones of `create_model`.
+    """
+    with device:
+        model = create_model(name, **dict(depth=2, num_classes=0) | options).to(torch.bfloat16)
+    config = model.config
+    grid = [size // patch for size, patch in zip(config.img_size, config.patch_size, strict=True)]
+    return model.blocks, grid[0] * grid[1] + model.num_prefix_tokens, config.embed_dim
+
+
+def chosen_way(blocks: nn.Module, x: torch.Tensor, training: bool) -> tuple[str, str]:
+    """(name of the block's shape in tables, the way that the plan has for it)."""
+    found: list[tuple[str, str]] = []
+    with observing(lambda branches, way: found.append((block_name(branches, training), way))):
+        with torch.set_grad_enabled(training):
+            blocks(x)
+    return found[0]
+
+
+def time_ways(
+    name: str,
+    batch: int,
+    training: bool,
+    device: torch.device,
+    deadline: Deadline,
+    context: Callable[[], AbstractContextManager],
+    dry: bool = False,
+    **options: object,
+) -> dict:
+    """Times two blocks of a model in each way and compares their results with float32.
+
+    Args:
+        name: a model of `create_model`.
+        batch: number of images.
+        training: a training step, else inference.
+        device: where it runs.
+        deadline: no round starts after it, except the first.
+        context: makes the context in which our kernels run there.
+        dry: one round only.
+        options: further ones of `create_model`.
+
+    Returns:
+        "shape" (its name in tables), "rule" (the way without a measurement), "way" (the fastest of those whose results
+        match), and for each way "<way>_match", "<way>_us", or "<way>_error" where it failed.
+    """
+    blocks, tokens, channels = blocks_of(name, device, **options)
+    x = torch.randn(batch, tokens, channels, device=device).to(torch.bfloat16).requires_grad_(training)
+
+    def found(net: nn.Module, way: str, x: torch.Tensor) -> Named:
+        learning = dict(net.named_parameters()) | dict(x=x) if training else None
+        with context(), forcing(way):
+            return outcome(net, dict(input=x), learning)
+
+    with context():
+        shape, rule = chosen_way(blocks, x, training)
+    truth = found(copy.deepcopy(blocks).float(), "plain", x.detach().float().requires_grad_(training))
+    baseline = found(blocks, "plain", x)
+    said = {way: verdict(found(blocks, way, x), truth, baseline, torch.bfloat16) for way in WAYS}
+    steps = {way: partial(_step, found, blocks, way, x) for way in WAYS}
+    timings, errors = alternate(steps, device, deadline, 0.3, (1, 1) if dry else (3, 60))
+    columns = dict(shape=shape, rule=rule) | {f"{way}_match": v.match for way, v in said.items()}
+    columns |= {f"{way}_us": timing.us for way, timing in timings.items()}
+    columns |= {f"{way}_error": text for way, text in errors.items()}
+    right = [way for way in WAYS if said[way].match and way in timings]
+    return columns | dict(way=min(right, key=lambda way: timings[way].us, default="plain"))
+
+
+def _step(found: Callable, blocks: nn.Module, way: str, x: torch.Tensor, copy: int) -> Callable[[], object]:
+    return partial(found, blocks, way, x)

@@ -1,0 +1,247 @@
+"""Which way a block runs, and that every way computes the same function."""
+
+import itertools
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+from benchmarks.launch_recorder import recording
+from interpreter import interpreting
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastvit_triton import create_model, layers, optimize
+from fastvit_triton.kernels import cost, launch, plan
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers import ways
+from fastvit_triton.measure.compare import outcome, verdict
+
+SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}
+BLOCKS = {
+    "plain": {},
+    "scaled": dict(init_values=0.5, drop_path=0.5),
+    "gated": dict(act="swiglu"),
+    "quick": dict(act="quick_gelu"),
+    "normed": dict(qk_norm=1e-6),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Choices are made anew, and forgotten."""
+    plan.forget()
+    ways._ways.clear()
+    yield
+    plan.forget()
+    ways._ways.clear()
+
+
+def vit(size: str, batch: int, tokens: int = 197) -> tuple[cost.Branch, cost.Branch]:
+    C, H = SIZES[size]
+    return cost.Branch("attention", batch, tokens, C, 3 * C, C, H), cost.Branch("mlp", batch, tokens, C, 4 * C, 4 * C)
+
+
+def chosen(architecture: str, size: str, batch: int, training: bool = False) -> str:
+    x = torch.empty(1, dtype=torch.bfloat16)
+    with targeting(architecture), torch.set_grad_enabled(training):
+        return plan.way_of(x, vit(size, batch), training)
+
+
+def block(dim: int = 32, act: str = "gelu", qk_norm: float | None = None, **options: object) -> layers.Block:
+    torch.manual_seed(0)
+    attention = layers.Attention(dim, 2, qk_norm=qk_norm)
+    return layers.Block(dim, attention, layers.Mlp(dim, 4 * dim, act), **options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_table_of_rates(size):
+    """Oracle: what follows from the published rates for inference at 64 images and more, by hand."""
+    fused = {"sm_89": SIZES, "sm_80": ("Ti", "S"), "sm_90": ("Ti",)}
+    for architecture, batch in itertools.product(fused, (64, 256)):
+        want = "fused" if size in fused[architecture] else "mixed"
+        gpu, sizes = cost.gpu_of(architecture), vit(size, batch)
+        times = {way: cost.block_us(gpu, sizes, way, False, True) for way in cost.WAYS}
+        assert min(times, key=times.get) == want, (architecture, batch, times)
+
+
+def test_expected_time_of_launches():
+    """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes, and nothing takes less than 2.5 µs."""
+    gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100, fused_product=(0.5, 1.0, 1.0))
+    copy = cost.Launch("pass", 0.0, 85e6)
+    assert cost.launch_us(gpu, copy) == pytest.approx(100)
+    assert cost.launch_us(gpu, copy._replace(nbytes=1.0)) == cost.LEAST_US
+    M, N, K = 128 * 100, 256, 2000  # one wave of the largest tile
+    product = cost.Launch("product", 2.0 * M * N * K, 1.0, (M, N, K))
+    want = 2.0 * M * N * K / (100e6 * 0.94)
+    assert cost.launch_us(gpu, product) == pytest.approx(want)
+    assert cost.launch_us(gpu, product._replace(kind="fused product")) == pytest.approx(2 * want)
+    assert cost.launch_us(gpu, product._replace(kind="fused product"), 1) == pytest.approx(want)
+
+
+def test_rates_say_where_they_come_from():
+    """Oracle: the fields; the pessimistic ratio is the smallest."""
+    for name, gpu in cost.gpus().items():
+        assert gpu.source and gpu.fused_product == tuple(sorted(gpu.fused_product)), name
+    assert cost.gpu_of("sm_89", "NVIDIA L40S").name == "L40S" and cost.gpu_of("sm_89").name == "RTX 4090"
+    assert cost.gpu_of("sm_75").name == "H200"
+
+
+def test_order_of_the_choice(monkeypatch, tmp_path):
+    """Oracle: a context, then the switch, then a measured row, then the expected time."""
+    expected = chosen("sm_90", "L", 256)
+    assert expected == "mixed"
+    name = plan.block_name(vit("L", 256), False)
+    (tmp_path / "sm_90.json").write_text(json.dumps({"ways": {"measured": {name: "plain"}}}))
+    monkeypatch.setattr(launch, "TUNED", tmp_path)
+    monkeypatch.setattr(plan, "gpu_on", lambda device: cost.gpus()["h200"])
+    plan.forget()
+    assert chosen("sm_90", "L", 256) == "plain" and chosen("sm_90", "L", 256, True) == "mixed"
+    with using_backend("triton"):
+        assert chosen("sm_90", "L", 256) == "fused"
+        with forcing("mixed"):
+            assert chosen("sm_90", "L", 256) == "mixed"
+    with pytest.raises(ValueError, match="'fast'"), forcing("fast"):
+        pass
+
+
+def test_products_in_ieee_float32_are_left_to_pytorch():
+    """Oracle: torch.set_float32_matmul_precision."""
+    x = torch.empty(1)
+    with targeting("sm_89"):
+        assert plan.way_of(x, vit("S", 256), False) != "fused"
+        torch.set_float32_matmul_precision("high")
+        try:
+            assert plan.way_of(x, vit("S", 256), False) == "fused"
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+
+def test_small_batches_are_bound_by_the_host():
+    """Oracle: the way with the least host time, where the GPU needs less than that."""
+    assert chosen("sm_90", "B", 1) == min(plan.HOST_RATIO["inference"], key=plan.HOST_RATIO["inference"].get)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("way", ["mixed", "fused"])
+def test_every_way_is_the_modules(way, name, autocast, always_folded):
+    """Oracle: the modules in float64, output and every gradient; two blocks, of which one leaves the other's norm."""
+    nets = layers.Blocks(block(**BLOCKS[name]), block(**BLOCKS[name])) if hasattr(layers, "Blocks") else None
+    x = torch.randn(4, 7, 32, requires_grad=True)
+    dtype = torch.float16 if autocast else torch.float32
+
+    def found(net, x, context):
+        torch.manual_seed(3)
+        with context:
+            return outcome(net, dict(input=x), dict(net.named_parameters()) | dict(x=x))
+
+    half = lambda: torch.autocast("cpu", dtype) if autocast else nullcontext()  # noqa: E731
+    nets.train()
+    truth = found(
+        layers.Blocks(block(**BLOCKS[name]), block(**BLOCKS[name])).double(),
+        x.detach().double().requires_grad_(),
+        nullcontext(),
+    )
+    baseline = found(nets, x, half())
+    with interpreting(), forcing(way):
+        got = found(nets, x, half())
+    said = verdict(got, truth, baseline, dtype, deep=True)
+    assert said.match, said
+    assert all(got[n].dtype == baseline[n].dtype for n in baseline)
+
+
+def launched(way: str, training: bool, depth: int = 3, **options: object) -> list[str]:
+    """Kernels of our own in two of three blocks."""
+    counts = []
+    for blocks in (depth - 2, depth):
+        torch.manual_seed(0)
+        net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=blocks, **options)
+        x = torch.randn(64, 5, 64).bfloat16().requires_grad_(training)
+        with recording("sm_90") as found, torch.set_grad_enabled(training), forcing(way):
+            y = net.bfloat16().train(training).blocks(x)
+            if training:
+                y.sum().backward()
+        counts.append([one.name for one in found])
+    return counts[1][: len(counts[1]) - len(counts[0])] if not training else [len(counts[1]) - len(counts[0])]
+
+
+def test_a_mixed_block_is_attention_and_two_passes():
+    """Oracle: the plan: one pass after each branch, which also normalises for the next; attention by our kernel."""
+    found = launched("mixed", False)
+    assert sorted(found) == sorted(["attention._fwd_kernel", "layer_norm._fwd_kernel", "layer_norm._fwd_kernel"] * 2)
+    assert not launched("plain", False)
+
+
+class Ops(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.names.append(str(function))
+        return function(*arguments, **named or {})
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_plain_block_is_pytorch_alone(converted):
+    """Oracle: the operators of the same modules where no kernel runs; nothing of ours is among them."""
+    timm = pytest.importorskip("timm")
+    make = timm.create_model if converted else create_model
+    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
+    if converted:
+        optimize(net)
+    x, seen = torch.randn(2, 5, 64), []
+    for context in (nullcontext(), targeting("sm_90")):
+        with torch.no_grad(), context, forcing("plain"):
+            for _ in range(2):  # the first call finds the sizes, the second looks the way up
+                with Ops() as mode:
+                    net.blocks(x)
+                seen.append(mode.names)
+    assert all(names == seen[0] for names in seen[1:])
+    assert not any("fastvit_triton" in name for name in seen[0])
+
+
+@pytest.mark.parametrize("way", ["plain", "mixed", "fused"])
+@pytest.mark.parametrize("converted", [False, True])
+def test_compiled_graphs_hold_what_the_way_says(converted, way):
+    """Oracle: the graph. Only fused is an opaque op; else the compiler sees norm, GELU and addition."""
+    timm = pytest.importorskip("timm")
+    make = timm.create_model if converted else create_model
+    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
+    if converted:
+        optimize(net)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def catch(graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=keep)(graph, inputs)
+
+    torch._dynamo.reset()
+    with torch.no_grad(), targeting("sm_90"), forcing(way):
+        with pytest.raises(Exception) if way == "fused" else nullcontext():  # no GPU launches it
+            torch.compile(net.blocks, backend=catch, fullgraph=True)(torch.randn(2, 5, 64))
+    names = " ".join(str(node.target) for graph in graphs for node in graph.graph.nodes)
+    ours = "fastvit_triton" in names
+    assert ours == (way == "fused")
+    assert ("native_layer_norm" in names and "gelu" in names) == (way != "fused"), names
+
+
+def test_a_dynamic_batch_is_one_graph():
+    """Oracle: torch.compiler.set_stance; no number of images or tokens is read while tracing."""
+    net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
+    torch._dynamo.reset()
+    with torch.no_grad(), targeting("sm_90"):
+        compiled = torch.compile(net.blocks, backend="eager", fullgraph=True, dynamic=True)
+        compiled(torch.randn(3, 5, 64))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for batch in range(2, 12):
+                compiled(torch.randn(batch, 5, 64))
