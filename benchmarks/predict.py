@@ -11,7 +11,7 @@ from fastvit_triton.measure.choices import MODELS, Calls, calls_of
 from fastvit_triton.measure.timeout import one_line
 from fastvit_triton.measure.tuning import arguments_of, candidates_of
 
-from .launches import Launch, compiled, record, recording
+from .launch_recorder import Launch, compiled, record, recording
 from .sass import GPUS, read
 from .static import bounds, violations
 

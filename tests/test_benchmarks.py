@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
-from benchmarks.launches import recording
+from benchmarks.launch_recorder import recording
 from benchmarks.result_file import ROOT, ResultFile
 from fastvit_triton.kernels import launch
 from fastvit_triton.measure import timeout, timing, tuned_tables

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from foreign import build
 from torch import nn
 
-from benchmarks.launches import recording
+from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.convert.count import Count, count, savings
 from fastvit_triton.explain.costs import image_cost

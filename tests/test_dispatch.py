@@ -9,7 +9,7 @@ from interpreter import interpreting
 from test_interpreter import EVERY, converted, largest, results
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.launches import record, recording
+from benchmarks.launch_recorder import record, recording
 from fastvit_triton import attention, linear
 from fastvit_triton.kernels import attention as attention_file
 from fastvit_triton.kernels import attention_launch, backend, dispatch, eager, launch, layer_norm
