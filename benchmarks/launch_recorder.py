@@ -91,13 +91,18 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         grid = grid(values) if callable(grid) else grid
         found.append(Launch(self, tuple(grid), values, named))
 
-    def product(a, b):
-        return a.new_empty(*a.shape[:-1], b.shape[-1])
+    def product(a, b, out_dtype=None):
+        return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype)
 
     def widened(a):
         return a.new_empty(a.shape, dtype=torch.float32)
 
-    patches = [(JITFunction, "run", run), (torch.Tensor, "__matmul__", product), (torch.Tensor, "float", widened)]
+    patches = [
+        (JITFunction, "run", run),
+        (torch.Tensor, "__matmul__", product),
+        (torch, "mm", product),
+        (torch.Tensor, "float", widened),
+    ]
     before = [owner.__dict__.get(name) for owner, name, _ in patches]
     for owner, name, function in patches:
         setattr(owner, name, function)

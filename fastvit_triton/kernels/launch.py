@@ -48,7 +48,7 @@ def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, 
 
 @contextlib.contextmanager
 def targeting(architecture: str) -> Iterator[None]:
-    """In this context CPU tensors count as those of a GPU of `architecture`, such as "sm_90", which need not be here."""
+    """In this context CPU tensors count as those of a GPU of `architecture`, such as "sm_90", which is not needed."""
     global target
     before, target = target, architecture
     try:
@@ -78,6 +78,11 @@ def _architecture(kind: str, index: int | None) -> str:
     if torch.version.hip is not None:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+def is_gpu(device: torch.device) -> bool:
+    """The device is a GPU, or counts as one inside `targeting`."""
+    return device.type == "cuda" or target is not None
 
 
 def precision(x: torch.Tensor) -> str:

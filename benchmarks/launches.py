@@ -1,0 +1,214 @@
+"""Launches and bytes of whole models on GPUs that need not be here: what runs by default, eager PyTorch, torch.compile.
+
+    python -m benchmarks.launches --model timm:vit_base_patch16_224 --arch sm_90 --batch 8 --phase inference --json
+    python -m benchmarks.launches --table --out benchmarks/results/launches.json
+
+Counted from shapes by fastvit_triton.convert.trace; nothing runs and nothing is measured. Phases: inference, training
+(forward and backward of one batch, gradients into fresh memory), autocast (training of float32 weights in bfloat16).
+Figures stand for the whole model and, under "block", for one of its blocks: those of three blocks less those of one,
+halved. torch.compile is estimated by the rule of `inductor_rule`.
+"""
+
+import argparse
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import fastvit_triton
+from fastvit_triton.convert.trace import Count, Trace, tracing
+from fastvit_triton.files import replacing
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
+
+from .inductor_rule import PRODUCTS, inductor_count
+
+COMMAND = "python -m benchmarks.launches --table --out benchmarks/results/launches.json"
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+MODELS = tuple(f"timm:vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large"))
+BATCHES = (1, 8, 64, 256)
+PHASES = ("inference", "training", "autocast")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model in use.
+
+    Attributes:
+        model: "timm:NAME"; of our models NAME, too.
+        batch: images.
+        phase: one of PHASES.
+        arch: of the GPU; None for eager PyTorch, which launches the same on each.
+        ours: our model of that name instead of timm's, optimised.
+        frozen: with folded weights that are kept.
+        depth: blocks; None for the model's own.
+    """
+
+    model: str
+    batch: int
+    phase: str = "inference"
+    arch: str | None = None
+    ours: bool = False
+    frozen: bool = False
+    depth: int | None = None
+
+
+def build(setting: Setting) -> nn.Module:
+    """The model of a setting, its parameters without values."""
+    name = setting.model.removeprefix("timm:")
+    options = {} if setting.depth is None else {"depth": setting.depth}
+    with torch.device("meta"):
+        if setting.ours or name == setting.model:
+            model = fastvit_triton.create_model(name, **options)
+        else:
+            import timm
+
+            model = timm.create_model(name, **options)
+    model.to(torch.float32 if setting.phase == "autocast" else torch.bfloat16)
+    return model.to_empty(device="cpu").train(setting.phase != "inference")
+
+
+def trace(setting: Setting) -> Trace:
+    """All operators and launches of one call, and of its backward pass in training."""
+    model, gpu = build(setting), nullcontext() if setting.arch is None else targeting(setting.arch)
+    if setting.arch is not None and model.__class__.__module__.partition(".")[0] != "fastvit_triton":
+        fastvit_triton.optimize(model)
+    images = torch.empty(setting.batch, 3, 224, 224, dtype=next(model.parameters()).dtype)
+    with gpu, using_backend("auto"):
+        if setting.frozen:
+            fastvit_triton.freeze(model)
+            _traced(model, images, setting.phase)  # folds
+        return _traced(model, images, setting.phase)
+
+
+def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
+    with tracing() as found, torch.set_grad_enabled(phase != "inference"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=phase == "autocast"):
+            y = model(images)
+        if phase != "inference":
+            y.backward(torch.empty_like(y))
+    return found
+
+
+def ways(found: Trace) -> dict[str, str]:
+    """Operator → "fused" where its kernels are ours, "plain" where PyTorch computes its products; empty if none ran."""
+    chosen = {}
+    for event in found.events:
+        if event.op.endswith("_fwd"):
+            plain = not event.ours and event.name in PRODUCTS
+            chosen[event.op] = "plain" if plain or chosen.get(event.op) == "plain" else "fused"
+    return {op.removesuffix("_fwd"): way for op, way in chosen.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _eager(setting: Setting) -> tuple[Count, Count]:
+    """Eager PyTorch, and what the rule makes of it for torch.compile."""
+    found = trace(replace(setting, arch=None))
+    return found.count, inductor_count(found.events)
+
+
+def figures(setting: Setting) -> dict[str, object]:
+    """Ways, launches and bytes of a model: ours, eager PyTorch's, Inductor's."""
+    found = trace(setting)
+    eager, inductor = _eager(replace(setting, arch=None, ours=False, frozen=False))
+    counts = {"": found.count, "eager_": eager, "inductor_": inductor}
+    numbers = {f"{who}{n}": v for who, c in counts.items() for n, v in (("launches", c.launches), ("bytes", c.nbytes))}
+    return {"ways": ways(found)} | numbers | ({"findings": found.findings} if found.findings else {})
+
+
+def block(setting: Setting) -> dict[str, object]:
+    """The same of one block: that of three blocks less that of one, halved."""
+    one, three = (figures(replace(setting, depth=depth)) for depth in (1, 3))
+    return {k: (v - one[k]) / 2 if isinstance(v, int) else v for k, v in three.items()}
+
+
+def violations(setting: Setting, of_block: dict[str, object]) -> list[str]:
+    """What a block costs above its limits, one sentence each."""
+    found, inference = [], setting.phase == "inference"
+    launches, bytes_, eager, eager_bytes = (of_block[k] for k in ("launches", "bytes", "eager_launches", "eager_bytes"))
+    chosen = set(of_block["ways"].values())
+
+    def limit(what: str, value: float, most: float) -> None:
+        if value > most:
+            found.append(f"{value:.10g} {what}, at most {most:.10g}")
+
+    limit("bytes", bytes_, eager_bytes)
+    limit("launches", launches, eager if inference else 1.1 * eager)
+    if inference and chosen == {"fused"}:
+        narrow = "tiny" in setting.model  # whose MLP is one launch
+        limit("launches of a fused block", launches, 6 - narrow - setting.ours + (0 if setting.frozen else 2))
+        if setting.frozen and setting.batch >= 64:
+            limit("bytes of a fused block", bytes_, 0.65 * eager_bytes)
+    if inference and "mixed" in chosen and "fused" not in chosen:
+        limit("launches of a mixed block", launches, 9)
+        limit("bytes of a mixed block", bytes_, 0.95 * eager_bytes)
+    return found + list(of_block.get("findings", []))
+
+
+def settings() -> Iterator[Setting]:
+    """All of the table, so that those that share eager figures stand together."""
+    for model, batch, phase in product(MODELS, BATCHES, PHASES):
+        for arch, ours in product(ARCHS, (True, False)):
+            for frozen in (False, True) if phase == "inference" else (False,):
+                yield Setting(model, batch, phase, arch, ours, frozen)
+
+
+def table() -> list[dict[str, object]]:
+    """One row for each setting: figures of one block, and the limits that it violates."""
+    rows = []
+    for setting in settings():
+        row = block(setting)
+        facts = {k: getattr(setting, k) for k in ("model", "arch", "batch", "phase", "ours", "frozen")}
+        rows.append(facts | row | {"violations": violations(setting, row)})
+    return rows
+
+
+def written(rows: list[dict[str, object]]) -> str:
+    """JSON with one row a line, so that a changed figure is a changed line."""
+    lines = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+    note = "of one block; counted from shapes, nothing was measured; inductor_* are estimated by a rule"
+    return f'{{\n "command": {json.dumps(COMMAND)},\n "note": {json.dumps(note)},\n "rows": [\n{lines}\n ]\n}}\n'
+
+
+def main() -> None:
+    """Prints the figures of one model, or writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="timm:vit_base_patch16_224", help="timm:NAME, or a name of ours")
+    parser.add_argument("--arch", default="sm_90", choices=ARCHS)
+    parser.add_argument("--batch", type=int, default=8, help="images (default: 8)")
+    parser.add_argument("--phase", default="inference", choices=PHASES)
+    parser.add_argument("--depth", type=int, help="blocks (default: the model's own)")
+    parser.add_argument("--ours", action="store_true", help="our model of that name instead of timm's, optimised")
+    parser.add_argument("--frozen", action="store_true", help="after fastvit_triton.freeze")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--table", action="store_true", help="all models, batches, phases and architectures")
+    parser.add_argument("--out", type=Path, help="file for the table")
+    given = parser.parse_args()
+    if given.table:
+        rows = table()
+        if given.out:
+            with replacing(given.out) as temporary:
+                temporary.write_text(written(rows))
+        print(f"{len(rows)} rows, {sum(bool(row['violations']) for row in rows)} of them violate a limit")
+        return
+    setting = Setting(given.model, given.batch, given.phase, given.arch, given.ours, given.frozen, given.depth)
+    of_block = block(setting)
+    found = figures(setting) | {"block": of_block, "violations": violations(setting, of_block)}
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return
+    for who, numbers in (("model", found), ("block", of_block)):
+        for arm in ("", "eager_", "inductor_"):
+            launches, mb = numbers[f"{arm}launches"], numbers[f"{arm}bytes"] / 1e6
+            print(f"{who}  {arm.rstrip('_') or 'default':8}  {launches:6g} launches  {mb:10.1f} MB")
+    print(*(f"{op}: {way}" for op, way in found["ways"].items()), *found["violations"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()
