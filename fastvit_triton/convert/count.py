@@ -39,7 +39,7 @@ def savings(model: nn.Module, *inputs: object, **named: object) -> tuple[Count, 
     model = copy.deepcopy(model).to_empty(device="cpu")
     inputs, named = tree_map_only(Tensor, reserved, (inputs, named))
     with no_grad():
-        with using_backend("torch"):
+        with using_backend("auto"):
             before = count(model, *inputs, **named)
         with using_backend("triton"), targeting("sm_90"), _triton():
             after = count(model, *inputs, **named)
