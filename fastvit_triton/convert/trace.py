@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,6 @@ from ..kernels.op import REGISTERED
 
 ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 READERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")  # the host waits for their values
-OURS = ("attention_fwd", "linear_fwd", "mlp_fwd", "patch_embed_fwd")  # have flops
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
 # kernels that CUDA launches for an operator of PyTorch, where it is not one, from the sources of torch 2.13:
 # flash_bwd_launch_template.h (Δ; dq, dk and dv; dq from its fp32 sums), layer_norm_kernel.cu (dx; dγ and dβ, up to
@@ -110,8 +109,7 @@ class Trace:
     @property
     def count(self) -> Count:
         """Sum over the events."""
-        costs = [(e.launches, e.nbytes, e.flops) for e in self.events]
-        return Count(*map(sum, zip(*costs, strict=True))) if costs else Count()
+        return sum((Count(e.launches, e.nbytes, e.flops) for e in self.events), Count())
 
 
 class _Tracer(TorchDispatchMode):
@@ -125,9 +123,8 @@ class _Tracer(TorchDispatchMode):
         named, name = named or {}, function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
             return self._enter(name, arguments)
-        if name in READERS:
-            self.trace.findings.append(f"host waits for {name}{f' in {self.op}' if self.op else ''}")
-            raise RuntimeError(f"{name} reads a value: the tensors that are counted have none")
+        if name in READERS or (name == "index" and any(t is not None and t.dtype == torch.bool for t in arguments[1])):
+            self.read(name)
         if _is_composite(function):  # such as F.linear within one of our operators, where autograd is done
             with self:
                 return function.decompose(*arguments, **named)
@@ -136,28 +133,26 @@ class _Tracer(TorchDispatchMode):
         described = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in named.items()}
         given, described = tree_map_only(Tensor, _described, (arguments, described))
         results = function(*given, **described)
-        read = {id(t): t for t in tree_leaves((arguments, named)) if isinstance(t, Tensor)}
-        memory = {t.untyped_storage()._cdata for t in tree_leaves((given, described)) if isinstance(t, Tensor)}
-        written = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+        memory = {t.untyped_storage()._cdata for t in _tensors((given, described))}
+        written = _tensors(results)
         if function._schema.is_mutable:
             outputs = _written_arguments(function, arguments, named, results)
         elif written and all(t.untyped_storage()._cdata in memory for t in written):  # such as _unsafe_view
             return function(*arguments, **named)
         else:
             outputs = tree_map_only(Tensor, reserved, results)
-        written = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-        self._add(name, read.values(), written, self._flops(function, arguments, named, outputs))
+        flops = self._flops(function, arguments, named, outputs)
+        self._add(name, _tensors((arguments, named)), _tensors(outputs), flops)
         return outputs
 
     def _enter(self, name: str, arguments: tuple) -> object:
         """Launches one of our operators, and compares what it returns with its fake."""
         launch, fake = REGISTERED[name]
         expected = fake(*tree_map_only(Tensor, _described, arguments))
-        flops = _flops(name, *arguments)
+        flops = OUR_FLOPS[name](*arguments) if name in OUR_FLOPS else 0
         if not self.enters:
             outputs = tree_map_only(Tensor, reserved, expected)
-            read, written = ([t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in (arguments, outputs))
-            self._add(name, {id(t): t for t in read}.values(), written, flops, ours=True)
+            self._add(name, _tensors(arguments), _tensors(outputs), flops, ours=True)
             return outputs
         outer, self.op = self.op, name
         try:
@@ -171,14 +166,18 @@ class _Tracer(TorchDispatchMode):
             self.trace.findings.append(f"{name} gives {found}, its fake {wanted}")
         return outputs
 
+    def read(self, name: str) -> None:
+        """Notes that the host waits for a value, and raises RuntimeError."""
+        self.trace.findings.append(f"host waits for {name}{f' in {self.op}' if self.op else ''}")
+        raise RuntimeError(f"{name} reads a value: the tensors that are counted have none")
+
     def launched(self, kernel: object, *positional: object, grid: object, warmup: bool = False, **named: object):
         """Stands for the `run` of Triton's functions."""
-        given = [t for t in tree_leaves((positional, named)) if isinstance(t, Tensor)]
-        tensors = {(t.data_ptr(), t.shape): t for t in given}
+        tensors = {(t.data_ptr(), t.shape): t for t in _tensors((positional, named))}
         module = kernel.fn.__module__.rsplit(".", 1)[-1].removesuffix("_backward")
         self._add(f"{module}.{kernel.fn.__name__}", tensors.values(), (), 0, ours=True)
 
-    def _add(self, name: str, read, written, flops: int, ours: bool = False) -> None:
+    def _add(self, name: str, read: Iterable, written: Iterable, flops: int, ours: bool = False) -> None:
         reads, writes = (tuple(map(self._piece, tensors)) for tensors in (read, written))
         launches = 1 if ours else _launches(name, reads, writes)
         self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops))
@@ -190,7 +189,7 @@ class _Tracer(TorchDispatchMode):
         return Piece(storage.number, t.storage_offset(), tuple(t.shape), _nbytes(t))
 
     def _flops(self, function: OpOverload, arguments: tuple, named: dict, outputs: object) -> int:
-        if self.op in OURS:
+        if self.op in OUR_FLOPS:
             return 0  # counted once for the whole operator
         packet = function.overloadpacket
         if packet in flop_registry:
@@ -205,23 +204,33 @@ def tracing() -> Iterator[Trace]:
     Where Triton is not installed, each operator of ours is one launch. RuntimeError is raised where a value is read.
     """
     kernel = type(tile.load_rows)
-    fast, run = torch.backends.mha.get_fastpath_enabled(), kernel.__dict__.get("run")
-    tracer = _Tracer(enters=run is not None)
+    tracer = _Tracer(enters="run" in kernel.__dict__)
+    stand_ins = [
+        (kernel, "run", lambda *arguments, **named: tracer.launched(*arguments, **named)),
+        (Tensor, "tolist", lambda *_: tracer.read("tolist")),
+        (Tensor, "numpy", lambda *_, **__: tracer.read("numpy")),
+    ]
+    before = [owner.__dict__.get(name) for owner, name, _ in stand_ins]
+    fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole encoder layer, which has no description
-    kernel.run = lambda *arguments, **named: tracer.launched(*arguments, **named)
+    for stand_in in stand_ins:
+        setattr(*stand_in)
     try:
         with tracer:
             yield tracer.trace
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        if run is None:
-            del kernel.run
-        else:
-            kernel.run = run
+        for (owner, name, _), own in zip(stand_ins, before, strict=True):
+            delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+def _tensors(held: object) -> list[Tensor]:
+    """The tensors in a structure, each once."""
+    return list({id(t): t for t in tree_leaves(held) if isinstance(t, Tensor)}.values())
 
 
 def _described(t: Tensor) -> Tensor:
-    """A tensor of the meta device with the same sizes and strides."""
+    """The same sizes and strides on the meta device."""
     return t if t.is_meta else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
@@ -247,13 +256,12 @@ def _written_arguments(function: OpOverload, arguments: tuple, named: dict, resu
     given = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | named
     owners = {frozenset(a.alias_info.before_set): given.get(a.name) for a in schema.arguments if a.alias_info}
     several = results if isinstance(results, (tuple, list)) else (results,)
-    outputs = [
-        owners[frozenset(described.alias_info.before_set)]
-        if described.alias_info
-        else tree_map_only(Tensor, reserved, r)
-        for described, r in zip(schema.returns, several, strict=False)
-    ]
-    return outputs[0] if not isinstance(results, (tuple, list)) and outputs else tuple(outputs) if outputs else None
+    pairs = zip(schema.returns, several, strict=False)
+    outputs = tuple(
+        owners[frozenset(r.alias_info.before_set)] if r.alias_info else tree_map_only(Tensor, reserved, fresh)
+        for r, fresh in pairs
+    )
+    return outputs if isinstance(results, (tuple, list)) else outputs[0] if outputs else None
 
 
 def _facts(t: object) -> object:
@@ -272,21 +280,6 @@ def _launches(name: str, reads: tuple[Piece, ...], writes: tuple[Piece, ...]) ->
     return LAUNCHES.get(name, 1)
 
 
-def _flops(name: str, *arguments: object) -> int:
-    """Of our own operators in inference."""
-    if name == "attention_fwd":
-        return _products(*arguments[:3])
-    if name == "linear_fwd":
-        return 2 * arguments[0].numel() * len(arguments[1])
-    if name == "mlp_fwd":  # both products, of x's width on both ends
-        return 4 * arguments[0].numel() * len(arguments[1])
-    if name == "patch_embed_fwd":
-        image, weight, *_ = arguments
-        patches = math.prod(side // p for side, p in zip(image.shape[2:], weight.shape[2:], strict=True))
-        return 2 * len(image) * patches * weight.numel()
-    return 0
-
-
 def _products(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Flops of q kᵀ and of the probabilities' product with v."""
     return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
@@ -295,3 +288,16 @@ def _products(q: Tensor, k: Tensor, v: Tensor) -> int:
 def _nbytes(t: Tensor) -> int:
     """Bytes of the memory that a tensor stands on: an expanded axis is read once."""
     return t.element_size() * math.prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step)
+
+
+def _patches(image: Tensor, weight: Tensor) -> int:
+    sides = zip(image.shape[2:], weight.shape[2:], strict=True)
+    return len(image) * math.prod(side // length for side, length in sides)
+
+
+OUR_FLOPS = {
+    "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
+    "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
+    "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both products, of x's width on both ends
+    "patch_embed_fwd": lambda image, weight, *_: 2 * _patches(image, weight) * weight.numel(),
+}
