@@ -18,7 +18,7 @@ from types import ModuleType
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
-from .launches import Launch, Pointer
+from .launch_recorder import Launch, Pointer
 
 _LOCAL = object()  # stands for the value of a parameter, a variable or an expression
 

@@ -1,245 +1,215 @@
-"""Kernel launches of the public functions, recorded on CPU tensors and compiled for GPUs that are not here.
+"""Launches and bytes of whole models on GPUs that need not be here: what runs by default, eager PyTorch, torch.compile.
 
-`record` runs a function and records its launches instead of running them: sizes, alignments and launch parameters,
-without values. `compiled` compiles a launch for another target, specialised like a real launch.
+    python -m benchmarks.launches --model timm:vit_base_patch16_224 --arch sm_90 --batch 8 --phase inference --json
+    python -m benchmarks.launches --table --out benchmarks/results/launches.json
+
+Counted from shapes by fastvit_triton.convert.trace; nothing runs and nothing is measured. Phases: inference, training
+(forward and backward of one batch, gradients into fresh memory), autocast (training of float32 weights in bfloat16).
+Figures stand for the whole model and, under "block", for one of its blocks: two blocks less one. torch.compile is
+estimated by the rule of `inductor_rule`.
 """
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import argparse
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from torch import nn
 
+import fastvit_triton
+from fastvit_triton.convert.trace import Count, Trace, tracing
+from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 
-TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
-TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+from .inductor_rule import PRODUCTS, inductor_count
 
-
-class Pointer:
-    """A tensor in a recorded launch: its size, and what Triton specialises on."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
-        self.nbytes, self._address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
-        self._range = tensor.untyped_storage().nbytes()
-
-    def data_ptr(self) -> int:
-        """Address of the tensor."""
-        return self._address
-
-    def ptr_range(self) -> int:
-        """Bytes of its storage; below 2 GiB the compiler for AMD uses 32-bit offsets."""
-        return self._range
+COMMAND = "python -m benchmarks.launches --table --out benchmarks/results/launches.json"
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+MODELS = tuple(f"timm:vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large"))
+BATCHES = (1, 8, 64, 256)
+PHASES = ("inference", "training", "autocast")
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One recorded launch: `values` are the kernel's arguments by name, `options` are Triton's."""
-
-    kernel: JITFunction
-    grid: tuple[int, ...]
-    values: dict
-    options: dict
-
-    @property
-    def name(self) -> str:
-        """Name of the operation and of the function, as in "linear._fwd_kernel"."""
-        return f"{self.kernel.fn.__module__.rsplit('.', 1)[-1].removesuffix('_backward')}.{self.kernel.fn.__name__}"
-
-    @property
-    def programs(self) -> int:
-        """Programs in the grid."""
-        return math.prod(self.grid)
-
-    @property
-    def tensors(self) -> list[Pointer]:
-        """Its tensors, those in tuples included."""
-        given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
-        return [t for t in given if isinstance(t, Pointer)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its tensors, each counted once."""
-        return sum({(t.data_ptr(), t.shape): t.nbytes for t in self.tensors}.values())
-
-    @property
-    def config(self) -> str:
-        """Compile-time arguments that are neither None nor False, and launch options, as text."""
-        fixed = {p.name: self.values[p.name] for p in self.kernel.params if p.is_constexpr and p.name in self.values}
-        named = [n if v is True else f"{n}={v}" for n, v in fixed.items() if v is not None and v is not False]
-        return " ".join(named + [f"{n}={v}" for n, v in self.options.items() if n != "enable_fp_fusion"])
-
-
-@contextlib.contextmanager
-def recording(arch: str) -> Iterator[list[Launch]]:
-    """In this context launches are recorded, as they would be on `arch`, and not run.
-
-    Products by PyTorch are not computed, because their values are not used.
-    """
-    found: list[Launch] = []
-
-    def run(self, *positional, grid, warmup=False, **named):
-        values = {n: named.pop(n) for n in self.arg_names if n in named}
-        values |= dict(zip(self.arg_names, positional, strict=False))
-        values = {n: _pointers(v) for n, v in values.items()}
-        grid = grid(values) if callable(grid) else grid
-        found.append(Launch(self, tuple(grid), values, named))
-
-    def product(a, b):
-        return a.new_empty(*a.shape[:-1], b.shape[-1])
-
-    def widened(a):
-        return a.new_empty(a.shape, dtype=torch.float32)
-
-    patches = [(JITFunction, "run", run), (torch.Tensor, "__matmul__", product), (torch.Tensor, "float", widened)]
-    before = [owner.__dict__.get(name) for owner, name, _ in patches]
-    for owner, name, function in patches:
-        setattr(owner, name, function)
-    try:
-        with targeting(arch), using_backend("triton"):
-            yield found
-    finally:
-        for (owner, name, _), function in zip(patches, before, strict=True):
-            setattr(owner, name, function) if function is not None else delattr(owner, name)
-
-
-def _pointers(value: object) -> object:
-    """A tensor, or those of a tuple, as pointers."""
-    if isinstance(value, tuple):
-        return tuple(map(_pointers, value))
-    return Pointer(value) if isinstance(value, torch.Tensor) else value
-
-
-def record(arch: str, function: Callable, *arguments: object, **options: object) -> dict[str, list[Launch]]:
-    """Launches of one call on `arch` by phase: "inference" without gradients, "forward" with them, and "backward"."""
-    phases = {}
-    with recording(arch) as phases["inference"], torch.no_grad():
-        function(*arguments, **options)
-    with recording(arch) as phases["forward"]:
-        outputs = function(*arguments, **options)
-    outputs = [t for t in _leaves(outputs) if t.requires_grad]
-    inputs = [t for t in _leaves((arguments, tuple(options.values()))) if t.requires_grad]
-    with recording(arch) as phases["backward"]:
-        torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
-    return phases
-
-
-def _leaves(value) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-
-
-class _Absent:
-    """Triton's driver for a GPU that is not here: it knows the target alone."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> str:
-        return f"{self._target.backend}{self._target.arch}"  # Triton keeps its compiled kernels by device
-
-    def get_current_stream(self, device: object = None) -> int:
-        return 0
-
-
-def compiled(launch: Launch, arch: str):
-    """The compiled kernel of a launch on `arch`. Triton's errors are raised."""
-    before = driver._active
-    driver.set_active(_Absent(TARGETS[arch]))
-    try:
-        return launch.kernel.run(grid=launch.grid, warmup=True, **launch.values, **launch.options)
-    finally:
-        driver._active = before
-
-
-@dataclass(frozen=True)
-class Work:
-    """Arithmetic of a launch.
+class Setting:
+    """A model in use.
 
     Attributes:
-        flops: of the operation, without padding.
-        padded: of one program, with padding.
-        passes: of the main loop in one program.
+        model: "timm:NAME"; of our models NAME, too.
+        batch: images.
+        phase: one of PHASES.
+        arch: of the GPU; None for eager PyTorch, which launches the same on each.
+        ours: our model of that name instead of timm's, optimised.
+        frozen: with folded weights that are kept.
+        depth: blocks; None for the model's own.
     """
 
-    flops: float = 0.0
-    padded: float = 0.0
-    passes: float = 1.0
+    model: str
+    batch: int
+    phase: str = "inference"
+    arch: str | None = None
+    ours: bool = False
+    frozen: bool = False
+    depth: int | None = None
 
 
-def work(launch: Launch) -> Work:
-    """Work of a launch, computed from its arguments; no flops for kernels that are bound by memory."""
-    a, name = launch.values, launch.name
-    if name.startswith("attention."):
-        return _attention_work(launch)
-    if name == "linear._fwd_kernel":
-        passes = math.ceil(a["K"] / a["BLOCK_K"])
-        products = 2 if a["ACTIVATION"] == "swiglu" else 1
-        tile = 2 * a["BLOCK_M"] * a["BLOCK_F"] * products
-        return Work(2 * a["M"] * a["F"] * a["K"] * products, tile * passes * a["BLOCK_K"], passes)
-    if name == "mlp._fwd_kernel":
-        passes = math.ceil(a["F"] / a["BLOCK_F"])
-        tile = 4 * a["BLOCK_M"] * (a["D0"] + a["D1"])
-        return Work(4 * a["M"] * a["D"] * a["F"], tile * passes * a["BLOCK_F"], passes)
-    if name == "patch_embed._fwd_kernel":
-        passes = math.ceil(a["K"] / a["BLOCK_K"])
-        flops = 2 * a["B"] * a["N"] * a["K"] * a["D"]
-        return Work(flops, 2 * a["BLOCK_M"] * a["BLOCK_D"] * passes * a["BLOCK_K"], passes)
-    if name == "patch_embed._bwd_weight_kernel":
-        passes = math.ceil(min(a["ROWS"], a["M"]) / a["BLOCK_M"])
-        flops = 2 * a["M"] * a["K"] * a["D"]
-        return Work(flops, 2 * a["BLOCK_K"] * a["BLOCK_D"] * passes * a["BLOCK_M"], passes)
-    if name == "linear._bwd_kernel":
-        return Work(passes=a["ROWS"] / a["BLOCK_M"])
-    if name == "layer_norm._bwd_kernel":
-        return Work(passes=math.ceil(a["M"] / a["BLOCK_M"] / launch.programs))
-    return Work()
+def build(setting: Setting) -> nn.Module:
+    """The model of a setting, its parameters without values."""
+    name = setting.model.removeprefix("timm:")
+    options = {} if setting.depth is None else {"depth": setting.depth}
+    with torch.device("meta"):
+        if setting.ours or name == setting.model:
+            model = fastvit_triton.create_model(name, **options)
+        else:
+            import timm
+
+            model = timm.create_model(name, **options)
+    model.to(torch.float32 if setting.phase == "autocast" else torch.bfloat16)
+    return model.to_empty(device="cpu").train(setting.phase != "inference")
 
 
-def sequence(launch: Launch) -> tuple[int, int]:
-    """Queries and keys of an image in an attention launch; their mean over packed images."""
-    a = launch.values
-    if not a.get("HAS_CU_SEQLENS"):
-        return a["Nq"], a["Nk"]
-    mean = round(a["Nq"] * a["H"] * a["tiles"] / launch.programs)
-    return mean, mean
+def trace(setting: Setting) -> Trace:
+    """All operators and launches of one call, and of its backward pass in training."""
+    model, gpu = build(setting), nullcontext() if setting.arch is None else targeting(setting.arch)
+    if setting.arch is not None and model.__class__.__module__.partition(".")[0] != "fastvit_triton":
+        fastvit_triton.optimize(model)
+    images = torch.empty(setting.batch, 3, 224, 224, dtype=next(model.parameters()).dtype)
+    with gpu, using_backend("auto"):
+        if setting.frozen:
+            fastvit_triton.freeze(model)
+            _traced(model, images, setting.phase)  # folds
+        return _traced(model, images, setting.phase)
 
 
-# kernel → number of its products over the width of q and k, and over that of v
-_OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
+def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
+    with tracing() as found, torch.set_grad_enabled(phase != "inference"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=phase == "autocast"):
+            y = model(images)
+        if phase != "inference":
+            y.backward(torch.empty_like(y))
+    return found
 
 
-def _attention_work(launch: Launch) -> Work:
-    a, kernel = launch.values, launch.name.removeprefix("attention.")
-    q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]
-    over_q, over_v = _OVER.get(kernel, (1, 1))
-    pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops of one query and one key
-    padded_pair = 2 * (over_q * q_width + over_v * v_width)
-    if kernel == "_bwd_dbias_kernel":
-        images = a["B"] / a["G"]
-        padded = padded_pair * a["BLOCK_M"] * a["BLOCK_N"] * images
-        return Work(pair * a["B"] * a["H"] * a["Nq"] * a["Nk"], padded, images)
-    heads = launch.programs / a["tiles"]
-    Nq, Nk = sequence(launch)
-    flops = pair * heads * Nq * Nk
-    if kernel == "_bwd_kernel":
-        blocks, passes = math.ceil(Nk / a["BLOCK_N"]), Nq // a["BLOCK_M"]
-        padded = padded_pair * blocks * a["BLOCK_N"] * (passes * a["BLOCK_M"] + a["TAIL"])
-        return Work(flops, padded, blocks * passes)
-    if kernel == "_bwd_dkdv_kernel":
-        tiles = math.ceil(Nq / a["BLOCK_M"])
-        return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], Nq // a["BLOCK_M"])
-    passes = Nk // a["BLOCK_N"]
-    return Work(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)
+def ways(found: Trace) -> dict[str, str]:
+    """Operator → "fused" where its kernels are ours, "plain" where PyTorch computes its products; empty if none ran."""
+    chosen = {}
+    for event in found.events:
+        if event.op.endswith("_fwd"):
+            plain = not event.ours and event.name in PRODUCTS
+            chosen[event.op] = "plain" if plain or chosen.get(event.op) == "plain" else "fused"
+    return {op.removesuffix("_fwd"): way for op, way in chosen.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _eager(setting: Setting) -> tuple[Count, Count]:
+    """Eager PyTorch, and what the rule makes of it for torch.compile."""
+    found = trace(replace(setting, arch=None))
+    return found.count, inductor_count(found.events)
+
+
+def figures(setting: Setting) -> dict[str, object]:
+    """Ways, launches and bytes of a model: ours, eager PyTorch's, Inductor's."""
+    found = trace(setting)
+    eager, inductor = _eager(replace(setting, arch=None, ours=False, frozen=False))
+    counts = {"": found.count, "eager_": eager, "inductor_": inductor}
+    numbers = {f"{who}{n}": v for who, c in counts.items() for n, v in (("launches", c.launches), ("bytes", c.nbytes))}
+    return {"ways": ways(found)} | numbers | ({"findings": found.findings} if found.findings else {})
+
+
+def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
+    """The same of one block, which is that of two blocks less that of one, and of what is not in a block."""
+    one, two = (figures(replace(setting, depth=depth)) for depth in (1, 2))
+    block = {k: v - one[k] if isinstance(v, int) else v for k, v in two.items()}
+    return block, {k: v - block[k] for k, v in one.items() if isinstance(v, int)}
+
+
+def violations(setting: Setting, block: dict[str, object], rest: dict[str, object]) -> list[str]:
+    """What a model costs above its limits, one sentence each."""
+    found, inference = [], setting.phase == "inference"
+    launches, eager_bytes, chosen = block["launches"], block["eager_bytes"], set(block["ways"].values())
+
+    def limit(what: str, value: float, most: float) -> None:
+        if value > most:
+            found.append(f"{value:.10g} {what}, at most {most:.10g}")
+
+    for where, part in (("a block", block), ("the rest", rest)):
+        limit(f"bytes in {where}", part["bytes"], part["eager_bytes"])
+        limit(f"launches in {where}", part["launches"], part["eager_launches"] * (1 if inference else 1.1))
+    if inference and chosen == {"fused"}:
+        narrow = "tiny" in setting.model  # whose MLP is one launch
+        limit("launches in a fused block", launches, 6 - narrow - setting.ours + (0 if setting.frozen else 2))
+        if setting.frozen and setting.batch >= 64:
+            limit("bytes in a fused block", block["bytes"], 0.65 * eager_bytes)
+    if inference and "mixed" in chosen and "fused" not in chosen:
+        limit("launches in a mixed block", launches, 9)
+        limit("bytes in a mixed block", block["bytes"], 0.95 * eager_bytes)
+    return found + list(block.get("findings", []))
+
+
+def settings() -> Iterator[Setting]:
+    """All of the table, so that those that share eager figures stand together."""
+    for model, batch, phase in product(MODELS, BATCHES, PHASES):
+        for arch, ours in product(ARCHS, (True, False)):
+            for frozen in (False, True) if phase == "inference" else (False,):
+                yield Setting(model, batch, phase, arch, ours, frozen)
+
+
+def table() -> list[dict[str, object]]:
+    """One row for each setting: figures of one block and of the rest, and the limits that they violate."""
+    rows = []
+    for setting in settings():
+        block, rest = parts(setting)
+        facts = {k: getattr(setting, k) for k in ("model", "arch", "batch", "phase", "ours", "frozen")}
+        rows.append(facts | block | {"rest": rest, "violations": violations(setting, block, rest)})
+    return rows
+
+
+def written(rows: list[dict[str, object]]) -> str:
+    """JSON with one row a line, so that a changed figure is a changed line."""
+    lines = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+    note = "of one block, and of the rest; counted from shapes, not measured; inductor_* are estimated by a rule"
+    return f'{{\n "command": {json.dumps(COMMAND)},\n "note": {json.dumps(note)},\n "rows": [\n{lines}\n ]\n}}\n'
+
+
+def main() -> None:
+    """Prints the figures of one model, or writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="timm:vit_base_patch16_224", help="timm:NAME, or a name of ours")
+    parser.add_argument("--arch", default="sm_90", choices=ARCHS)
+    parser.add_argument("--batch", type=int, default=8, help="images (default: 8)")
+    parser.add_argument("--phase", default="inference", choices=PHASES)
+    parser.add_argument("--depth", type=int, help="blocks (default: the model's own)")
+    parser.add_argument("--ours", action="store_true", help="our model of that name instead of timm's, optimised")
+    parser.add_argument("--frozen", action="store_true", help="after fastvit_triton.freeze")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--table", action="store_true", help="all models, batches, phases and architectures")
+    parser.add_argument("--out", type=Path, help="file for the table")
+    given = parser.parse_args()
+    if given.table:
+        rows = table()
+        if given.out:
+            with replacing(given.out) as temporary:
+                temporary.write_text(written(rows))
+        print(f"{len(rows)} rows, {sum(bool(row['violations']) for row in rows)} of them violate a limit")
+        return
+    setting = Setting(given.model, given.batch, given.phase, given.arch, given.ours, given.frozen, given.depth)
+    block, rest = parts(setting)
+    found = figures(setting) | {"block": block, "violations": violations(setting, block, rest)}
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return
+    for who, numbers in (("model", found), ("block", block)):
+        for arm in ("", "eager_", "inductor_"):
+            launches, mb = numbers[f"{arm}launches"], numbers[f"{arm}bytes"] / 1e6
+            print(f"{who}  {arm.rstrip('_') or 'default':8}  {launches:6g} launches  {mb:10.1f} MB")
+    print(*(f"{op}: {way}" for op, way in found["ways"].items()), *found["violations"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()

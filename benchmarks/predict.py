@@ -9,7 +9,7 @@ from fastvit_triton.measure.candidates import Target
 from fastvit_triton.measure.timeout import one_line
 from fastvit_triton.measure.tuning import arguments_of, candidates_of
 
-from .launches import Launch, compiled, record
+from .launch_recorder import Launch, compiled, record
 from .sass import GPUS, read
 from .static import bounds, violations
 

@@ -35,7 +35,7 @@ from fastvit_triton.files import replacing
 
 from .fingerprint import key
 from .launch_cases import Case, cases
-from .launches import Launch, compiled, record, sequence, work
+from .launch_recorder import Launch, compiled, record, sequence, work
 from .sass import GPUS, TOOL, Binary, Gpu, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 
-from benchmarks.launches import recording
+from benchmarks.launch_recorder import recording
 from fastvit_triton import convert, create_model
 from fastvit_triton.convert import backend, rewrite
 

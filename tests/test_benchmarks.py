@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import interpreting
 
 from benchmarks import compare_commits, cpu, gpu, model_runs, op_cases, plot, result_file
 from benchmarks.result_file import ROOT, ResultFile

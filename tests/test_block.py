@@ -5,7 +5,7 @@ import torch
 from interpreter import interpreting
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.launches import recording
+from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, layers
 from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.cost import Branch

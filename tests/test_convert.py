@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import VisionTransformer
 
-from benchmarks.launches import recording
+from benchmarks.launch_recorder import recording
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS

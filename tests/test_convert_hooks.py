@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.launches import recording
+from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.explain import capture

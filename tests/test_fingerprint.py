@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.fingerprint import key
-from benchmarks.launches import Launch, Pointer
+from benchmarks.launch_recorder import Launch, Pointer
 
 SOURCE = '''"""A kernel and its helper."""
 

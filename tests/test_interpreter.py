@@ -11,7 +11,7 @@ from interpreter import interpreting, poisoned
 from triton import jit
 from triton.runtime.errors import InterpreterError
 
-from benchmarks.launches import record
+from benchmarks.launch_recorder import record
 from fastvit_triton import fold, kernels
 from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp
 from fastvit_triton.kernels.launch import TUNED

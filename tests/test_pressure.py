@@ -13,7 +13,7 @@ from interpreter import interpreting, poisoned
 from test_interpreter import STATS, converted, largest, leaves, outside, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.launches import compiled, record
+from benchmarks.launch_recorder import compiled, record
 from fastvit_triton.kernels import (
     OPS,
     attention,

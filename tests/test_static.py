@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import static
 from benchmarks.fingerprint import key
 from benchmarks.launch_cases import cases
-from benchmarks.launches import Launch, compiled, record, work
+from benchmarks.launch_recorder import Launch, compiled, record, work
 from benchmarks.sass import GPUS, read
 from fastvit_triton import layer_norm
 from fastvit_triton.kernels import OPS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import fold, layer_norm_backward
 from .activation import activate, activate_grad
-from .launch import cdiv, power_of_2
+from .launch import cdiv, is_gpu, power_of_2
 from .op import register
 from .tile import jit, tl
 
@@ -102,7 +102,7 @@ def _bwd_scaled_weight_kernel(
 
 def _matmul_fp32(a, b):
     """a @ b, accumulated and returned in fp32."""
-    if a.dtype != torch.float32 and a.device.type == "cuda":
+    if a.dtype != torch.float32 and is_gpu(a.device):
         return torch.mm(a, b, out_dtype=torch.float32) if torch.version.hip is None else (a @ b).float()
     return a.float() @ b.float()
 

@@ -29,6 +29,7 @@ class Op:
 
 
 LIBRARY = torch.library.Library("fastvit_triton", "DEF")
+REGISTERED: dict[str, tuple[Callable, Callable]] = {}  # op → (launch, fake); see `register`
 ONCE = b"fastvit_triton's kernels can be differentiated once; FASTVIT_TRITON_BACKEND=torch gives second derivatives"
 
 
@@ -79,6 +80,7 @@ def register(name: str, schema: str, launch: Callable, fake: Callable) -> Callab
                 "set TRITON_INTERPRET=1 for the interpreter, or FASTVIT_TRITON_BACKEND=auto for PyTorch"
             ) from error
 
+    REGISTERED[name] = on_device, fake
     LIBRARY.define(name + schema)
     for key in ("CUDA", "CPU"):
         LIBRARY.impl(name, on_device, key)

@@ -173,8 +173,9 @@ def _learning(call: ModelCall, arguments: dict) -> Named:
 def flops(model: nn.Module) -> float:
     """Flops of the forward pass of one image through a model from `create_model`: matrix products and convolutions."""
     with torch.device("meta"), using_backend("torch"), torch.no_grad():
-        twin = create_model(model.variant, **dataclasses.asdict(model.config)).eval()
-        return float(count(twin, torch.empty(1, model.config.in_chans, *model.config.img_size)).flops)
+        twin = create_model(model.variant, **dataclasses.asdict(model.config)).to_empty(device="cpu").eval()
+        image = torch.empty(1, model.config.in_chans, *model.config.img_size, device="cpu")
+        return float(count(twin, image).flops)
 
 
 def least_bytes(case: Case, copies: int) -> int:

@@ -1,0 +1,66 @@
+"""What torch.compile would launch, estimated from the operators of an eager call by a rule; nothing is compiled.
+
+Products, convolutions and attention stay PyTorch's kernels (EXTERN). All other operators between two of them that hand
+tensors to each other are one kernel: it reads what others wrote, once, and writes what others read, or nobody does. A
+sum over rows (COLUMN: gradients of biases, γ and β) starts a kernel of its own, because its loops run the other way.
+This is Inductor without its options: no horizontal fusion, nothing computed twice in the backward pass.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fastvit_triton.convert.trace import FLASH, Count, Event, Piece
+
+PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "convolution_backward", *FLASH)
+EXTERN = {*PRODUCTS, *(f"{name}_backward" for name in FLASH)}
+COLUMN = "sum"
+
+
+def inductor_count(events: Iterable[Event]) -> Count:
+    """Launches and bytes of the kernels that the rule makes of an eager call."""
+    events = [part for event in events for part in _parts(event)]
+    groups = _groups(events)
+    readers = defaultdict(set)  # storage → groups that read it
+    for event, group in zip(events, groups, strict=True):
+        for piece in event.reads:
+            readers[piece.storage].add(group)
+    members = defaultdict(list)
+    for event, group in zip(events, groups, strict=True):
+        members[group].append(event)
+    return sum((_kernel(part, group, readers) for group, part in members.items()), Count())
+
+
+def _parts(event: Event) -> list[Event]:
+    """The gradient of a LayerNorm is two kernels: dx by rows, and dγ and dβ by columns."""
+    if event.name != "native_layer_norm_backward":
+        return [event]
+    columns = replace(event, name=COLUMN, launches=1, writes=event.writes[1:])
+    return [replace(event, launches=1, writes=event.writes[:1]), columns]
+
+
+def _groups(events: list[Event]) -> list[int]:
+    """For each event the number of the first one of its kernel."""
+    found: list[int] = []
+    written: dict[int, tuple[int, int]] = {}  # storage → the event that wrote it last, and products up to there
+    for n, event in enumerate(events):
+        sources = [written[piece.storage] for piece in event.reads if piece.storage in written]
+        products = max((count for _, count in sources), default=0) + (event.name in EXTERN)
+        group = n
+        if event.name not in EXTERN and event.name != COLUMN:
+            near = {found[m] for m, count in sources if count == products and events[m].name not in EXTERN}
+            group = min(near, default=n)
+            found = [group if g in near else g for g in found]
+        found.append(group)
+        for piece in event.writes:
+            written[piece.storage] = n, products
+    return found
+
+
+def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Count:
+    """One kernel: what it reads that others wrote, and what it writes that is read by others or by nobody."""
+    own: dict[int, Piece] = {piece.storage: piece for event in events for piece in event.writes}
+    reads = {piece for event in events for piece in event.reads if piece.storage not in own}
+    writes = [piece for storage, piece in own.items() if readers[storage] != {group}]
+    nbytes = sum(piece.nbytes for piece in (*reads, *writes))
+    return Count(max(event.launches for event in events), nbytes)

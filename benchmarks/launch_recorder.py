@@ -1,0 +1,250 @@
+"""Kernel launches of the public functions, recorded on CPU tensors and compiled for GPUs that are not here.
+
+`record` runs a function and records its launches instead of running them: sizes, alignments and launch parameters,
+without values. `compiled` compiles a launch for another target, specialised like a real launch.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
+
+TARGETS = {f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+
+
+class Pointer:
+    """A tensor in a recorded launch: its size, and what Triton specialises on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        self.nbytes, self._address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
+        self._range = tensor.untyped_storage().nbytes()
+
+    def data_ptr(self) -> int:
+        """Address of the tensor."""
+        return self._address
+
+    def ptr_range(self) -> int:
+        """Bytes of its storage; below 2 GiB the compiler for AMD uses 32-bit offsets."""
+        return self._range
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: `values` are the kernel's arguments by name, `options` are Triton's."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    values: dict
+    options: dict
+
+    @property
+    def name(self) -> str:
+        """Name of the operation and of the function, as in "linear._fwd_kernel"."""
+        return f"{self.kernel.fn.__module__.rsplit('.', 1)[-1].removesuffix('_backward')}.{self.kernel.fn.__name__}"
+
+    @property
+    def programs(self) -> int:
+        """Programs in the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def tensors(self) -> list[Pointer]:
+        """Its tensors, those in tuples included."""
+        given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
+        return [t for t in given if isinstance(t, Pointer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, each counted once."""
+        return sum({(t.data_ptr(), t.shape): t.nbytes for t in self.tensors}.values())
+
+    @property
+    def config(self) -> str:
+        """Compile-time arguments that are neither None nor False, and launch options, as text."""
+        fixed = {p.name: self.values[p.name] for p in self.kernel.params if p.is_constexpr and p.name in self.values}
+        named = [n if v is True else f"{n}={v}" for n, v in fixed.items() if v is not None and v is not False]
+        return " ".join(named + [f"{n}={v}" for n, v in self.options.items() if n != "enable_fp_fusion"])
+
+
+@contextlib.contextmanager
+def recording(arch: str) -> Iterator[list[Launch]]:
+    """In this context launches are recorded, as they would be on `arch`, and not run.
+
+    Products by PyTorch are not computed, because their values are not used.
+    """
+    found: list[Launch] = []
+
+    def run(self, *positional, grid, warmup=False, **named):
+        values = {n: named.pop(n) for n in self.arg_names if n in named}
+        values |= dict(zip(self.arg_names, positional, strict=False))
+        values = {n: _pointers(v) for n, v in values.items()}
+        grid = grid(values) if callable(grid) else grid
+        found.append(Launch(self, tuple(grid), values, named))
+
+    def product(a, b, out_dtype=None):
+        return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype)
+
+    def widened(a):
+        return a.new_empty(a.shape, dtype=torch.float32)
+
+    patches = [
+        (JITFunction, "run", run),
+        (torch.Tensor, "__matmul__", product),
+        (torch, "mm", product),
+        (torch.Tensor, "float", widened),
+    ]
+    before = [owner.__dict__.get(name) for owner, name, _ in patches]
+    for owner, name, function in patches:
+        setattr(owner, name, function)
+    try:
+        with targeting(arch), using_backend("triton"):
+            yield found
+    finally:
+        for (owner, name, _), function in zip(patches, before, strict=True):
+            setattr(owner, name, function) if function is not None else delattr(owner, name)
+
+
+def _pointers(value: object) -> object:
+    """A tensor, or those of a tuple, as pointers."""
+    if isinstance(value, tuple):
+        return tuple(map(_pointers, value))
+    return Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
+def record(arch: str, function: Callable, *arguments: object, **options: object) -> dict[str, list[Launch]]:
+    """Launches of one call on `arch` by phase: "inference" without gradients, "forward" with them, and "backward"."""
+    phases = {}
+    with recording(arch) as phases["inference"], torch.no_grad():
+        function(*arguments, **options)
+    with recording(arch) as phases["forward"]:
+        outputs = function(*arguments, **options)
+    outputs = [t for t in _leaves(outputs) if t.requires_grad]
+    inputs = [t for t in _leaves((arguments, tuple(options.values()))) if t.requires_grad]
+    with recording(arch) as phases["backward"]:
+        torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
+    return phases
+
+
+def _leaves(value) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+
+
+class _Absent:
+    """Triton's driver for a GPU that is not here: it knows the target alone."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return f"{self._target.backend}{self._target.arch}"  # Triton keeps its compiled kernels by device
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+
+def compiled(launch: Launch, arch: str):
+    """The compiled kernel of a launch on `arch`. Triton's errors are raised."""
+    before = driver._active
+    driver.set_active(_Absent(TARGETS[arch]))
+    try:
+        return launch.kernel.run(grid=launch.grid, warmup=True, **launch.values, **launch.options)
+    finally:
+        driver._active = before
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic of a launch.
+
+    Attributes:
+        flops: of the operation, without padding.
+        padded: of one program, with padding.
+        passes: of the main loop in one program.
+    """
+
+    flops: float = 0.0
+    padded: float = 0.0
+    passes: float = 1.0
+
+
+def work(launch: Launch) -> Work:
+    """Work of a launch, computed from its arguments; no flops for kernels that are bound by memory."""
+    a, name = launch.values, launch.name
+    if name.startswith("attention."):
+        return _attention_work(launch)
+    if name == "linear._fwd_kernel":
+        passes = math.ceil(a["K"] / a["BLOCK_K"])
+        products = 2 if a["ACTIVATION"] == "swiglu" else 1
+        tile = 2 * a["BLOCK_M"] * a["BLOCK_F"] * products
+        return Work(2 * a["M"] * a["F"] * a["K"] * products, tile * passes * a["BLOCK_K"], passes)
+    if name == "mlp._fwd_kernel":
+        passes = math.ceil(a["F"] / a["BLOCK_F"])
+        tile = 4 * a["BLOCK_M"] * (a["D0"] + a["D1"])
+        return Work(4 * a["M"] * a["D"] * a["F"], tile * passes * a["BLOCK_F"], passes)
+    if name == "patch_embed._fwd_kernel":
+        passes = math.ceil(a["K"] / a["BLOCK_K"])
+        flops = 2 * a["B"] * a["N"] * a["K"] * a["D"]
+        return Work(flops, 2 * a["BLOCK_M"] * a["BLOCK_D"] * passes * a["BLOCK_K"], passes)
+    if name == "patch_embed._bwd_weight_kernel":
+        passes = math.ceil(min(a["ROWS"], a["M"]) / a["BLOCK_M"])
+        flops = 2 * a["M"] * a["K"] * a["D"]
+        return Work(flops, 2 * a["BLOCK_K"] * a["BLOCK_D"] * passes * a["BLOCK_M"], passes)
+    if name == "linear._bwd_kernel":
+        return Work(passes=a["ROWS"] / a["BLOCK_M"])
+    if name == "layer_norm._bwd_kernel":
+        return Work(passes=math.ceil(a["M"] / a["BLOCK_M"] / launch.programs))
+    return Work()
+
+
+def sequence(launch: Launch) -> tuple[int, int]:
+    """Queries and keys of an image in an attention launch; their mean over packed images."""
+    a = launch.values
+    if not a.get("HAS_CU_SEQLENS"):
+        return a["Nq"], a["Nk"]
+    mean = round(a["Nq"] * a["H"] * a["tiles"] / launch.programs)
+    return mean, mean
+
+
+# kernel → number of its products over the width of q and k, and over that of v
+_OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
+
+
+def _attention_work(launch: Launch) -> Work:
+    a, kernel = launch.values, launch.name.removeprefix("attention.")
+    q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]
+    over_q, over_v = _OVER.get(kernel, (1, 1))
+    pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops of one query and one key
+    padded_pair = 2 * (over_q * q_width + over_v * v_width)
+    if kernel == "_bwd_dbias_kernel":
+        images = a["B"] / a["G"]
+        padded = padded_pair * a["BLOCK_M"] * a["BLOCK_N"] * images
+        return Work(pair * a["B"] * a["H"] * a["Nq"] * a["Nk"], padded, images)
+    heads = launch.programs / a["tiles"]
+    Nq, Nk = sequence(launch)
+    flops = pair * heads * Nq * Nk
+    if kernel == "_bwd_kernel":
+        blocks, passes = math.ceil(Nk / a["BLOCK_N"]), Nq // a["BLOCK_M"]
+        padded = padded_pair * blocks * a["BLOCK_N"] * (passes * a["BLOCK_M"] + a["TAIL"])
+        return Work(flops, padded, blocks * passes)
+    if kernel == "_bwd_dkdv_kernel":
+        tiles = math.ceil(Nq / a["BLOCK_M"])
+        return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], Nq // a["BLOCK_M"])
+    passes = Nk // a["BLOCK_N"]
+    return Work(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)

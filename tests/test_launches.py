@@ -1,0 +1,156 @@
+"""Launches and bytes of whole models, counted without a GPU, and the limits that they keep."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.inductor_rule import inductor_count
+from benchmarks.launches import MODELS, PHASES, Setting, build, figures, parts, trace, violations
+from fastvit_triton import optimize
+from fastvit_triton.convert.trace import tracing
+from fastvit_triton.kernels import launch
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.op import REGISTERED
+
+BASE = "timm:vit_base_patch16_224"
+
+
+def names(found):
+    """Operators and launches, each as often as it is launched."""
+    return sorted(event.name for event in found.events for _ in range(event.launches))
+
+
+def test_eager_block_by_hand():
+    """Oracle: what each operator of a pre-norm block reads and writes, in values a token; 16 of 34 are Inductor's."""
+    block, _ = parts(Setting(BASE, 256, arch="sm_90"))
+    M, C, H = 256 * 197, 768, 12
+    norms, products, attention, gelu, adds = 2 * 2, 4 + 2 + 5 + 5, 4, 8, 2 * 3
+    weights = 12 * C * C + (3 + 1 + 4 + 1) * C + 4 * C
+    statistics = 4 * M * (2 * 2 + H)
+    assert block["eager_launches"] == 10
+    assert block["eager_bytes"] == 2 * M * C * (norms + products + attention + gelu + adds) + 2 * weights + statistics
+    assert block["inductor_launches"] == 8  # an addition and the LayerNorm behind it are one kernel
+    assert block["eager_bytes"] - block["inductor_bytes"] == 2 * M * C * 2
+
+
+def test_eager_training_by_hand():
+    """Oracle: three products a linear layer, and the kernels of CUDA's sources for attention and LayerNorm backward."""
+    one, three = (names(trace(Setting(BASE, 8, "training", depth=depth))) for depth in (1, 3))
+    block = {name: (three.count(name) - one.count(name)) / 2 for name in three}
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    expected = {
+        "addmm": 4,
+        "mm": 8,
+        "sum": 4,
+        "native_layer_norm": 2,
+        "native_layer_norm_backward": 2 * 2,
+        attention: 1,
+    }
+    expected |= {f"{attention}_backward": 3, "gelu": 1, "gelu_backward": 1, "add": 2 + 2, "stack": 1, "clone": 1}
+    assert {name: n for name, n in block.items() if n} == expected
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_rule_gives_inductors_kernels():
+    """Oracle: kernels and products in the code that Inductor writes for two blocks on a CPU, in inference."""
+    from torch._inductor.utils import run_and_get_code
+
+    called, counted = [], []
+    for depth in (1, 3):
+        setting = Setting(MODELS[0], 2, depth=depth)
+        model = build(setting).float()
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            _, (code, *_) = run_and_get_code(torch.compile(model), torch.zeros(2, 3, 224, 224))
+        called.append(
+            len(re.findall(r"^ +(?:cpp_fused\w*|extern_kernels\.\w+|buf\d+ = torch\.ops\.\S+)\(", code, re.M))
+        )
+        counted.append(inductor_count(trace(setting).events).launches)
+    assert counted[1] - counted[0] == called[1] - called[0] == 2 * 8
+
+
+def test_mutation_casts_and_parts_are_counted():
+    """Oracle: what these calls do, by hand: writes in place, autocast's casts, operators that consist of others."""
+    x, w, b = torch.empty(6, 8), torch.empty(16, 8), torch.empty(16)
+    with tracing() as found, torch.no_grad():
+        same = x.add_(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x, w, b)
+        torch.empty(6, 8).copy_(x)
+    assert same is x and y.dtype == torch.bfloat16 and y.shape == (6, 16) and y.device.type == "cpu"
+    assert names(found) == ["_to_copy"] * 3 + ["add_", "addmm", "copy_"]
+    assert found.events[0].nbytes == 2 * 4 * 48 and found.findings == []
+
+
+def test_host_waits_are_found():
+    """Oracle: the calls for which PyTorch waits for a GPU."""
+    for read in (
+        lambda t: t.sum().item(),
+        lambda t: bool(t.any()),
+        torch.nonzero,
+        lambda t: t[t > 0],
+        lambda t: t.tolist(),
+    ):
+        with tracing() as found:
+            with pytest.raises(RuntimeError, match="reads a value"):
+                read(torch.empty(3))
+        assert len(found.findings) == 1 and found.findings[0].startswith("host waits for ")
+
+
+def test_a_wrong_fake_is_found(monkeypatch):
+    """Oracle: none with the fakes as they are, and one finding for an operator whose fake is another."""
+    with using_backend("triton"):
+        model = nn.LayerNorm(24).bfloat16()
+        optimize(model)
+        x = torch.empty(2, 5, 24, dtype=torch.bfloat16)
+        body, fake = REGISTERED["layer_norm_fwd"]
+        for broken in (False, True):
+            if broken:
+                monkeypatch.setitem(REGISTERED, "layer_norm_fwd", (body, lambda *given: fake(*given)[:1]))
+            with launch.targeting("sm_90"), torch.no_grad(), tracing() as found:
+                model(x)
+            assert len(found.findings) == broken
+
+
+def test_launches_outside_operators_are_counted():
+    """Oracle: the same call through the registered operator."""
+    with launch.targeting("sm_90"), using_backend("triton"), torch.no_grad():
+        body, counts = REGISTERED["layer_norm_fwd"][0], []
+        given = torch.empty(2, 3, 32), None, torch.empty(32), torch.empty(32), 1e-6, None, None, False
+        for call in (torch.ops.fastvit_triton.layer_norm_fwd, body):
+            with tracing() as found:
+                call(*given)
+            counts.append(found.count)
+    assert counts[0] == counts[1] and counts[0].launches == 1
+
+
+def test_command_gives_whole_model_and_block():
+    """Oracle: a model of four blocks is four blocks and the rest."""
+    setting = Setting("timm:vit_tiny_patch16_224", 8, arch="sm_90")
+    block, rest = parts(setting)
+    whole = figures(Setting(setting.model, 8, arch="sm_90", depth=4))
+    for key, value in rest.items():
+        assert whole[key] == value + 4 * block[key], key
+    assert set(whole["ways"].values()) <= {"fused", "mixed", "plain"}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("batch", [8, 256])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[] if i in (0, 2) else pytest.mark.full) for i, m in enumerate(MODELS)]
+)
+def test_limits(model, arch, batch, phase):
+    """Oracle: eager PyTorch. What runs by default moves no more bytes, and launches no more (in training 1.1 times)."""
+    found = []
+    for ours in (True, False):
+        for frozen in (False, True) if phase == "inference" else (False,):
+            setting = Setting(model, batch, phase, arch, ours, frozen)
+            found += [(ours, frozen, sentence) for sentence in violations(setting, *parts(setting))]
+    assert found == []
