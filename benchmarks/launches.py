@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from fastvit_triton.kernels import launch as launcher
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 
@@ -97,7 +98,12 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     def widened(a):
         return a.new_empty(a.shape, dtype=torch.float32)
 
-    patches = [(JITFunction, "run", run), (torch.Tensor, "__matmul__", product), (torch.Tensor, "float", widened)]
+    patches = [
+        (launcher, "run", lambda kernel, grid, arguments, fixed: run(kernel, *arguments, grid=grid, **fixed)),
+        (JITFunction, "run", run),
+        (torch.Tensor, "__matmul__", product),
+        (torch.Tensor, "float", widened),
+    ]
     before = [owner.__dict__.get(name) for owner, name, _ in patches]
     for owner, name, function in patches:
         setattr(owner, name, function)

@@ -1,11 +1,13 @@
 """Launch parameters and arguments of the attention kernels, forward and backward."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .launch import config, power_of_2, precision, split_tiles
+from .launch import config, launch, power_of_2, precision, split_tiles
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu_seqlens, SymInt max_seqlen, float scale"
@@ -157,9 +159,18 @@ def arguments_of(
     )  # fmt: skip
 
 
-def run(kernel: object, programs: int, blocks: dict[str, int], **arguments: object) -> None:
+def run(kernel: Callable, programs: int, blocks: dict[str, int], **arguments: object) -> None:
     """Launches a kernel with those of the named arguments that it takes."""
-    kernel[(programs,)](**{name: arguments[name] for name in kernel.arg_names if name in arguments}, **blocks)
+    at_run_time, fixed = _names(kernel.fn)
+    fixed = {name: arguments[name] for name in fixed if name in arguments}
+    launch(kernel, (programs,), *[arguments[name] for name in at_run_time], **fixed, **blocks)
+
+
+@functools.cache
+def _names(function: Callable) -> tuple[list[str], list[str]]:
+    """Names of a kernel's run-time and of its compile-time parameters; only these are annotated."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return [n for n in names if n not in function.__annotations__], list(function.__annotations__)
 
 
 def strides_of(t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:

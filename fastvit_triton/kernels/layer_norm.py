@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .argument import expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
 from .backend import kernels_available
-from .launch import cdiv, whole_row_blocks
+from .launch import cdiv, launch, whole_row_blocks
 from .op import Op, make_randn, once_differentiable, register
 from .tile import jit, tl
 
@@ -253,9 +253,8 @@ def _bwd_kernel(
 def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
     """Writes μ and 1/√(σ² + ε) of every row of x [M, K] to mean and rstd [M]."""
     rows, block, options = whole_row_blocks(x.shape[1])
-    _stats_kernel[(cdiv(len(x), rows),)](
-        x, mean, rstd, len(x), eps, K=x.shape[1], BLOCK_M=rows, BLOCK_K=block, **options
-    )  # fmt: skip
+    fixed = dict(K=x.shape[1], BLOCK_M=rows, BLOCK_K=block, **options)
+    launch(_stats_kernel, (cdiv(len(x), rows),), x, mean, rstd, len(x), eps, **fixed)
 
 
 def _blocks(D: int) -> dict[str, int]:
@@ -270,7 +269,8 @@ def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, D, blocks = mean.numel(), x.shape[-1], _blocks(x.shape[-1])
     if M:
-        _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
+        launch(
+            _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
             x, residual, layer_scale, sample_scale, weight, bias, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
             HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
@@ -298,7 +298,8 @@ def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype
         return dx, dresidual, sums.zero_()
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.zeros(programs, 3, D, dtype=torch.float32, device=s.device)
-    _bwd_kernel[(programs,)](
+    launch(
+        _bwd_kernel, (programs,),
         dy, dsum, s, x, layer_scale, sample_scale, weight, mean, rstd, dx, dresidual, partial, M, cdiv(M, s.shape[0]),
         D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
         HAS_WEIGHT=weight is not None, **blocks,
