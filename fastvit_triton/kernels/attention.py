@@ -176,7 +176,7 @@ def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> 
     return bias & valid if bias.dtype == torch.bool else bias.masked_fill(~valid, float("-inf"))
 
 
-@jit
+@jit(do_not_specialize=["T", "G", "tiles"])
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, l_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, T, G, tiles, scale,

@@ -46,7 +46,7 @@ from .op import register
 from .tile import jit, tl
 
 
-@jit
+@jit(do_not_specialize=["T", "G", "tiles"])
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, do_strides, l_strides, dq_strides,
@@ -96,7 +96,7 @@ def _bwd_dq_kernel(
     store_tiles(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_stride, Nq, D, D0, D1)
 
 
-@jit
+@jit(do_not_specialize=["T", "G", "tiles"])
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, dk_strides, dv_strides,
@@ -150,7 +150,7 @@ def _bwd_dkdv_kernel(
     store_tiles(dv_ptr, dv0, dv1, n, dv_stride, keys, Dv, V0, V1)
 
 
-@jit
+@jit(do_not_specialize=["T", "tiles"])
 def _bwd_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
@@ -202,7 +202,7 @@ def _bwd_kernel(
         tl.debug_barrier()
 
 
-@jit
+@jit(do_not_specialize=["B", "G", "tiles_m", "tiles_n"])
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, do_ptr, l_ptr, delta_ptr, dbias_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, B, H, Nq, Nk, G, tiles_m, tiles_n, scale,

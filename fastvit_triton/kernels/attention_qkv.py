@@ -209,7 +209,7 @@ def _load_cos_sin(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.conste
     return cos_a, cos_b, sin_a, sin_b
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _fwd_kernel(
     x_ptr, y_ptr, q_norm_weight_ptr, q_norm_bias_ptr, k_norm_weight_ptr, k_norm_bias_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
@@ -236,7 +236,7 @@ def _fwd_kernel(
     _store_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, INTERLEAVED)
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _bwd_kernel(
     dy_ptr, x_ptr, dx_ptr, partial_ptr, q_norm_weight_ptr, k_norm_weight_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,

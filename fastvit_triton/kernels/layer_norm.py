@@ -131,7 +131,7 @@ def row_stats(y: Tensor) -> Tensor:
     return torch.stack((rows.sum(-1), m2), -1)[:, None]
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """One program: BLOCK_M rows. Stores μ and 1/√(σ² + ε)."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -161,7 +161,7 @@ def merge_stats(
     return mean, 1.0 / tl.sqrt(tl.sum(m2, 1) / K + eps)
 
 
-@jit
+@jit(do_not_specialize=["M", "rows_per_image"])
 def _fwd_kernel(
     x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr,
     M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
@@ -197,7 +197,7 @@ def _fwd_kernel(
     tl.store(rstd_ptr + m, rstd, mask=in_m)
 
 
-@jit
+@jit(do_not_specialize=["M", "rows_per_image"])
 def _bwd_kernel(
     dy_ptr, dsum_ptr, s_ptr, x_ptr, layer_scale_ptr, scale_ptr, weight_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dresidual_ptr, partial_ptr,

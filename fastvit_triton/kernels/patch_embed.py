@@ -163,7 +163,7 @@ def _load_patches(
     return values.to(like.dtype)
 
 
-@jit
+@jit(do_not_specialize=["B"])
 def _fwd_kernel(
     image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, tokens_ptr, strides, B, N, T, D, pos_first,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr,
@@ -211,7 +211,7 @@ def _fwd_kernel(
                 tl.store(at, row, mask=(m < B)[:, None] & in_d[None, :])
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _bwd_weight_kernel(
     image_ptr, dt_ptr, partial_ptr, strides, M, N, T, D,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
