@@ -118,12 +118,12 @@ def test_both_ways_launch_the_same(op, case):
     assert kernels or "empty" in str(case) or not any(t.numel() for t in outputs)
 
 
-def stats(M=3, x=None, **options):
+def stats(M=3, x=None, grid=(2,), **options):
     """Launches a small kernel, on rows x."""
     x = torch.empty(M if M < 100 else 3, 8) if x is None else x
     mean, rstd = torch.empty(2, 3)
     fixed = dict(K=8, BLOCK_M=128, BLOCK_K=8, num_warps=1) | options
-    launch.launch(layer_norm._stats_kernel, (2,), x, mean, rstd, M, 1e-6, **fixed)
+    launch.launch(layer_norm._stats_kernel, grid, x, mean, rstd, M, 1e-6, **fixed)
 
 
 def test_numbers_of_64_bits_and_large_tensors():
@@ -134,6 +134,14 @@ def test_numbers_of_64_bits_and_large_tensors():
             stats(M, torch.empty(1, 8).expand(2**28, 8))
             functions.append(log.calls[-1][1])
     assert functions == [1, 1, 1, 1, 2, 2]  # by width alone: the number of rows is not specialised
+
+
+def test_grids_of_one_to_three_axes():
+    """Each is passed as three sizes."""
+    with compared() as (log, _):
+        for grid in ((2,), (3, 4), (5, 6, 7)):
+            stats(grid=grid)
+    assert {grid for grid, *_ in log.calls} == {(2, 1, 1), (3, 4, 1), (5, 6, 7)}
 
 
 @pytest.fixture
