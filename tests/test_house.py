@@ -209,7 +209,7 @@ def test_kernel_files_have_seven_parts_in_order(module):
     assert order == sorted(order, key=list(parts).index)
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     launched = {ast.unparse(n.func.value) for n in calls if isinstance(n.func, ast.Subscript)}
-    by_name = {"launch", "launch_kernel", "run"}
+    by_name = {"launch", "launch_kernel", "prepare", "run"}
     launched |= {ast.unparse(n.args[0]) for n in calls if getattr(n.func, "id", "") in by_name}
     assert launched & device == {n for n in device if n.endswith("_kernel")}
     registered = {(n.args[2].id, n.args[3].id) for n in calls if getattr(n.func, "id", "") == "register"}

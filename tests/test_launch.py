@@ -4,6 +4,7 @@ The driver is a stand-in, so nothing is compiled or run; see benchmarks/no_devic
 """
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import triton.language as tl
 from triton import jit, knobs
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import recording, specialization
+from benchmarks.launches import record, recording, specialization
 from benchmarks.no_device import Driver, no_device
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, dispatch, launch, layer_norm
+from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, dispatch, launch, layer_norm
 from fastvit_triton.kernels.tile import TRITON
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in (op.cases | op.ragged).items()]
@@ -116,6 +117,41 @@ def test_both_ways_launch_the_same(op, case):
             torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
     assert len(log.calls) == 3 * len(kernels), "a launch that launch.run did not make"
     assert kernels or "empty" in str(case) or not any(t.numel() for t in outputs)
+
+
+def numbers(launches):
+    """All that a launch holds but its tensors."""
+    held = bool | int | float | str | None
+    for one in launches:
+        tuples = {n: v for n, v in one.values.items() if isinstance(v, tuple)}
+        yield one.name, one.grid, {n: v for n, v in one.values.items() if isinstance(v, held)} | tuples, one.options
+
+
+def test_remembered_launches_are_those_of_their_tensors():
+    """Attention remembers launches by the layout of its tensors. Oracle: the same calls when nothing is remembered."""
+
+    def every(remembering):
+        for op in (attention.OP, attention.OP_VARLEN, attention_qkv.OP):
+            for case, layout, dtype, arch in itertools.product(
+                (op.cases | op.ragged).values(),
+                (torch.clone, strided),
+                (torch.float16, torch.float32),
+                ("cpu", "sm_90"),
+            ):
+                arguments = {n: moved(v, layout) for n, v in op.inputs(case, dtype, "cpu").items()}
+                for precision in ("highest", "high"):
+                    if not remembering:
+                        attention_launch._prepared.clear()
+                    torch.set_float32_matmul_precision(precision)
+                    phases = record(arch, op.run, **arguments)
+                    yield {phase: list(numbers(launches)) for phase, launches in phases.items()}
+
+    precision = torch.get_float32_matmul_precision()
+    try:
+        remembered, fresh = list(every(True)), list(every(False))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert remembered == fresh and len(fresh) > 100
 
 
 def stats(M=3, x=None, grid=(2,), **options):

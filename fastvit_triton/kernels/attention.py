@@ -38,7 +38,17 @@ from .attention_inner import (
     store_tiles,
     zero_tiles,
 )
-from .attention_launch import ARGUMENTS, arguments_of, blocks_of, run, sizes_of, tail_block, tuned_row
+from .attention_launch import (
+    ARGUMENTS,
+    arguments_of,
+    blocks_of,
+    prepare,
+    prepared,
+    sizes_of,
+    start,
+    tail_block,
+    tuned_row,
+)
 from .backend import kernels_available
 from .eager import last_axis_contiguous
 from .launch import cdiv
@@ -238,15 +248,23 @@ def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
         o.zero_()  # for tokens that belong to no image
         lse.fill_(-math.inf)
     q, k, v = last_axis_contiguous(q, k, v)
+    if o.numel():
+        tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, o=o, l=lse)
+        for one in prepared(_prepare, tensors, max_seqlen, scale):
+            start(one, tensors)
+    return o, lse
+
+
+def _prepare(tensors, max_seqlen, scale):
+    """The launch of the forward pass."""
+    q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     blocks = blocks_of("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
-    if o.numel():
-        safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
-        arguments = arguments_of(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, lse, o=o)
-        tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
-        run(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
-    return o, lse
+    safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
+    tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
+    arguments = arguments_of(tensors, max_seqlen, scale) | dict(tiles=tiles, SAFE=safe, TAIL=tail)
+    return [prepare(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments)]
 
 
 def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
