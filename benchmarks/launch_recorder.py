@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from fastvit_triton.kernels import launch as launcher
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 
@@ -98,7 +99,7 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         return a.new_empty(a.shape, dtype=torch.float32)
 
     patches = [
-        (JITFunction, "run", run),
+        (launcher, "run", lambda kernel, grid, arguments, fixed: run(kernel, *arguments, grid=grid, **fixed)),
         (torch.Tensor, "__matmul__", product),
         (torch, "mm", product),
         (torch.Tensor, "float", widened),
@@ -159,14 +160,28 @@ class _Absent:
         return 0
 
 
-def compiled(launch: Launch, arch: str):
-    """The compiled kernel of a launch on `arch`. Triton's errors are raised."""
+@contextlib.contextmanager
+def _on(arch: str) -> Iterator[_Absent]:
     before = driver._active
     driver.set_active(_Absent(TARGETS[arch]))
     try:
-        return launch.kernel.run(grid=launch.grid, warmup=True, **launch.values, **launch.options)
+        yield driver.active
     finally:
         driver._active = before
+
+
+def compiled(launch: Launch, arch: str):
+    """The compiled kernel of a launch on `arch`. Triton's errors are raised."""
+    with _on(arch):
+        return launch.kernel.run(grid=launch.grid, warmup=True, **launch.values, **launch.options)
+
+
+def specialization(launch: Launch, arch: str) -> tuple[str, str]:
+    """What Triton chooses the binary of a launch on `arch` by: types and facts of its arguments, and options."""
+    with _on(arch) as device:
+        *_, binder = launch.kernel.device_caches[device.get_current_device()]
+    _, facts, options = binder(**launch.values, **launch.options)
+    return str(facts), str(sorted(options.items()))
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def state() -> dict[str, object]:
         switch=backend._switch,
         target=launch.target,
         forced=plan.forced,
-        launch=JITFunction.run,
+        launch=(launch.run, JITFunction.run),
         call=torch.nn.Module.__call__,
         matmul=torch.Tensor.__matmul__,
         default_dtype=torch.get_default_dtype(),

@@ -20,6 +20,7 @@ from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
 
 _MADE = {}
@@ -174,6 +175,11 @@ def _run(self, *arguments, grid, warmup=False, **options):
     return _interpreted(self).run(*arguments, grid=grid, warmup=warmup, **options)
 
 
+def _launch(kernel, grid, arguments, fixed):
+    """A launch by `launch.run`."""
+    _run(kernel, *arguments, grid=grid, **fixed)
+
+
 def _loading(original):
     def load(self, pointers, mask, *rest):
         _memory.hold("a load", pointers, mask)
@@ -198,6 +204,7 @@ def interpreting():
     unchecked = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     dot = builder.create_dot
     patches = [
+        (launch, "run", _launch),
         (JITFunction, "run", _run),
         (JITFunction, "__call__", _call),
         (interpreter, "_patch_lang_tensor", _indexed(interpreter._patch_lang_tensor)),

@@ -116,6 +116,11 @@ def test_files_stay_small(path):
     assert len(path.read_text().splitlines()) <= limit
 
 
+def is_jit(decorator: ast.expr) -> bool:
+    """True for `@jit` and `@jit(...)`."""
+    return getattr(getattr(decorator, "func", decorator), "id", None) == "jit"
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_functions_are_documented_and_narrow(path):
     """Public functions and classes say what they do, are annotated, and take at most 12 arguments."""
@@ -128,7 +133,7 @@ def test_functions_are_documented_and_narrow(path):
                 continue
             if not inside:
                 assert ast.get_docstring(node), f"{node.name} has no docstring"
-            device = any(getattr(d, "id", None) == "jit" for d in node.decorator_list)
+            device = any(is_jit(d) for d in node.decorator_list)
             if isinstance(node, ast.FunctionDef) and not device:
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 assert len(arguments) <= 12 + bool(inside), f"{node.name} takes {len(arguments)} arguments"
@@ -186,7 +191,7 @@ def test_kernel_files_have_seven_parts_in_order(module):
     sections = ("Math", "Kernels") if module in BACKWARD_FILES else SECTIONS
     assert all(f"\n{section} " in f"\n{ast.get_docstring(tree)}" for section in sections)
     named = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    device = {n for n, node in named.items() if any(getattr(d, "id", "") == "jit" for d in node.decorator_list)}
+    device = {n for n, node in named.items() if any(is_jit(d) for d in node.decorator_list)}
     named |= {n.targets[0].id: n for n in tree.body if isinstance(n, ast.Assign)}
     launchers = {n.removesuffix("_fake") for n in named if n.endswith("_fake")}
     parts = {
@@ -204,7 +209,8 @@ def test_kernel_files_have_seven_parts_in_order(module):
     assert order == sorted(order, key=list(parts).index)
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     launched = {ast.unparse(n.func.value) for n in calls if isinstance(n.func, ast.Subscript)}
-    launched |= {ast.unparse(n.args[0]) for n in calls if getattr(n.func, "id", "") == "run"}
+    by_name = {"launch", "launch_kernel", "prepare", "run"}
+    launched |= {ast.unparse(n.args[0]) for n in calls if getattr(n.func, "id", "") in by_name}
     assert launched & device == {n for n in device if n.endswith("_kernel")}
     registered = {(n.args[2].id, n.args[3].id) for n in calls if getattr(n.func, "id", "") == "register"}
     assert registered == {(n, f"{n}_fake") for n in launchers}

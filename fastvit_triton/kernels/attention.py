@@ -38,7 +38,16 @@ from .attention_inner import (
     store_tiles,
     zero_tiles,
 )
-from .attention_launch import ARGUMENTS, arguments_of, blocks_of, run, sizes_of, tail_block
+from .attention_launch import (
+    ARGUMENTS,
+    arguments_of,
+    blocks_of,
+    prepare,
+    prepared,
+    sizes_of,
+    start,
+    tail_block,
+)
 from .backend import kernels_available
 from .launch import cdiv
 from .op import Op, cast, expect, make_randn, once_differentiable, register
@@ -197,7 +206,7 @@ def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> 
     return bias & valid if bias.dtype == torch.bool else bias.masked_fill(~valid, float("-inf"))
 
 
-@jit
+@jit(do_not_specialize=["T", "G", "tiles"])
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, l_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, T, G, tiles, scale,
@@ -257,15 +266,23 @@ def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
         o.zero_()  # for tokens that belong to no image
         lse.fill_(-math.inf)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    if o.numel():
+        tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, o=o, l=lse)
+        for one in prepared(_prepare, tensors, max_seqlen, scale):
+            start(one, tensors)
+    return o, lse
+
+
+def _prepare(tensors, max_seqlen, scale):
+    """The launch of the forward pass."""
+    q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     blocks = blocks_of("fwd", q, bias, Nq, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
-    if o.numel():
-        safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
-        arguments = arguments_of(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, lse, o=o)
-        tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
-        run(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments, tiles=tiles, SAFE=safe, TAIL=tail)
-    return o, lse
+    safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
+    tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
+    arguments = arguments_of(tensors, max_seqlen, scale) | dict(tiles=tiles, SAFE=safe, TAIL=tail)
+    return [prepare(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments)]
 
 
 def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):

@@ -33,8 +33,10 @@ from .attention_launch import (
     ARGUMENTS,
     arguments_of,
     blocks_of,
-    run,
+    prepare,
+    prepared,
     sizes_of,
+    start,
     tail_block,
     whole_head_blocks,
 )
@@ -43,7 +45,7 @@ from .op import register
 from .tile import jit, tl
 
 
-@jit
+@jit(do_not_specialize=["T", "G", "tiles"])
 def _bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, do_ptr, l_ptr, delta_ptr, dq_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, do_strides, l_strides, dq_strides,
@@ -93,7 +95,7 @@ def _bwd_dq_kernel(
     store_tiles(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_stride, Nq, D, D0, D1)
 
 
-@jit
+@jit(do_not_specialize=["T", "G", "tiles"])
 def _bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, do_ptr, l_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, dk_strides, dv_strides,
@@ -147,7 +149,7 @@ def _bwd_dkdv_kernel(
     store_tiles(dv_ptr, dv0, dv1, n, dv_stride, keys, Dv, V0, V1)
 
 
-@jit
+@jit(do_not_specialize=["T", "tiles"])
 def _bwd_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
@@ -199,7 +201,7 @@ def _bwd_kernel(
         tl.debug_barrier()
 
 
-@jit
+@jit(do_not_specialize=["B", "G", "tiles_m", "tiles_n"])
 def _bwd_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, do_ptr, l_ptr, delta_ptr, dbias_ptr,
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, B, H, Nq, Nk, G, tiles_m, tiles_n, scale,
@@ -247,33 +249,45 @@ def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, pack
     if packed:
         dq, dk, dv = dq.permute(2, 0, 3, 1, 4).unbind(0)
     do, q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (do, q, k, v))
+    tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, do=do, o=o, l=lse)
+    tensors |= dict(dq=dq, dk=dk, dv=dv)
+    if learn_bias:  # one gradient for every head, query and key: not broadcast
+        shape = (bias.shape[0], *q.shape[1:3], k.shape[2])
+        tensors["dbias"] = torch.zeros(shape, dtype=torch.float32, device=q.device)
+    launches = prepared(_prepare, tensors, max_seqlen, scale)
+    if any("delta" in one.tensors for one in launches):
+        tensors["delta"] = torch.empty_like(lse)
+    for one in launches:
+        start(one, tensors)
+    if learn_bias:
+        dbias.copy_(tensors["dbias"].sum_to_size(bias.shape))
+    return outputs
+
+
+def _prepare(tensors, max_seqlen, scale):
+    """The launches of the backward pass: one if a program can hold a head, else for dq, for dk and dv, for dbias."""
+    q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu_seqlens is not None
-    others = dict(do=do, o=o, dq=dq, dk=dk, dv=dv)
-    arguments = arguments_of(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, lse, **others)
+    arguments, launches = arguments_of(tensors, max_seqlen, scale), []
     blocks = whole_head_blocks(q, bias, ragged, Nk, width)
     if blocks and q.numel() and k.numel():
         tail = tail_block(Nq, blocks["BLOCK_M"], cu_seqlens is not None)
-        run(_bwd_kernel, heads, blocks, **arguments, tiles=1, TAIL=tail)
-        return outputs
-    arguments["delta_ptr"] = torch.empty_like(lse)
+        return [prepare(_bwd_kernel, heads, blocks, **arguments, tiles=1, TAIL=tail)]
     if q.numel():
         blocks = blocks_of("bwd_dq", q, bias, Nq, width)
         tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), tail_block(Nk, blocks["BLOCK_N"], ragged)
-        run(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)
+        launches += [prepare(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)]
     if k.numel():
         blocks = blocks_of("bwd_dkdv", q, bias, Nq, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
-        run(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)
-    if learn_bias:
+        launches += [prepare(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)]
+    if "dbias" in tensors and q.numel() and k.numel():
         blocks = blocks_of("bwd_dbias", q, bias, Nq, width)
-        full = torch.zeros(bias.shape[0], q.shape[1], Nq, Nk, dtype=torch.float32, device=q.device)  # not broadcast
-        if q.numel() and k.numel():
-            tiles = dict(tiles_m=cdiv(Nq, blocks["BLOCK_M"]), tiles_n=cdiv(Nk, blocks["BLOCK_N"]))
-            programs = math.prod(tiles.values()) * q.shape[1] * bias.shape[0]
-            run(_bwd_dbias_kernel, programs, blocks, **arguments, **tiles, dbias_ptr=full, B=images)
-        dbias.copy_(full.sum_to_size(bias.shape))
-    return outputs
+        tiles = dict(tiles_m=cdiv(Nq, blocks["BLOCK_M"]), tiles_n=cdiv(Nk, blocks["BLOCK_N"]))
+        programs = math.prod(tiles.values()) * q.shape[1] * bias.shape[0]
+        launches += [prepare(_bwd_dbias_kernel, programs, blocks, **arguments, **tiles, B=images)]
+    return launches
 
 
 def _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias):

@@ -12,8 +12,6 @@ Flags     MASKED: indices may lie past Nq or Nk, so loads are masked.
 
 from .tile import jit, load_rows, store_rows, tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # log₂ e
-
 
 @jit
 def program_position(
@@ -97,7 +95,7 @@ def _add_bias(s, bias_ptr, m, n, inside, bias_strides, BIAS: tl.constexpr):
     at = bias_ptr + m.to(tl.int64) * bias_strides[2] + n.to(tl.int64) * bias_strides[3]
     if BIAS == 2:  # boolean: True attends
         return tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
-    return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+    return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634  # log₂e
 
 
 @jit

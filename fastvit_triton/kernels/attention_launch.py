@@ -1,17 +1,23 @@
 """Launch parameters and arguments of the attention kernels, forward and backward."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .launch import config, power_of_2, precision, split_tiles
+from . import launch as launcher
+from .launch import config, launch, power_of_2, precision, split_tiles
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu_seqlens, SymInt max_seqlen, float scale"
 )
+MAX_PREPARED = 4096  # layouts of tensors whose launches are remembered
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # head widths in bytes by which rows of tuned/ are named
 
+_prepared: dict[tuple, list] = {}  # by layout of the tensors; see `prepared`
 
 # Default launch parameters by kernel, with separate entries for a bias and for IEEE float32 products. The first row
 # applies whose limit, in bytes, is at least the width of the wider of q's and v's heads. Every row fits every
@@ -124,32 +130,27 @@ def tail_block(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 
 
-def arguments_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    kv_lens: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    scale: float,
-    lse: Tensor,
-    **others: Tensor,
-) -> dict[str, object]:
-    """Arguments of the kernels by name: pointers, strides, sizes and flags."""
+def arguments_of(tensors: dict[str, Tensor | None], max_seqlen: int, scale: float) -> dict[str, object]:
+    """Arguments of the kernels by name, except pointers: strides, sizes and flags.
+
+    Args:
+        tensors: q, k, v, bias, kv_lens, cu_seqlens, l, and those that have the layout of q, k or v.
+        max_seqlen: of packed images.
+        scale: softmax scale.
+    """
+    q, k, v, bias, kv_lens, cu_seqlens = (tensors[n] for n in ("q", "k", "v", "bias", "kv_lens", "cu_seqlens"))
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
     (D0, D1), (V0, V1) = split_tiles(D), split_tiles(Dv)
     if bias is not None:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
-    tensors = dict(q=q, k=k, v=v, **others)
-    strides = {name: strides_of(t, cu_seqlens) for name, t in tensors.items()}
+    heads = {n: t for n, t in tensors.items() if n in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
+    strides = {name: strides_of(t, cu_seqlens) for name, t in heads.items()}
     unit = 16 // q.element_size()
     unit = unit if all(stride % unit == 0 for triple in strides.values() for stride in triple) else 1
-    pointers = {f"{name}_ptr": t for name, t in tensors.items()}
     strides = {f"{name}_strides": tuple(stride // unit for stride in triple) for name, triple in strides.items()}
-    return pointers | strides | dict(
-        bias_ptr=bias, bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
-        l_ptr=lse, l_strides=strides_of(lse, cu_seqlens)[:2], kv_lens_ptr=kv_lens, cu_seqlens_ptr=cu_seqlens,
+    return strides | dict(
+        bias_strides=(0, 0, 0, 0) if bias is None else bias.stride(), G=1 if bias is None else len(bias),
+        l_strides=strides_of(tensors["l"], cu_seqlens)[:2],
         H=H, Nq=Nq if cu_seqlens is None else max_seqlen, Nk=Nk, T=Nq,
         scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
@@ -157,9 +158,60 @@ def arguments_of(
     )  # fmt: skip
 
 
-def run(kernel: object, programs: int, blocks: dict[str, int], **arguments: object) -> None:
+class Prepared(NamedTuple):
+    """A launch but for its tensors: kernel, grid, names of its tensors, its numbers, compile-time arguments."""
+
+    kernel: Callable
+    grid: tuple[int]
+    tensors: list[str]
+    numbers: list[object]
+    fixed: dict[str, object]
+
+
+def prepare(kernel: Callable, programs: int, blocks: dict[str, int], **arguments: object) -> Prepared:
+    """A launch of a kernel, with those of the named arguments that it takes; its pointers come first."""
+    at_run_time, fixed = _names(kernel.fn)
+    tensors = [name.removesuffix("_ptr") for name in at_run_time if name.endswith("_ptr")]
+    numbers = [arguments[name] for name in at_run_time[len(tensors) :]]
+    fixed = {name: arguments[name] for name in fixed if name in arguments}
+    return Prepared(kernel, (programs,), tensors, numbers, fixed | blocks)
+
+
+def prepared(
+    make: Callable[..., list[Prepared]], tensors: dict[str, Tensor | None], *settings: object
+) -> list[Prepared]:
+    """The launches that make(tensors, *settings) prepares, which it does once for each layout of the tensors."""
+    q = tensors["q"]
+    layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
+    ieee = q.dtype == torch.float32 and torch.get_float32_matmul_precision()
+    key = (make, q.device, launcher.target, ieee, *settings, *layouts)
+    found = _prepared.get(key) if launcher._overrides is None else None
+    if found is None:
+        found = make(tensors, *settings)
+        if launcher._overrides is None:
+            if len(_prepared) >= MAX_PREPARED:
+                _prepared.clear()
+            _prepared[key] = found
+    return found
+
+
+def start(one: Prepared, tensors: dict[str, Tensor | None]) -> None:
+    """Launches a kernel."""
+    kernel, grid, names, numbers, fixed = one
+    launch(kernel, grid, *[tensors[name] for name in names], *numbers, **fixed)
+
+
+def run(kernel: Callable, programs: int, blocks: dict[str, int], **arguments: object) -> None:
     """Launches a kernel with those of the named arguments that it takes."""
-    kernel[(programs,)](**{name: arguments[name] for name in kernel.arg_names if name in arguments}, **blocks)
+    tensors = {name.removesuffix("_ptr"): value for name, value in arguments.items()}
+    start(prepare(kernel, programs, blocks, **arguments), tensors)
+
+
+@functools.cache
+def _names(function: Callable) -> tuple[list[str], list[str]]:
+    """Names of a kernel's run-time and of its compile-time parameters; only these are annotated."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return [n for n in names if n not in function.__annotations__], list(function.__annotations__)
 
 
 def strides_of(t: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import attention, check, layer_norm
 from .argument import Norm, Rope
+from .attention_launch import run
 from .backend import kernels_available
 from .launch import cdiv, power_of_2
 from .op import Op, cast, distinct, make_randn, once_differentiable, register
@@ -213,7 +214,7 @@ def _load_cos_sin(cos_ptr, sin_ptr, at, inside, D: tl.constexpr, HALF: tl.conste
     return cos_a, cos_b, sin_a, sin_b
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _fwd_kernel(
     x_ptr, y_ptr, q_norm_weight_ptr, q_norm_bias_ptr, k_norm_weight_ptr, k_norm_bias_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
@@ -240,7 +241,7 @@ def _fwd_kernel(
     _store_pairs(y_ptr, (m * 2 * H + head) * D, inside, a, b, D, HALF, INTERLEAVED)
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _bwd_kernel(
     dy_ptr, x_ptr, dx_ptr, partial_ptr, q_norm_weight_ptr, k_norm_weight_ptr, cos_ptr, sin_ptr, x_strides,
     M, N, H, prefix, table_strides, q_eps, k_eps,
@@ -309,9 +310,10 @@ def _fwd(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, 
     y, blocks = _fwd_fake(qkv), _blocks(qkv.shape[-1])
     arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
     if y.numel():
-        _fwd_kernel[(cdiv(arguments["M"], blocks["BLOCK_M"]) * 2 * arguments["H"],)](
-            **arguments, y_ptr=y, q_norm_bias_ptr=q_norm_bias, k_norm_bias_ptr=k_norm_bias,
-            Q_BIAS=q_norm_bias is not None, K_BIAS=k_norm_bias is not None, **blocks,
+        run(
+            _fwd_kernel, cdiv(arguments["M"], blocks["BLOCK_M"]) * 2 * arguments["H"], blocks, **arguments, y_ptr=y,
+            q_norm_bias_ptr=q_norm_bias, k_norm_bias_ptr=k_norm_bias,
+            Q_BIAS=q_norm_bias is not None, K_BIAS=k_norm_bias is not None,
         )  # fmt: skip
     return y
 
@@ -328,7 +330,9 @@ def _bwd(dy, qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q
     programs = cdiv(arguments["M"], blocks["BLOCK_M"])
     partial = sums.new_zeros(programs, *sums.shape)
     if dx.numel():
-        _bwd_kernel[(programs * 3,)](**arguments, dy_ptr=dy.contiguous(), dx_ptr=dx, partial_ptr=partial, **blocks)
+        run(
+            _bwd_kernel, programs * 3, blocks, **arguments, dy_ptr=dy.contiguous(), dx_ptr=dx, partial_ptr=partial
+        )  # fmt: skip
     return dx, partial.sum(0)
 
 

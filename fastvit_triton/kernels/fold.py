@@ -21,6 +21,7 @@ from torch import Tensor
 from .argument import FLOATS, expect_floating, expect_mixable, expect_nonempty
 from .backend import kernels_available
 from .launch import cdiv, config, whole_row_blocks
+from .launch import launch as launch_kernel
 from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
 
@@ -284,7 +285,8 @@ def launch(
     sizes = tuple(len(w) for w in weights)
     rows, block, options = whole_row_blocks(weights[0].shape[1])
     dense = [tuple(t if t is None else t.contiguous() for t in p) for p in (weights, biases, norm_weights, norm_biases)]
-    _fold_kernel[(sum(cdiv(size, rows) for size in sizes),)](
+    launch_kernel(
+        _fold_kernel, (sum(cdiv(size, rows) for size in sizes),),
         *dense, layer_scales, folded, colsums, folded_biases, sizes,
         K=weights[0].shape[1], BLOCK_F=rows, BLOCK_K=block, **options,
     )  # fmt: skip

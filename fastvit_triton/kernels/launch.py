@@ -1,16 +1,113 @@
-"""Launch parameters: rows of the tables in tuned/, and tile arithmetic."""
+"""Launches of kernels, their parameters (rows of the tables in tuned/), and tile arithmetic."""
 
 import contextlib
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+from .tile import TRITON
+
 TUNED = Path(__file__).parent / "tuned"
 target: str | None = None  # architecture that takes the place of the device's own; see `targeting`
 _overrides: tuple[dict, dict] | None = None  # rows in use instead of the tables', and those looked up; see `overriding`
+
+
+def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed: object) -> None:
+    """Launches a kernel, on the device of its first argument; nothing else in the package launches one.
+
+    Args:
+        kernel: a function decorated by `jit`.
+        grid: one to three numbers of programs.
+        arguments: its run-time arguments in their order: tensors, numbers, None and tuples of these; the first is a
+            tensor or a tuple of tensors. Strides that the kernel needs are among them.
+        fixed: its compile-time arguments and the launch options, by name.
+    """
+    run(kernel, grid, arguments, fixed)
+
+
+def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> None:
+    """Launches directly what has been launched before with the same key, and by Triton what has not.
+
+    The key holds all that JITFunction.run chooses a binary by: device, compile-time arguments, options, the knobs that
+    it reads, and Triton's own specialisation of the arguments (dtypes, addresses and integers divisible by 16,
+    integers that are 1 or need 64 bits, storage below 2 GiB on AMD). Both ways read the arguments alike, so subclasses
+    and modes of PyTorch mean the same to both. Triton launches where it does more: hooks, kernels that read globals
+    (it compares their values), a replaced JITFunction.run, the interpreter, and releases whose launcher is not known.
+    """
+    if TRITON is None or TRITON.driver._active is None or not _is_plain(kernel, TRITON.knobs.runtime):
+        return _run_by_triton(kernel, grid, arguments, fixed)
+    global _direct
+    if _direct is None or _direct.driver is not TRITON.driver._active:
+        _direct = _Direct(TRITON.driver._active)
+    device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
+    if device != _direct.current_device():
+        if device < 0:
+            return _run_by_triton(kernel, grid, arguments, fixed)
+        with torch.cuda.device(device):
+            return _run(kernel, grid, arguments, fixed)
+    key = (
+        kernel.fn, device, kernel.debug, TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode,
+        TRITON.specialize(_direct.backend, arguments, False, True, True),
+        *fixed, *fixed.values(),
+    )  # fmt: skip
+    try:
+        compiled_run, function, metadata, constants = _direct.found[key]
+    except KeyError:
+        compiled = _run_by_triton(kernel, grid, arguments, fixed)
+        if _is_repeatable(kernel, compiled, len(arguments), fixed):
+            constants = tuple(fixed[p.name] for p in kernel.params[len(arguments) :])
+            _direct.found[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
+        return
+    x, y, z = (*grid, 1, 1)[:3]
+    compiled_run(x, y, z, _direct.stream(device), function, metadata, None, None, None, *arguments, *constants)
+
+
+def _is_plain(kernel: Callable, knobs: object) -> bool:
+    """True if JITFunction.run does no more for this kernel than to choose a binary and launch it."""
+    return (
+        type(kernel) is TRITON.JITFunction
+        and TRITON.JITFunction.run is TRITON.run
+        and not kernel.pre_run_hooks
+        and knobs.launch_enter_hook is TRITON.enter_hooks
+        and knobs.launch_exit_hook is TRITON.exit_hooks
+        and not TRITON.enter_hooks.calls
+        and not TRITON.exit_hooks.calls
+        and knobs.add_stages_inspection_hook is None
+    )
+
+
+class _Direct:
+    """What direct launches need under one driver of Triton: its functions, and compiled kernels by key."""
+
+    def __init__(self, driver: object) -> None:
+        self.driver, self.stream, self.current_device = driver, driver.get_current_stream, driver.get_current_device
+        if self.current_device is torch.cuda.current_device:
+            self.current_device = torch._C._cuda_getDevice  # without a check that CUDA is initialised
+        self.backend = TRITON.make_backend(driver.get_current_target())
+        self.found: dict[tuple, tuple] = {}
+
+
+def _run_by_triton(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> object:
+    """Launches by JITFunction.run, or the interpreter's; returns the compiled kernel."""
+    device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
+    with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
+        return kernel.run(*arguments, grid=grid, warmup=False, **fixed)
+
+
+def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict[str, object]) -> bool:
+    """True if a binary may be launched directly: its kernel reads no globals, and has all arguments in their order."""
+    return (
+        type(compiled) is TRITON.CompiledKernel
+        and not kernel.used_global_vals
+        and all(p.is_constexpr == (p.num >= runtime) and (p.num < runtime or p.name in fixed) for p in kernel.params)
+    )
+
+
+_direct: _Direct | None = None
+run = _run  # looked up at each launch: the interpreter and the recorder of the tests take its place
 
 
 def config(row: str, default: dict[str, int], device: torch.device) -> dict[str, int]:

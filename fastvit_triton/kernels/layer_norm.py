@@ -19,7 +19,7 @@ from torch import Tensor
 from . import plan
 from .argument import Norm, Normalized, expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
 from .backend import kernels_available
-from .launch import cdiv, whole_row_blocks
+from .launch import cdiv, launch, whole_row_blocks
 from .layer_norm_backward import bwd_op, row_blocks
 from .op import Op, make_randn, once_differentiable, register
 from .tile import jit, tl
@@ -134,7 +134,7 @@ def row_stats(y: Tensor) -> Tensor:
     return torch.stack((rows.sum(-1), m2), -1)[:, None]
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """One program: BLOCK_M rows. Stores μ and 1/√(σ² + ε)."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -164,7 +164,7 @@ def merge_stats(
     return mean, 1.0 / tl.sqrt(tl.sum(m2, 1) / K + eps)
 
 
-@jit
+@jit(do_not_specialize=["M", "rows_per_image"])
 def _fwd_kernel(
     x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr,
     M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
@@ -205,9 +205,8 @@ def _fwd_kernel(
 def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
     """Writes μ and 1/√(σ² + ε) of every row of x [M, K] to mean and rstd [M]."""
     rows, block, options = whole_row_blocks(x.shape[1])
-    _stats_kernel[(cdiv(len(x), rows),)](
-        x, mean, rstd, len(x), eps, K=x.shape[1], BLOCK_M=rows, BLOCK_K=block, **options
-    )  # fmt: skip
+    fixed = dict(K=x.shape[1], BLOCK_M=rows, BLOCK_K=block, **options)
+    launch(_stats_kernel, (cdiv(len(x), rows),), x, mean, rstd, len(x), eps, **fixed)
 
 
 def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
@@ -216,7 +215,8 @@ def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, D, blocks = mean.numel(), x.shape[-1], row_blocks(x.shape[-1])
     if M:
-        _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
+        launch(
+            _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
             x, residual, layer_scale, sample_scale, weight, bias, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
             HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
@@ -270,7 +270,8 @@ def add_and_normalize(
         mean, rstd = (x.new_empty(M, dtype=torch.float32) for _ in range(2)) if save else (None, None)
     weight, bias, eps = (None, None, 0.0) if norm is None else norm[:3]
     if M:
-        _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]),)](
+        launch(
+            _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
             x, residual, layer_scale, sample_scale, weight, bias, s, normed, mean, rstd, M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
             HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,

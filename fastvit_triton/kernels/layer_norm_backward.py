@@ -11,14 +11,14 @@ Kernels   The sums over rows are taken in two stages, in fp32 within programs an
 import torch
 from torch import Tensor
 
-from .launch import cdiv, whole_row_blocks
+from .launch import cdiv, launch, whole_row_blocks
 from .op import register
 from .tile import jit, tl
 
 PROGRAMS = 512  # of the backward pass, at most; independent of the GPU, so that sums (5) and (6) have the same bits
 
 
-@jit
+@jit(do_not_specialize=["M", "rows_per_image"])
 def _bwd_kernel(
     dy_ptr, dsum_ptr, s_ptr, x_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dresidual_ptr, normed_ptr, partial_ptr,
@@ -97,7 +97,8 @@ def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype
         return dx, dresidual, sums.zero_()
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = sums.new_empty(programs, *sums.shape)
-    _bwd_kernel[(programs,)](
+    launch(
+        _bwd_kernel, (programs,),
         dy, dsum, s, x, layer_scale, sample_scale, weight, None, mean, rstd,
         dx, None if dsum is None else dresidual, None, partial, M, cdiv(M, s.shape[0]),
         D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
@@ -139,7 +140,8 @@ def input_grads(
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.empty(programs, 2, D, dtype=torch.float32, device=x.device)
     if M:
-        _bwd_kernel[(programs,)](
+        launch(
+            _bwd_kernel, (programs,),
             dy, dsum, x, None, None, None, weight, bias, mean, rstd, dx, None, normed, partial, M, 1,
             D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=False, HAS_SCALE=False, HAS_WEIGHT=weight is not None,
             **blocks,

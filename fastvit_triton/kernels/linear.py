@@ -31,7 +31,7 @@ from .activation import ACTIVATIONS, activate
 from .argument import Norm, Normalized, Pair, expect_bool
 from .backend import kernels_available
 from .fold import Folded
-from .launch import cdiv, config, power_of_2, precision
+from .launch import cdiv, config, launch, power_of_2, precision
 from .layer_norm import merge_stats, output_dtype
 from .linear_backward import bwd_op
 from .op import Op, can_fold_norm, cast, make_randn, once_differentiable, register
@@ -393,7 +393,7 @@ def apply_epilogue(
     return count, row_sum, m2
 
 
-@jit
+@jit(do_not_specialize=["M", "rows_per_image", "tiles_m"])
 def _fwd_kernel(
     x_ptr, w_ptr, bias_ptr, colsum_ptr, stats_ptr, mean_ptr, rstd_ptr, layer_scale_ptr, scale_ptr, residual_ptr,
     y_ptr, pre_ptr, y_stats_ptr, M, F, K, x_stride, rows_per_image, tiles_m, tiles_f, eps,
@@ -486,7 +486,8 @@ def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_sc
     elif colsum is not None:
         stats, tiles = stats.contiguous(), stats.shape[1]
     tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
-    _fwd_kernel[(tiles_m * tiles_f,)](
+    launch(
+        _fwd_kernel, (tiles_m * tiles_f,),
         rows, weight, bias, colsum, stats, mean, rstd, layer_scale, sample_scale, residual,
         y, pre, y_stats, M, F_, K, rows.stride(0), cdiv(M, x.shape[0]), tiles_m, tiles_f, eps,
         ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_BIAS=bias is not None,

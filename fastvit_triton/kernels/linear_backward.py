@@ -16,12 +16,12 @@ from torch import Tensor
 
 from . import fold, layer_norm_backward
 from .activation import activate, activate_grad
-from .launch import cdiv, is_gpu, power_of_2
+from .launch import cdiv, is_gpu, launch, power_of_2
 from .op import register
 from .tile import jit, tl
 
 
-@jit
+@jit(do_not_specialize=["M", "rows_per_image"])
 def _bwd_kernel(
     dy_ptr, pre_ptr, layer_scale_ptr, scale_ptr, dpre_ptr, h_ptr, partial_ptr, M, rows_per_image, F,
     ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HIDDEN: tl.constexpr,
@@ -142,7 +142,8 @@ def product_grad(
     programs, scaled = cdiv(M, rows_per_program), layer_scale is not None and activation is not None
     partial = torch.empty(programs, 2 if scaled else 1, width, dtype=torch.float32, device=dy.device)
     if M:
-        _bwd_kernel[(programs, cdiv(F, 64))](
+        launch(
+            _bwd_kernel, (programs, cdiv(F, 64)),
             dy, pre, layer_scale, sample_scale, dpre, h, partial, M, cdiv(M, images), F,
             ACTIVATION=activation, HAS_LAYER_SCALE=scaled, HAS_SCALE=sample_scale is not None, HIDDEN=hidden,
             ROWS=rows_per_program, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
@@ -207,7 +208,8 @@ def parameter_grads(
     g, (F, K) = _matmul_fp32(dpre.T, x), weight.shape
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     dlayer_scale = g.new_empty(F)
-    _bwd_scaled_weight_kernel[(cdiv(F, 16),)](
+    launch(
+        _bwd_scaled_weight_kernel, (cdiv(F, 16),),
         g, weight.contiguous(), bias, dbias, layer_scale, dweight, dlayer_scale, F, K,
         BLOCK_F=16, BLOCK_K=64, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

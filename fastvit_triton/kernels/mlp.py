@@ -24,7 +24,7 @@ from .argument import Norm, Normalized, Pair, expect_bool, expect_floating, expe
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import kernels_available
 from .fold import Folded
-from .launch import cdiv, config, split_tiles
+from .launch import cdiv, config, launch, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
 from .linear_backward import all_grads, input_grad, parameter_grads, product_grad, weight_grad_like
 from .op import Op, expect, make_randn, once_differentiable, register
@@ -183,7 +183,7 @@ def reference(
     return (y, layer_norm.row_stats(y)) if return_stats else y
 
 
-@jit
+@jit(do_not_specialize=["M", "rows_per_image"])
 def _fwd_kernel(
     x_ptr, w1_ptr, b1_ptr, colsum_ptr, w2_ptr, b2_ptr, layer_scale_ptr, scale_ptr, residual_ptr, y_ptr, y_stats_ptr,
     M, F, x_stride, rows_per_image, eps,
@@ -257,7 +257,8 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, ac
     residual = None if residual is None else residual.reshape(-1, D).contiguous()
     blocks, (D0, D1) = one_launch_blocks(x, w2, activation), split_tiles(D)
     if len(rows):
-        _fwd_kernel[(cdiv(len(rows), blocks["BLOCK_M"]),)](
+        launch(
+            _fwd_kernel, (cdiv(len(rows), blocks["BLOCK_M"]),),
             rows, w1.contiguous(), b1, colsum, w2.contiguous(), b2, layer_scale, sample_scale, residual, y, y_stats,
             len(rows), F, rows.stride(0), cdiv(len(rows), x.shape[0]), eps, ACTIVATION=activation,
             HAS_NORM=colsum is not None, HAS_B1=b1 is not None, HAS_B2=b2 is not None,

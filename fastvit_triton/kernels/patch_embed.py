@@ -26,7 +26,7 @@ from torch import Tensor
 from . import plan
 from .argument import FLOATS, expect_floating, expect_mixable, expect_nonempty
 from .backend import kernels_available
-from .launch import cdiv, config, precision
+from .launch import cdiv, config, launch, precision
 from .op import Op, cast, expect, make_randn, once_differentiable, register
 from .tile import from_wgmma_order, jit, split_columns, tl, wgmma_columns, wgmma_rows
 
@@ -173,7 +173,7 @@ def _load_patches(
     return values.to(like.dtype)
 
 
-@jit
+@jit(do_not_specialize=["B"])
 def _fwd_kernel(
     image_ptr, w_ptr, bias_ptr, pos_ptr, prefix_ptr, tokens_ptr, strides, B, N, T, D, pos_first,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr,
@@ -221,7 +221,7 @@ def _fwd_kernel(
                 tl.store(at, row, mask=(m < B)[:, None] & in_d[None, :])
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _bwd_weight_kernel(
     image_ptr, dt_ptr, partial_ptr, strides, M, N, T, D,
     P: tl.constexpr, Q: tl.constexpr, GRID_W: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
@@ -254,11 +254,10 @@ def _blocks(kernel, weight):
 
 
 def _sizes(image, weight, prefix):
-    """Arguments of both kernels, by name."""
+    """(N, T, D, compile-time arguments of both kernels)."""
     D, C, P, Q = weight.shape
     N, T = image.shape[2] // P * (image.shape[3] // Q), 0 if prefix is None else prefix.shape[1]
-    shared = dict(strides=image.stride(), N=N, T=T, P=P, Q=Q, GRID_W=image.shape[3] // Q, K=C * P * Q, D=D)
-    return shared | dict(PRECISION=precision(weight))
+    return N, T, D, dict(P=P, Q=Q, GRID_W=image.shape[3] // Q, K=C * P * Q, PRECISION=precision(weight))
 
 
 def _scale_and_offset(mean, std):
@@ -269,18 +268,20 @@ def _scale_and_offset(mean, std):
 
 def _fwd(image, weight, bias, pos, prefix, mean, std):
     """Tokens [B, T + N, D]."""
-    tokens, shared = _fwd_fake(image, weight, bias, pos, prefix, mean, std), _sizes(image, weight, prefix)
-    M, D, blocks = len(image) * shared["N"], shared["D"], _blocks("fwd", weight)
-    pos_first = 0 if pos is None else pos.shape[1] - shared["N"]
+    tokens = _fwd_fake(image, weight, bias, pos, prefix, mean, std)
+    N, T, D, fixed = _sizes(image, weight, prefix)
+    M, blocks = len(image) * N, _blocks("fwd", weight)
+    pos_first = 0 if pos is None else pos.shape[1] - N
     if image.dtype == torch.uint8:  # (4')
         factor, offset = _scale_and_offset(mean, std)
         extra = (weight.float() * offset).sum((1, 2, 3))
         weight, bias = (weight.float() * factor).to(weight.dtype), extra if bias is None else bias.float() + extra
     if M:
-        _fwd_kernel[(cdiv(M, blocks["BLOCK_M"]) * cdiv(D, blocks["BLOCK_D"]),)](
+        launch(
+            _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]) * cdiv(D, blocks["BLOCK_D"]),),
             image, weight.contiguous(), bias, None if pos is None else pos.contiguous(),
-            None if prefix is None else prefix.contiguous(), tokens, B=len(image), pos_first=pos_first,
-            HAS_BIAS=bias is not None, HAS_POS=pos is not None, HAS_PREFIX=prefix is not None, **shared, **blocks,
+            None if prefix is None else prefix.contiguous(), tokens, image.stride(), len(image), N, T, D, pos_first,
+            HAS_BIAS=bias is not None, HAS_POS=pos is not None, HAS_PREFIX=prefix is not None, **fixed, **blocks,
         )  # fmt: skip
     return tokens
 
@@ -294,18 +295,20 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 
 def _bwd(dtokens, image, weight, prefix, mean, std):
     """dE [D, C, P, P'] in fp32."""
-    shared, blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
-    M, D, K = len(image) * shared["N"], shared["D"], shared["K"]
+    (N, T, D, fixed), blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
+    M, K = len(image) * N, fixed["K"]
     parts = cdiv(M, ROWS)
     partial = torch.empty(parts, D, K, dtype=torch.float32, device=weight.device)
     if M:
-        _bwd_weight_kernel[(cdiv(K, blocks["BLOCK_K"]), cdiv(D, blocks["BLOCK_D"]), parts)](
-            image, dtokens.to(weight.dtype).contiguous(), partial, M=M, ROWS=ROWS, **shared, **blocks
-        )
+        launch(
+            _bwd_weight_kernel, (cdiv(K, blocks["BLOCK_K"]), cdiv(D, blocks["BLOCK_D"]), parts),
+            image, dtokens.to(weight.dtype).contiguous(), partial, image.stride(), M, N, T, D,
+            ROWS=ROWS, **fixed, **blocks,
+        )  # fmt: skip
     dweight = partial.sum(0).view(weight.shape)
     if image.dtype == torch.uint8:  # (4')
         factor, offset = _scale_and_offset(mean, std)
-        dbias = dtokens[:, shared["T"] :].to(weight.dtype).sum((0, 1), dtype=torch.float32)
+        dbias = dtokens[:, T:].to(weight.dtype).sum((0, 1), dtype=torch.float32)
         dweight = dweight * factor + dbias[:, None, None, None] * offset
     return dweight
 

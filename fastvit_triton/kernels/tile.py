@@ -4,9 +4,11 @@ Where triton is not installed (macOS, Windows), `jit` and `tl` are inert placeho
 `kernels_available` is False, so every function takes the PyTorch path.
 """
 
+from types import SimpleNamespace
+
 try:
     import triton.language as tl
-    from triton import jit
+    from triton import __version__, jit
 
     MISSING = None
 except ImportError as error:
@@ -22,6 +24,26 @@ except ImportError as error:
             return self
 
     tl = jit = _Inert()
+
+
+def _runtime() -> SimpleNamespace | None:
+    """What a launch without JITFunction.run needs of Triton; None for a release whose launcher is not known."""
+    if MISSING is not None or not __version__.startswith(("3.6.", "3.7.")):
+        return None
+    from triton import knobs
+    from triton._C.libtriton import native_specialize_impl
+    from triton.compiler.compiler import CompiledKernel, make_backend
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    return SimpleNamespace(
+        knobs=knobs, specialize=native_specialize_impl, CompiledKernel=CompiledKernel, make_backend=make_backend,
+        driver=driver, JITFunction=JITFunction, run=JITFunction.run,
+        enter_hooks=knobs.runtime.launch_enter_hook, exit_hooks=knobs.runtime.launch_exit_hook,
+    )  # fmt: skip
+
+
+TRITON = _runtime()
 
 
 @jit

@@ -1,0 +1,174 @@
+"""Host time of a transformer block against timm's: what Python, the dispatcher and autograd take, without a GPU.
+
+    python -m benchmarks.host [--json] [--rounds 60]
+
+Launches of kernels end in a function that does nothing (benchmarks/no_device.py), on one thread. timm's block runs on
+an empty batch, where PyTorch's operators compute nothing; ours runs on one image in the ways that launch kernels,
+because an empty batch launches none. A block's time is the slope between 2 and 10 blocks; both models alternate.
+`calls` are the Python calls of a block, built-in functions included, as cProfile counts them; they never vary.
+"""
+
+import argparse
+import contextlib
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import timm
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from fastvit_triton import create_model, freeze, optimize
+from fastvit_triton.kernels import dispatch, fold
+from fastvit_triton.kernels.backend import using_backend
+
+from .no_device import no_device
+
+DEPTHS = (2, 10)
+SMALL = dict(img_size=32, embed_dim=64, num_heads=1, num_classes=0)  # 5 tokens, 64 channels
+TARGETS = {"fused": 0.6, "mixed": 0.9, "plain": 1.05}  # ratio to timm's time in inference, by way
+TRAINING_TARGET = 1.3
+
+
+@contextlib.contextmanager
+def choosing(way: str) -> Iterator[None]:
+    """In this context every branch of a block runs in this way, "fused" or "plain", whatever is faster."""
+    if way == "plain":
+        with using_backend("torch"):
+            yield
+    else:
+        with dispatch.forcing(True):
+            yield
+
+
+def by_timm(depth: int) -> nn.Module:
+    """timm's model with that many blocks."""
+    return timm.create_model("vit_tiny_patch16_224", depth=depth, **SMALL)
+
+
+def ours(depth: int) -> nn.Module:
+    """Ours, of the same sizes."""
+    return create_model("vit_tiny_patch16_224", depth=depth, **SMALL)
+
+
+def converted(depth: int) -> nn.Module:
+    """timm's, optimized."""
+    model = by_timm(depth)
+    optimize(model)
+    return model
+
+
+def frozen(depth: int) -> nn.Module:
+    """Ours, with its LayerNorms folded once."""
+    model = ours(depth).to(torch.bfloat16).eval()
+    freeze(model)
+    return model
+
+
+def call(make: Callable[[int], nn.Module], depth: int, phase: str, batch: int) -> Callable[[], None]:
+    """One call of a model's blocks on bfloat16 tokens, with its backward pass in training."""
+    model = make(depth).to(torch.bfloat16).train(phase == "training")
+    x = torch.zeros(batch, 5, 64, dtype=torch.bfloat16, requires_grad=phase == "training")
+    gradient = torch.zeros_like(x)
+
+    def infer() -> None:
+        with torch.no_grad():
+            model.blocks(x)
+
+    def train() -> None:
+        model.blocks(x).backward(gradient)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return train if phase == "training" else infer
+
+
+def calls_of(run: Callable[[], None]) -> int:
+    """Python calls of one run."""
+    profile = cProfile.Profile()
+    profile.enable()
+    run()
+    profile.disable()
+    return pstats.Stats(profile).total_calls
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    """Time of one run on this thread."""
+    start = time.thread_time()
+    run()
+    return time.thread_time() - start
+
+
+def target(phase: str, way: str) -> float:
+    """The ratio to timm's time that is aimed at."""
+    return TARGETS[way] if phase == "inference" else TRAINING_TARGET
+
+
+def arms() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module]]]:
+    """(phase, block, way, model) of every row."""
+    for phase in ("inference", "training"):
+        for block, make in (("ours", ours), ("timm's, optimized", converted)):
+            for way in ("fused", "plain"):
+                yield phase, block, way, make
+    yield "inference", "ours, frozen", "fused", frozen
+
+
+def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int) -> dict[str, float]:
+    """Microseconds and Python calls of a block and of timm's, the median ratio and its quartiles."""
+    eager = [call(by_timm, depth, phase, 0) for depth in DEPTHS]
+    given = [call(make, depth, phase, 0 if way == "plain" else 1) for depth in DEPTHS]
+    blocks = DEPTHS[1] - DEPTHS[0]
+    with choosing(way):
+        for run in (*eager, *given) * 3:  # plans, caches and compiled kernels
+            run()
+        calls = [(calls_of(deep) - calls_of(shallow)) / blocks for shallow, deep in (eager, given)]
+        slopes = [[], []]
+        for _ in range(rounds):
+            for slope, (shallow, deep) in zip(slopes, (eager, given), strict=True):
+                slope.append((seconds_of(deep) - seconds_of(shallow)) / blocks * 1e6)
+    ratios = [b / a for a, b in zip(*slopes, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return dict(
+        us=round(statistics.median(slopes[1]), 1), timm_us=round(statistics.median(slopes[0]), 1),
+        ratio=round(middle, 3), quartiles=[round(low, 3), round(high, 3)], calls=calls[1], timm_calls=calls[0],
+    )  # fmt: skip
+
+
+def rows(rounds: int) -> list[dict[str, object]]:
+    """One row for each phase, block and way; LayerNorms are folded as at large batches."""
+    border = fold.SPACE["border"]
+    fold.SPACE["border"] = dict(ROWS_PER_OUTPUT=0)
+    try:
+        with no_device():
+            return [
+                dict(phase=phase, block=block, way=way, **measure(phase, way, make, rounds), target=target(phase, way))
+                for phase, block, way, make in arms()
+            ]
+    finally:
+        fold.SPACE["border"] = border
+
+
+def main(words: list[str] | None = None) -> None:
+    """Prints the rows, as a table or as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    parser.add_argument("--rounds", type=int, default=60, help="calls of each model")
+    arguments = parser.parse_args(words)
+    torch.set_num_threads(1)
+    found = rows(arguments.rounds)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table("phase", "block", "way", "µs", "timm µs", "ratio", "quartiles", "calls", "timm calls", "target")
+    for row in found:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

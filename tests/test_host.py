@@ -1,0 +1,51 @@
+"""Host time: Python calls of a block, which never vary. Oracle: timm's block, and the limits below."""
+
+import pytest
+
+from benchmarks import host
+from benchmarks.no_device import no_device
+
+# more than timm's block may make, or in all
+LIMITS = {"plain": lambda timm: timm + 12, "fused": lambda timm: 120}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def device():
+    """Launches end in a function that does nothing."""
+    with no_device():
+        yield
+
+
+def calls(make, phase, way, batch):
+    """Python calls of one block, from models of two depths."""
+    runs = [host.call(make, depth, phase, batch) for depth in host.DEPTHS]
+    with host.choosing(way):
+        for run in runs * 3:
+            run()
+        shallow, deep = map(host.calls_of, runs)
+    return (deep - shallow) / (host.DEPTHS[1] - host.DEPTHS[0])
+
+
+@pytest.mark.parametrize("phase", ["inference", "training"])
+def test_calls_are_the_same_at_every_run(phase):
+    """The second count of the same calls, of timm's block and of ours; ours sees another batch size in between."""
+    for make, batch in ((host.by_timm, 0), (host.ours, 1)):
+        first = calls(make, phase, "fused", batch)
+        assert first == calls(make, phase, "fused", batch) > 100
+
+
+@pytest.mark.parametrize(
+    "make, way, batch", [(host.ours, "plain", 0), (host.converted, "plain", 0), (host.frozen, "fused", 1)]
+)
+def test_a_block_makes_few_calls(make, way, batch):
+    """In inference: a plain block hardly more than timm's, a fused one fewer."""
+    assert calls(make, "inference", way, batch) <= LIMITS[way](calls(host.by_timm, "inference", "plain", 0))
+
+
+def test_rows():
+    """Every phase, block and way has a row with its own numbers."""
+    rows = host.rows(rounds=2)
+    assert len({(row["phase"], row["block"], row["way"]) for row in rows}) == len(rows) == 9
+    for row in rows:
+        assert row["us"] > 0 < row["timm_us"] and row["calls"] > 0 < row["timm_calls"]
+        assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1]

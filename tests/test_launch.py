@@ -1,0 +1,313 @@
+"""Launches: that the direct way passes what Triton's passes. Oracle: JITFunction.run, with the same arguments.
+
+The driver is a stand-in, so nothing is compiled or run; see benchmarks/no_device.py.
+"""
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton.language as tl
+from triton import jit, knobs
+from triton.runtime.jit import JITFunction
+
+from benchmarks.launches import record, recording, specialization
+from benchmarks.no_device import Driver, no_device
+from fastvit_triton import create_model
+from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, dispatch, launch, layer_norm
+from fastvit_triton.kernels.tile import TRITON
+
+EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in (op.cases | op.ragged).items()]
+OLDER = Path("/tmp/triton36")  # `pip install --target /tmp/triton36 --no-deps triton==3.6.0`
+
+
+class Log:
+    """What reached the driver: (grid, function, metadata, arguments, whether Triton's launch hooks were passed)."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        for hook in (enter, leave):
+            if hook is not None:  # as Triton's launcher does
+                hook(launch_metadata)
+        self.calls.append(((x, y, z), function, metadata, arguments, enter is not None))
+
+    def last(self, by_triton):
+        """The last call, which took the way of Triton or the direct one."""
+        *call, hooked = self.calls[-1]
+        assert hooked == by_triton, "the other way"
+        return call
+
+
+@contextlib.contextmanager
+def compared():
+    """In this context every launch is made by Triton and directly, with the same arguments, and both must agree.
+
+    Yields the log of the launches and the list of the kernels launched.
+    """
+    log, kernels = Log(), []
+
+    def both(kernel, grid, arguments, fixed):
+        launch._run_by_triton(kernel, grid, arguments, fixed)
+        grid_of, function, metadata, passed = log.last(by_triton=True)
+        launch._run(kernel, grid, arguments, fixed)  # the first of a key is Triton's
+        launch._run(kernel, grid, arguments, fixed)
+        again = log.last(by_triton=False)
+        assert [grid_of, function, metadata] == again[:3], kernel.__name__
+        assert len(passed) == len(again[3])
+        assert all(a is b or (type(a) is type(b) and a == b) for a, b in zip(passed, again[3], strict=True))
+        kernels.append(kernel)
+
+    with no_device(log), dispatch.forcing(True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "run", both)
+        yield log, kernels
+
+
+def shifted(t):
+    """The tensor in memory that begins one element after an address divisible by 16."""
+    memory = torch.empty(t.numel() + 17, dtype=t.dtype)
+    start = next(i for i in range(17) if memory[i:].data_ptr() % 16)
+    return memory[start : start + t.numel()].view(t.shape).copy_(t)
+
+
+def strided(t):
+    """The tensor with its axes in memory in reverse."""
+    return t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
+
+
+def far(t):
+    """The tensor with a stride of 2³¹ + 1 along a new first axis of size 1; no memory is added."""
+    return t if t.shape[:1] != (1,) else t.as_strided(t.shape, (2**31 + 1, *t.stride()[1:]))
+
+
+def moved(value, layout):
+    """Every tensor of an argument in another layout."""
+    if isinstance(value, torch.Tensor):
+        return layout(value.detach()).requires_grad_(value.requires_grad)
+    if isinstance(value, tuple):
+        made = (moved(v, layout) for v in value)
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    return value
+
+
+def leaves(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+
+
+@pytest.mark.parametrize("op, case", EVERY)
+def test_both_ways_launch_the_same(op, case):
+    """Inference, forward and backward, in four layouts, one after the other: every launch agrees with Triton's."""
+    with compared() as (log, kernels):
+        for layout in (torch.clone, shifted, strided, far):
+            arguments = {n: moved(v, layout) for n, v in op.inputs(case, torch.bfloat16, "cpu").items()}
+            with torch.no_grad():
+                op.run(**arguments)
+            outputs = [t for t in leaves(op.run(**arguments)) if t.requires_grad]
+            inputs = [t for t in leaves(tuple(arguments.values())) if t.requires_grad]
+            torch.autograd.grad(outputs, inputs, [torch.empty_like(t) for t in outputs], allow_unused=True)
+    assert len(log.calls) == 3 * len(kernels), "a launch that launch.run did not make"
+    assert kernels or "empty" in str(case) or not any(t.numel() for t in outputs)
+
+
+def numbers(launches):
+    """All that a launch holds but its tensors."""
+    held = bool | int | float | str | None
+    for one in launches:
+        tuples = {n: v for n, v in one.values.items() if isinstance(v, tuple)}
+        yield one.name, one.grid, {n: v for n, v in one.values.items() if isinstance(v, held)} | tuples, one.options
+
+
+def test_remembered_launches_are_those_of_their_tensors():
+    """Attention remembers launches by the layout of its tensors. Oracle: the same calls when nothing is remembered."""
+
+    def every(remembering):
+        for op in (attention.OP, attention.OP_VARLEN, attention_qkv.OP):
+            for case, layout, dtype, arch in itertools.product(
+                (op.cases | op.ragged).values(),
+                (torch.clone, strided),
+                (torch.float16, torch.float32),
+                ("cpu", "sm_90"),
+            ):
+                arguments = {n: moved(v, layout) for n, v in op.inputs(case, dtype, "cpu").items()}
+                for precision in ("highest", "high"):
+                    if not remembering:
+                        attention_launch._prepared.clear()
+                    torch.set_float32_matmul_precision(precision)
+                    phases = record(arch, op.run, **arguments)
+                    yield {phase: list(numbers(launches)) for phase, launches in phases.items()}
+
+    precision = torch.get_float32_matmul_precision()
+    try:
+        remembered, fresh = list(every(True)), list(every(False))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert remembered == fresh and len(fresh) > 100
+
+
+def stats(M=3, x=None, grid=(2,), **options):
+    """Launches a small kernel, on rows x."""
+    x = torch.empty(M if M < 100 else 3, 8) if x is None else x
+    mean, rstd = torch.empty(2, 3)
+    fixed = dict(K=8, BLOCK_M=128, BLOCK_K=8, num_warps=1) | options
+    launch.launch(layer_norm._stats_kernel, grid, x, mean, rstd, M, 1e-6, **fixed)
+
+
+def test_numbers_of_64_bits_and_large_tensors():
+    """Sizes on both sides of 2³¹, divisible by 16 or not, for a tensor of 2³¹ elements that shares one row."""
+    with compared() as (log, _):
+        functions = []
+        for M in (1, 15, 16, 2**31 - 1, 2**31, 2**31 + 16):
+            stats(M, torch.empty(1, 8).expand(2**28, 8))
+            functions.append(log.calls[-1][1])
+    assert functions == [1, 1, 1, 1, 2, 2]  # by width alone: the number of rows is not specialised
+
+
+def test_grids_of_one_to_three_axes():
+    """Each is passed as three sizes."""
+    with compared() as (log, _):
+        for grid in ((2,), (3, 4), (5, 6, 7)):
+            stats(grid=grid)
+    assert {grid for grid, *_ in log.calls} == {(2, 1, 1), (3, 4, 1), (5, 6, 7)}
+
+
+@pytest.fixture
+def log():
+    """The log of launches that are made once, as `launch.run` decides."""
+    found = Log()
+    with no_device(found):
+        stats()
+        stats()
+        yield found
+
+
+def test_second_launch_is_direct(log):
+    """Oracle: the launch hooks, which Triton passes on and a direct launch does not."""
+    assert [hooked for *_, hooked in log.calls] == [True, False]
+
+
+def test_hooks_are_called(log):
+    """A hook of all launches or of one kernel is called once a launch, until it is removed."""
+    seen, kernel = [], layer_norm._stats_kernel
+    chains = [(c.add, c.remove) for c in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
+    for number, (add, remove) in enumerate([*chains, (kernel.add_pre_run_hook, kernel.pre_run_hooks.remove)], 1):
+        add(hook := lambda *arguments, **named: seen.append(arguments))
+        try:
+            stats()
+            log.last(by_triton=True)
+        finally:
+            remove(hook)
+        stats()
+        log.last(by_triton=False)
+        assert len(seen) == number
+
+
+def test_knobs_choose_another_binary(log):
+    """`debug` and the instrumentation of kernels are part of the key; so are launch options."""
+    first = log.calls[-1][1]
+    with knobs.runtime.scope():
+        knobs.runtime.debug = True
+        stats()
+        stats()
+        assert log.last(by_triton=False)[1] != first
+    stats()
+    assert log.last(by_triton=False)[1] == first
+    stats(num_warps=2)
+    assert log.last(by_triton=True)[1] != first
+
+
+def test_a_replaced_run_is_called(log, monkeypatch):
+    """Whoever patches JITFunction.run, as profilers do, sees every launch."""
+    seen = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *arguments, **named: seen.append(self))
+    stats()
+    assert seen == [layer_norm._stats_kernel]
+
+
+def test_another_release_is_launched_by_triton(log, monkeypatch):
+    """A release whose launcher is not known."""
+    monkeypatch.setattr(launch, "TRITON", None)
+    stats()
+    log.last(by_triton=True)
+
+
+SCALE = 3
+
+
+@jit
+def _reads_a_global(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr, N * SCALE)
+
+
+def test_a_kernel_that_reads_globals_is_launched_by_triton():
+    """Triton compares their values at each launch; ours read none."""
+    log = Log()
+    with no_device(log):
+        for _ in range(2):
+            launch.launch(_reads_a_global, (1,), torch.empty(1), N=1)
+            log.last(by_triton=True)
+    kernels = {v for op in OPS for v in vars(sys.modules[op.run.__module__]).values() if isinstance(v, JITFunction)}
+    assert [k.cache_key and k.used_global_vals for k in kernels] == [{}] * len(kernels)
+
+
+def test_launches_on_the_device_of_the_tensors(monkeypatch):
+    """The current device is changed for one launch where it is not the tensors', and CPU tensors are left to Triton."""
+    entered, log, drivers = [], Log(), Driver(0)
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+            self.before, TRITON.driver._active.device = TRITON.driver._active.device, self.index
+
+        def __exit__(self, *error):
+            TRITON.driver._active.device = self.before
+
+    class Elsewhere(torch.Tensor):
+        def get_device(self):
+            return 1
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    x = torch.empty(3, 8).as_subclass(Elsewhere)
+    with no_device(log, device=0):
+        for _ in range(3):
+            stats(x=x)
+        stats()
+        stats()
+        assert drivers.device == TRITON.driver._active.device
+    assert [hooked for *_, hooked in log.calls] == [True, False, False, True, True] and set(entered) == {1}
+    layer_norm._stats_kernel.device_caches.pop(1)
+
+
+@pytest.mark.parametrize("phase, most", [("inference", 12), ("training", 24)])
+def test_few_kernels_over_all_batch_sizes(phase, most):
+    """ViT-B over batches 1 to 32. Oracle: what Triton chooses a binary by, as its own binder computes it."""
+    model, found = create_model("vit_base_patch16_224", depth=2).to(torch.bfloat16), set()
+    model.train(phase == "training")
+    for batch in range(1, 33):
+        with recording("sm_90") as launches, torch.set_grad_enabled(phase == "training"):
+            y = model(torch.empty(batch, 3, 224, 224, dtype=torch.bfloat16))
+            if phase == "training":
+                y.backward(torch.empty_like(y))
+        found |= {(x.name, *specialization(x, "sm_90")) for x in launches}
+    assert len(found) <= most, sorted(name for name, *_ in found)
+
+
+@pytest.mark.releases
+def test_older_triton():
+    """This file under triton 3.6.0, whose launcher takes its arguments otherwise."""
+    path = os.pathsep.join((str(OLDER), str(Path(__file__).parent.parent)))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", __file__]
+    done = subprocess.run(command, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
