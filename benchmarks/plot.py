@@ -148,9 +148,11 @@ def _predicted(what: str, static: dict | None) -> str:
     if what == "models" or not rows:
         return f"{NOT_YET}; bounds of single ops are predicted below."
     lines = [f"{NOT_YET}. Predicted bounds, sm_90, bfloat16:", ""]
-    lines += ["| case | op | phase | predicted bound, µs | floor, µs |", "|---|---|---|--:|--:|"]
+    times = {"predicted bound, µs": "predicted_us", "expected, µs": "expected_us", "floor, µs": "floor_us"}
+    times = {head: name for head, name in times.items() if name in rows[0]}
+    lines += [f"| case | op | phase | {' | '.join(times)} |", "|---|---|---|" + "--:|" * len(times)]
     lines += [
-        f"| {r['case']} | {r['op']} | {r['phase']} | {r['predicted_us']:.1f} | {r['floor_us']:.1f} |"
+        f"| {r['case']} | {r['op']} | {r['phase']} | {' | '.join(f'{r[name]:.1f}' for name in times.values())} |"
         for r in rows
         if r["case"] == SHOWN
     ]
