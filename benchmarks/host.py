@@ -9,7 +9,6 @@ because an empty batch launches none. A block's time is the slope between 2 and 
 """
 
 import argparse
-import contextlib
 import cProfile
 import json
 import pstats
@@ -24,8 +23,9 @@ from rich.table import Table
 from torch import nn
 
 from fastvit_triton import create_model, freeze, optimize
-from fastvit_triton.kernels import dispatch, fold
-from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels import fold
+from fastvit_triton.kernels.cost import WAYS
+from fastvit_triton.kernels.plan import forcing
 
 from .no_device import no_device
 
@@ -33,17 +33,6 @@ DEPTHS = (2, 10)
 SMALL = dict(img_size=32, embed_dim=64, num_heads=1, num_classes=0)  # 5 tokens, 64 channels
 TARGETS = {"fused": 0.6, "mixed": 0.9, "plain": 1.05}  # ratio to timm's time in inference, by way
 TRAINING_TARGET = 1.3
-
-
-@contextlib.contextmanager
-def choosing(way: str) -> Iterator[None]:
-    """In this context every branch of a block runs in this way, "fused" or "plain", whatever is faster."""
-    if way == "plain":
-        with using_backend("torch"):
-            yield
-    else:
-        with dispatch.forcing(True):
-            yield
 
 
 def by_timm(depth: int) -> nn.Module:
@@ -113,7 +102,7 @@ def arms() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module]]]:
     """(phase, block, way, model) of every row."""
     for phase in ("inference", "training"):
         for block, make in (("ours", ours), ("timm's, optimized", converted)):
-            for way in ("fused", "plain"):
+            for way in WAYS:
                 yield phase, block, way, make
     yield "inference", "ours, frozen", "fused", frozen
 
@@ -123,7 +112,7 @@ def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int)
     eager = [call(by_timm, depth, phase, 0) for depth in DEPTHS]
     given = [call(make, depth, phase, 0 if way == "plain" else 1) for depth in DEPTHS]
     blocks = DEPTHS[1] - DEPTHS[0]
-    with choosing(way):
+    with forcing(way):
         for run in (*eager, *given) * 3:  # plans, caches and compiled kernels
             run()
         calls = [(calls_of(deep) - calls_of(shallow)) / blocks for shallow, deep in (eager, given)]

@@ -130,8 +130,8 @@ class Pool(torch.nn.Module):
     def entering(self) -> tuple[torch.nn.Linear, ...]:
         return ()
 
-    def sizes(self, channels: int) -> Branch:
-        return Branch("mlp", 0, 0, channels, channels, channels)
+    def sizes(self) -> Branch:
+        return Branch("mlp", 0, 0, *[self.proj.in_features] * 3)
 
     def forward(self, x: torch.Tensor, *, norm=None, stats=None, way=None, **end: object) -> torch.Tensor:
         assert norm is None and stats is None

@@ -16,10 +16,10 @@ import triton.language as tl
 from triton import jit, knobs
 from triton.runtime.jit import JITFunction
 
-from benchmarks.launches import record, recording, specialization
+from benchmarks.launch_recorder import record, recording, specialization
 from benchmarks.no_device import Driver, no_device
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, dispatch, launch, layer_norm
+from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, launch, layer_norm, plan
 from fastvit_triton.kernels.tile import TRITON
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in (op.cases | op.ragged).items()]
@@ -64,7 +64,7 @@ def compared():
         assert all(a is b or (type(a) is type(b) and a == b) for a, b in zip(passed, again[3], strict=True))
         kernels.append(kernel)
 
-    with no_device(log), dispatch.forcing(True), pytest.MonkeyPatch.context() as patch:
+    with no_device(log), plan.forcing("fused"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "run", both)
         yield log, kernels
 

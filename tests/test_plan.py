@@ -135,7 +135,7 @@ def test_every_way_is_the_modules(way, name, autocast, always_folded):
     def found(net, x, context):
         torch.manual_seed(3)
         with context:
-            return outcome(net, dict(input=x), dict(net.named_parameters()) | dict(x=x))
+            return outcome(net, dict(x=x), dict(net.named_parameters()) | dict(x=x))
 
     half = lambda: torch.autocast("cpu", dtype) if autocast else nullcontext()  # noqa: E731
     nets.train()

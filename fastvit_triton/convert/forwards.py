@@ -156,7 +156,7 @@ class FusedBody:
             if not isinstance(parts, str):
                 way = "reference"
                 if kernels_available(x):
-                    way = ways.choose_way(module, x, (parts.sizes(x.shape[-1]),))
+                    way = ways.choose_way(module, x, (parts.sizes(),))
                 if way == "plain":
                     return ways.plainly(type(module).forward, module, *inputs, **named)
                 y = parts(x, way=way)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from ..kernels import tile
+from ..kernels import launch, tile
 from ..kernels.op import REGISTERED
 
 ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -147,7 +147,7 @@ class _Tracer(TorchDispatchMode):
 
     def _enter(self, name: str, arguments: tuple) -> object:
         """Launches one of our operators, and compares what it returns with its fake."""
-        launch, fake = REGISTERED[name]
+        body, fake = REGISTERED[name]
         expected = fake(*tree_map_only(Tensor, _described, arguments))
         flops = OUR_FLOPS[name](*arguments) if name in OUR_FLOPS else 0
         if not self.enters:
@@ -157,7 +157,7 @@ class _Tracer(TorchDispatchMode):
         outer, self.op = self.op, name
         try:
             with self:
-                outputs = launch(*arguments)
+                outputs = body(*arguments)
         finally:
             self.op = outer
         self.trace.events.append(Event(name, name, True, 0, (), (), flops))
@@ -171,9 +171,9 @@ class _Tracer(TorchDispatchMode):
         self.trace.findings.append(f"host waits for {name}{f' in {self.op}' if self.op else ''}")
         raise RuntimeError(f"{name} reads a value: the tensors that are counted have none")
 
-    def launched(self, kernel: object, *positional: object, grid: object, warmup: bool = False, **named: object):
-        """Stands for the `run` of Triton's functions."""
-        tensors = {(t.data_ptr(), t.shape): t for t in _tensors((positional, named))}
+    def launched(self, kernel: object, grid: object, arguments: tuple, fixed: dict[str, object]) -> None:
+        """Stands for `kernels.launch.run`."""
+        tensors = {(t.data_ptr(), t.shape): t for t in _tensors(arguments)}
         module = kernel.fn.__module__.rsplit(".", 1)[-1].removesuffix("_backward")
         self._add(f"{module}.{kernel.fn.__name__}", tensors.values(), (), 0, ours=True)
 
@@ -203,10 +203,9 @@ def tracing() -> Iterator[Trace]:
 
     Where Triton is not installed, each operator of ours is one launch. RuntimeError is raised where a value is read.
     """
-    kernel = type(tile.load_rows)
-    tracer = _Tracer(enters="run" in kernel.__dict__)
+    tracer = _Tracer(enters=tile.MISSING is None)
     stand_ins = [
-        (kernel, "run", lambda *arguments, **named: tracer.launched(*arguments, **named)),
+        (launch, "run", tracer.launched),
         (Tensor, "tolist", lambda *_: tracer.read("tolist")),
         (Tensor, "numpy", lambda *_, **__: tracer.read("numpy")),
     ]

@@ -152,7 +152,7 @@ def prefers_kernel(
     deterministic = torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled()
     if not bare or D % 8 or D != Dv or deterministic:  # SDPA pads odd widths, and sums dq in any order
         return True
-    return plan.prefers_kernel(x, "attention", *plan.lengths_of(x.shape[0], *lengths, heads), D, packed)
+    return plan.prefers_kernel(x, "attention", *plan.lengths_of(x.shape[0], *lengths, int(heads)), int(D), packed)
 
 
 def reference(

@@ -47,7 +47,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     expect_norm(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and x.shape[-1] <= MAX_D:
         mixable = weight is None or weight.dtype == x.dtype  # else PyTorch casts x
-        if not mixable or plan.prefers_kernel(x, "layer_norm", plan.rows_of(math.prod(x.shape[:-1])), x.shape[-1]):
+        if not mixable or plan.prefers_kernel(x, "layer_norm", plan.rows_of(math.prod(x.shape[:-1])), int(x.shape[-1])):
             return run(x, weight, bias, eps)
     return reference(x, weight, bias, eps)
 

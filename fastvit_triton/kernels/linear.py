@@ -166,16 +166,8 @@ def handed_on(left: list[Tensor | None], call: mixed.Call | None) -> Tensor | No
 
 def _prefers_kernel(x, weight, norm, residual):
     """The plan has our kernel for this product rather than the reference."""
-    width = len(weight.weight) if isinstance(weight, Folded) else product_width(weight)
-    sizes = (
-        plan.rows_of(math.prod(x.shape[:-1])),
-        x.shape[-1],
-        width,
-        norm is not None,
-        residual is not None,
-        not isinstance(weight, Folded),
-    )
-    return plan.prefers_kernel(x, "linear", *sizes)
+    rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
+    return plan.prefers_kernel(x, "linear", rows, *product_shape(weight), norm is not None, residual is not None, fold)
 
 
 def reference(
@@ -266,15 +258,18 @@ def apply_or_keep_norm(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Fol
     The norm is applied to x if there are few rows, or if autocast casts x, so that LayerNorm keeps its precision.
     """
     if norm is not None and not (
-        can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, product_width(weight)))
+        can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, product_shape(weight)[1]))
     ):
         return cast(layer_norm.run(x, *norm[:3]))[0], None
     return cast(x)[0], norm
 
 
-def product_width(weight: Tensor | Pair) -> int:
-    """Outputs of the matrix product: F, or 2F for a gate and an up projection."""
-    return len(weight) if isinstance(weight, Tensor) else sum(map(len, weight))
+def product_shape(weight: Tensor | Pair | Folded) -> tuple[int, int]:
+    """(K, outputs) of the matrix product: F, or 2F for a gate and an up projection."""
+    if isinstance(weight, Tensor):
+        return weight.shape[1], weight.shape[0]
+    parts = (weight.weight,) if isinstance(weight, Folded) else weight
+    return parts[0].shape[1], sum(map(len, parts))
 
 
 def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None) -> Operands:

@@ -145,18 +145,9 @@ def run(
 
 def _prefers_kernel(x, weight, fc2_weight, norm, residual):
     """The plan has our kernels for this MLP rather than the reference."""
-    width = len(weight.weight) if isinstance(weight, Folded) else linear.product_width(weight)
-    fold = not isinstance(weight, Folded)
-    sizes = (
-        plan.rows_of(math.prod(x.shape[:-1])),
-        x.shape[-1],
-        width,
-        fc2_weight.shape[1],
-        norm is not None,
-        residual is not None,
-        fold,
-    )
-    return plan.prefers_kernel(x, "mlp", *sizes)
+    rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
+    sizes = *linear.product_shape(weight), fc2_weight.shape[1], norm is not None, residual is not None, fold
+    return plan.prefers_kernel(x, "mlp", rows, *sizes)
 
 
 def reference(

@@ -63,10 +63,10 @@ class Attention(nn.Module):
         """The linear layers that read x."""
         return (self.qkv,)
 
-    def sizes(self, channels: int) -> Sizes:
+    def sizes(self) -> Sizes:
         """See `layers.body.Body`."""
         inner = self.num_heads * self.head_dim
-        return Sizes("attention", 0, 0, channels, 3 * inner, inner, self.num_heads)
+        return Sizes("attention", 0, 0, getattr(self.qkv, "in_features", inner), 3 * inner, inner, self.num_heads)
 
     def forward(
         self,

@@ -34,8 +34,8 @@ class Body(Protocol):
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x, into which a norm may be folded; none where x is read otherwise."""
 
-    def sizes(self, channels: int) -> Branch:
-        """What the cost of the branch depends on, for x [B, N, channels]; images and tokens are left at 0."""
+    def sizes(self) -> Branch:
+        """What the cost of the branch depends on; numbers of images and tokens are left at 0."""
 
     def __call__(
         self,
@@ -88,9 +88,9 @@ class AttentionParts(NamedTuple):
         """The linear layers that read x."""
         return self.projections
 
-    def sizes(self, channels: int) -> Branch:
+    def sizes(self) -> Branch:
         """See `Body`."""
-        width = _outputs(self.projections, channels)
+        width, channels = _width(self.projections)
         return Branch("attention", 0, 0, channels, width, width // 3, self.num_heads)
 
     def __call__(
@@ -143,9 +143,9 @@ class MlpParts(NamedTuple):
         """The linear layers that read x."""
         return self.fc1
 
-    def sizes(self, channels: int) -> Branch:
+    def sizes(self) -> Branch:
         """See `Body`."""
-        width = _outputs(self.fc1, channels)
+        width, channels = _width(self.fc1)
         return Branch("mlp", 0, 0, channels, width, width // 2 if self.act == "swiglu" else width)
 
     def __call__(
@@ -174,10 +174,10 @@ class MlpParts(NamedTuple):
         return finish(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
 
 
-def _outputs(layers: tuple[Layer, ...], default: int) -> int:
-    """Outputs of linear layers side by side; `default` for each that does not say."""
-    weights = (getattr(layer, "weight", None) for layer in layers)
-    return sum(default if w is None else w.shape[0] for w in weights)
+def _width(layers: tuple[Layer, ...]) -> tuple[int, int]:
+    """(outputs of linear layers side by side, inputs); 0 where a layer does not say."""
+    shapes = [getattr(getattr(layer, "weight", None), "shape", (0, 0)) for layer in layers]
+    return sum(shape[0] for shape in shapes), shapes[0][1]
 
 
 def _called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> object:

@@ -89,7 +89,7 @@ def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodie
     for branch, body in zip(branches, bodies, strict=True):
         if body is not None:
             scales = (branch.scale is not None) + (branch.layer_scale is not None) + (branch.drop_path is not None)
-            sizes.append(body.sizes(x.shape[-1])._replace(scales=scales))
+            sizes.append(body.sizes()._replace(scales=scales))
     return choose_way(block, x, tuple(sizes))
 
 

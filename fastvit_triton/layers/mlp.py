@@ -33,9 +33,9 @@ class Mlp(nn.Module):
         """The linear layers that read x."""
         return (self.fc1,)
 
-    def sizes(self, channels: int) -> Branch:
+    def sizes(self) -> Branch:
         """See `layers.body.Body`."""
-        return self._parts().sizes(channels)
+        return self._parts().sizes()
 
     def forward(
         self,

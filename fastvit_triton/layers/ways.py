@@ -60,7 +60,7 @@ def way_alone(body: nn.Module, x: Tensor) -> str:
     if inside_plain or not can_fuse(x):
         return "plain"
     way = known_way(body, x)
-    return choose_way(body, x, (body.sizes(x.shape[-1]),)) if way is None else way
+    return choose_way(body, x, (body.sizes(),)) if way is None else way
 
 
 def _way(x: Tensor, branches: tuple[Branch, ...]) -> str:

@@ -87,7 +87,7 @@ def time_ways(
     def found(net: nn.Module, way: str, x: torch.Tensor) -> Named:
         learning = dict(net.named_parameters()) | dict(x=x) if training else None
         with context(), forcing(way):
-            return outcome(net, dict(input=x), learning)
+            return outcome(net, dict(x=x), learning)
 
     with context():
         shape, rule = chosen_way(blocks, x, training)
