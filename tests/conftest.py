@@ -40,6 +40,7 @@ FAST = {
     "fuzz": r"committed|sample",
     "interpreter": r"equals_float64\[torch.float16|frozen|bounds|outside|masks",
     "kernel_graphs": r"meta|stride|passed_on|autocast|only_the_residual|fp16|one_graph\[False\]",
+    "launch": r"direct|hooks|knobs|replaced|globals|grids|64_bits|of_the_tensors|release",
     "masked": r"^(?!test_pre_training)",
     "models": r"parameter_count|^test_(options|activations|\w+drop|torchvision)|timms\[\w+(patch16_224|dinov2)\]",
     "parallel": r"failed_write|torchrun_is|blocks|invalid",

@@ -17,7 +17,7 @@ from triton import jit, knobs
 from triton.runtime.jit import JITFunction
 
 from benchmarks.launch_recorder import record, recording, specialization
-from benchmarks.no_device import Driver, no_device
+from benchmarks.no_device import no_device
 from fastvit_triton import create_model
 from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, launch, layer_norm, plan
 from fastvit_triton.kernels.tile import TRITON
@@ -54,16 +54,19 @@ def compared():
     log, kernels = Log(), []
 
     def both(kernel, grid, arguments, fixed):
-        launch._run_by_triton(kernel, grid, arguments, fixed)
+        by_triton(kernel, grid, arguments, fixed)
         grid_of, function, metadata, passed = log.last(by_triton=True)
-        launch._run(kernel, grid, arguments, fixed)  # the first of a key is Triton's
-        launch._run(kernel, grid, arguments, fixed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "run", by_triton)
+            launch.launch(kernel, grid, *arguments, **fixed)  # the first of a key is Triton's
+            launch.launch(kernel, grid, *arguments, **fixed)
         again = log.last(by_triton=False)
         assert [grid_of, function, metadata] == again[:3], kernel.__name__
         assert len(passed) == len(again[3])
         assert all(a is b or (type(a) is type(b) and a == b) for a, b in zip(passed, again[3], strict=True))
         kernels.append(kernel)
 
+    by_triton = launch.run
     with no_device(log), plan.forcing("fused"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "run", both)
         yield log, kernels
@@ -260,8 +263,11 @@ def test_a_kernel_that_reads_globals_is_launched_by_triton():
 
 
 def test_launches_on_the_device_of_the_tensors(monkeypatch):
-    """The current device is changed for one launch where it is not the tensors', and CPU tensors are left to Triton."""
-    entered, log, drivers = [], Log(), Driver(0)
+    """The current device is changed for one launch where it is not the tensors', and each device has its own binary.
+
+    CPU tensors are left to Triton.
+    """
+    entered, log = [], Log()
 
     class Device:
         def __init__(self, index):
@@ -275,18 +281,23 @@ def test_launches_on_the_device_of_the_tensors(monkeypatch):
             TRITON.driver._active.device = self.before
 
     class Elsewhere(torch.Tensor):
+        index = 1
+
         def get_device(self):
-            return 1
+            return self.index
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    x = torch.empty(3, 8).as_subclass(Elsewhere)
     with no_device(log, device=0):
         for _ in range(3):
-            stats(x=x)
+            stats(x=torch.empty(3, 8).as_subclass(Elsewhere))
+        assert set(entered) == {1} and TRITON.driver._active.device == 0
+        Elsewhere.index = 0
+        for _ in range(2):
+            stats(x=torch.empty(3, 8).as_subclass(Elsewhere))
         stats()
         stats()
-        assert drivers.device == TRITON.driver._active.device
-    assert [hooked for *_, hooked in log.calls] == [True, False, False, True, True] and set(entered) == {1}
+    assert [hooked for *_, hooked in log.calls] == [True, False, False, True, False, True, True]
+    assert [function for _, function, *_ in log.calls] == [1, 1, 1, 2, 2, 2, 2]
     layer_norm._stats_kernel.device_caches.pop(1)
 
 

@@ -18,6 +18,12 @@ _overrides: tuple[dict, dict] | None = None  # rows in use instead of the tables
 def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed: object) -> None:
     """Launches a kernel, on the device of its first argument; nothing else in the package launches one.
 
+    What was launched before with the same key is launched directly, all else by `run`. The key holds all that
+    JITFunction.run chooses a binary by: device, compile-time arguments, options, the knobs that it reads, and Triton's
+    own specialisation of the arguments (dtypes, addresses and integers divisible by 16, integers that are 1 or need 64
+    bits, storage below 2 GiB on AMD). Both ways read the arguments alike, so subclasses and modes of PyTorch mean the
+    same to both. JITFunction.run launches where it does more; see `_is_plain` and `_is_repeatable`.
+
     Args:
         kernel: a function decorated by `jit`.
         grid: one to three numbers of programs.
@@ -25,29 +31,17 @@ def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed:
             tensor or a tuple of tensors. Strides that the kernel needs are among them.
         fixed: its compile-time arguments and the launch options, by name.
     """
-    run(kernel, grid, arguments, fixed)
-
-
-def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> None:
-    """Launches directly what has been launched before with the same key, and by Triton what has not.
-
-    The key holds all that JITFunction.run chooses a binary by: device, compile-time arguments, options, the knobs that
-    it reads, and Triton's own specialisation of the arguments (dtypes, addresses and integers divisible by 16,
-    integers that are 1 or need 64 bits, storage below 2 GiB on AMD). Both ways read the arguments alike, so subclasses
-    and modes of PyTorch mean the same to both. Triton launches where it does more: hooks, kernels that read globals
-    (it compares their values), a replaced JITFunction.run, the interpreter, and releases whose launcher is not known.
-    """
-    if TRITON is None or TRITON.driver._active is None or not _is_plain(kernel, TRITON.knobs.runtime):
-        return _run_by_triton(kernel, grid, arguments, fixed)
+    if run is not _run or not _is_plain(kernel):
+        return run(kernel, grid, arguments, fixed)
     global _direct
     if _direct is None or _direct.driver is not TRITON.driver._active:
         _direct = _Direct(TRITON.driver._active)
     device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
     if device != _direct.current_device():
         if device < 0:
-            return _run_by_triton(kernel, grid, arguments, fixed)
-        with torch.cuda.device(device):
             return _run(kernel, grid, arguments, fixed)
+        with torch.cuda.device(device):
+            return launch(kernel, grid, *arguments, **fixed)
     key = (
         kernel.fn, device, kernel.debug, TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode,
         TRITON.specialize(_direct.backend, arguments, False, True, True),
@@ -56,7 +50,7 @@ def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[
     try:
         compiled_run, function, metadata, constants = _direct.found[key]
     except KeyError:
-        compiled = _run_by_triton(kernel, grid, arguments, fixed)
+        compiled = _run(kernel, grid, arguments, fixed)
         if _is_repeatable(kernel, compiled, len(arguments), fixed):
             constants = tuple(fixed[p.name] for p in kernel.params[len(arguments) :])
             _direct.found[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
@@ -65,8 +59,24 @@ def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[
     compiled_run(x, y, z, _direct.stream(device), function, metadata, None, None, None, *arguments, *constants)
 
 
-def _is_plain(kernel: Callable, knobs: object) -> bool:
-    """True if JITFunction.run does no more for this kernel than to choose a binary and launch it."""
+def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> object:
+    """Launches by JITFunction.run, or the interpreter's; returns the compiled kernel."""
+    device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
+    with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
+        return kernel.run(*arguments, grid=grid, warmup=False, **fixed)
+
+
+run = _run  # looked up at each launch: the interpreter and the recorder of the tests take its place
+
+
+def _is_plain(kernel: Callable) -> bool:
+    """True if JITFunction.run does no more for this kernel than to choose a binary and launch it.
+
+    It is not replaced, no hook is set, the interpreter is off, and the launcher of this release of Triton is known.
+    """
+    if TRITON is None or TRITON.driver._active is None:
+        return False
+    knobs = TRITON.knobs.runtime
     return (
         type(kernel) is TRITON.JITFunction
         and TRITON.JITFunction.run is TRITON.run
@@ -90,15 +100,11 @@ class _Direct:
         self.found: dict[tuple, tuple] = {}
 
 
-def _run_by_triton(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> object:
-    """Launches by JITFunction.run, or the interpreter's; returns the compiled kernel."""
-    device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
-    with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
-        return kernel.run(*arguments, grid=grid, warmup=False, **fixed)
-
-
 def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict[str, object]) -> bool:
-    """True if a binary may be launched directly: its kernel reads no globals, and has all arguments in their order."""
+    """True if a binary may be launched directly: all arguments are in order, and the kernel reads no globals.
+
+    Triton compares the values of globals at each launch.
+    """
     return (
         type(compiled) is TRITON.CompiledKernel
         and not kernel.used_global_vals
@@ -107,7 +113,6 @@ def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict
 
 
 _direct: _Direct | None = None
-run = _run  # looked up at each launch: the interpreter and the recorder of the tests take its place
 
 
 def config(row: str, default: dict[str, int], device: torch.device) -> dict[str, int]:

@@ -488,7 +488,7 @@ def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_sc
         ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_BIAS=bias is not None,
         HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None,
         SAVE=save, STATS=return_stats, PRECISION=precision(x), EVEN=K % blocks["BLOCK_K"] == 0,
-        WIDTH=power_of_2(cdiv(K, max(tiles, 1))), TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
+        WIDTH=power_of_2(cdiv(K, tiles)) if tiles else 0, TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
     )  # fmt: skip
     return outputs
 

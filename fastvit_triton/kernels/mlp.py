@@ -330,14 +330,15 @@ class _Fn(torch.autograd.Function):
         ctx, x, w2, b2, w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias,
         stats, layer_scale, sample_scale, residual, settings,
     ):  # fmt: skip
-        save = settings.grad_enabled and not settings.recompute and any(ctx.needs_input_grad)
+        learns = settings.grad_enabled and any(ctx.needs_input_grad)
+        save = learns and not settings.recompute
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
         given = linear.Operands(w1, b1, norm_weight, norm_bias, folded_weight, colsum, folded_bias)
         pre = mean = rstd = None
         if settings.call is not None:
             h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
             second = settings.call._replace(normed=None)
-            y, _, _, _, *left = mixed.forward(h, w2, b2, None, None, *ends, second, False)
+            y, _, _, _, *left = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
         elif not save and one_launch_blocks(x, w2, settings.activation):
             ends += settings.eps, settings.activation, settings.return_stats
             y, *left = _fwd_op(x, *linear.fold_operands(x, given, settings.has_norm), w2.to(x.dtype), b2, *ends)
