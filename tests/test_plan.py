@@ -205,6 +205,7 @@ def test_a_plain_block_is_pytorch_alone(converted):
     assert not any("fastvit_triton" in name for name in seen[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.parametrize("way", ["plain", "mixed", "fused"])
 @pytest.mark.parametrize("converted", [False, True])
 def test_compiled_graphs_hold_what_the_way_says(converted, way):

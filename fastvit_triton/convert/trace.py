@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from ..kernels import launch, tile
+from ..kernels import launch, linear_backward, tile
 from ..kernels.op import REGISTERED
 
 ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -206,6 +206,7 @@ def tracing() -> Iterator[Trace]:
     tracer = _Tracer(enters=tile.MISSING is None)
     stand_ins = [
         (launch, "run", tracer.launched),
+        (linear_backward, "matmul_fp32", functools.partial(torch.mm, out_dtype=torch.float32)),  # as on NVIDIA GPUs
         (Tensor, "tolist", lambda *_: tracer.read("tolist")),
         (Tensor, "numpy", lambda *_, **__: tracer.read("numpy")),
     ]

@@ -302,12 +302,15 @@ class _Fn(torch.autograd.Function):
         o, lse = fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
         ctx.save_for_backward(q, k, v, bias, kv_lens, cu_seqlens, o, lse)
         ctx.sizes = max_seqlen, scale
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
+        if do is None:
+            return (None,) * 8
         *inputs, o, lse = ctx.saved_tensors
         dq, dk, dv, dbias = bwd_op(do, *inputs, *ctx.sizes, o, lse, False, ctx.needs_input_grad[3])
         return dq, dk, dv, dbias if ctx.needs_input_grad[3] else None, None, None, None, None

@@ -366,12 +366,15 @@ class _Fn(torch.autograd.Function):
         ctx.save_for_backward(
             qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, o, lse
         )
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
+        if do is None:
+            return (None,) * 14
         qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, o, lse = (
             ctx.saved_tensors
         )

@@ -276,7 +276,7 @@ def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool
     ours, theirs = [_product(b, M, D, K, True)], [_product(b, M, D, K)]
     theirs += [_pass(b, 2 * M * D)] * prefix + [_pass(b, 2 * M * D)] * pos
     if training:
-        ours += [_product(b, D, K, M, True)]
+        ours += [_product(b, D, K, M, True, 4 / size * K * D * math.ceil(M / 4096)), _pass(b, 0)]  # fp32 sums
         theirs += [_product(b, D, K, M), _pass(b, 2 * M * D)]
     return ours, theirs
 

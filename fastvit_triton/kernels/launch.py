@@ -182,11 +182,6 @@ def _architecture(kind: str, index: int | None) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-def is_gpu(device: torch.device) -> bool:
-    """The device is a GPU, or counts as one inside `targeting`."""
-    return device.type == "cuda" or target is not None
-
-
 def precision(x: torch.Tensor) -> str:
     """input_precision of tl.dot; for float32 it follows torch.set_float32_matmul_precision."""
     return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"

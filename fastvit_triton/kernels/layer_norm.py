@@ -297,7 +297,8 @@ class _Fn(torch.autograd.Function):
         s, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast)
         branch = x if layer_scale is not None else None
         ctx.save_for_backward(x if residual is None else s, branch, weight, layer_scale, sample_scale, mean, rstd)
-        ctx.has_residual = residual is not None
+        ctx.has_residual, ctx.dtype = residual is not None, y.dtype
+        ctx.set_materialize_grads(False)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, bias))
         return s, y
 
@@ -306,7 +307,13 @@ class _Fn(torch.autograd.Function):
     def backward(ctx, dsum, dy):
         s, x, weight, layer_scale, sample_scale, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, bias_dtype = ctx.dtypes
-        dsum = dsum if ctx.has_residual else None
+        if dy is None and dsum is None:
+            return (None,) * 7
+        dy = torch.zeros_like(s, dtype=ctx.dtype) if dy is None else dy
+        if not ctx.has_residual:
+            dsum = None
+        elif dsum is None:
+            dsum = torch.zeros_like(s)
         dx, dresidual, sums = bwd_op(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, x_dtype)
         return (
             dx,

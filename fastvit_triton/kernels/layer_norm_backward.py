@@ -81,6 +81,34 @@ def _bwd_kernel(
         tl.store(at + 2 * D, dlayer_scale, mask=in_d)
 
 
+@jit(do_not_specialize=["programs"])
+def _sum_kernel(partial_ptr, sum_ptr, programs, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One program: BLOCK_N columns of partial sums [programs, N], summed over programs."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        inside = (p < programs)[:, None] & (n < N)[None, :]
+        total += tl.sum(tl.load(partial_ptr + p[:, None] * N + n[None, :], mask=inside, other=0.0), 0)
+    tl.store(sum_ptr + n, total.to(sum_ptr.dtype.element_ty), mask=n < N)
+
+
+def sum_programs(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sums partial results [programs, ...] in fp32 over programs, in one launch that also rounds to `dtype`: [...]."""
+    sums = partial.new_empty(partial.shape[1:], dtype=dtype)
+    programs, N = len(partial), sums.numel()
+    if N:
+        fixed = dict(BLOCK_P=128, BLOCK_N=16, num_warps=4, enable_fp_fusion=True)
+        launch(_sum_kernel, (cdiv(N, 16),), partial, sums, programs, N, **fixed)
+    return sums
+
+
+def grads_dtype(*parameters: Tensor | None) -> torch.dtype:
+    """The dtype that these parameters have in common, else fp32: that of sums which become their gradients."""
+    dtypes = {t.dtype for t in parameters if t is not None}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
 def row_blocks(D: int) -> dict[str, int]:
     """Launch parameters of kernels whose programs hold whole rows of D values."""
     rows, block, options = whole_row_blocks(D)
@@ -104,7 +132,7 @@ def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype
         D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
         HAS_WEIGHT=weight is not None, **blocks,
     )  # fmt: skip
-    return dx, dresidual, torch.sum(partial, 0, out=sums)
+    return dx, dresidual, sum_programs(partial)
 
 
 def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
@@ -132,7 +160,7 @@ def input_grads(
         dtype: of LN(x); None if it is not needed.
 
     Returns:
-        (dx [M, D] or None, LN(x) [M, D] or None, dweight and dbias [2, D] fp32).
+        (dx [M, D] or None, LN(x) [M, D] or None, dweight and dbias [2, D] in their dtype).
     """
     dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
     (M, D), blocks, (mean, rstd, weight, bias) = x.shape, row_blocks(x.shape[1]), norm
@@ -146,7 +174,7 @@ def input_grads(
             D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=False, HAS_SCALE=False, HAS_WEIGHT=weight is not None,
             **blocks,
         )  # fmt: skip
-    return dx, normed, partial.sum(0)
+    return dx, normed, sum_programs(partial, grads_dtype(weight, bias))
 
 
 bwd_op = register(

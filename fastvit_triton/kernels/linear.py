@@ -542,12 +542,15 @@ class _Fn(torch.autograd.Function):
             )
         ctx.save_for_backward(x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
         ctx.settings, ctx.residual_dtype = settings, None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in left if t is not None))
         return y, *left
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *_):
+        if dy is None:
+            return (None,) * 13
         need_x, need_weight, need_bias, need_norm_weight, need_norm_bias, *_ = ctx.needs_input_grad
         *_, need_layer_scale, _, _, _ = ctx.needs_input_grad
         x, weight, bias, *saved, norm_weight, norm_bias = ctx.saved_tensors

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import fold, layer_norm_backward
 from .activation import activate, activate_grad
-from .launch import cdiv, is_gpu, launch, power_of_2
+from .launch import cdiv, launch, power_of_2
+from .layer_norm_backward import grads_dtype
 from .op import register
 from .tile import jit, tl
 
@@ -100,9 +101,9 @@ def _bwd_scaled_weight_kernel(
     tl.store(dlayer_scale_ptr + f, dlayer_scale, mask=in_f)
 
 
-def _matmul_fp32(a, b):
+def matmul_fp32(a, b):
     """a @ b, accumulated and returned in fp32."""
-    if a.dtype != torch.float32 and is_gpu(a.device):
+    if a.dtype != torch.float32 and a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32) if torch.version.hip is None else (a @ b).float()
     return a.float() @ b.float()
 
@@ -148,7 +149,7 @@ def product_grad(
             ACTIVATION=activation, HAS_LAYER_SCALE=scaled, HAS_SCALE=sample_scale is not None, HIDDEN=hidden,
             ROWS=rows_per_program, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
-    return dpre, h, partial.sum(0)
+    return dpre, h, layer_norm_backward.sum_programs(partial)
 
 
 def input_grad(dpre: Tensor, weight: Tensor, layer_scale: Tensor | None) -> Tensor:
@@ -194,18 +195,19 @@ def parameter_grads(
         needs: of dweight with dlayer_scale, and of dbias.
 
     Returns:
-        (dweight [outputs, K], dbias and dlayer_scale in fp32); None for parameters that do not exist.
+        (dweight [outputs, K], dbias in fp32 or dpre's dtype, dlayer_scale in fp32); None for what does not exist.
     """
     need_w, need_b = needs
     dbias = None
     if bias is not None and (need_b or (need_w and layer_scale is not None)):
-        dbias = dpre.sum(0, dtype=torch.float32) if sums is None else sums[0]
+        exact = layer_scale is not None or bias.dtype != dpre.dtype
+        dbias = dpre.sum(0, dtype=torch.float32 if exact else None) if sums is None else sums[0]
     if not need_w:
         return None, dbias if layer_scale is None or dbias is None else layer_scale * dbias, None
     if layer_scale is None:
         same = weight.dtype == dpre.dtype
-        return dpre.T @ x if same else _matmul_fp32(dpre.T, x).to(weight.dtype), dbias, None
-    g, (F, K) = _matmul_fp32(dpre.T, x), weight.shape
+        return dpre.T @ x if same else matmul_fp32(dpre.T, x).to(weight.dtype), dbias, None
+    g, (F, K) = matmul_fp32(dpre.T, x), weight.shape
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     dlayer_scale = g.new_empty(F)
     launch(
@@ -283,21 +285,50 @@ def _bwd_fake(
     need_x, need_w, need_b = needs
     grads = (
         torch.empty_like(x) if need_x else None,
-        *weight_grad_like(x, weight, bias, layer_scale, norm, need_w, need_b),
+        *weight_grad_like(
+            x,
+            weight,
+            bias,
+            layer_scale,
+            (norm_weight, norm_bias) if norm else None,
+            (need_w, need_b),
+            activation is not None or sample_scale is not None,
+            dtype,
+        ),
     )
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
 
 def weight_grad_like(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, norm: bool, need_w: bool, need_b: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer_scale: Tensor | None,
+    norm: tuple[Tensor | None, ...] | None,
+    needs: tuple[bool, bool],
+    summed: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
-    """Empty tensors like the results of `all_grads`; None for results that are not needed."""
-    sums = dict(dtype=torch.float32)
+    """Empty tensors like the results of `all_grads` but dx; None for results that are not needed.
+
+    Args:
+        x: [..., K].
+        weight: [outputs, K].
+        bias: [outputs], or None.
+        layer_scale: [F], or None.
+        norm: weight and bias of the LayerNorm, or None for no norm.
+        needs: of any parameter but the bias, and of the bias.
+        summed: `product_grad` sums over rows.
+        dtype: of the product.
+    """
+    (need_w, need_b), fp32 = needs, torch.float32
+    exact = summed or layer_scale is not None or (bias is not None and bias.dtype != dtype)
+    learns_bias = bias is not None and (need_b or (need_w and layer_scale is not None))
     return (
         weight.new_empty(weight.shape) if need_w else None,
-        x.new_empty(weight.shape[:1], **sums) if bias is not None and (need_w or need_b) else None,
-        x.new_empty(layer_scale.shape, **sums) if layer_scale is not None and need_w else None,
-        x.new_empty((2, x.shape[-1]), **sums) if norm and need_w else None,
+        x.new_empty(weight.shape[:1], dtype=fp32 if exact else dtype) if learns_bias else None,
+        x.new_empty(layer_scale.shape, dtype=fp32) if layer_scale is not None and need_w else None,
+        x.new_empty((2, x.shape[-1]), dtype=grads_dtype(*norm)) if norm is not None and need_w else None,
     )
 
 

@@ -298,8 +298,10 @@ def _bwd_fake(
     residual_is_input, dtype, needs,
 ):  # fmt: skip
     need_x, need_1, need_2 = needs
-    dw1, db1, _, dnorm = weight_grad_like(x, w1, b1, None, norm, need_1, need_1)
-    dw2, db2, dlayer_scale, _ = weight_grad_like(x, w2, b2, layer_scale, False, need_2, need_2)
+    norm = (norm_weight, norm_bias) if norm else None
+    dw1, db1, _, dnorm = weight_grad_like(x, w1, b1, None, norm, (need_1, need_1), True, dtype)
+    scaled = sample_scale is not None
+    dw2, db2, dlayer_scale, _ = weight_grad_like(x, w2, b2, layer_scale, None, (need_2, need_2), scaled, dtype)
     grads = torch.empty_like(x) if need_x else None, dw1, db1, dnorm, dw2, db2, dlayer_scale
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
 
@@ -351,12 +353,15 @@ class _Fn(torch.autograd.Function):
             x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd
         )
         ctx.settings, ctx.residual_dtype = settings, None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in left if t is not None))
         return y, *left
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *_):
+        if dy is None:
+            return (None,) * 15
         x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, *saved = ctx.saved_tensors
         (pre, mean, rstd), settings, h = saved, ctx.settings, None
         need_x, need_w2, need_b2, *need_1, _, _, _, _, need_layer_scale, _, _, _ = need = ctx.needs_input_grad

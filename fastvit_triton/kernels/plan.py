@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import backend, launch
-from .cost import OPS, WAYS, Branch, Gpu, block_us, gpu_of, launch_us, table
+from .cost import OPS, WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
 
 TRACED = (256, 197)  # images and tokens that stand for all while tracing
 MAX_CHOICES = 4096  # cached choices
@@ -93,14 +93,25 @@ def choose(
     if not all(branch.images * branch.tokens for branch in branches):
         return "plain"
     gpu = gpu_on(device)
-    times = {way: block_us(gpu, branches, way, training, False) for way in WAYS}
+    every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
+    times = {
+        way: sum(launch_us(gpu, one) for one in found)
+        for way, found in every.items()
+        if within(found, every["plain"], training)
+    }
     if not traced:
         host, phase = table()["host_us"]["eager"], "training" if training else "inference"
         for way, us in times.items():
             times[way] = max(us, host[phase] * HOST_RATIO[phase][way] * len(branches) / 2)
     if exact:
-        del times["fused"]
+        times.pop("fused", None)
     return min(times, key=times.get)
+
+
+def within(ours: list[Launch], plain: list[Launch], training: bool) -> bool:
+    """No way is chosen that moves more bytes than the modules, or has more launches (in training a tenth more)."""
+    most = len(plain) * (1.1 if training else 1.0)
+    return len(ours) <= most and sum(one.nbytes for one in ours) <= sum(one.nbytes for one in plain)
 
 
 def block_name(branches: tuple[Branch, ...], training: bool) -> str:
@@ -141,7 +152,7 @@ def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool
         gpu, pair = gpu_on(device), OPS[op](size, training, *sizes)
         ours, theirs = (sum(launch_us(gpu, one) for one in found) for found in pair)
         refused = exact and any(one.kind == "fused product" for one in pair[0])
-        way = "fused" if ours < theirs and not refused else "plain"
+        way = "fused" if ours < theirs and within(*pair, training) and not refused else "plain"
         _remember(key, way)
     return way == "fused"
 

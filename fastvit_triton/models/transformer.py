@@ -129,7 +129,9 @@ class VisionTransformer(ImageModel):
         """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
         prefix = self.prefix()
         positions = self.positions(self.patch_embed.grid_of(image))
-        x = self.patch_embed(image, positions, torch.cat(prefix, 1) if prefix else None)  # [B, T + N, D]
+        x = self.patch_embed(
+            image, positions, torch.cat(prefix, 1) if len(prefix) > 1 else next(iter(prefix), None)
+        )  # [B, T + N, D]
         x = normalize(self.patch_drop(self.pos_drop(x)), self.norm_pre)
         return normalize(self.run_blocks(x), self.norm)
 
