@@ -19,8 +19,8 @@ import benchmarks  # noqa: F401  (before timm)
 from fastvit_triton.kernels import backend, fold, launch, plan
 
 # by processor time of the whole file
-LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain dispatch
-models pressure convert_hooks recovery recipes train shards readme masked""".split()
+LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain plan
+models pressure launches convert_hooks fake_device recovery recipes train shards readme masked""".split()
 
 
 # For `-m fast`: file → a regular expression that the names of its fast tests match; an empty one matches all. Chosen by
@@ -33,17 +33,19 @@ FAST = {
     "cli": r"doctor_names|doctor_and_bad|convert_there|rejects",
     "convert": r"references_equal|report_|original_runs|keys|replaced|draws|masks|equal_the_original\[timm_vit\]",
     "convert_hooks": r"forwards_are_called\[|failed_optimize|see_every_call\[|fx|labels",
-    "dispatch": r"^(?!test_kernels_and_pytorch|test_backward)|float32-linear-(norm_gelu|branch)",
     "explain": r"reference|gradients|rollout|published",
     "export": r"jit",
     "freeze": r"fold-ours-_(optimizer|data_merge|assign)|fold_once|threshold|invalid|detect.*_(optimizer|assign)",
     "fuzz": r"committed|sample",
+    "fake_device": r"architecture|wait",
     "interpreter": r"equals_float64\[torch.float16|frozen|bounds|outside|masks",
     "kernel_graphs": r"meta|stride|passed_on|autocast|only_the_residual|fp16|one_graph\[False\]",
     "launch": r"direct|hooks|knobs|replaced|globals|grids|64_bits|of_the_tensors|release",
+    "launches": r"by_hand|counted|found",
     "masked": r"^(?!test_pre_training)",
     "models": r"parameter_count|^test_(options|activations|\w+drop|torchvision)|timms\[\w+(patch16_224|dinov2)\]",
     "parallel": r"failed_write|torchrun_is|blocks|invalid",
+    "plan": r"first_table|expected_time|rates|order|ieee|host|plain",
     "pressure": r"detected|mutation|relu|alignment",
     "readme": r"shows|recorded|\[0 ",
     "recipes": r"lamb|operations|policy|accumulated|distillation_equals|dropped|invalid",
