@@ -152,6 +152,29 @@ def test_every_way_is_the_modules(way, name, autocast, always_folded):
     assert all(got[n].dtype == baseline[n].dtype for n in baseline)
 
 
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("way", ["mixed", "fused"])
+def test_every_way_is_the_modules_in_inference(way, converted, always_folded):
+    """Oracle: the modules in float64. The last product of a mixed block adds to its residual in place; x is kept."""
+    timm = pytest.importorskip("timm")
+    make = timm.create_model if converted else create_model
+    net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=3, num_classes=3).eval()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    wide = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=3, num_classes=3).eval().double()
+    wide.load_state_dict(net.state_dict())
+    if converted:
+        optimize(net)
+    x = torch.randn(2, 5, 64)
+    before = x.clone()
+    with torch.no_grad():
+        truth, baseline = dict(output=wide.blocks(x.double())), dict(output=net.blocks(x))
+        with interpreting(), forcing(way):
+            got = dict(output=net.blocks(x))
+    assert verdict(got, truth, baseline, torch.float32).match
+    assert torch.equal(x, before)
+
+
 def launched(way: str, training: bool, depth: int = 3, **options: object) -> list[str]:
     """Kernels of our own in two of three blocks."""
     counts = []

@@ -44,11 +44,25 @@ class Normalized(NamedTuple):
         y: LN(x) [B, ..., D], in the dtype of the product.
         mean: [M] fp32, for the backward pass; None if there is none.
         rstd: [M] fp32.
+        late_bias: what x has in excess: the bias of the product that ends its branch, which then adds to x in place.
     """
 
     y: Tensor
     mean: Tensor | None
     rstd: Tensor | None
+    late_bias: Tensor | None = None
+
+
+class NextNorm(NamedTuple):
+    """What the branch that follows asks of the sum that a mixed call ends with.
+
+    Attributes:
+        norm: its LayerNorm.
+        late_bias: bias [D] to add to the sum after the norm, or None; see `Normalized`.
+    """
+
+    norm: Norm
+    late_bias: Tensor | None = None
 
 
 class Epilogue(NamedTuple):

@@ -166,7 +166,8 @@ def merge_stats(
 
 @jit(do_not_specialize=["M", "rows_per_image"])
 def _fwd_kernel(
-    x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, sum_ptr, y_ptr, mean_ptr, rstd_ptr,
+    x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, late_bias_ptr, sum_ptr, y_ptr, mean_ptr,
+    rstd_ptr,
     M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -184,9 +185,11 @@ def _fwd_kernel(
         if HAS_SCALE:
             x *= tl.load(scale_ptr + m // rows_per_image, mask=in_m, other=0.0).to(tl.float32)[:, None]
         x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + at, rounded, mask=inside)
-        x = rounded.to(tl.float32)  # LN reads the rounded sum, as in PyTorch
+        x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)  # LN reads the rounded sum, as in PyTorch
+        stored = x
+        if late_bias_ptr is not None:
+            stored += tl.load(late_bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        tl.store(sum_ptr + at, stored.to(sum_ptr.dtype.element_ty), mask=inside)
     if y_ptr is not None:
         mean = tl.sum(x, 1) / D  # [BLOCK_M]
         centred = tl.where(inside, x - mean[:, None], 0.0)
@@ -217,7 +220,7 @@ def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
     if M:
         launch(
             _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
-            x, residual, layer_scale, sample_scale, weight, bias, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
+            x, residual, layer_scale, sample_scale, weight, bias, None, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
             HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
         )  # fmt: skip
@@ -248,8 +251,9 @@ def add_and_normalize(
     norm: Norm | None,
     dtype: torch.dtype,
     save: bool,
+    late_bias: Tensor | None = None,
 ) -> tuple[Tensor, Normalized | None]:
-    """Equation (3) in one launch by the kernel, without gradients: (s, LN(s)), or (s, None) without a norm.
+    """Equation (3) in one launch by the kernel, without gradients: (s + late_bias, LN(s)), or (s, None) without a norm.
 
     Args:
         x: [B, ..., D], the branch; or what is normalised, without a residual.
@@ -259,6 +263,7 @@ def add_and_normalize(
         norm: weight, bias and eps of the LayerNorm, or None.
         dtype: of LN(s).
         save: row statistics are needed for a backward pass.
+        late_bias: [D], see `Normalized`; or None.
     """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     D, blocks = x.shape[-1], row_blocks(x.shape[-1])
@@ -272,11 +277,12 @@ def add_and_normalize(
     if M:
         launch(
             _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
-            x, residual, layer_scale, sample_scale, weight, bias, s, normed, mean, rstd, M, cdiv(M, x.shape[0]), eps,
+            x, residual, layer_scale, sample_scale, weight, bias, late_bias, s, normed, mean, rstd,
+            M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
             HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
         )  # fmt: skip
-    return s, None if norm is None else Normalized(normed, mean, rstd)
+    return s, None if norm is None else Normalized(normed, mean, rstd, late_bias)
 
 
 _fwd_op = register(

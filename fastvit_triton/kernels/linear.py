@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import check, fold, layer_norm, mixed, plan
 from .activation import ACTIVATIONS, activate
-from .argument import Norm, Normalized, Pair, expect_bool
+from .argument import NextNorm, Norm, Normalized, Pair, expect_bool
 from .backend import kernels_available
 from .fold import Folded
 from .launch import cdiv, config, launch, power_of_2, precision
@@ -127,7 +127,7 @@ def run(
     *,
     return_stats: bool = False,
     way: str = "fused",
-    next_norm: Norm | None = None,
+    next_norm: NextNorm | None = None,
 ) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
     """`linear` without checks of its arguments and without a choice, where the kernels run.
 
@@ -136,7 +136,7 @@ def run(
         stats: row statistics of x for "fused", or LN(x) for "mixed", from the call that produced x.
         return_stats: also return what the next call takes as `stats`.
         way: "fused" or "mixed", see `plan`.
-        next_norm: for "mixed", the LayerNorm of the output that the next call has.
+        next_norm: for "mixed", what the next call asks of the output.
     """
     grad = torch.is_grad_enabled()
     if way == "mixed":

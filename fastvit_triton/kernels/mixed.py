@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import ACTIVATIONS
-from .argument import Norm, Normalized
+from .argument import NextNorm, Norm, Normalized
 from .layer_norm import add_and_normalize, output_dtype, scaled
 
 
@@ -24,12 +24,12 @@ class Call(NamedTuple):
 
     Attributes:
         normed: LN(x) from the call that produced x, or None.
-        next_norm: the LayerNorm of the output that the next call has, or None.
+        next_norm: what the next call asks of the output, or None.
         dtype: of the product.
     """
 
     normed: Normalized | None
-    next_norm: Norm | None
+    next_norm: NextNorm | None
     dtype: torch.dtype
 
 
@@ -66,10 +66,12 @@ def forward(
         save: a backward pass follows.
 
     Returns:
-        (y [..., F], pre-activation, mean and rstd of x for the backward pass, then LN(y), its mean and its rstd, or
-        three None where there is no next norm).
+        (y [..., F], pre-activation, mean and rstd of x for the backward pass, then the fields of `Normalized` for y, or
+        four None where there is no next norm).
     """
     normed, dtype = call.normed, call.dtype
+    if norm is None and normed is not None and normed.late_bias is not None:
+        return _added_in_place(x, weight, residual)
     if norm is not None and (normed is None or normed.y.dtype != dtype):
         _, normed = add_and_normalize(x, None, None, None, norm, dtype, save)
     with torch.autocast(x.device.type, enabled=False):
@@ -85,10 +87,19 @@ def forward(
     if next_norm is not None and not torch.is_autocast_enabled(x.device.type):
         next_norm = next_norm if output_dtype(h, layer_scale, residual) == dtype else None  # that of its product
     if residual is not None and not (next_norm is layer_scale is sample_scale is None):
-        h, left = add_and_normalize(h, residual, layer_scale, sample_scale, next_norm, dtype, save)
+        norm_and_bias = (None, None) if next_norm is None else next_norm
+        ends = layer_scale, sample_scale, norm_and_bias[0], dtype, save, norm_and_bias[1]
+        h, left = add_and_normalize(h, residual, *ends)
     else:
         h = scaled(h, layer_scale, sample_scale)
         h = h if residual is None else h + residual
-    mean, rstd = (None, None) if norm is None else normed[1:]
+    mean, rstd = (None, None) if norm is None else normed[1:3]
     none = h.new_empty(0, dtype=torch.float32)
-    return h, pre, none if mean is None else mean, none if rstd is None else rstd, *(left or (None, None, None))
+    return h, pre, none if mean is None else mean, none if rstd is None else rstd, *(left or (None,) * 4)
+
+
+def _added_in_place(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor | None, ...]:
+    """`forward` of a product that ends a branch, where the residual already has its bias: one launch, no gradients."""
+    residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+    none = x.new_empty(0)
+    return residual, none, none, none, *(None,) * 4

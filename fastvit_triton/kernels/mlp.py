@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear, mixed, plan
 from .activation import activate
-from .argument import Norm, Normalized, Pair, expect_bool, expect_floating, expect_nonempty, is_like
+from .argument import NextNorm, Norm, Normalized, Pair, expect_bool, expect_floating, expect_nonempty, is_like
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import kernels_available
 from .fold import Folded
@@ -127,7 +127,7 @@ def run(
     *,
     return_stats: bool = False,
     way: str = "fused",
-    next_norm: Norm | None = None,
+    next_norm: NextNorm | None = None,
 ) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
     """`mlp` without checks of arguments and without a choice, where the kernels run; see `linear.run`."""
     if way == "mixed":
@@ -339,7 +339,7 @@ class _Fn(torch.autograd.Function):
         pre = mean = rstd = None
         if settings.call is not None:
             h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
-            second = settings.call._replace(normed=None)
+            second = settings.call  # its norm is for fc1, its late bias that of fc2
             y, _, _, _, *left = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
         elif not save and one_launch_blocks(x, w2, settings.activation):
             ends += settings.eps, settings.activation, settings.return_stats

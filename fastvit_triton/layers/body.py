@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..kernels import linear as linear_file
 from ..kernels import mlp as mlp_file
 from ..kernels.activation import ACTIVATIONS
-from ..kernels.argument import Norm, Normalized
+from ..kernels.argument import NextNorm, Norm, Normalized
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv, rotate
 from ..kernels.cost import Branch
@@ -174,6 +174,18 @@ class MlpParts(NamedTuple):
         return finish(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
 
 
+def late_bias_of(body: object) -> Tensor | None:
+    """The bias that ends a mixed MLP, if its last product may add to the residual in place; None for other bodies."""
+    parts = body if isinstance(body, MlpParts) else getattr(body, "parts", lambda: None)()
+    if not isinstance(parts, MlpParts) or not isinstance(parts.act, str):
+        return None
+    bare = parts.last is None or is_identity(parts.last)
+    readable = all(is_readable(layer) for layer in (*parts.fc1, parts.fc2))
+    if bare and readable and all(map(is_inactive, parts.drops)) and parts.fc2.weight.dtype == parts.fc1[0].weight.dtype:
+        return parts.fc2.bias
+    return None
+
+
 def _width(layers: tuple[Layer, ...]) -> tuple[int, int]:
     """(outputs of linear layers side by side, inputs); 0 where a layer does not say."""
     shapes = [getattr(getattr(layer, "weight", None), "shape", (0, 0)) for layer in layers]
@@ -232,7 +244,7 @@ def finish(
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     return_stats: bool = False,
-    next_norm: Norm | None = None,
+    next_norm: NextNorm | None = None,
     way: str = "reference",
 ) -> Tensor | tuple[Tensor, Given | None]:
     """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also for the next branch.
@@ -247,7 +259,7 @@ def finish(
         residual: [B, ..., D].
         return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or for the mixed way its norm; None
             where they are not cheap.
-        next_norm: for the mixed way, the norm of the next branch.
+        next_norm: for the mixed way, what the next branch asks of the result.
         way: "fused" or "mixed" where the kernels run, else "reference".
     """
     end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.argument import Norm, Normalized
+from ..kernels.argument import NextNorm, Normalized
 from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
-from .body import Before, Body, Given, normalize
+from .body import Before, Body, Given, late_bias_of, normalize
 from .drop_path import ConstantScale, DropPath
 from .freeze import Entry, fold_norms, of_dtype
 from .hooks import are_plain_tensors, can_fuse, has_hooks
@@ -73,6 +73,9 @@ def add_branches(
         if way == "mixed":
             norms = [None if entry is None else entry.parameters for entry in entries]
             after = None if next_norm is None else norm_of(next_norm)
+            late = _late_bias(pair[-1], bodies[-1], x) if len(pair) == 2 else None
+            norms = [norm if norm is None else NextNorm(norm, late if i else None) for i, norm in enumerate(norms)]
+            after = None if after is None else NextNorm(after)
         else:
             norms = fold_norms(x, *entries)
             after = norms[0] if next_norm is not None or i + 2 < len(branches) else None
@@ -91,6 +94,17 @@ def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodie
             scales = (branch.scale is not None) + (branch.layer_scale is not None) + (branch.drop_path is not None)
             sizes.append(body.sizes()._replace(scales=scales))
     return choose_way(block, x, tuple(sizes))
+
+
+def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
+    """The bias that the branch before may add, so that this one ends in a product that adds to it in place."""
+    known, factors = layer_scale_of(branch.scale)
+    unscaled = known and factors is branch.layer_scale is None and is_inactive(branch.drop)
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not unscaled:
+        return None
+    if not has_sample_scale(branch.drop_path) or sample_scale_of(branch.drop_path, x[:1]) is not None:
+        return None
+    return late_bias_of(body)
 
 
 def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:
@@ -126,16 +140,16 @@ def _add(
     x: Tensor,
     branch: Branch,
     body: Body | None,
-    before: Before | None,
+    before: Before | NextNorm | None,
     stats: Given | None,
-    reader: Before | None,
+    reader: Before | NextNorm | None,
     way: str,
 ) -> tuple[Tensor, Given | None]:
     """The sum, and what `reader`, the norm of the next branch, takes of it where that is cheap."""
     module, norm, scale, drop_path, layer_scale, drop, call = branch
     if type(drop_path) is DropPath and (kept := drop_path.kept_images(x)) is not None:
         return _add_to(kept, x, branch, body, before, way), None
-    before = of_dtype(before, x)
+    before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
     if before is None:
         entering, stats = x if norm is None else norm(x) if way == "plain" else normalize(x, norm), None
     else:
@@ -157,7 +171,7 @@ def _add(
                 sample_scale=sample_scale_of(drop_path, x),
                 residual=x,
                 return_stats=reader is not None,
-                next_norm=reader if isinstance(reader, Norm) else None,
+                next_norm=reader if isinstance(reader, NextNorm) else None,
                 way=way,
             )
             return y if reader is not None else (y, None)

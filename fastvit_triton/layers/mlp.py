@@ -35,7 +35,7 @@ class Mlp(nn.Module):
 
     def sizes(self) -> Branch:
         """See `layers.body.Body`."""
-        return self._parts().sizes()
+        return self.parts().sizes()
 
     def forward(
         self,
@@ -51,9 +51,10 @@ class Mlp(nn.Module):
             way = way_alone(self, x)
         if way == "plain":
             return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
-        return self._parts()(x, norm, stats, way, **end)
+        return self.parts()(x, norm, stats, way, **end)
 
-    def _parts(self) -> MlpParts:
+    def parts(self) -> MlpParts:
+        """Its parts, as a `layers.body.Body`."""
         return MlpParts((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))
 
     def extra_repr(self) -> str:
