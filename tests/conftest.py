@@ -20,7 +20,7 @@ from fastvit_triton.kernels import backend, fold, launch, plan
 
 # by processor time of the whole file
 LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain dispatch
-models pressure convert_hooks recovery recipes train shards readme masked""".split()
+models pressure launches convert_hooks fake_device recovery recipes train shards readme masked""".split()
 
 
 # For `-m fast`: file → a regular expression that the names of its fast tests match; an empty one matches all. Chosen by
@@ -38,9 +38,11 @@ FAST = {
     "export": r"jit",
     "freeze": r"fold-ours-_(optimizer|data_merge|assign)|fold_once|threshold|invalid|detect.*_(optimizer|assign)",
     "fuzz": r"committed|sample",
+    "fake_device": r"architecture|wait",
     "interpreter": r"equals_float64\[torch.float16|frozen|bounds|outside|masks",
     "kernel_graphs": r"meta|stride|passed_on|autocast|only_the_residual|fp16|one_graph\[False\]",
     "launch": r"direct|hooks|knobs|replaced|globals|grids|64_bits|of_the_tensors|release",
+    "launches": r"by_hand|counted|found",
     "masked": r"^(?!test_pre_training)",
     "models": r"parameter_count|^test_(options|activations|\w+drop|torchvision)|timms\[\w+(patch16_224|dinov2)\]",
     "parallel": r"failed_write|torchrun_is|blocks|invalid",

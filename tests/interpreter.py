@@ -124,6 +124,11 @@ def _rounding(original):
     return cast
 
 
+def _mm(a, b, out_dtype=None):
+    """PyTorch's mm; with another result dtype, which it has on GPUs alone, accumulated and returned in that."""
+    return torch.ops.aten.mm(a, b) if out_dtype is None else torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
+
+
 class Memory:
     """The bytes that the tensors of the launch at hand cover, each from its first element to its last."""
 
@@ -206,6 +211,7 @@ def interpreting():
     patches = [
         (launch, "run", _launch),
         (JITFunction, "run", _run),
+        (torch, "mm", _mm),
         (JITFunction, "__call__", _call),
         (interpreter, "_patch_lang_tensor", _indexed(interpreter._patch_lang_tensor)),
         (interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype)),

@@ -1,0 +1,94 @@
+"""Every model as on a GPU that is not here: nothing raises, the host waits for nothing, and fakes describe launches."""
+
+import pytest
+import torch
+from foreign import MODELS, inputs, outputs
+from torch import Tensor, nn
+
+import fastvit_triton
+from benchmarks.launches import ARCHS
+from fastvit_triton.convert.trace import tracing
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
+
+DTYPES = {"bf16": torch.bfloat16, "autocast": torch.float32, "fp16": torch.float16, "fp32": torch.float32}
+WAITING = {"timm_naflex": "_local_scalar_dense", "hf_siglip2": "tolist"}  # their own code reads the sizes of images
+WAITING |= {name: "tolist" for name in fastvit_triton.list_models() if name.startswith("naflexvit")}  # as ours does
+# one of each kind of block, stem and head, and odd widths
+OURS = (
+    "deit_tiny_distilled_patch16_224 simplevit_tiny_patch16_224 vit_base_patch14_reg4_dinov2 vit_digits_patch2_8 "
+    "vit_giant_patch14_dinov2 vit_small_r26_s32_224 vit_so400m_patch14_siglip_224 vit_tiny_patch16_postnorm_224"
+).split()
+FOREIGN = "timm_beit timm_dinov3 timm_vit_qk_norm hf_dinov2_swiglu hf_clip torchvision_vit vit_pytorch_vit".split()
+
+
+def selected(names: list[str], sample: list[str]) -> list:
+    """Name and dtype: of the sample always in bfloat16 and under autocast, all else with `-m full`."""
+    pairs = [(name, dtype) for name in names if name not in WAITING for dtype in DTYPES]
+    often = {(name, dtype) for name in sample for dtype in ("bf16", "autocast")}
+    return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.full) for pair in pairs]
+
+
+def catalogued(name: str) -> tuple[nn.Module, Tensor]:
+    """A model of ours with two blocks, without values, and two images."""
+    with torch.device("meta"):
+        model = fastvit_triton.create_model(name, depth=2)
+    return model.to_empty(device="cpu"), torch.empty(2, model.config.in_chans, *model.config.img_size)
+
+
+def converted(given: object, dtype: torch.dtype) -> object:
+    """Floating-point tensors in this dtype."""
+    if isinstance(given, dict):
+        return {name: converted(value, dtype) for name, value in given.items()}
+    return given.to(dtype) if given.is_floating_point() else given
+
+
+def findings(
+    model: nn.Module, given: object, dtype: str, switch: str, training: bool, arch: str = "sm_90"
+) -> list[str]:
+    """What is found in a call on a GPU, and in its backward pass; our kernels are launched in it."""
+    model.to(DTYPES[dtype]).train(training)
+    given = converted(given, DTYPES[dtype])
+    with targeting(arch), using_backend(switch), torch.set_grad_enabled(training), tracing() as found:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            y = outputs(model, given)
+        if training:
+            y.backward(torch.empty_like(y))
+    assert switch != "triton" or any(event.ours for event in found.events)
+    return found.findings
+
+
+@pytest.mark.parametrize("name, dtype", selected(fastvit_triton.list_models(), OURS))
+def test_our_models(name, dtype):
+    """Oracle: nothing is found, forward and backward, by default and where our kernels always run."""
+    model, images = catalogued(name)
+    for switch in ("auto", "triton"):
+        for training in (False, True):
+            assert findings(model, images, dtype, switch, training) == [], (switch, training)
+
+
+@pytest.mark.parametrize("name, dtype", selected(list(MODELS), FOREIGN))
+def test_foreign_models(name, dtype):
+    """Oracle: as for ours, of models that `optimize` converted."""
+    model, given = MODELS[name](), inputs(name, torch.float32)
+    fastvit_triton.optimize(model)
+    for switch in ("auto", "triton"):
+        for training in (False, True):
+            assert findings(model, given, dtype, switch, training) == [], (switch, training)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture(arch):
+    """Oracle: as above; launch parameters of each architecture have rows of their own."""
+    model, images = catalogued("vit_base_patch16_224")
+    for switch in ("auto", "triton"):
+        assert findings(model, images, "bf16", switch, True, arch) == [], switch
+
+
+@pytest.mark.parametrize("name", ["timm_naflex", "hf_siglip2"])
+def test_those_that_wait_are_named(name):
+    """Oracle: the reason why a family is left out above; the day that it waits no more it belongs there."""
+    model, given = MODELS[name](), inputs(name, torch.float32)
+    with torch.no_grad(), tracing() as found, pytest.raises(RuntimeError, match="reads a value"):
+        outputs(model.eval(), given)
+    assert found.findings == [f"host waits for {WAITING[name]}"]
