@@ -146,8 +146,7 @@ def violations(setting: Setting, block: dict[str, object], rest: dict[str, objec
         limit(f"bytes in {where}", part["bytes"], part["eager_bytes"])
         limit(f"launches in {where}", part["launches"], part["eager_launches"] * (1 if inference else 1.1))
     if inference and chosen == {"fused"}:
-        narrow = "tiny" in setting.model  # whose MLP is one launch
-        limit("launches in a fused block", launches, 6 - narrow - setting.ours + (0 if setting.frozen else 2))
+        limit("launches in a fused block", launches, 6 - setting.ours + (0 if setting.frozen else 2))
         if setting.frozen and setting.batch >= 64:
             limit("bytes in a fused block", block["bytes"], 0.65 * eager_bytes)
     if inference and "mixed" in chosen and "fused" not in chosen:
