@@ -25,9 +25,11 @@ import fastvit_triton
 from fastvit_triton.convert.trace import Count, Trace, tracing
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.cost import Branch
 from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.plan import observing
 
-from .inductor_rule import PRODUCTS, inductor_count
+from .inductor_rule import inductor_count
 
 COMMAND = "python -m benchmarks.launches --table --out benchmarks/results/launches.json"
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -74,17 +76,28 @@ def build(setting: Setting) -> nn.Module:
     return model.to_empty(device="cpu").train(setting.phase != "inference")
 
 
-def trace(setting: Setting) -> Trace:
-    """All operators and launches of one call, and of its backward pass in training."""
+def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
+    """All operators and launches of one call, and of its backward pass in training; and the way of each branch.
+
+    Ways are "fused", "mixed" or "plain", by branch: "attention", "mlp" and the "stem"; empty for eager PyTorch.
+    """
     model, gpu = build(setting), nullcontext() if setting.arch is None else targeting(setting.arch)
     if setting.arch is not None and model.__class__.__module__.partition(".")[0] != "fastvit_triton":
         fastvit_triton.optimize(model)
     images = torch.empty(setting.batch, 3, 224, 224, dtype=next(model.parameters()).dtype)
-    with gpu, using_backend("auto"):
+    ways = {} if setting.arch is None else dict.fromkeys(("stem", "attention", "mlp"), "plain")
+
+    def chosen(branches: tuple[Branch, ...], way: str) -> None:
+        ways.update(dict.fromkeys((branch.kind for branch in branches), way))
+
+    with gpu, using_backend("auto"), observing(chosen):
         if setting.frozen:
             fastvit_triton.freeze(model)
             _traced(model, images, setting.phase)  # folds
-        return _traced(model, images, setting.phase)
+        found = _traced(model, images, setting.phase)
+    if any(event.name.startswith("patch_embed.") for event in found.events):
+        ways["stem"] = "fused"
+    return found, ways
 
 
 def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
@@ -96,30 +109,20 @@ def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
     return found
 
 
-def ways(found: Trace) -> dict[str, str]:
-    """Operator → "fused" where its kernels are ours, "plain" where PyTorch computes its products; empty if none ran."""
-    chosen = {}
-    for event in found.events:
-        if event.op.endswith("_fwd"):
-            plain = not event.ours and event.name in PRODUCTS
-            chosen[event.op] = "plain" if plain or chosen.get(event.op) == "plain" else "fused"
-    return {op.removesuffix("_fwd"): way for op, way in chosen.items()}
-
-
 @functools.lru_cache(maxsize=64)
 def _eager(setting: Setting) -> tuple[Count, Count]:
     """Eager PyTorch, and what the rule makes of it for torch.compile."""
-    found = trace(replace(setting, arch=None))
+    found, _ = trace(replace(setting, arch=None))
     return found.count, inductor_count(found.events)
 
 
 def figures(setting: Setting) -> dict[str, object]:
     """Ways, launches and bytes of a model: ours, eager PyTorch's, Inductor's."""
-    found = trace(setting)
+    found, ways = trace(setting)
     eager, inductor = _eager(replace(setting, arch=None, ours=False, frozen=False))
     counts = {"": found.count, "eager_": eager, "inductor_": inductor}
     numbers = {f"{who}{n}": v for who, c in counts.items() for n, v in (("launches", c.launches), ("bytes", c.nbytes))}
-    return {"ways": ways(found)} | numbers | ({"findings": found.findings} if found.findings else {})
+    return {"ways": ways} | numbers | ({"findings": found.findings} if found.findings else {})
 
 
 def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
@@ -132,7 +135,8 @@ def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
 def violations(setting: Setting, block: dict[str, object], rest: dict[str, object]) -> list[str]:
     """What a model costs above its limits, one sentence each."""
     found, inference = [], setting.phase == "inference"
-    launches, eager_bytes, chosen = block["launches"], block["eager_bytes"], set(block["ways"].values())
+    launches, eager_bytes = block["launches"], block["eager_bytes"]
+    chosen = {block["ways"][branch] for branch in ("attention", "mlp")}
 
     def limit(what: str, value: float, most: float) -> None:
         if value > most:
@@ -142,8 +146,7 @@ def violations(setting: Setting, block: dict[str, object], rest: dict[str, objec
         limit(f"bytes in {where}", part["bytes"], part["eager_bytes"])
         limit(f"launches in {where}", part["launches"], part["eager_launches"] * (1 if inference else 1.1))
     if inference and chosen == {"fused"}:
-        narrow = "tiny" in setting.model  # whose MLP is one launch
-        limit("launches in a fused block", launches, 6 - narrow - setting.ours + (0 if setting.frozen else 2))
+        limit("launches in a fused block", launches, 6 - setting.ours + (0 if setting.frozen else 2))
         if setting.frozen and setting.batch >= 64:
             limit("bytes in a fused block", block["bytes"], 0.65 * eager_bytes)
     if inference and "mixed" in chosen and "fused" not in chosen:
@@ -208,7 +211,7 @@ def main() -> None:
         for arm in ("", "eager_", "inductor_"):
             launches, mb = numbers[f"{arm}launches"], numbers[f"{arm}bytes"] / 1e6
             print(f"{who}  {arm.rstrip('_') or 'default':8}  {launches:6g} launches  {mb:10.1f} MB")
-    print(*(f"{op}: {way}" for op, way in found["ways"].items()), *found["violations"], sep="\n")
+    print(*(f"{branch}: {way}" for branch, way in found["ways"].items()), *found["violations"], sep="\n")
 
 
 if __name__ == "__main__":

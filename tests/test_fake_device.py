@@ -1,5 +1,7 @@
 """Every model as on a GPU that is not here: nothing raises, the host waits for nothing, and fakes describe launches."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from foreign import MODELS, inputs, outputs
@@ -10,7 +12,9 @@ from benchmarks.launches import ARCHS
 from fastvit_triton.convert.trace import tracing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.plan import forcing
 
+WAYS = ("default", "mixed", "fused")
 DTYPES = {"bf16": torch.bfloat16, "autocast": torch.float32, "fp16": torch.float16, "fp32": torch.float32}
 WAITING = {"timm_naflex": "_local_scalar_dense", "hf_siglip2": "tolist"}  # their own code reads the sizes of images
 WAITING |= {name: "tolist" for name in fastvit_triton.list_models() if name.startswith("naflexvit")}  # as ours does
@@ -43,28 +47,27 @@ def converted(given: object, dtype: torch.dtype) -> object:
     return given.to(dtype) if given.is_floating_point() else given
 
 
-def findings(
-    model: nn.Module, given: object, dtype: str, switch: str, training: bool, arch: str = "sm_90"
-) -> list[str]:
-    """What is found in a call on a GPU, and in its backward pass; our kernels are launched in it."""
+def findings(model: nn.Module, given: object, dtype: str, way: str, training: bool, arch: str = "sm_90") -> list[str]:
+    """What is found in a call on a GPU, and in its backward pass; fused, our kernels are launched in it."""
     model.to(DTYPES[dtype]).train(training)
     given = converted(given, DTYPES[dtype])
-    with targeting(arch), using_backend(switch), torch.set_grad_enabled(training), tracing() as found:
+    chosen = nullcontext() if way == "default" else forcing(way)
+    with targeting(arch), using_backend("auto"), chosen, torch.set_grad_enabled(training), tracing() as found:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
             y = outputs(model, given)
         if training:
             y.backward(torch.empty_like(y))
-    assert switch != "triton" or any(event.ours for event in found.events)
+    assert way != "fused" or any(event.ours for event in found.events)
     return found.findings
 
 
 @pytest.mark.parametrize("name, dtype", selected(fastvit_triton.list_models(), OURS))
 def test_our_models(name, dtype):
-    """Oracle: nothing is found, forward and backward, by default and where our kernels always run."""
+    """Oracle: nothing is found, forward and backward, in the way of two images by default, and all mixed or fused."""
     model, images = catalogued(name)
-    for switch in ("auto", "triton"):
+    for way in WAYS:
         for training in (False, True):
-            assert findings(model, images, dtype, switch, training) == [], (switch, training)
+            assert findings(model, images, dtype, way, training) == [], (way, training)
 
 
 @pytest.mark.parametrize("name, dtype", selected(list(MODELS), FOREIGN))
@@ -72,17 +75,17 @@ def test_foreign_models(name, dtype):
     """Oracle: as for ours, of models that `optimize` converted."""
     model, given = MODELS[name](), inputs(name, torch.float32)
     fastvit_triton.optimize(model)
-    for switch in ("auto", "triton"):
+    for way in WAYS:
         for training in (False, True):
-            assert findings(model, given, dtype, switch, training) == [], (switch, training)
+            assert findings(model, given, dtype, way, training) == [], (way, training)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture(arch):
     """Oracle: as above; launch parameters of each architecture have rows of their own."""
     model, images = catalogued("vit_base_patch16_224")
-    for switch in ("auto", "triton"):
-        assert findings(model, images, "bf16", switch, True, arch) == [], switch
+    for way in WAYS:
+        assert findings(model, images, "bf16", way, True, arch) == [], way
 
 
 @pytest.mark.parametrize("name", ["timm_naflex", "hf_siglip2"])

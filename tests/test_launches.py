@@ -13,7 +13,9 @@ from fastvit_triton import optimize
 from fastvit_triton.convert.trace import tracing
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.kernels.op import REGISTERED
+from fastvit_triton.kernels.plan import forcing
 
 BASE = "timm:vit_base_patch16_224"
 
@@ -38,7 +40,7 @@ def test_eager_block_by_hand():
 
 def test_eager_training_by_hand():
     """Oracle: three products a linear layer, and the kernels of CUDA's sources for attention and LayerNorm backward."""
-    one, three = (names(trace(Setting(BASE, 8, "training", depth=depth))) for depth in (1, 3))
+    one, three = (names(trace(Setting(BASE, 8, "training", depth=depth))[0]) for depth in (1, 3))
     block = {name: (three.count(name) - one.count(name)) / 2 for name in three}
     attention = "_scaled_dot_product_flash_attention_for_cpu"
     expected = {
@@ -71,7 +73,7 @@ def test_rule_gives_inductors_kernels():
         called.append(
             len(re.findall(r"^ +(?:cpp_fused\w*|extern_kernels\.\w+|buf\d+ = torch\.ops\.\S+)\(", code, re.M))
         )
-        counted.append(inductor_count(trace(setting).events).launches)
+        counted.append(inductor_count(trace(setting)[0].events).launches)
     assert counted[1] - counted[0] == called[1] - called[0] == 2 * 8
 
 
@@ -137,7 +139,16 @@ def test_command_gives_whole_model_and_block():
     whole = figures(Setting(setting.model, 8, arch="sm_90", depth=4))
     for key, value in rest.items():
         assert whole[key] == value + 4 * block[key], key
-    assert set(whole["ways"].values()) <= {"fused", "mixed", "plain"}
+    assert whole["ways"].keys() == {"stem", "attention", "mlp"} and set(whole["ways"].values()) <= set(WAYS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_are_those_chosen(way):
+    """Oracle: the way that is asked for; only fused blocks have a product of ours."""
+    with forcing(way):
+        found, ways = trace(Setting("timm:vit_small_patch16_224", 8, arch="sm_90", depth=1, frozen=True))
+    assert ways["attention"] == ways["mlp"] == way
+    assert any(event.name == "linear._fwd_kernel" for event in found.events) == (way == "fused")
 
 
 @pytest.mark.parametrize("phase", PHASES)
