@@ -142,7 +142,8 @@ def violations(setting: Setting, block: dict[str, object], rest: dict[str, objec
         if value > most:
             found.append(f"{value:.10g} {what}, at most {most:.10g}")
 
-    for where, part in (("a block", block), ("the rest", rest)):
+    whole = {name: 12 * value + rest[name] for name, value in block.items() if name in rest}
+    for where, part in (("a block", block), ("a model of 12 blocks", whole)):
         limit(f"bytes in {where}", part["bytes"], part["eager_bytes"])
         limit(f"launches in {where}", part["launches"], part["eager_launches"] * (1 if inference else 1.1))
     if inference and chosen == {"fused"}:

@@ -276,18 +276,19 @@ def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool
     ours, theirs = [_product(b, M, D, K, True)], [_product(b, M, D, K)]
     theirs += [_pass(b, 2 * M * D)] * prefix + [_pass(b, 2 * M * D)] * pos
     if training:
-        ours += [_product(b, D, K, M, True, 4 / size * K * D * math.ceil(M / 4096)), _pass(b, 0)]  # fp32 sums
-        theirs += [_product(b, D, K, M), _pass(b, 2 * M * D)]
+        ours += [_product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), _pass(b, 0)]  # fp32 sums
+        theirs += [_product(b, D, K, M)]
     return ours, theirs
 
 
 def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
-    """`layer_norm` of x [M, D]; PyTorch's backward pass has three launches."""
+    """`layer_norm` of x [M, D]; the backward pass sums gradients of the parameters in two stages."""
     b = Branch("norm", 1, M, D, D, D, itemsize=size)
     forward, small = [_pass(b, 2 * M * D)], _pass(b, 0)
     if not training:
         return forward, forward
-    return [*forward, _pass(b, 3 * M * D), small], [*forward, _pass(b, 3 * M * D, "norm backward"), small, small]
+    sums = 8 / size * 2 * D * min(M, 512)  # fp32, written and read
+    return [*forward, _pass(b, 3 * M * D), _pass(b, sums)], [*forward, _pass(b, 3 * M * D, "norm backward"), small]
 
 
 def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bool, residual: bool, fold: bool) -> Pair:

@@ -27,6 +27,7 @@ from . import plan
 from .argument import FLOATS, expect_floating, expect_mixable, expect_nonempty
 from .backend import kernels_available
 from .launch import cdiv, config, launch, precision
+from .layer_norm_backward import sum_programs
 from .op import Op, cast, expect, make_randn, once_differentiable, register
 from .tile import from_wgmma_order, jit, split_columns, tl, wgmma_columns, wgmma_rows
 
@@ -294,7 +295,7 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 
 
 def _bwd(dtokens, image, weight, prefix, mean, std):
-    """dE [D, C, P, P'] in fp32."""
+    """dE [D, C, P, P'] in the weight's dtype, for uint8 images in fp32."""
     (N, T, D, fixed), blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
     M, K = len(image) * N, fixed["K"]
     parts = cdiv(M, ROWS)
@@ -305,16 +306,15 @@ def _bwd(dtokens, image, weight, prefix, mean, std):
             image, dtokens.to(weight.dtype).contiguous(), partial, image.stride(), M, N, T, D,
             ROWS=ROWS, **fixed, **blocks,
         )  # fmt: skip
-    dweight = partial.sum(0).view(weight.shape)
-    if image.dtype == torch.uint8:  # (4')
-        factor, offset = _scale_and_offset(mean, std)
-        dbias = dtokens[:, T:].to(weight.dtype).sum((0, 1), dtype=torch.float32)
-        dweight = dweight * factor + dbias[:, None, None, None] * offset
-    return dweight
+    if image.dtype != torch.uint8:
+        return sum_programs(partial, weight.dtype).view(weight.shape)
+    factor, offset = _scale_and_offset(mean, std)  # (4')
+    dbias = dtokens[:, T:].to(weight.dtype).sum((0, 1), dtype=torch.float32)
+    return sum_programs(partial).view(weight.shape) * factor + dbias[:, None, None, None] * offset
 
 
 def _bwd_fake(dtokens, image, weight, prefix, mean, std):
-    return weight.new_empty(weight.shape, dtype=torch.float32)
+    return weight.new_empty(weight.shape, dtype=torch.float32 if image.dtype == torch.uint8 else weight.dtype)
 
 
 _fwd_op = register(
