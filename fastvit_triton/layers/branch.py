@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..kernels.argument import NextNorm, Normalized
 from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
+from . import ways
 from .body import Before, Body, Given, late_bias_of, normalize
 from .drop_path import ConstantScale, DropPath
 from .freeze import Entry, fold_norms, of_dtype
@@ -62,6 +63,9 @@ def add_branches(
     Returns:
         [B, ..., D]; with `next_norm` also what the next block takes as `stats`, or None.
     """
+    if ways.inside_plain:
+        x = _add_plainly(x, *branches)
+        return x if next_norm is None else (x, None)
     for i in range(0, len(branches), 2):
         pair = branches[i : i + 2]
         bodies = [_body(branch, x) for branch in pair]

@@ -14,7 +14,7 @@ from ..kernels import backend, launch, plan
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
-from .hooks import can_fuse
+from .hooks import are_plain_tensors, can_fuse
 
 SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its branches, for any number of images and tokens
 MAX_WAYS = 4096  # cached answers
@@ -70,7 +70,8 @@ def _way(x: Tensor, branches: tuple[Branch, ...]) -> str:
         tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
         size = 2 if torch.is_autocast_enabled(x.device.type) else x.element_size()
         branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
-    return plan.way_of(x, branches, torch.is_grad_enabled())
+    way = plan.way_of(x, branches, torch.is_grad_enabled())
+    return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors are for registered ops
 
 
 def plainly(forward: Callable, *inputs: object, **named: object) -> object:
