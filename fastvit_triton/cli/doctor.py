@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints versions and, for each op, whether its kernel runs here or why not; with --model, what is expected of it."""
+    """Prints versions and, for each op, whether its kernel runs here or why not; or what is expected of a model."""
     import torch
 
     if args.model is not None:
@@ -113,7 +113,8 @@ def _print_model(found: MetaModel, name: str, asked: str | None, gpu: "Gpu") -> 
     else:
         print_line(str(dataclasses.replace(optimize(model), device=why)))
     here = "" if asked or not why else f" (the kernels run on no GPU here; --gpu takes {', '.join(gpus())})"
-    print_line(f"\nPredicted for {gpu.name}, {gpu.architecture}{here}. Source of its rates: {gpu.source}.")
+    print_line(f"\nHow calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
+    print_line(f"Source of its rates: {gpu.source}.")
 
 
 def _print_predictions(found: MetaModel, args: argparse.Namespace, gpu: "Gpu") -> None:
@@ -135,7 +136,7 @@ def _print_predictions(found: MetaModel, args: argparse.Namespace, gpu: "Gpu") -
             raise ValueError(f"{args.model} cannot be counted from the shape of images alone: {first}") from error
         print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, bfloat16, {phase}\n")
         for (text, way, why), times in Counter(map(_described, prediction.choices)).items():
-            print_line(f"{f'{times} × {text}':48} {way:7} {why}")
+            print_line(f"{f'{times} × {text}':40} {way:7} {why}")
         _print_table(prediction, batch)
     print_line(NOTES + (SAVED if args.train else FROZEN))
 
@@ -144,7 +145,7 @@ def _described(choice: "Choice") -> tuple[str, str, str]:
     """(what, way, why) of a choice."""
     name = f"op {choice.name}"
     if choice.branches:
-        name = f"{choice.name}, {choice.branches[0].tokens} tokens of {choice.branches[0].channels}"
+        name = f"{choice.name} N={choice.branches[0].tokens} C={choice.branches[0].channels}"
     if choice.why != "expected":
         return name, choice.way, choice.why
     times = []
