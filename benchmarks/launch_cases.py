@@ -19,6 +19,7 @@ from fastvit_triton import (
     patch_embed,
     varlen_attention,
 )
+from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers.attention import Attention
 from fastvit_triton.layers.block import Block, Blocks
 from fastvit_triton.layers.mlp import Mlp
@@ -97,15 +98,17 @@ def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
 
 
 def _blocks() -> Iterator[Case]:
-    """Two blocks of a model, of which the second uses row statistics of the first: the launches of training."""
+    """Two blocks of a model, of which the second uses what the first leaves: the launches of training."""
 
-    def build(model: str, dtype: str, autocast: bool, **options: float) -> tuple[Callable, tuple, dict]:
+    def build(
+        model: str, dtype: str, autocast: bool, way: str = "fused", **options: float
+    ) -> tuple[Callable, tuple, dict]:
         D, H, _, N = MODELS[model]
         blocks = Blocks(*(Block(D, Attention(D, H), Mlp(D, 4 * D), **options) for _ in range(2)))
         blocks.to(getattr(torch, dtype))
 
         def call(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast), forcing(way):
                 return blocks(x)
 
         return call, (_maker(dtype)(BATCH, N, D), *blocks.parameters()), {}
@@ -113,11 +116,15 @@ def _blocks() -> Iterator[Case]:
     scaled = dict(init_values=1e-5, drop_path=0.1)
     for model in ("ViT-Ti/16", "ViT-B/16"):
         yield Case(model, "two blocks", "bfloat16", partial(build, model, "bfloat16", False))
+        yield Case(f"{model}, mixed", "two blocks", "bfloat16", partial(build, model, "bfloat16", False, "mixed"))
     for dtype, autocast, kind in (("bfloat16", False, ""), ("float16", False, ""), ("float32", True, ", autocast")):
         for options, ends in (({}, ""), (scaled, ", LayerScale and drop path")):
             if ends or autocast or dtype == "float16":
                 name = f"ViT-B/16{ends}{kind}"
                 yield Case(name, "two blocks", dtype, partial(build, "ViT-B/16", dtype, autocast, **options))
+            if dtype != "float16" and (ends or autocast):
+                made = partial(build, "ViT-B/16", dtype, autocast, "mixed", **options)
+                yield Case(f"ViT-B/16{ends}{kind}, mixed", "two blocks", dtype, made)
 
 
 def _attentions() -> Iterator[Case]:

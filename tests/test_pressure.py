@@ -18,8 +18,10 @@ from fastvit_triton.kernels import (
     OPS,
     attention,
     attention_backward,
+    attention_launch,
     fold,
     layer_norm,
+    layer_norm_backward,
     linear,
     linear_backward,
     mlp,
@@ -33,7 +35,17 @@ CASES += [
     pytest.param(linear.OP, dict(B=1, N=5, K=6, F=4), id="linear-one_image"),
     pytest.param(patch_embed.OP, dict(B=1, C=3, H=6, W=9, P=3, D=5, T=2, pos_prefix=2), id="patch_embed-wide_patch"),
 ]
-FILES = (attention, attention_backward, fold, layer_norm, linear, linear_backward, mlp, patch_embed)
+FILES = (
+    attention,
+    attention_backward,
+    fold,
+    layer_norm,
+    layer_norm_backward,
+    linear,
+    linear_backward,
+    mlp,
+    patch_embed,
+)
 MODULES = {m.__name__.rsplit(".", 1)[1]: m for m in FILES}
 STEP = 2**30  # values: two steps leave 32 bits, while a step itself still is a 32-bit stride
 
@@ -231,16 +243,21 @@ MUTATIONS = {
     "attention_backward._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
     "attention_backward._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
     "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
-    "layer_norm._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
+    "layer_norm_backward._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
+    "layer_norm_backward._sum_kernel": ("total += tl.sum", "total -= tl.sum", layer_norm.OP, "ragged"),
     "layer_norm._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
     "fold._fold_rows": ("folded_bias += tl.sum", "folded_bias -= tl.sum", fold.OP, "one"),
     "fold._fold_kernel": ("block -= blocks", "block += blocks", fold.OP, "three"),
     "linear.merge_stats": ("count - mean", "count + mean", STATS, "norm_gelu"),
     "linear.apply_epilogue": ("y += tl.load(residual_ptr", "y -= tl.load(residual_ptr", linear.OP, "branch"),
     "linear._fwd_kernel": ("tl.arange(0, BLOCK_F // PARTS)", "1 + tl.arange(0, BLOCK_F // PARTS)", linear.OP, "branch"),
-    "linear_backward._bwd_weight_kernel": ("dw += dbias", "dw -= dbias", linear.OP, "norm_gelu"),
+    "linear_backward._bwd_scaled_weight_kernel": (
+        "+= dbias",
+        "-= dbias",
+        linear.OP,
+        "branch",
+    ),
     "linear_backward._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
-    "linear_backward._bwd_norm_kernel": ("- normed *", "+ normed *", linear.OP, "norm_gelu"),
     "mlp._fwd_kernel": ("a - mean[:, None]", "a + mean[:, None]", mlp.OP, "recompute"),
     "patch_embed._fwd_kernel": ("y += tl.load(bias_ptr", "y -= tl.load(bias_ptr", patch_embed.OP, "after"),
     "patch_embed._bwd_weight_kernel": ("(at, acc", "(at, -acc", patch_embed.OP, "after"),
@@ -268,6 +285,7 @@ def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     module, arguments = MODULES[file], op_.inputs(op_.cases[case], dtype, "cpu")
     assert outside(op_, arguments, dtype) == []
     monkeypatch.setattr(module, name, mutated(module, name, old, new))
+    monkeypatch.setattr(attention_launch, "_prepared", {})  # launches that hold the kernel as it was
     assert outside(op_, arguments, dtype) != []
 
 

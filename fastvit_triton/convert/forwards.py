@@ -122,7 +122,7 @@ def _chosen(forward: Callable) -> Callable:
         if ways.inside_plain:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if inputs else None
-        if isinstance(x, Tensor) and ways.known_way(module, x) == "plain":
+        if type(x) is Tensor and ways.known_way(module, x) == "plain":
             return ways.plainly(type(module).forward, module, *inputs, **named)
         return forward(module, *inputs, **named)
 

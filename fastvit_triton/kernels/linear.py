@@ -125,28 +125,26 @@ def run(
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    return_stats: bool = False,
+    return_stats: bool | NextNorm = False,
     way: str = "fused",
-    next_norm: NextNorm | None = None,
 ) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
     """`linear` without checks of its arguments and without a choice, where the kernels run.
 
     Args:
         x, weight, bias, norm, activation, layer_scale, sample_scale, residual: as in `linear`.
         stats: row statistics of x for "fused", or LN(x) for "mixed", from the call that produced x.
-        return_stats: also return what the next call takes as `stats`.
+        return_stats: also return what the next call takes as `stats`; for "mixed", what that call asks of the output.
         way: "fused" or "mixed", see `plan`.
-        next_norm: for "mixed", what the next call asks of the output.
     """
     grad = torch.is_grad_enabled()
     if way == "mixed":
-        call = mixed.Call(stats, next_norm if return_stats else None, mixed.product_dtype(x))
+        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, mixed.product_dtype(x))
         operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
     else:
         call, (operand, norm) = None, apply_or_keep_norm(x, norm, weight)
         eps, stats = (0.0, None) if norm is None else (norm[2], stats)
     is_input = residual is operand
-    settings = Settings(activation, norm is not None, eps, is_input, grad, return_stats, call=call)
+    settings = Settings(activation, norm is not None, eps, is_input, grad, bool(return_stats), call=call)
     y, *left = _Fn.apply(
         operand,
         *operands(weight, bias, norm),

@@ -101,8 +101,8 @@ def _bwd_scaled_weight_kernel(
     tl.store(dlayer_scale_ptr + f, dlayer_scale, mask=in_f)
 
 
-def matmul_fp32(a, b):
-    """a @ b, accumulated and returned in fp32."""
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for a [M, K] and b [K, N], accumulated and returned in fp32."""
     if a.dtype != torch.float32 and a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32) if torch.version.hip is None else (a @ b).float()
     return a.float() @ b.float()

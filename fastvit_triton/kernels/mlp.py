@@ -2,7 +2,7 @@
 
 Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]      (1)
           y = sample_scale · layer_scale · (h W₂ᵀ + b₂) + residual  [M, D]      (2)
-Backward  that of `linear` for both layers; h = act(pre₁) is computed again      (3)
+Backward  equation (3) of `mlp_backward`
 Kernels   Those of `linear`: two products forward; with a norm also one launch that folds it into W₁, unless that was
           done beforehand, and one for row statistics, unless they are given. For 16-bit rows of at most 192 values, if
           pre₁ is not saved, one launch: a program holds whole rows of x and y, and h stays on the chip.
@@ -26,7 +26,7 @@ from .backend import kernels_available
 from .fold import Folded
 from .launch import cdiv, config, launch, split_tiles
 from .linear import apply_epilogue, apply_norm_and_bias
-from .linear_backward import all_grads, input_grad, parameter_grads, product_grad, weight_grad_like
+from .mlp_backward import bwd_op
 from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, store_stats, tl, zero_stats
 
@@ -125,19 +125,18 @@ def run(
     residual: Tensor | None = None,
     recompute: bool = False,
     *,
-    return_stats: bool = False,
+    return_stats: bool | NextNorm = False,
     way: str = "fused",
-    next_norm: NextNorm | None = None,
 ) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
     """`mlp` without checks of arguments and without a choice, where the kernels run; see `linear.run`."""
     if way == "mixed":
-        call = mixed.Call(stats, next_norm if return_stats else None, mixed.product_dtype(x))
+        call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, mixed.product_dtype(x))
         operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
     else:
         call, (operand, norm) = None, linear.apply_or_keep_norm(x, norm, fc1[0])
         eps, stats = (0.0, None) if norm is None else (norm[2], stats)
     is_input, grad = residual is operand, torch.is_grad_enabled()
-    settings = linear.Settings(activation, norm is not None, eps, is_input, grad, return_stats, recompute, call)
+    settings = linear.Settings(activation, norm is not None, eps, is_input, grad, bool(return_stats), recompute, call)
     tensors = stats, layer_scale, sample_scale, None if is_input else residual
     y, *left = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
     return (y, linear.handed_on(left, call)) if return_stats else y
@@ -276,51 +275,12 @@ def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] 
     return blocks if blocks["BLOCK_F"] else None
 
 
-def _bwd(
-    dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
-    residual_is_input, dtype, needs,
-):  # fmt: skip
-    """(dx, dw1, db1, dnorm [2, D], dw2, db2, dlayer_scale); `needs`: of x, of parameters of fc1, of fc2."""
-    need_x, need_1, need_2 = needs
-    dpre2, _, sums2 = product_grad(dy, dtype, x.shape[0], None, layer_scale, sample_scale, None)
-    dh = input_grad(dpre2, w2, layer_scale)
-    dpre1, h_again, sums1 = product_grad(dh, dtype, 1, pre, None, None, activation, h is None and need_2)  # (3)
-    h = h_again if h is None else h.flatten(0, -2)
-    grads2 = parameter_grads(dpre2, h, w2, b2, layer_scale, sums2) if need_2 else (None,) * 3
-    norm = (mean, rstd, norm_weight, norm_bias) if norm else None
-    dsum, needs = dy if residual_is_input else None, (need_x, need_1, need_1)
-    dx, dw1, db1, _, dnorm = all_grads(dpre1, x, w1, b1, None, sums1, norm, dsum, needs)
-    return tuple(x.new_empty(0) if t is None else t.contiguous() for t in (dx, dw1, db1, dnorm, *grads2))
-
-
-def _bwd_fake(
-    dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
-    residual_is_input, dtype, needs,
-):  # fmt: skip
-    need_x, need_1, need_2 = needs
-    norm = (norm_weight, norm_bias) if norm else None
-    dw1, db1, _, dnorm = weight_grad_like(x, w1, b1, None, norm, (need_1, need_1), True, dtype)
-    scaled = sample_scale is not None
-    dw2, db2, dlayer_scale, _ = weight_grad_like(x, w2, b2, layer_scale, None, (need_2, need_2), scaled, dtype)
-    grads = torch.empty_like(x) if need_x else None, dw1, db1, dnorm, dw2, db2, dlayer_scale
-    return tuple(x.new_empty(0) if t is None else t.contiguous() for t in grads)
-
-
 _fwd_op = register(
     "mlp_fwd",
     "(Tensor x, Tensor w1, Tensor? b1, Tensor? colsum, Tensor w2, Tensor? b2, Tensor? layer_scale, "
     "Tensor? sample_scale, Tensor? residual, float eps, str activation, bool return_stats) -> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
-)
-_bwd_op = register(
-    "mlp_bwd",
-    "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor pre, Tensor? h, Tensor? layer_scale, "
-    "Tensor? sample_scale, Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str activation, "
-    "bool norm, bool residual_is_input, ScalarType dtype, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _bwd,
-    _bwd_fake,
 )
 
 
@@ -372,7 +332,7 @@ class _Fn(torch.autograd.Function):
         if settings.recompute:
             given = linear.Operands(w1, b1, norm_weight, norm_bias, None, colsum, None)
             h, pre, mean, rstd = _hidden(x, given, None, settings, True)
-        dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = _bwd_op(
+        dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = bwd_op(
             dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias,
             settings.activation, settings.has_norm, settings.residual_is_input, settings.dtype(x), needs,
         )  # fmt: skip

@@ -194,10 +194,12 @@ def _width(layers: tuple[Layer, ...]) -> tuple[int, int]:
 
 def _called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> object:
     """`linear` or `mlp` in its way; `op` is the public function, `run` the kernels."""
-    if way != "reference":
-        return run(*operands, **named, way=way)
-    named.pop("next_norm", None)
-    return op(*operands, **named)
+    next_norm = named.pop("next_norm", None)
+    if way == "reference":
+        return op(*operands, **named)
+    if next_norm is not None:
+        named["return_stats"] = next_norm
+    return run(*operands, **named, way=way)
 
 
 def _pair(layers: tuple[Layer, ...]) -> tuple:

@@ -25,20 +25,20 @@ _ways: dict[tuple, str] = {}
 
 def known_way(module: nn.Module, x: Tensor) -> str | None:
     """The way of a module that ran before; None for one that did not, and where the kernels do not run."""
-    sizes = module.__dict__.get(SIZES)
-    if sizes is None or torch.compiler.is_compiling():
+    if SIZES not in module.__dict__ or torch.compiler.is_compiling():
         return None
+    sizes = module.__dict__[SIZES]
     autocast = torch.is_autocast_enabled(x.device.type)
     key = (sizes, x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast)
     exact = x.dtype is torch.float32 and torch.get_float32_matmul_precision()
     key += plan.forced, backend._switch, launch.target, exact
-    way = _ways.get(key)
-    if way is None:
-        if not kernels_available(x):
-            return None
-        if len(_ways) >= MAX_WAYS:
-            _ways.clear()
-        way = _ways[key] = _way(x, sizes)
+    if key in _ways:
+        return _ways[key]
+    if not kernels_available(x):
+        return None
+    if len(_ways) >= MAX_WAYS:
+        _ways.clear()
+    way = _ways[key] = _way(x, sizes)
     return way
 
 
