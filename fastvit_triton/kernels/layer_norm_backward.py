@@ -89,7 +89,8 @@ def _sum_kernel(partial_ptr, sum_ptr, programs, N, BLOCK_P: tl.constexpr, BLOCK_
     for first in range(0, programs, BLOCK_P):
         p = first + tl.arange(0, BLOCK_P)
         inside = (p < programs)[:, None] & (n < N)[None, :]
-        total += tl.sum(tl.load(partial_ptr + p[:, None] * N + n[None, :], mask=inside, other=0.0), 0)
+        at = partial_ptr + p.to(tl.int64)[:, None] * N + n[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
     tl.store(sum_ptr + n, total.to(sum_ptr.dtype.element_ty), mask=n < N)
 
 

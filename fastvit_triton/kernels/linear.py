@@ -96,7 +96,7 @@ def linear(
     check.norm(x, norm, stats, weight)
     check.branch(x, output_channels(weight, activation), layer_scale, sample_scale, residual)
     expect_bool("return_stats", return_stats)
-    if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D and _prefers_kernel(x, weight, norm, residual):
+    if kernels_available(x) and x.shape[-1] <= layer_norm.MAX_D and _kernel_is_chosen(x, weight, norm, residual):
         return run(
             x, weight, bias, norm, stats, activation, layer_scale, sample_scale, residual, return_stats=return_stats
         )
@@ -162,7 +162,7 @@ def handed_on(left: list[Tensor | None], call: mixed.Call | None) -> Tensor | No
     return left[0] if call is None or left[0] is None else Normalized(*left)
 
 
-def _prefers_kernel(x, weight, norm, residual):
+def _kernel_is_chosen(x, weight, norm, residual):
     """The plan has our kernel for this product rather than the reference."""
     rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
     return plan.prefers_kernel(x, "linear", rows, *product_shape(weight), norm is not None, residual is not None, fold)

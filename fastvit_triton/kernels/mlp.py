@@ -94,7 +94,7 @@ def mlp(
     if (
         kernels_available(x)
         and max(x.shape[-1], fc2[0].shape[1]) <= layer_norm.MAX_D
-        and _prefers_kernel(x, fc1[0], weight, norm, residual)
+        and _kernel_is_chosen(x, fc1[0], weight, norm, residual)
     ):
         ends = layer_scale, sample_scale, residual
         return run(x, fc1, fc2, norm, stats, activation, *ends, recompute, return_stats=return_stats)
@@ -142,7 +142,7 @@ def run(
     return (y, linear.handed_on(left, call)) if return_stats else y
 
 
-def _prefers_kernel(x, weight, fc2_weight, norm, residual):
+def _kernel_is_chosen(x, weight, fc2_weight, norm, residual):
     """The plan has our kernels for this MLP rather than the reference."""
     rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
     sizes = *linear.product_shape(weight), fc2_weight.shape[1], norm is not None, residual is not None, fold

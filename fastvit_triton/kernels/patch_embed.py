@@ -93,13 +93,13 @@ def patch_embed(
         expect_mixable("pos", pos, weight)
         if pos.shape[1] != patches and pos.shape[1] != tokens:
             raise ValueError(f"axis N of pos must be {patches} (patches) or {tokens} (with prefix), got {pos.shape[1]}")
-    if kernels_available(weight) and _prefers_kernel(image, weight, pos, prefix):
+    if kernels_available(weight) and _kernel_is_chosen(image, weight, pos, prefix):
         mean, std = (None if t is None else t.to(image.device) for t in (mean, std))
         return _Fn.apply(image, cast(weight)[0], bias, pos, prefix, mean, std)
     return reference(image, weight, bias, pos, prefix, mean=mean, std=std)
 
 
-def _prefers_kernel(image, weight, pos, prefix):
+def _kernel_is_chosen(image, weight, pos, prefix):
     """The plan has our kernel for this stem rather than the reference, which normalises uint8 images in four passes."""
     D, *patch = weight.shape
     patches = plan.rows_of(image.numel() // math.prod(patch))
