@@ -21,7 +21,7 @@ from benchmarks.launches import Setting, figures
 from fastvit_triton.cli import benchmark, main
 from fastvit_triton.convert import count
 from fastvit_triton.convert.count import predict
-from fastvit_triton.kernels import cost, plan
+from fastvit_triton.kernels import backend, cost, launch, plan
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train.checkpoint import load_state
@@ -386,6 +386,24 @@ def test_doctor_knows_batches_and_gpus(capsys: pytest.CaptureFixture):
     text = capsys.readouterr().out
     assert re.findall(r"^batch (\d+):", text, re.MULTILINE) == ["1", "8", "64", "256"]
     assert "here for L40S, sm_89." in text and cost.gpus()["l40s"].source in text
+
+
+def test_doctor_takes_the_gpu_that_is_here(monkeypatch, capsys: pytest.CaptureFixture):
+    """Oracle: what stands in for the driver. Rates by name; of an architecture without rates, those of another GPU."""
+    monkeypatch.setattr(backend, "why_not", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name, capability, want in (("NVIDIA L40S", (8, 9), "L40S, sm_89."), ("Other", (12, 1), "H200, sm_121.")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=name: name)
+        properties = SimpleNamespace(major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
+        plan.forget()
+        launch._architecture.cache_clear()
+        assert main(["doctor", "--model", "vit_digits_patch2_8", "--batch", "1"]) == 0
+        text = capsys.readouterr().out
+        assert f"here for {want}\n" in text and "--gpu takes" not in text
+    plan.forget()
+    launch._architecture.cache_clear()
 
 
 @pytest.mark.parametrize(
