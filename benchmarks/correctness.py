@@ -81,7 +81,7 @@ def kernels_on(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
-        with using_backend("triton"):  # whatever the dispatcher would choose
+        with using_backend("triton"):  # whatever the plan would choose
             yield
         return
     sys.path.insert(0, str(ROOT / "tests"))

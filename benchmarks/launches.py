@@ -6,7 +6,7 @@
 Counted from shapes by fastvit_triton.convert.trace; nothing runs and nothing is measured. Phases: inference, training
 (forward and backward of one batch, gradients into fresh memory), autocast (training of float32 weights in bfloat16).
 Figures stand for the whole model and, under "block", for one of its blocks: two blocks less one. torch.compile is
-estimated by the rule of `inductor_rule`.
+estimated by the rule of fastvit_triton.convert.inductor_rule.
 """
 
 import argparse
@@ -22,14 +22,12 @@ import torch
 from torch import nn
 
 import fastvit_triton
+from fastvit_triton.convert.inductor_rule import inductor_count
 from fastvit_triton.convert.trace import Count, Trace, tracing
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
-from fastvit_triton.kernels.cost import Branch
 from fastvit_triton.kernels.launch import targeting
-from fastvit_triton.kernels.plan import observing
-
-from .inductor_rule import inductor_count
+from fastvit_triton.kernels.plan import Choice, observing
 
 COMMAND = "python -m benchmarks.launches --table --out benchmarks/results/launches.json"
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -87,8 +85,8 @@ def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
     images = torch.empty(setting.batch, 3, 224, 224, dtype=next(model.parameters()).dtype)
     ways = {} if setting.arch is None else dict.fromkeys(("stem", "attention", "mlp"), "plain")
 
-    def chosen(branches: tuple[Branch, ...], way: str) -> None:
-        ways.update(dict.fromkeys((branch.kind for branch in branches), way))
+    def chosen(choice: Choice) -> None:
+        ways.update(dict.fromkeys((branch.kind for branch in choice.branches), choice.way))
 
     with gpu, using_backend("auto"), observing(chosen):
         if setting.frozen:

@@ -28,7 +28,7 @@ BACKENDS = {
 def variant_names(name: str) -> tuple[str, ...]:
     """Names of all variants of an op, those that cannot run here included."""
     more = {"attention": (*BACKENDS, "flash-attn", "xformers"), "layer_norm": ("Liger",)}
-    return ("eager", "ours eager", "torch.compile", "ours compiled", "as dispatched", *more.get(name, ()))
+    return ("eager", "ours eager", "torch.compile", "ours compiled", "as planned", *more.get(name, ()))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ TINY = Shape("tiny", 2, 5, 32, 2, 8, 16)
 
 
 def here(device: torch.device) -> str:
-    """The backend with which our kernels run on this device, whatever the dispatcher would choose."""
+    """The backend with which our kernels run on this device, whatever the plan would choose."""
     return "triton" if device.type == "cuda" else "auto"
 
 
@@ -75,7 +75,7 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         Variant("ours eager", None, with_backend(kernels, run)),
         Variant("torch.compile", None, compiled(reference)),
         Variant("ours compiled", None, with_backend(kernels, compiled(run))),
-        Variant("as dispatched", None if gpu else "needs a GPU", with_backend("auto", run)),
+        Variant("as planned", None if gpu else "needs a GPU", with_backend("auto", run)),
         *_libraries(name, s, op, device, reference),
     ]
     facts = dict(op=name, model=s.name, batch=s.B)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,12 @@ import torch
 from PIL import Image
 from test_data import truncate, write_folder
 
+from benchmarks.launches import Setting, figures
 from fastvit_triton.cli import benchmark, main
+from fastvit_triton.convert import count
+from fastvit_triton.convert.count import predict
+from fastvit_triton.kernels import backend, cost, launch, plan
+from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.data import digits
@@ -303,7 +309,7 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     ],
 )
 def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_path, capsys: pytest.CaptureFixture):
-    """Oracle: operators counted by eye, modules of twelve blocks; on a CPU it says that kernels need a GPU.
+    """Oracle: operators counted by eye, modules of twelve blocks, all of them fused; it says that kernels need a GPU.
 
     A block that is not frozen launches one more to fold its LayerNorms or, where rows are few, to run both, and one
     more to pack separate queries, keys and values. The bias of an eager convolution is one launch, and so is the copy
@@ -314,20 +320,90 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
     name = name.replace("FOLDER", f"hf-config:{tmp_path}")
-    assert main(["doctor", "--model", name, *(["--img-size", str(side)] if side else [])]) == 0
+    with forcing("fused"):
+        assert main(["doctor", "--model", name, "--batch", "64", *(["--img-size", str(side)] if side else [])]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{name}: ") and f" × {size} × {size}, bfloat16" in text
+    assert text.startswith(f"{name}: ") and f" × {size} × {size}, bfloat16, inference" in text
     assert "need a CUDA or ROCm GPU, this is cpu" in text or torch.cuda.is_available()
+    assert "Nothing here was measured." in text and "--gpu takes h200, " in text
     if candidates is None:
         assert "Its layers call the kernels" in text
     else:
         assert f"\n{candidates} of {candidates} candidates are fused" in text
-        before, after, frozen = launches
-        row = rf"^launches a batch +{before} +{after} +{frozen} +{before - frozen}$"
-        assert re.search(row, text, re.MULTILINE)
-    found = [[float(n) for n in row.split()] for row in re.findall(r"^\w+ an? \w+ +([\d. ]+)$", text, re.MULTILINE)]
-    rounding = 3 * 0.05  # half of the last digit of each
-    assert len(found) == 3 and all(round(abs(a - c - d), 6) <= rounding and d >= 0 for a, b, c, d in found)
+        (before, compiled, *ours) = values(text, "launches")
+        assert (before, *ours) == launches and compiled < before
+    assert len(values(text, "MB an image")) == 4
+    assert (len(values(text, "expected ms of the blocks")) == 4) == (candidates != 0)
+
+
+def values(text: str, label: str) -> tuple[float, ...]:
+    """The numbers of a row in `doctor`'s tables, without their ranges; the first such row."""
+    row = re.search(rf"^{label}  +(.*)$", text, re.MULTILINE)
+    return () if row is None else tuple(map(float, re.sub(r"\(.*?\)|-", "", row[1]).split()))
+
+
+@pytest.mark.parametrize(
+    "gpu, architecture, batch, training",
+    [("rtx4090", "sm_89", 256, False), ("h200", "sm_90", 1, False), ("h200", "sm_90", 256, True)],
+)
+@pytest.mark.parametrize("model", ["timm:vit_small_patch16_224", "vit_small_patch16_224"])
+def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, monkeypatch, capsys):
+    """Oracle: `benchmarks.launches`; by hand, a block's times in the three ways, 16 or 10 values saved a token."""
+    seen = []
+    monkeypatch.setattr(count, "predict", lambda *given: seen.append(predict(*given)) or seen[0])
+    words = ["--gpu", gpu, "--batch", str(batch), *(["--train"] if training else [])]
+    assert main(["doctor", "--model", model, *words]) == 0
+    text = capsys.readouterr().out
+    phase = "training" if training else "inference"
+    setting = Setting(model, batch, phase, architecture)
+    want = [figures(replace(setting, frozen=frozen)) for frozen in (False, True)[: 2 - training]]
+    launches = want[0]["eager_launches"], want[0]["inductor_launches"], *(found["launches"] for found in want)
+    assert values(text, "launches") == launches
+    way = want[0]["ways"]["mlp"]
+    nbytes = want[0]["eager_bytes"], want[0]["inductor_bytes"], *(found["bytes"] for found in want)
+    assert values(text, "MB an image") == tuple(round(n / 1e6 / batch, 1) for n in nbytes)
+    C, N = 384, 197
+    sizes = cost.Branch("attention", batch, N, C, 3 * C, C, 6), cost.Branch("mlp", batch, N, C, 4 * C, 4 * C)
+    rates, block = cost.gpus()[gpu], seen[0].blocks[0].branches
+    assert tuple(b._replace(scales=0) for b in block) == sizes
+    us = {w: cost.block_us(rates, block, w, training, False) for w in cost.WAYS}
+    host = {w: (410 if training else 150) * ratio for w, ratio in plan.HOST_RATIO[phase].items()}
+    (line,) = re.findall(rf"^12 × attention \+ mlp N=197 C=384 +{way} +least expected µs: (.*)$", text, re.MULTILINE)
+    for w in cost.WAYS:
+        assert f"{w} {max(us[w], host[w]):.0f} (GPU {us[w]:.0f}, host {host[w]:.0f})" in line or f"{w} moves" in line
+    expected = values(text, "expected ms of the blocks")
+    assert expected[0] == pytest.approx(12e-3 * max(us["plain"], host["plain"]), abs=5e-4)
+    likely = max(cost.block_us(rates, block, way, training, False, 1), host[way])
+    assert expected[2] == pytest.approx(12e-3 * likely, abs=5e-4)
+    if training:
+        saved = tuple(round(12 * n * C * N * 2 / 1e6, 1) for n in (16, 16 if way == "plain" else 10))
+        assert values(text, "MB an image saved") == saved
+
+
+def test_doctor_knows_batches_and_gpus(capsys: pytest.CaptureFixture):
+    """Oracle: the table of rates, and the batches that are asked for by default."""
+    assert main(["doctor", "--model", "vit_digits_patch2_8", "--gpu", "l40s"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^batch (\d+):", text, re.MULTILINE) == ["1", "8", "64", "256"]
+    assert "here for L40S, sm_89." in text and cost.gpus()["l40s"].source in text
+
+
+def test_doctor_takes_the_gpu_that_is_here(monkeypatch, capsys: pytest.CaptureFixture):
+    """Oracle: what stands in for the driver. Rates by name; of an architecture without rates, those of another GPU."""
+    monkeypatch.setattr(backend, "why_not", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name, capability, want in (("NVIDIA L40S", (8, 9), "L40S, sm_89."), ("Other", (12, 1), "H200, sm_121.")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=name: name)
+        properties = SimpleNamespace(major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=properties: found)
+        plan.forget()
+        launch._architecture.cache_clear()
+        assert main(["doctor", "--model", "vit_digits_patch2_8", "--batch", "1"]) == 0
+        text = capsys.readouterr().out
+        assert f"here for {want}\n" in text and "--gpu takes" not in text
+    plan.forget()
+    launch._architecture.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -350,8 +426,11 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
         ("vit_tiny_patch16_224 --img-size 97", "not a multiple of patch_size 16"),
         ("torchvision:vit_b_16 --img-size 97", "--img-size 97 does not fit"),
         ("timm:resnet18 --img-size 0", "--img-size is 0"),
-        ("timm:resnet18 --batch-size 0", "--batch-size is 0"),
+        ("timm:resnet18 --batch 0", "--batch is 0"),
+        ("timm:resnet18 --gpu gtx970", "--gpu is gtx970; use one of h200, "),
         (" --img-size 32", "--img-size belongs to a --model"),
+        (" --gpu h200", "--gpu belongs to a --model"),
+        (" --train", "--train belongs to a --model"),
     ],
 )
 def test_doctor_and_bad_models(words, sentence, tmp_path, capsys: pytest.CaptureFixture):

@@ -1,4 +1,4 @@
-"""What `doctor --model` says a model saves: counted from shapes, held to hand counts and to recorded launches."""
+"""What `doctor --model` says a model costs: counted from shapes, held to hand counts and to recorded launches."""
 
 from functools import partial
 
@@ -10,15 +10,23 @@ from torch import nn
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
-from fastvit_triton.convert.count import count, savings
+from fastvit_triton.convert.count import count, predict
 from fastvit_triton.convert.trace import Count
 from fastvit_triton.explain.costs import image_cost
-from fastvit_triton.kernels import backend, launch, tile
+from fastvit_triton.kernels import backend, cost, launch, plan, tile
+from fastvit_triton.kernels.plan import forcing
 
 
 def empty(*shape, dtype=torch.bfloat16):
     """A tensor that nobody writes or reads."""
     return torch.empty(shape, dtype=dtype)
+
+
+def kernels(model, *inputs):
+    """Inference as PyTorch runs it, with all kernels, and with them when the model is frozen."""
+    with forcing("fused"):
+        found = predict(model, cost.gpus()["h200"], False, *inputs)
+    return found.eager, found.ours, found.frozen
 
 
 def test_operators_by_hand():
@@ -72,7 +80,7 @@ def test_launches_of_blocks_are_those_recorded(name):
                 del found[:]
                 block(x)
             recorded.append((len(found), sum(launch.nbytes for launch in found)))
-    _, *counted = savings(block, x)
+    _, *counted = kernels(block, x)
     assert [(count.launches, count.nbytes) for count in counted] == recorded
 
 
@@ -88,7 +96,7 @@ def test_a_block_is_ten_launches_before_and_five_when_frozen(batch, more, name, 
     def both(depth):
         with torch.device("meta"):
             model = create_model(name, depth=depth).to(torch.bfloat16).eval()
-        return savings(model, empty(batch, 3, 224, 224))
+        return kernels(model, empty(batch, 3, 224, 224))
 
     three, two = both(3), both(2)
     assert [a.launches - b.launches for a, b in zip(three, two, strict=True)] == [10, after + more, after]
@@ -100,10 +108,42 @@ def test_flops_are_those_of_the_cost_table():
     with torch.device("meta"):
         model = create_model("vit_base_patch16_224").to(torch.bfloat16).eval()
     cost = image_cost(224, 16, dim=768, depth=12, num_heads=12, head_dim=64, hidden=3072)
-    before, after, frozen = savings(model, empty(4, 3, 224, 224))
+    before, after, frozen = kernels(model, empty(4, 3, 224, 224))
     assert (
         before.flops == after.flops == frozen.flops == 4 * (cost.linear_flops + cost.attention_flops + 2 * 768 * 1000)
     )
+
+
+def test_each_gpu_has_its_own_choices(monkeypatch):
+    """Oracle: on a GPU so fast that the host decides, the way of the least host time; the real one in between."""
+    monkeypatch.setitem(plan.HOST_RATIO, "inference", dict(plain=1.0, mixed=1.5, fused=2.0))
+    with torch.device("meta"):
+        model = create_model("vit_small_patch16_224", depth=2).to(torch.bfloat16).eval()
+    real = cost.gpus()["rtx4090"]
+    fast = real._replace(product_tflops=1e6, copy_gbs=1e6, attention_tflops=(1e6, 1e6))
+    first, second, third = found = [predict(model, gpu, False, empty(256, 3, 224, 224)) for gpu in (fast, real, fast)]
+    assert [{choice.way for choice in one.blocks} for one in found] == [{"plain"}, {"fused"}, {"plain"}]
+    assert second.frozen.launches == second.ours.launches - 2  # one fold a block
+    assert first == third and first.frozen == first.ours and first.eager == second.eager
+    assert second.ours_us()[0] > second.ours_us()[1] > second.ours_us()[2] > second.ours_us(frozen=True)[2]
+    assert first.eager_us() == first.ours_us()[1] == 2 * plan.host_us("plain", 2, False) > first.compiled_us()
+    assert second.compiled.nbytes < second.eager.nbytes
+
+
+def test_training_counts_every_output():
+    """Oracle: two heads of one layer, by hand: their products, and two for each in the backward pass, for x's too."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 3, bias=False), nn.Linear(8, 5, bias=False)
+
+        def forward(self, x):
+            return {"a": self.a(x), "b": (self.b(x), None)}
+
+    found = predict(Heads(), cost.gpus()["h200"], True, torch.empty(4, 8, device="meta"))
+    assert found.frozen is None and found.blocks == () and found.eager == found.ours
+    assert found.eager.launches == 4 and found.eager.flops == 2 * 2 * 4 * 8 * (3 + 5)
 
 
 def test_everything_is_put_back():
@@ -119,9 +159,9 @@ def test_everything_is_put_back():
     with backend.using_backend("torch"):
         before = facts()
         with pytest.raises(RuntimeError, match="reads a value"):
-            savings(Reader(), empty(2, 3))
+            kernels(Reader(), empty(2, 3))
         with torch.device("meta"):
-            savings(create_model("vit_digits_patch2_8").to(torch.bfloat16), empty(2, 1, 8, 8))
+            kernels(create_model("vit_digits_patch2_8").to(torch.bfloat16), empty(2, 1, 8, 8))
         assert facts() == before
 
 
@@ -129,10 +169,10 @@ def test_counts_need_no_triton(monkeypatch):
     """Oracle: the count with it; each operator is one launch then."""
     with torch.device("meta"):
         model = create_model("vit_tiny_patch16_224", depth=1).to(torch.bfloat16).eval()
-    with_it = savings(model, empty(2, 3, 224, 224))
+    with_it = kernels(model, empty(2, 3, 224, 224))
     monkeypatch.setattr(tile, "MISSING", "blocked")
     monkeypatch.setattr(tile, "load_rows", type("Inert", (), {})())
-    without = savings(model, empty(2, 3, 224, 224))
+    without = kernels(model, empty(2, 3, 224, 224))
     assert tile.MISSING == "blocked" and without[0] == with_it[0]
     assert [c.flops for c in without] == [c.flops for c in with_it]
     assert (

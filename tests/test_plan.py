@@ -88,6 +88,44 @@ def test_rates_say_where_they_come_from():
     assert cost.gpu_of("sm_75").name == "H200"
 
 
+def test_an_assumed_gpu_is_its_own():
+    """Oracle: rates so slow that our products never pay; outside the context the choice is as before."""
+    before = chosen("sm_89", "S", 256)
+    with plan.assuming(cost.gpus()["rtx4090"]._replace(fused_product=(0.1, 0.1, 0.1))):
+        assert before == "fused" != chosen("sm_89", "S", 256)
+    assert chosen("sm_89", "S", 256) == before
+
+
+def test_a_choice_says_why():
+    """Oracle: by hand. One image is not worth a fold; else the least of the longer of GPU and host time."""
+    seen = []
+    with plan.observing(seen.append):
+        for batch in (1, 256, 256):
+            chosen("sm_90", "B", batch)
+        with forcing("fused"):
+            chosen("sm_90", "B", 1)
+    small, large, again, forced = seen
+    assert large == again and large.name == "attention + mlp" and large.branches == vit("B", 256)
+    assert small.refused == {"fused": "moves more bytes than plain"} and not large.refused
+    gpu = cost.gpus()["h200"]
+    assert large.us == {
+        way: (cost.block_us(gpu, vit("B", 256), way, False, False), plan.host_us(way, 2, False)) for way in cost.WAYS
+    }
+    assert plan.host_us("fused", 1, True) == 410 * plan.HOST_RATIO["training"]["fused"] / 2
+    assert [c.why for c in seen] == ["expected"] * 3 + ["asked for"] and forced.us == {}
+
+
+def test_saved_values_and_compiled_time():
+    """Oracle: the equations of a block, in units of C; every launch of PyTorch's attention, none of ours."""
+    C, block = 768, vit("B", 64)
+    assert [sum(cost.saved_values(b, way) for b in block) / C for way in cost.WAYS] == [16, 10, 10]
+    gpu = cost.gpus()["h200"]._replace(fused_attention_tflops=(1e6, 1e6))
+    for training in (False, True):
+        slow = gpu._replace(fused_attention_tflops=(1e-6, 1e-6))
+        assert cost.compiled_us(gpu, block, training) == cost.block_us(slow, block, "mixed", training, False)
+        assert cost.compiled_us(gpu, block, training) > cost.block_us(gpu, block, "mixed", training, False)
+
+
 def test_order_of_the_choice(monkeypatch, tmp_path):
     """Oracle: a context, then the switch, then a measured row, then the expected time."""
     expected = chosen("sm_90", "L", 256)

@@ -1,33 +1,60 @@
-"""`doctor`: what runs on this machine, and what conversion would fuse in a model."""
+"""`doctor`: what runs on this machine, and what a model would cost on a GPU that need not be here."""
 
 import argparse
 import dataclasses
 import importlib.metadata
 import importlib.util
 import platform
+from collections import Counter
+from typing import TYPE_CHECKING
 
 from .console import print_line, select_device
 from .meta_model import MetaModel, build_meta_model
 
-HELP = "say what runs on this machine, or what would be fused in a model"
+if TYPE_CHECKING:
+    from ..convert.count import Prediction
+    from ..kernels.cost import Gpu
+    from ..kernels.plan import Choice
+
+HELP = "say what runs on this machine, or what is expected of a model on a GPU"
+BATCHES = (1, 8, 64, 256)
+NOTES = """
+Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
+which reads its operands and writes its results once. Those of torch.compile are estimated by a rule \
+(convert/inductor_rule.py). Expected times are those of the blocks: the longer of GPU and host, from published rates \
+and estimates (kernels/tuned/rates.json); in brackets with the best and the pessimistic rates of our kernels, of which \
+the choice takes the pessimistic ones. torch.compile is expected to take the GPU time of the mixed way with PyTorch's \
+attention, and no host time."""
+FROZEN = " Frozen: after fastvit_triton.freeze, which folds the LayerNorms of fused blocks into their projections once."
+SAVED = " Saved: activations that the blocks keep for the backward pass."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `doctor`."""
     text = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name from list_models()"
     parser.add_argument("--model", help=text)
+    parser.add_argument("--gpu", help="h200, a100, rtx4090, … (default: the GPU of this machine, else h200)")
     parser.add_argument("--img-size", type=int, help="image side in pixels (default: the model's)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per batch (default: 64)")
+    parser.add_argument("--batch", type=int, help=f"images per batch (default: {', '.join(map(str, BATCHES))})")
+    parser.add_argument("--train", action="store_true", help="a training step without optimiser, not inference")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints versions and, for each op, whether its kernel runs here or why not; with --model, what would be fused."""
+    """Prints versions and, for each op, whether its kernel runs here or why not; or what is expected of a model."""
     import torch
 
     if args.model is not None:
-        return _print_savings(build_meta_model(args.model, args.img_size), args.model, args.batch_size)
-    if args.img_size is not None:
-        raise ValueError("--img-size belongs to a --model; name one")
+        if args.batch is not None and args.batch < 1:
+            raise ValueError(f"--batch is {args.batch}; it must be at least 1")
+        gpu = _gpu(args.gpu)
+        found = build_meta_model(args.model, args.img_size)
+        _print_model(found, args.model, args.gpu, gpu)
+        _print_predictions(found, args, gpu)
+        return 0
+    given = {"--gpu": args.gpu, "--img-size": args.img_size, "--batch": args.batch, "--train": args.train or None}
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(f"{option} belongs to a --model; name one")
 
     from ..kernels import OPS
     from ..kernels.backend import backend, why_not
@@ -52,43 +79,102 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_savings(found: MetaModel, name: str, batch: int) -> int:
-    """Prints what conversion fuses in a model and the launches, bytes and flops it saves, from meta tensors."""
+def _gpu(name: str | None) -> "Gpu":
+    """The GPU of that name; else that of this machine, if the kernels run on it; else the H200."""
+    import torch
+
+    from ..kernels.backend import why_not
+    from ..kernels.cost import gpus
+    from ..kernels.launch import architecture
+    from ..kernels.plan import gpu_on
+
+    if name is not None and name not in gpus():
+        raise ValueError(f"--gpu is {name}; use one of {', '.join(gpus())}")
+    device = select_device("auto")
+    if name is not None or why_not(device, torch.bfloat16) is not None:
+        return gpus()[name or "h200"]
+    device = torch.device("cuda", torch.cuda.current_device())
+    return gpu_on(device)._replace(architecture=architecture(device))
+
+
+def _print_model(found: MetaModel, name: str, asked: str | None, gpu: "Gpu") -> None:
+    """Prints what conversion does with a model, and converts it."""
     import torch
 
     from ..convert import optimize
-    from ..convert.count import savings
     from ..kernels.backend import why_not
+    from ..kernels.cost import gpus
 
-    if batch < 1:
-        raise ValueError(f"--batch-size is {batch}; it must be at least 1")
-    model, shape, image, ours = found
     why = why_not(select_device("auto"), torch.bfloat16)
+    model = found.model
     print_line(f"{name}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters\n")
-    if ours:
+    if found.ours:
         print_line(f"Its layers call the kernels; nothing needs to be converted.{f' {why}.' if why else ''}")
     else:
         print_line(str(dataclasses.replace(optimize(model), device=why)))
-    images = torch.empty(batch, *shape, dtype=torch.bfloat16, device="meta")
-    positional, keywords = ((images,), {}) if image is None else ((), {image: images})
-    try:
-        counts = savings(model.to(torch.bfloat16), *positional, **keywords)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # other libraries' models may need more
-        first = str(error).splitlines()[0]
-        raise ValueError(f"what {name} saves cannot be counted from the shape of images alone: {first}") from error
-    where = "a GPU where the kernels run" if why else "this GPU"
-    print_line(f"\nOn {where}, {batch} images of {' × '.join(map(str, shape))}, bfloat16, inference:\n")
-    print_line(f"{'':16}{'PyTorch':>10}{'fused':>10}{'frozen':>10}{'saved':>10}")
-    for label, field, unit, places in (
-        ("launches a batch", "launches", 1, 0),
-        ("MB an image", "nbytes", 1e6 * batch, 1),
-        ("GFLOP an image", "flops", 1e9 * batch, 1),
-    ):
-        before, after, frozen = (getattr(count, field) / unit for count in counts)
-        print_line(f"{label:16}" + "".join(f"{n:>10.{places}f}" for n in (before, after, frozen, before - frozen)))
-    print_line(
-        "\nCounted, not measured: an operator that writes memory is one launch, which reads its operands and writes "
-        "its results once; flops are those of matrix products and convolutions. Frozen: after fastvit_triton.freeze, "
-        "which stores the weights of projections with the preceding LayerNorms folded in."
-    )
-    return 0
+    here = "" if asked or not why else f" (the kernels run on no GPU here; --gpu takes {', '.join(gpus())})"
+    print_line(f"\nHow calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
+    print_line(f"Source of its rates: {gpu.source}.")
+
+
+def _print_predictions(found: MetaModel, args: argparse.Namespace, gpu: "Gpu") -> None:
+    """Prints the choices and what is expected for each batch."""
+    import torch
+
+    from ..convert.count import predict
+
+    model, shape, image, _ = found
+    model.to(torch.bfloat16)
+    phase = "training step" if args.train else "inference"
+    for batch in BATCHES if args.batch is None else (args.batch,):
+        images = torch.empty(batch, *shape, dtype=torch.bfloat16, device="meta")
+        positional, keywords = ((images,), {}) if image is None else ((), {image: images})
+        try:
+            prediction = predict(model, gpu, args.train, *positional, **keywords)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # other libraries' models may need more
+            first = str(error).splitlines()[0]
+            raise ValueError(f"{args.model} cannot be counted from the shape of images alone: {first}") from error
+        print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, bfloat16, {phase}\n")
+        for (text, way, why), times in Counter(map(_described, prediction.choices)).items():
+            print_line(f"{f'{times} × {text}':40} {way:7} {why}")
+        _print_table(prediction, batch)
+    print_line(NOTES + (SAVED if args.train else FROZEN))
+
+
+def _described(choice: "Choice") -> tuple[str, str, str]:
+    """(what, way, why) of a choice."""
+    name = f"op {choice.name}"
+    if choice.branches:
+        name = f"{choice.name} N={choice.branches[0].tokens} C={choice.branches[0].channels}"
+    if choice.why != "expected":
+        return name, choice.way, choice.why
+    times = []
+    for way, (gpu, host) in choice.us.items():
+        if way in choice.refused:
+            times.append(f"{way} {choice.refused[way]}")
+        else:
+            times.append(f"{way} {max(gpu, host):.0f} (GPU {gpu:.0f}, host {host:.0f})" if host else f"{way} {gpu:.1f}")
+    return name, choice.way, f"least expected µs: {'; '.join(times)}"
+
+
+def _print_table(found: "Prediction", batch: int) -> None:
+    """Prints launches, bytes, saved activations and expected times beside PyTorch's."""
+    counts = {"PyTorch": found.eager, "torch.compile": found.compiled, "by default": found.ours}
+    if found.frozen is not None:
+        counts["frozen"] = found.frozen
+    rows = {
+        "launches": [f"{count.launches}" for count in counts.values()],
+        "MB an image": [f"{count.nbytes / 1e6 / batch:.1f}" for count in counts.values()],
+    }
+    if found.blocks:
+        if found.training:
+            saved = (found.saved_bytes("plain"), None, found.saved_bytes())
+            rows["MB an image saved"] = ["-" if n is None else f"{n / 1e6 / batch:.1f}" for n in saved]
+        times = [f"{found.eager_us() / 1e3:.3f}", f"{found.compiled_us() / 1e3:.3f}"]
+        for frozen in (False, True)[: len(counts) - 2]:
+            most, expected, least = (us / 1e3 for us in found.ours_us(frozen))
+            times.append(f"{expected:.3f}" + (f" ({least:.3f} to {most:.3f})" if most > least else ""))
+        rows["expected ms of the blocks"] = times
+    widths = [max(14, 2 + max(len(row[i]) for row in (list(counts), *rows.values()))) for i in range(len(counts))]
+    for label, row in {"": list(counts), **rows}.items():
+        print_line(f"{label:26}" + "".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)))

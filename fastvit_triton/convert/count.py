@@ -1,17 +1,75 @@
-"""What a model saves on a GPU that need not be here: launches, bytes and flops before and after, from its shapes."""
+"""What a model costs on a GPU that need not be here, from its shapes: launches, bytes, flops, and the time expected."""
 
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from torch import Tensor, nn, no_grad
-from torch.utils._pytree import tree_map_only
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels import tile
 from ..kernels.backend import using_backend
+from ..kernels.cost import Gpu, block_us, compiled_us, saved_values
 from ..kernels.launch import targeting
+from ..kernels.plan import Choice, assuming, host_us, observing
 from ..layers.freeze import freeze
-from .trace import Count, reserved, tracing
+from ..layers.ways import SIZES
+from .inductor_rule import inductor_count
+from .trace import Count, Trace, reserved, tracing
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A call of a model on a GPU, or a training step without optimiser; nothing of it is measured.
+
+    Attributes:
+        eager: PyTorch's operators.
+        compiled: what torch.compile makes of them, by the rule of `inductor_rule`.
+        ours: what runs by default.
+        frozen: the same after `freeze`; None in training.
+        choices: of branches and ops in the order of their calls.
+        gpu: its rates.
+        training: with the backward pass.
+    """
+
+    eager: Count
+    compiled: Count
+    ours: Count
+    frozen: Count | None
+    choices: tuple[Choice, ...]
+    gpu: Gpu
+    training: bool
+
+    @property
+    def blocks(self) -> tuple[Choice, ...]:
+        """The choices for residual branches."""
+        return tuple(choice for choice in self.choices if choice.branches)
+
+    def eager_us(self) -> float:
+        """Expected microseconds of the blocks in eager PyTorch."""
+        return sum(self._us(choice, "plain", False, 0) for choice in self.blocks)
+
+    def compiled_us(self) -> float:
+        """Expected microseconds of the blocks under torch.compile: as mixed, its attention PyTorch's, no host time."""
+        return sum(compiled_us(self.gpu, choice.branches, self.training) for choice in self.blocks)
+
+    def ours_us(self, frozen: bool = False) -> tuple[float, float, float]:
+        """Expected microseconds of the blocks by default, with the pessimistic, expected and best rates of kernels."""
+        return tuple(sum(self._us(c, c.way, frozen, ratio) for c in self.blocks) for ratio in (0, 1, 2))
+
+    def _us(self, choice: Choice, way: str, frozen: bool, ratio: int) -> float:
+        host = host_us(way, len(choice.branches), self.training)
+        return max(block_us(self.gpu, choice.branches, way, self.training, frozen, ratio), host)
+
+    def saved_bytes(self, way: str | None = None) -> int:
+        """Bytes that the blocks keep for the backward pass in one way, or by default; see `cost.saved_values`."""
+        return sum(
+            b.images * b.tokens * b.itemsize * saved_values(b, way or choice.way)
+            for choice in self.blocks
+            for b in choice.branches
+        )
 
 
 def count(function: Callable, *inputs: object, **named: object) -> Count:
@@ -25,27 +83,54 @@ def count(function: Callable, *inputs: object, **named: object) -> Count:
     return trace.count
 
 
-def savings(model: nn.Module, *inputs: object, **named: object) -> tuple[Count, Count, Count]:
-    """Inference of a model without data: as PyTorch runs it, with the kernels, and with them when it is frozen.
+def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named: object) -> Prediction:
+    """What a model without data costs on a GPU, as PyTorch runs it and as it runs by default.
 
     Args:
-        model: optimised, or one of ours; on the meta device.
+        model: optimised, or one of ours; on the meta device. It stays as it is.
+        gpu: in `cost.gpus()`.
+        training: with the backward pass of every output.
         inputs: its inputs on the meta device, in the dtype of the weights.
         named: more of them.
 
     Raises:
         RuntimeError: the model reads a value.
     """
-    model = copy.deepcopy(model).to_empty(device="cpu")
     inputs, named = tree_map_only(Tensor, reserved, (inputs, named))
-    with no_grad():
-        with using_backend("auto"):
-            before = count(model, *inputs, **named)
-        with using_backend("triton"), targeting("sm_90"), _triton():
-            after = count(model, *inputs, **named)
-            freeze(model)
-            count(model, *inputs, **named)  # folds
-            return before, after, count(model, *inputs, **named)
+    choices: list[Choice] = []
+    with using_backend("auto"):
+        eager = _traced(_without_data(model, training), inputs, named)
+        with targeting(gpu.architecture), assuming(gpu), _triton():
+            with observing(choices.append):
+                ours = _traced(_without_data(model, training), inputs, named).count
+            frozen = None
+            if not training:
+                net = _without_data(model, training)
+                freeze(net)
+                _traced(net, inputs, named)  # folds
+                frozen = _traced(_unplanned(net), inputs, named).count
+    return Prediction(eager.count, inductor_count(eager.events), ours, frozen, tuple(choices), gpu, training)
+
+
+def _traced(model: nn.Module, inputs: tuple, named: dict) -> Trace:
+    with tracing() as trace, torch.set_grad_enabled(model.training):
+        results = model(*inputs, **named)
+        results = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad]
+        if model.training:
+            torch.autograd.backward(results, [torch.empty_like(t) for t in results])
+    return trace
+
+
+def _without_data(model: nn.Module, training: bool) -> nn.Module:
+    """A copy on the CPU whose parameters nobody has written."""
+    return _unplanned(copy.deepcopy(model).to_empty(device="cpu").train(training))
+
+
+def _unplanned(model: nn.Module) -> nn.Module:
+    """The model, whose blocks ask the plan at their next call: ways that `layers.ways` knows name no assumed GPU."""
+    for module in model.modules():
+        module.__dict__.pop(SIZES, None)
+    return model
 
 
 @contextlib.contextmanager

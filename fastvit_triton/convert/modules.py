@@ -27,13 +27,14 @@ WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class nam
 def optimize(
     model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None, freeze: bool = False
 ) -> Report:
-    """Gives every module of a known type a fused forward, in place.
+    """Gives every module of a known type a forward that can run fused, in place.
 
     Parameters stay the same objects under the same keys, classes stay as they are, and gradients are the original's, so
     optimisers, checkpoints, EMA copies, DDP and FSDP2 go on working. Each call decides anew: where the kernels cannot
-    run (a CPU, float64), or where attention would need dropout or a causal mask, the module runs its own forward; parts
-    that are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. The original
-    code runs under hooks of all modules (`torch.nn.modules.module.register_module_forward_hook` and its kin), where a
+    run (a CPU, float64), where attention would need dropout or a causal mask, or where PyTorch's own code is expected
+    to take the least time (see `kernels.plan` and `fastvit-triton doctor`), the module runs its own forward; parts that
+    are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. The original code
+    runs under hooks of all modules (`torch.nn.modules.module.register_module_forward_hook` and its kin), where a
     class's `forward` was replaced, and under torch.fx and torch.jit.trace, which record the original's graph.
     torch.jit.script reads source code and raises an AttributeError on an optimised model: `revert` first. A module that
     its package's release builds otherwise than the fused forward expects is left alone, as the report says. Where
@@ -49,7 +50,7 @@ def optimize(
         freeze: the weights are final: also `fastvit_triton.freeze` the model.
 
     Returns:
-        Report: what each candidate became, or why it was left; print it for a table.
+        Report: what each candidate can run as, or why it was left; print it for a table.
 
     Raises:
         TypeError: model is no nn.Module, filter_fn cannot be called, or freeze is no bool.

@@ -22,8 +22,9 @@ _switch: str = _environment()  # an invalid value raises when it is first read
 def backend() -> str:
     """Value of the switch: from `set_backend`, else from FASTVIT_TRITON_BACKEND at import, else "auto".
 
-    "auto" uses the kernels wherever they run. "torch" always takes the PyTorch path. "triton" also uses the kernels for
-    CPU tensors, which needs Triton's interpreter (TRITON_INTERPRET=1): slow, and meant for tests.
+    "auto" lets `plan` choose, where the kernels run: fused, mixed or plain. "torch" always takes the PyTorch path.
+    "triton" always runs fused, and uses the kernels for CPU tensors, too, which needs Triton's interpreter
+    (TRITON_INTERPRET=1): slow, and meant for tests.
 
     Raises:
         ValueError: the environment variable has another value.
@@ -32,7 +33,7 @@ def backend() -> str:
 
 
 def set_backend(name: str | None) -> None:
-    """Sets the switch for this process; None reads the environment variable again.
+    """Sets the switch of `backend` for this process; None reads the environment variable again.
 
     Raises:
         ValueError: the name is not "auto", "triton" or "torch".

@@ -145,9 +145,19 @@ def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
     return found
 
 
-def saved_values(way: str) -> int:
-    """Values that a block of ViT with hidden width 4·C keeps for the backward pass, a token, in units of C."""
-    return 16 if way == "plain" else 10
+def compiled_us(gpu: Gpu, branches: tuple[Branch, ...], training: bool) -> float:
+    """Expected microseconds of the same under torch.compile: as mixed, with PyTorch's attention."""
+    return block_us(gpu._replace(fused_attention_tflops=(1e-9, 1e-9)), branches, "mixed", training, False)
+
+
+def saved_values(branch: Branch, way: str) -> int:
+    """Values of each token that a branch keeps for the backward pass, without LayerScale, drop-path and statistics.
+
+    The sum over a block of a ViT with hidden width 4·C is 16·C if it is plain, else 10·C: there LN(x) and the output of
+    the activation are computed again.
+    """
+    again = 0 if way != "plain" else branch.channels + branch.inner * (branch.kind != "attention")
+    return branch.channels + branch.width + branch.inner * (branch.kind == "attention") + again
 
 
 def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:

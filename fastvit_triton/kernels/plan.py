@@ -13,6 +13,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,32 @@ HOST_RATIO = {  # host time of a block against timm's, by way; measured by `pyth
     "training": dict(plain=1.05, mixed=4.5, fused=5.0),
 }
 
+
+class Choice(NamedTuple):
+    """How the branches of a block, or an op, run, and why.
+
+    Attributes:
+        name: kinds of the branches, "attention + mlp", or name of the op.
+        way: "fused", "mixed" or "plain".
+        why: "asked for", "measured", "empty" (there are no tokens) or "expected" (the least time).
+        branches: of the block; empty for an op.
+        us: way → expected microseconds on the GPU, with the pessimistic rates of our kernels, and on the host; empty
+            where they did not decide.
+        refused: way → why it could not be chosen.
+    """
+
+    name: str
+    way: str
+    why: str
+    branches: tuple[Branch, ...]
+    us: dict[str, tuple[float, float]]
+    refused: dict[str, str]
+
+
 forced: str | None = None  # overrides the choice, see `forcing`
+assumed: Gpu | None = None  # takes the place of the device's GPU, see `assuming`
 _choices: dict[tuple, str] = {}
-_observer: Callable[[tuple[Branch, ...], str], None] | None = None  # see `observing`
+_observer: Callable[[Choice], None] | None = None  # see `observing`
 
 
 def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool) -> str:
@@ -47,15 +71,13 @@ def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool) -> str:
 def _way(device: torch.device, dtype: torch.dtype, sizes: tuple[tuple, ...], training: bool, traced: bool) -> str:
     key = (device, dtype, sizes, training, traced, *_asked(dtype))
     way = _choices.get(key)
-    if way is None:
+    if way is None or _observer is not None:
         branches = tuple(Branch(*one) for one in sizes)
         if traced:
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
-        way = choose(device, branches, training, traced, *key[5:])
-        way = "plain" if traced and way != "fused" else way
-        _remember(key, way)
-    if _observer is not None:
-        _observer(tuple(Branch(*one) for one in sizes), way)
+        choice = choose(device, branches, training, traced, *_asked(dtype)[:3])
+        way = "plain" if traced and choice.way != "fused" else choice.way
+        _remember(key, choice._replace(way=way))
     return way
 
 
@@ -65,13 +87,15 @@ _way._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result 
 def _asked(dtype: torch.dtype) -> tuple:
     """Global state that a choice depends on."""
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return forced, backend.backend(), launch.target, exact
+    return forced, backend.backend(), exact, launch.target, assumed
 
 
-def _remember(key: tuple, way: str) -> None:
+def _remember(key: tuple, choice: Choice) -> None:
     if len(_choices) >= MAX_CHOICES:
         _choices.clear()
-    _choices[key] = way
+    _choices[key] = choice.way
+    if _observer is not None:
+        _observer(choice)
 
 
 def choose(
@@ -81,37 +105,63 @@ def choose(
     traced: bool,
     asked: str | None,
     switch: str,
-    target: str | None,
     exact: bool,
-) -> str:
-    """The choice; a pure function of its arguments and of the tables."""
+) -> Choice:
+    """The choice for the branches of a block.
+
+    Args:
+        device: whose GPU is looked up, see `gpu_on`.
+        branches: of the block.
+        training: gradients are on.
+        traced: a graph is traced, so host time does not count.
+        asked: the way that a context asks for, or None.
+        switch: `backend.backend()`.
+        exact: products are in IEEE float32.
+    """
+    name = " + ".join(branch.kind for branch in branches)
     if asked is not None or switch == "triton":
-        return asked or "fused"
+        return Choice(name, asked or "fused", "asked for", branches, {}, {})
     measured = measured_ways(launch.architecture(device)).get(block_name(branches, training))
     if measured is not None:
-        return measured
+        return Choice(name, measured, "measured", branches, {}, {})
     if not all(branch.images * branch.tokens for branch in branches):
-        return "plain"
+        return Choice(name, "plain", "empty", branches, {}, {})
     gpu = gpu_on(device)
     every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
-    times = {
-        way: sum(launch_us(gpu, one) for one in found)
+    us = {
+        way: (sum(launch_us(gpu, one) for one in found), 0.0 if traced else host_us(way, len(branches), training))
         for way, found in every.items()
-        if within(found, every["plain"], training)
     }
-    if not traced:
-        host, phase = table()["host_us"]["eager"], "training" if training else "inference"
-        for way, us in times.items():
-            times[way] = max(us, host[phase] * HOST_RATIO[phase][way] * len(branches) / 2)
-    if exact:
-        times.pop("fused", None)
-    return min(times, key=times.get)
+    refusals = {way: refusal(found, every["plain"], training, exact) for way, found in every.items()}
+    return _least(name, us, refusals, branches)
 
 
-def within(ours: list[Launch], plain: list[Launch], training: bool) -> bool:
-    """No way is chosen that moves more bytes than the modules, or has more launches (in training a tenth more)."""
-    most = len(plain) * (1.1 if training else 1.0)
-    return len(ours) <= most and sum(one.nbytes for one in ours) <= sum(one.nbytes for one in plain)
+def _least(
+    name: str, us: dict[str, tuple[float, float]], refusals: dict[str, str | None], branches: tuple[Branch, ...] = ()
+) -> Choice:
+    """The way that takes the least time of those that are not refused; of equal ones the first."""
+    refused = {way: why for way, why in refusals.items() if why is not None}
+    way = min((way for way in us if way not in refused), key=lambda way: max(us[way]))
+    return Choice(name, way, "expected", branches, us, refused)
+
+
+def host_us(way: str, branches: int, training: bool) -> float:
+    """Expected microseconds of the host for so many residual branches; a block has two."""
+    phase = "training" if training else "inference"
+    return table()["host_us"]["eager"][phase] * HOST_RATIO[phase][way] * branches / 2
+
+
+def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool) -> str | None:
+    """Why a way is not chosen at any speed, or None.
+
+    It moves more bytes than the modules, has more launches (in training, than a tenth more), or has a product of ours
+    in IEEE float32.
+    """
+    if exact and any(one.kind == "fused product" for one in ours):
+        return "products in IEEE float32 are PyTorch's"
+    if sum(one.nbytes for one in ours) > sum(one.nbytes for one in plain):
+        return "moves more bytes than plain"
+    return "has more launches than plain" if len(ours) > len(plain) * (1.1 if training else 1.0) else None
 
 
 def block_name(branches: tuple[Branch, ...], training: bool) -> str:
@@ -143,17 +193,18 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 
 
 def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool, op: str, sizes: tuple) -> bool:
-    asked, switch, _, exact = state = _asked(dtype)
+    asked, switch, exact, *_ = state = _asked(dtype)
     if asked is not None or switch == "triton":
         return asked != "plain"
     key = (device, dtype, training, op, sizes, *state)
     way = _choices.get(key)
-    if way is None:
-        gpu, pair = gpu_on(device), OPS[op](size, training, *sizes)
-        ours, theirs = (sum(launch_us(gpu, one) for one in found) for found in pair)
-        refused = exact and any(one.kind == "fused product" for one in pair[0])
-        way = "fused" if ours < theirs and within(*pair, training) and not refused else "plain"
-        _remember(key, way)
+    if way is None or _observer is not None:
+        gpu, (ours, theirs) = gpu_on(device), OPS[op](size, training, *sizes)
+        pair = dict(plain=theirs, fused=ours).items()
+        us = {way: (sum(launch_us(gpu, one) for one in found), 0.0) for way, found in pair}
+        choice = _least(op, us, dict(fused=refusal(ours, theirs, training, exact)))
+        way = choice.way
+        _remember(key, choice)
     return way == "fused"
 
 
@@ -161,8 +212,9 @@ _prefers._dynamo_marked_constant = True
 
 
 def gpu_on(device: torch.device) -> Gpu:
-    """The rates of this device's GPU, or of the architecture in its place."""
-    return _gpu_on(launch.architecture(device), launch.target is None and device.type == "cuda", device.index)
+    """The rates of this device's GPU, or of what takes its place: see `assuming` and `launch.targeting`."""
+    here = launch.target is None and device.type == "cuda"
+    return assumed or _gpu_on(launch.architecture(device), here, device.index)
 
 
 @functools.cache
@@ -188,8 +240,19 @@ def forcing(way: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def observing(observer: Callable[[tuple[Branch, ...], str], None]) -> Iterator[None]:
-    """In this context `observer` is called with the branches and the way of each choice."""
+def assuming(gpu: Gpu) -> Iterator[None]:
+    """In this context choices are those for `gpu`, whatever the device; see `launch.targeting` for its architecture."""
+    global assumed
+    before, assumed = assumed, gpu
+    try:
+        yield
+    finally:
+        assumed = before
+
+
+@contextlib.contextmanager
+def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
+    """In this context `observer` is called with each choice."""
     global _observer
     before, _observer = _observer, observer
     try:

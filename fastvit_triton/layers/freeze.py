@@ -57,11 +57,12 @@ class _Kept(NamedTuple):
 def freeze(model: nn.Module) -> None:
     """Marks a model's weights as final: its LayerNorms are folded once, in the next inference call, and stay folded.
 
-    This saves the launch that otherwise folds both LayerNorms of a block in each call, or the two LayerNorms where a
-    batch has few rows. Each call compares the weights with those that were folded: the same tensors at the same
-    addresses, no write counted by PyTorch, the same dtype. If they differ it folds again, into the same memory. Writes
-    that PyTorch does not count (through `.data`, NumPy, DLPack, the storage, or to inference tensors) are not noticed:
-    call `freeze` again after them. Calls in training mode or with gradients for the weights fold within the call.
+    In blocks that run fused this saves the launch that otherwise folds both LayerNorms in each call, or the two
+    LayerNorms where a batch has few rows; others have nothing to fold. Each call compares the weights with those that
+    were folded: the same tensors at the same addresses, no write counted by PyTorch, the same dtype. If they differ it
+    folds again, into the same memory. Writes that PyTorch does not count (through `.data`, NumPy, DLPack, the storage,
+    or to inference tensors) are not noticed: call `freeze` again after them. Calls in training mode or with gradients
+    for the weights fold within the call.
 
     The folds take about 58 % of the memory of a block's weights until `unfreeze`. A CUDA graph reads them at fixed
     addresses: run the frozen model once before the capture, and do not unfreeze it while the graph is in use. Copies

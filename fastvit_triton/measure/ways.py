@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..kernels.cost import WAYS
-from ..kernels.plan import block_name, forcing, observing
+from ..kernels.plan import Choice, block_name, forcing, observing
 from ..models import create_model
 from .compare import Named, outcome, verdict
 from .timeout import Deadline
@@ -48,11 +48,11 @@ def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Mo
 
 def chosen_way(blocks: nn.Module, x: torch.Tensor, training: bool) -> tuple[str, str]:
     """(name of the block's shape in tables, the way that the plan has for it)."""
-    found: list[tuple[str, str]] = []
-    with observing(lambda branches, way: found.append((block_name(branches, training), way))):
-        with torch.set_grad_enabled(training):
-            blocks(x)
-    return found[0]
+    found: list[Choice] = []
+    with observing(found.append), torch.set_grad_enabled(training):
+        blocks(x)
+    first = next(choice for choice in found if choice.branches)
+    return block_name(first.branches, training), first.way
 
 
 def time_ways(

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fastvit_triton.convert.trace import FLASH, Count, Event, Piece
+from .trace import FLASH, Count, Event, Piece
 
 PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "convolution_backward", *FLASH)
 EXTERN = {*PRODUCTS, *(f"{name}_backward" for name in FLASH)}
