@@ -95,9 +95,16 @@ def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodie
     sizes = []
     for branch, body in zip(branches, bodies, strict=True):
         if body is not None:
-            scales = (branch.scale is not None) + (branch.layer_scale is not None) + (branch.drop_path is not None)
-            sizes.append(body.sizes()._replace(scales=scales))
+            sizes.append(body.sizes()._replace(scales=_scales(branch)))
     return choose_way(block, x, tuple(sizes))
+
+
+def _scales(branch: Branch) -> int:
+    """How many factors multiply the branch in this call."""
+    known, factors = layer_scale_of(branch.scale)
+    depth = branch.drop_path
+    drops = depth is not None and depth.training and (getattr(depth, "p", None) or getattr(depth, "drop_prob", None))
+    return (not known or factors is not None) + (branch.layer_scale is not None) + bool(drops)
 
 
 def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:

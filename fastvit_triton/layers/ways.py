@@ -31,7 +31,7 @@ def known_way(module: nn.Module, x: Tensor) -> str | None:
     autocast = torch.is_autocast_enabled(x.device.type)
     key = (sizes, x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast)
     exact = x.dtype is torch.float32 and torch.get_float32_matmul_precision()
-    key += plan.forced, backend._switch, launch.target, exact
+    key += plan.forced, plan.assumed, backend._switch, launch.target, exact
     if key in _ways:
         return _ways[key]
     if not kernels_available(x):
