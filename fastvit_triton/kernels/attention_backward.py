@@ -149,7 +149,7 @@ def _bwd_dkdv_kernel(
     store_tiles(dv_ptr, dv0, dv1, n, dv_stride, keys, Dv, V0, V1)
 
 
-@jit(do_not_specialize=["T", "tiles"])
+@jit(do_not_specialize=["T"])
 def _bwd_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, do_ptr, l_ptr, dq_ptr, dk_ptr, dv_ptr,
     q_strides, k_strides, v_strides, o_strides, do_strides, l_strides, dq_strides, dk_strides, dv_strides,
