@@ -15,6 +15,7 @@ from interpreter import interpreting
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.kernels import fold as fold_file
 from fastvit_triton.layers import freeze as freeze_file
+from fastvit_triton.layers import ways
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).sin()
@@ -259,9 +260,8 @@ def test_copies_and_pickles_are_not_frozen():
         for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
             assert torch.is_tensor(twin(IMAGE)) and not kept_tensors(twin)
     assert kept_tensors(net) and set(net.state_dict()) == keys
-    assert all(
-        set(m.__dict__) - {SIZES} == set(n.__dict__) for m, n in zip(net.modules(), model().modules(), strict=True)
-    )
+    pairs = zip(net.modules(), model().modules(), strict=True)
+    assert all(set(m.__dict__) - {ways.SIZES} == set(n.__dict__) for m, n in pairs)
 
 
 def test_training_and_gradients_fold_within_the_call(monkeypatch):

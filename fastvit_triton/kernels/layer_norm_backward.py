@@ -165,7 +165,7 @@ def input_grads(
     """
     dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
     (M, D), blocks, (mean, rstd, weight, bias) = x.shape, row_blocks(x.shape[1]), norm
-    blocks["num_warps"] *= 2  # LN(x), too, is in registers
+    blocks["num_warps"] *= 2 if blocks["BLOCK_M"] == 1 else 1  # LN(x), too, is in registers
     dx, normed = torch.empty_like(x) if need_x else None, None if dtype is None else torch.empty_like(x, dtype=dtype)
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.empty(programs, 2, D, dtype=torch.float32, device=x.device)
