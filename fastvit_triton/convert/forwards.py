@@ -119,7 +119,7 @@ def _chosen(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def run(module: nn.Module, *inputs: object, **named: object) -> object:
-        if ways.inside_plain:
+        if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if inputs else None
         if type(x) is Tensor and ways.known_way(module, x) == "plain":
@@ -143,7 +143,7 @@ class FusedBody:
 
     def __call__(self, module: nn.Module, *inputs: object, **named: object) -> Tensor | tuple[Tensor, None]:
         """The module of its inputs; [B, N, D] → [B, N, D]."""
-        if ways.inside_plain:
+        if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
         if not inputs and "hidden_states" in named:
             inputs = (named["hidden_states"],)

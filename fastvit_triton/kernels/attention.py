@@ -150,7 +150,8 @@ def prefers_kernel(
     """
     D, Dv = widths
     deterministic = torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled()
-    if not bare or D % 8 or D != Dv or deterministic:  # SDPA pads odd widths, and sums dq in any order
+    empty = not torch.compiler.is_compiling() and 0 in (x.shape[0], *lengths)
+    if not bare or D % 8 or D != Dv or deterministic or empty:  # SDPA pads odd widths, and sums dq in any order
         return True
     return plan.prefers_kernel(x, "attention", *plan.lengths_of(x.shape[0], *lengths, int(heads)), int(D), packed)
 

@@ -223,6 +223,10 @@ class Settings(NamedTuple):
     recompute: bool = False
     call: mixed.Call | None = None
 
+    def without_normed(self) -> "Settings":
+        """The same without LN(x), which the backward pass computes again instead of keeping it."""
+        return self if self.call is None else self._replace(call=self.call._replace(normed=None))
+
     def dtype(self, x: Tensor) -> torch.dtype:
         """Dtype of the products."""
         return x.dtype if self.call is None else self.call.dtype
@@ -539,7 +543,7 @@ class _Fn(torch.autograd.Function):
                 x, weight, bias, norm, settings.activation, *ends, settings.call, save
             )
         ctx.save_for_backward(x, weight, bias, pre, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias)
-        ctx.settings, ctx.residual_dtype = settings, None if residual is None else residual.dtype
+        ctx.settings, ctx.residual_dtype = settings.without_normed(), None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in left if t is not None))
         return y, *left

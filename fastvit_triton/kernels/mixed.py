@@ -1,4 +1,4 @@
-"""The mixed way of `linear` and `mlp`: the library's product, and one pass for what stands around it.
+"""The mixed way of `linear` and `mlp`: the library's product, and one pass for the operations around it.
 
 Math      equations (1) to (3) of `linear`; LN(y) for the product that follows, by equation (2) of `layer_norm`.
 Kernels   cuBLAS; PyTorch's activation; one Triton pass for LayerScale, stochastic depth, residual and the next

@@ -312,7 +312,7 @@ class _Fn(torch.autograd.Function):
         ctx.save_for_backward(
             x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd
         )
-        ctx.settings, ctx.residual_dtype = settings, None if residual is None else residual.dtype
+        ctx.settings, ctx.residual_dtype = settings.without_normed(), None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t in left if t is not None))
         return y, *left

@@ -23,7 +23,7 @@ from .cost import OPS, WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, t
 
 TRACED = (256, 197)  # images and tokens that stand for all while tracing
 MAX_CHOICES = 4096  # cached choices
-HOST_RATIO = {  # host time of a block against timm's, by way; measured by `python -m benchmarks.host`
+HOST_RATIO = {  # host time of a block against timm's, by way; estimates after `python -m benchmarks.host`
     "inference": dict(plain=1.05, mixed=4.0, fused=5.0),
     "training": dict(plain=1.05, mixed=4.5, fused=5.0),
 }

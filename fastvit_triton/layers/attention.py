@@ -88,7 +88,7 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor) -> Tensor:
         """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]; what a subclass overrides."""
         dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        fused = not ways.inside_plain and can_fuse(qkv) and kernels_available(qkv, self.head_dim)
+        fused = not ways.state.inside_plain and can_fuse(qkv) and kernels_available(qkv, self.head_dim)
         simple = fused and self.position is None and dropout == 0.0
         if simple and is_identity(self.q_norm) and is_identity(self.k_norm):
             return attention_qkv(qkv, self.num_heads, self.scale)

@@ -63,7 +63,7 @@ def add_branches(
     Returns:
         [B, ..., D]; with `next_norm` also what the next block takes as `stats`, or None.
     """
-    if ways.inside_plain:
+    if ways.state.inside_plain:
         x = _add_plainly(x, *branches)
         return x if next_norm is None else (x, None)
     for i in range(0, len(branches), 2):
@@ -109,13 +109,10 @@ def _scales(branch: Branch) -> int:
 
 def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     """The bias that the branch before may add, so that this one ends in a product that adds to it in place."""
-    known, factors = layer_scale_of(branch.scale)
-    unscaled = known and factors is branch.layer_scale is None and is_inactive(branch.drop)
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not unscaled:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return None
-    if not has_sample_scale(branch.drop_path) or sample_scale_of(branch.drop_path, x[:1]) is not None:
-        return None
-    return late_bias_of(body)
+    bare = not _scales(branch) and is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no numbers
+    return late_bias_of(body) if bare else None
 
 
 def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:

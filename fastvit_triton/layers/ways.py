@@ -5,6 +5,7 @@ it first runs, and only its sizes are kept: a module that was replaced, hooked o
 fused, which every fused or mixed call checks, and the plain way is right for all of them.
 """
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,18 @@ from .hooks import are_plain_tensors, can_fuse
 SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its branches, for any number of images and tokens
 MAX_WAYS = 4096  # cached answers
 
-inside_plain = False  # a plain block runs
+
+class State(threading.local):
+    """What holds for the calls of one thread.
+
+    Attributes:
+        inside_plain: a plain block runs.
+    """
+
+    inside_plain = False
+
+
+state = State()
 _ways: dict[tuple, str] = {}
 
 
@@ -57,7 +69,7 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
 
 def way_alone(body: nn.Module, x: Tensor) -> str:
     """The way of a `layers.body.Body` that is called by itself; "plain" also where the kernels do not run."""
-    if inside_plain or not can_fuse(x):
+    if state.inside_plain or not can_fuse(x):
         return "plain"
     way = known_way(body, x)
     return choose_way(body, x, (body.sizes(),)) if way is None else way
@@ -76,9 +88,8 @@ def _way(x: Tensor, branches: tuple[Branch, ...]) -> str:
 
 def plainly(forward: Callable, *inputs: object, **named: object) -> object:
     """forward(*inputs, **named), a block's own code, in which nothing asks for a way."""
-    global inside_plain
-    before, inside_plain = inside_plain, True
+    before, state.inside_plain = state.inside_plain, True
     try:
         return forward(*inputs, **named)
     finally:
-        inside_plain = before
+        state.inside_plain = before
