@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import threading
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
-from fastvit_triton.kernels import cost, launch, plan
+from fastvit_triton.kernels import cost, launch, mixed, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
@@ -307,3 +309,49 @@ def test_a_dynamic_batch_is_one_graph():
         with torch.compiler.set_stance("fail_on_recompile"):
             for batch in range(2, 12):
                 compiled(torch.randn(batch, 5, 64))
+
+
+def test_plain_state_is_of_one_thread():
+    """Oracle: two threads whose plain blocks overlap; neither leaves the state set, nor does the other see it."""
+    first, second, seen = threading.Event(), threading.Event(), []
+
+    def outer():
+        first.set()
+        second.wait(10)
+
+    def other():
+        first.wait(10)
+        seen.append(ways.state.inside_plain)
+        ways.plainly(second.set)
+        seen.append(ways.state.inside_plain)
+
+    threads = [threading.Thread(target=ways.plainly, args=(outer,)), threading.Thread(target=other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [False, False] and not ways.state.inside_plain
+
+
+def test_a_mixed_block_draws_and_keeps_no_more_than_it_needs(monkeypatch):
+    """Oracle: the random numbers that the modules draw; LN(x) is freed after the forward pass."""
+    made, real = [], mixed.add_and_normalize
+
+    def noted(*arguments):
+        s, normed = real(*arguments)
+        made.extend([] if normed is None else [weakref.ref(normed.y)])
+        return s, normed
+
+    monkeypatch.setattr(mixed, "add_and_normalize", noted)
+    net, x = layers.Blocks(block(drop_path=0.5), block(drop_path=0.5)), torch.randn(2, 5, 32)
+    with interpreting(), forcing("mixed"):
+        y = net.eval()(x)
+        assert y.requires_grad and made and not any(ref() is not None for ref in made)
+    net.train()
+    states = []
+    for way in ("plain", "mixed"):
+        torch.manual_seed(0)
+        with interpreting(), forcing(way), torch.no_grad():
+            net(x)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
