@@ -389,7 +389,7 @@ def test_doctor_knows_batches_and_gpus(capsys: pytest.CaptureFixture):
 
 
 def test_doctor_takes_the_gpu_that_is_here(monkeypatch, capsys: pytest.CaptureFixture):
-    """Oracle: what stands in for the driver. Rates by name; of an architecture without rates, those of another GPU."""
+    """Oracle: a fake driver. Rates by name; an architecture without rates takes those of another GPU."""
     monkeypatch.setattr(backend, "why_not", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

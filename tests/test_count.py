@@ -18,7 +18,7 @@ from fastvit_triton.kernels.plan import forcing
 
 
 def empty(*shape, dtype=torch.bfloat16):
-    """A tensor that nobody writes or reads."""
+    """An uninitialised tensor that is never read."""
     return torch.empty(shape, dtype=dtype)
 
 

@@ -122,7 +122,7 @@ def _traced(model: nn.Module, inputs: tuple, named: dict) -> Trace:
 
 
 def _without_data(model: nn.Module, training: bool) -> nn.Module:
-    """A copy on the CPU whose parameters nobody has written."""
+    """A copy on the CPU with uninitialised parameters."""
     return _unplanned(copy.deepcopy(model).to_empty(device="cpu").train(training))
 
 

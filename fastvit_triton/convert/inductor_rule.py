@@ -1,7 +1,7 @@
 """What torch.compile would launch, estimated from the operators of an eager call by a rule; nothing is compiled.
 
 Products, convolutions and attention stay PyTorch's kernels (EXTERN). All other operators between two of them that hand
-tensors to each other are one kernel: it reads what others wrote, once, and writes what others read, or nobody does. A
+tensors to each other are one kernel: it reads its external inputs once and writes the outputs used elsewhere. A
 sum over rows (COLUMN: gradients of biases, γ and β) starts a kernel of its own, because its loops run the other way.
 This is Inductor without its options: no horizontal fusion, nothing computed twice in the backward pass.
 """
@@ -58,7 +58,7 @@ def _groups(events: list[Event]) -> list[int]:
 
 
 def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Count:
-    """One kernel: what it reads that others wrote, and what it writes that is read by others or by nobody."""
+    """One kernel: its external inputs, and its outputs that other kernels read or that are results."""
     own: dict[int, Piece] = {piece.storage: piece for event in events for piece in event.writes}
     reads = {piece for event in events for piece in event.reads if piece.storage not in own}
     writes = [piece for storage, piece in own.items() if readers[storage] != {group}]
