@@ -5,7 +5,7 @@ each operand once and writes each result once; views and fresh memory are free, 
 left out. Our operators are entered: their Triton launches count, each moving every tensor that it is given once, and so
 do PyTorch's operators between them. Flops are those of products and convolutions, 2 for a multiply-add.
 
-Tensors are on the CPU, so that autocast and scaled_dot_product_attention see them, but their memory is never read or written:
+Tensors are on the CPU, so that autocast and scaled_dot_product_attention see them, but their memory is never accessed:
 results are memory that is only reserved. Inside `kernels.launch.targeting` they count as those of a GPU.
 """
 
