@@ -16,7 +16,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (before timm)
-from fastvit_triton.kernels import backend, fold, launch, plan
+from fastvit_triton.kernels import backend, fold, launch, op, plan
+from fastvit_triton.layers import ways
 
 # by processor time of the whole file
 LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain plan
@@ -90,7 +91,8 @@ def state() -> dict[str, object]:
     return dict(
         switch=backend._switch,
         target=launch.target,
-        forced=plan.forced,
+        plan=(plan.forced, plan.assumed, plan._observer, ways.state.inside_plain),
+        registered=dict(op.REGISTERED),
         launch=(launch.run, JITFunction.run),
         call=torch.nn.Module.__call__,
         matmul=torch.Tensor.__matmul__,

@@ -439,6 +439,7 @@ def test_launches_enter_their_tensors_device(monkeypatch):
     """Oracle: torch.cuda.device, asked for the first tensor's device and open while the launcher runs."""
     seen, library = [], types.SimpleNamespace(define=lambda schema: None, impl=lambda name, run, key: seen.append(run))
     monkeypatch.setattr(op, "LIBRARY", library)
+    monkeypatch.setattr(op, "REGISTERED", {})
     monkeypatch.setattr(torch.library, "register_fake", lambda *a, **k: None)
 
     @contextlib.contextmanager
