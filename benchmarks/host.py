@@ -1,20 +1,25 @@
 """Host time of a transformer block against timm's: what Python, the dispatcher and autograd take, without a GPU.
 
-    python -m benchmarks.host [--json] [--rounds 60]
+    python -m benchmarks.host [--json] [--rounds 60] [--out benchmarks/results/host.json]
 
 Launches of kernels end in a function that does nothing (benchmarks/no_device.py), on one thread. timm's block runs on
-an empty batch, where PyTorch's operators compute nothing; ours runs on one image in the ways that launch kernels,
-because an empty batch launches none. A block's time is the slope between 2 and 10 blocks; both models alternate.
-`calls` are the Python calls of a block, built-in functions included, as cProfile counts them; they never vary.
+an empty batch, where PyTorch's operators compute nothing. Ours runs on one image, of 2 tokens and 16 channels, in the
+ways that launch kernels, because an empty batch launches none; mixed blocks leave the products to PyTorch, so they are
+compared with timm's on that image, too. In training the products of a fused block's backward pass count against it. A
+block's time is the slope between 2 and 10 blocks; both models alternate. Calls are replayed (`layers.replay`) unless a
+row says otherwise. `calls` are the Python calls of a block, built-in functions included, as cProfile counts them; they
+never vary.
 """
 
 import argparse
 import cProfile
+import gc
 import json
 import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import timm
 import torch
@@ -23,14 +28,17 @@ from rich.table import Table
 from torch import nn
 
 from fastvit_triton import create_model, freeze, optimize
+from fastvit_triton.files import replacing
 from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers import ways
+from fastvit_triton.measure.machine import provenance
 
 from .no_device import no_device
 
 DEPTHS = (2, 10)
-SMALL = dict(img_size=32, embed_dim=64, num_heads=1, num_classes=0)  # 5 tokens, 64 channels
+SMALL = dict(img_size=16, embed_dim=16, num_heads=1, num_classes=0)  # 2 tokens, 16 channels
 TARGETS = {"fused": 0.6, "mixed": 0.9, "plain": 1.05}  # ratio to timm's time in inference, by way
 TRAINING_TARGET = 1.3
 
@@ -54,15 +62,15 @@ def converted(depth: int) -> nn.Module:
 
 def frozen(depth: int) -> nn.Module:
     """Ours, with its LayerNorms folded once."""
-    model = ours(depth).to(torch.bfloat16).eval()
+    model = ours(depth).eval()
     freeze(model)
     return model
 
 
 def call(make: Callable[[int], nn.Module], depth: int, phase: str, batch: int) -> Callable[[], None]:
-    """One call of a model's blocks on bfloat16 tokens, with its backward pass in training."""
-    model = make(depth).to(torch.bfloat16).train(phase == "training")
-    x = torch.zeros(batch, 5, 64, dtype=torch.bfloat16, requires_grad=phase == "training")
+    """One call of a model's blocks, with its backward pass in training; small products cost least in float32."""
+    model = make(depth).train(phase == "training")
+    x = torch.zeros(batch, 2, 16, requires_grad=phase == "training")
     gradient = torch.zeros_like(x)
 
     def infer() -> None:
@@ -98,23 +106,26 @@ def target(phase: str, way: str) -> float:
     return TARGETS[way] if phase == "inference" else TRAINING_TARGET
 
 
-def arms() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module]]]:
-    """(phase, block, way, model) of every row."""
+def arms() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module], bool]]:
+    """(phase, block, way, model, whether calls are replayed) of every row."""
     for phase in ("inference", "training"):
         for block, make in (("ours", ours), ("timm's, optimized", converted)):
             for way in WAYS:
-                yield phase, block, way, make
-    yield "inference", "ours, frozen", "fused", frozen
+                yield phase, block, way, make, True
+        for way in ("mixed", "fused"):
+            yield phase, "timm's, optimized, not replayed", way, converted, False
+    yield "inference", "ours, frozen", "fused", frozen, True
 
 
 def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int) -> dict[str, float]:
     """Microseconds and Python calls of a block and of timm's, the median ratio and its quartiles."""
-    eager = [call(by_timm, depth, phase, 0) for depth in DEPTHS]
+    eager = [call(by_timm, depth, phase, 1 if way == "mixed" else 0) for depth in DEPTHS]
     given = [call(make, depth, phase, 0 if way == "plain" else 1) for depth in DEPTHS]
     blocks = DEPTHS[1] - DEPTHS[0]
     with forcing(way):
         for run in (*eager, *given) * 3:  # plans, caches and compiled kernels
             run()
+        gc.collect()  # of the models before
         calls = [(calls_of(deep) - calls_of(shallow)) / blocks for shallow, deep in (eager, given)]
         slopes = [[], []]
         for _ in range(rounds):
@@ -130,26 +141,31 @@ def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int)
 
 def rows(rounds: int) -> list[dict[str, object]]:
     """One row for each phase, block and way; LayerNorms are folded as at large batches."""
-    border = fold.SPACE["border"]
+    border, replays = fold.SPACE["border"], ways.REPLAYS
     fold.SPACE["border"] = dict(ROWS_PER_OUTPUT=0)
     try:
         with no_device():
-            return [
-                dict(phase=phase, block=block, way=way, **measure(phase, way, make, rounds), target=target(phase, way))
-                for phase, block, way, make in arms()
-            ]
+            found = []
+            for phase, block, way, make, ways.REPLAYS in arms():
+                figures = measure(phase, way, make, rounds)
+                found.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
+            return found
     finally:
-        fold.SPACE["border"] = border
+        fold.SPACE["border"], ways.REPLAYS = border, replays
 
 
 def main(words: list[str] | None = None) -> None:
     """Prints the rows, as a table or as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="print one JSON array")
+    parser.add_argument("--out", type=Path, help="file for the rows and where they were measured")
     parser.add_argument("--rounds", type=int, default=60, help="calls of each model")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     found = rows(arguments.rounds)
+    if arguments.out:
+        with replacing(arguments.out) as temporary:
+            temporary.write_text(json.dumps(dict(provenance=provenance(), rows=found), indent=1) + "\n")
     if arguments.json:
         print(json.dumps(found, indent=1))
         return

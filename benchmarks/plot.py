@@ -33,13 +33,14 @@ SHOWN = "ViT-B/16"  # the model whose ops the README lists
 
 @dataclass(frozen=True)
 class Results:
-    """The newest measured file of each part, the compile report, and all files of a CPU, oldest first."""
+    """The newest measured file of each part, the compile report, all files of a CPU, oldest first, and host times."""
 
     ops: dict | None
     models: dict | None
     ceilings: dict | None
     static: dict | None
     cpu: tuple[dict, ...] = ()
+    host: dict | None = None
 
 
 def load(folder: Path = RESULTS) -> Results:
@@ -54,10 +55,12 @@ def load(folder: Path = RESULTS) -> Results:
             cpu.append(held)
         if "part" in held and held.get("dry_run") is False and held.get("gpu"):
             newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
-    static = folder / "static.json"
-    report = json.loads(static.read_text()) if static.exists() else None
+    report, host = (
+        json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
+        for name in ("static", "host")
+    )
     parts = (newest.get(part) for part in ("ops", "models", "ceilings"))
-    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])))
+    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), host)
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -134,6 +137,22 @@ def cpu_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def host_table(results: Results) -> str:
+    """Host time of a block over timm's, with quartiles, by way and phase."""
+    if results.host is None:
+        return f"{NOT_YET}; `python -m benchmarks.host --out benchmarks/results/host.json` measures it."
+    found = {(row["block"], row["way"], row["phase"]): row for row in results.host["rows"]}
+    lines = ["| block | way | inference | training |", "|---|---|--:|--:|"]
+    for block, way in dict.fromkeys(key[:2] for key in found):
+        cells = (found.get((block, way, phase)) for phase in ("inference", "training"))
+        cells = (
+            "" if r is None else f"{r['ratio']:.2f} ({' to '.join(f'{q:.2f}' for q in r['quartiles'])})" for r in cells
+        )
+        lines.append(f"| {block} | {way} | {' | '.join(cells)} |")
+    source = results.host["provenance"]
+    return "\n".join([*lines, "", f"torch {source['packages']['torch']}, {source['date']}: `{source['command']}`."])
+
+
 def _ratio(row: dict | None) -> str:
     if row is None:
         return ""
@@ -160,7 +179,7 @@ def _predicted(what: str, static: dict | None) -> str:
     return "\n".join([*lines, "", source])
 
 
-TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table}
+TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table, "host": host_table}
 
 
 def fill(readme: str, results: Results) -> str:

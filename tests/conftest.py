@@ -20,7 +20,7 @@ from fastvit_triton.kernels import backend, fold, launch, op, plan
 from fastvit_triton.layers import ways
 
 # by processor time of the whole file
-LONGEST = """backend convert parallel cli static export interpreter freeze benchmarks kernel_graphs explain plan
+LONGEST = """backend convert parallel cli static export interpreter freeze replay benchmarks kernel_graphs explain plan
 models pressure launches convert_hooks fake_device recovery recipes train shards readme masked""".split()
 
 
@@ -49,6 +49,7 @@ FAST = {
     "plan": r"first_table|expected_time|rates|order|ieee|host|plain",
     "pressure": r"detected|mutation|relu|alignment",
     "readme": r"shows|recorded|\[0 ",
+    "replay": r"buffers|passed_the_same|guards_what|later_is_seen\[(scale|transposed)",
     "recipes": r"lamb|operations|policy|accumulated|distillation_equals|dropped|invalid",
     "recovery": r"within|old_file|divergence|non_finite|vanishes",
     "shards": r"\[0-[123]-|windows|webdataset|invalid|another_number",

@@ -367,7 +367,7 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     rates, block = cost.gpus()[gpu], seen[0].blocks[0].branches
     assert tuple(b._replace(scales=0) for b in block) == sizes
     us = {w: cost.block_us(rates, block, w, training, False) for w in cost.WAYS}
-    host = {w: (410 if training else 150) * ratio for w, ratio in plan.HOST_RATIO[phase].items()}
+    host = {w: (410 if training else 150) * ratio for w, ratio in cost.table()["host_us"]["replayed"][phase].items()}
     (line,) = re.findall(rf"^12 × attention \+ mlp N=197 C=384 +{way} +least expected µs: (.*)$", text, re.MULTILINE)
     for w in cost.WAYS:
         assert f"{w} {max(us[w], host[w]):.0f} (GPU {us[w]:.0f}, host {host[w]:.0f})" in line or f"{w} moves" in line

@@ -48,7 +48,7 @@ def vit(size: str, batch: int, tokens: int = 197) -> tuple[cost.Branch, cost.Bra
 def chosen(architecture: str, size: str, batch: int, training: bool = False) -> str:
     x = torch.empty(1, dtype=torch.bfloat16)
     with targeting(architecture), torch.set_grad_enabled(training):
-        return plan.way_of(x, vit(size, batch), training)
+        return plan.way_of(x, vit(size, batch), training, True)
 
 
 def block(dim: int = 32, act: str = "gelu", qk_norm: float | None = None, **options: object) -> layers.Block:
@@ -111,9 +111,12 @@ def test_a_choice_says_why():
     assert small.refused == {"fused": "moves more bytes than plain"} and not large.refused
     gpu = cost.gpus()["h200"]
     assert large.us == {
-        way: (cost.block_us(gpu, vit("B", 256), way, False, False), plan.host_us(way, 2, False)) for way in cost.WAYS
+        way: (cost.block_us(gpu, vit("B", 256), way, False, False), plan.host_us(way, 2, False, True))
+        for way in cost.WAYS
     }
-    assert plan.host_us("fused", 1, True) == 410 * plan.HOST_RATIO["training"]["fused"] / 2
+    row = cost.table()["host_us"]
+    assert plan.host_us("fused", 1, True, False) == 410 * row["called"]["training"]["fused"] / 2
+    assert plan.host_us("fused", 2, False, True) == 150 * row["replayed"]["inference"]["fused"]
     assert [c.why for c in seen] == ["expected"] * 3 + ["asked for"] and forced.us == {}
 
 
@@ -150,17 +153,22 @@ def test_products_in_ieee_float32_are_left_to_pytorch():
     """Oracle: torch.set_float32_matmul_precision."""
     x = torch.empty(1)
     with targeting("sm_89"):
-        assert plan.way_of(x, vit("S", 256), False) != "fused"
+        assert plan.way_of(x, vit("S", 256), False, True) != "fused"
         torch.set_float32_matmul_precision("high")
         try:
-            assert plan.way_of(x, vit("S", 256), False) == "fused"
+            assert plan.way_of(x, vit("S", 256), False, True) == "fused"
         finally:
             torch.set_float32_matmul_precision("highest")
 
 
 def test_small_batches_are_bound_by_the_host():
     """Oracle: the way with the least host time, where the GPU needs less than that."""
-    assert chosen("sm_90", "B", 1) == min(plan.HOST_RATIO["inference"], key=plan.HOST_RATIO["inference"].get)
+    x, block = torch.empty(1, dtype=torch.bfloat16), vit("B", 1)
+    with targeting("sm_90"):
+        for replayed, row in ((True, "replayed"), (False, "called")):
+            ratios = dict(cost.table()["host_us"][row]["inference"])
+            ratios.pop("fused")  # one image is not worth a fold
+            assert plan.way_of(x, block, False, replayed) == min(ratios, key=ratios.get)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

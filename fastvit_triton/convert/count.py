@@ -60,7 +60,7 @@ class Prediction:
         return tuple(sum(self._us(c, c.way, frozen, ratio) for c in self.blocks) for ratio in (0, 1, 2))
 
     def _us(self, choice: Choice, way: str, frozen: bool, ratio: int) -> float:
-        host = host_us(way, len(choice.branches), self.training)
+        host = host_us(way, len(choice.branches), self.training, choice.replayed)
         return max(block_us(self.gpu, choice.branches, way, self.training, frozen, ratio), host)
 
     def saved_bytes(self, way: str | None = None) -> int:

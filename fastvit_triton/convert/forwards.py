@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..kernels.backend import kernels_available
-from ..layers import ways
+from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import type_name
 from .third_party import is_fusable
@@ -122,9 +122,12 @@ def _chosen(forward: Callable) -> Callable:
         if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if inputs else None
-        if type(x) is Tensor and ways.known_way(module, x) == "plain":
+        way, settings = ways.known_way(module, x) if type(x) is Tensor else (None, None)
+        if way == "plain":
             return ways.plainly(type(module).forward, module, *inputs, **named)
-        return forward(module, *inputs, **named)
+        if way is None:
+            return forward(module, *inputs, **named)
+        return replay.call(settings, forward, module, *inputs, **named)
 
     return run
 
@@ -148,15 +151,22 @@ class FusedBody:
         if not inputs and "hidden_states" in named:
             inputs = (named["hidden_states"],)
             named = {name: value for name, value in named.items() if name != "hidden_states"}
+        if inputs and isinstance(inputs[0], Tensor):
+            way, settings = ways.known_way(module, inputs[0])
+            if way == "plain":
+                return ways.plainly(type(module).forward, module, *inputs, **named)
+            if way is not None:
+                return replay.call(settings, self._fused, module, *inputs, **named)
+        return self._fused(module, *inputs, **named)
+
+    def _fused(self, module: nn.Module, *inputs: object, **named: object) -> Tensor | tuple[Tensor, None]:
         x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
-        if x is not None and ways.known_way(module, x) == "plain":
-            return ways.plainly(type(module).forward, module, *inputs, **named)
         if x is not None and is_fusable(module, x):
             parts = self.read(module, *inputs[1:], **named)
             if not isinstance(parts, str):
                 way = "reference"
                 if kernels_available(x):
-                    way = ways.choose_way(module, x, (parts.sizes(),))
+                    way = ways.choose_way(module, x, (parts.sizes(),), replays=True)
                 if way == "plain":
                     return ways.plainly(type(module).forward, module, *inputs, **named)
                 y = parts(x, way=way)

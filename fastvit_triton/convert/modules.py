@@ -14,6 +14,7 @@ from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
+from ..layers.ways import SIZES
 from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
 from .forwards import Forward, forward_for
 from .from_torch import CONV, STEMS
@@ -212,3 +213,4 @@ def revert(model: nn.Module) -> None:
         for module in model.modules():
             if is_our_forward(module.__dict__.get("forward")):
                 del module.__dict__["forward"]
+            module.__dict__.pop(SIZES, None)

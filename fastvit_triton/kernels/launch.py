@@ -5,8 +5,10 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .tile import TRITON
 
@@ -31,6 +33,10 @@ def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed:
             tensor or a tuple of tensors. Strides that the kernel needs are among them.
         fixed: its compile-time arguments and the launch options, by name.
     """
+    if torch._C._len_torch_dispatch_stack() and (recorder := _current_recorder()) is not None:
+        recorder.launched(kernel, grid, arguments, fixed)
+        with _disable_current_modes():  # the interpreter copies tensors
+            return launch(kernel, grid, *arguments, **fixed)
     if run is not _run or not _is_plain(kernel):
         return run(kernel, grid, arguments, fixed)
     global _direct
@@ -42,21 +48,82 @@ def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed:
             return _run(kernel, grid, arguments, fixed)
         with torch.cuda.device(device):
             return launch(kernel, grid, *arguments, **fixed)
-    key = (
-        kernel.fn, device, kernel.debug, TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode,
-        TRITON.specialize(_direct.backend, arguments, False, True, True),
-        *fixed, *fixed.values(),
-    )  # fmt: skip
+    key = _key(kernel, device, arguments, fixed)
     try:
         compiled_run, function, metadata, constants = _direct.found[key]
     except KeyError:
         compiled = _run(kernel, grid, arguments, fixed)
         if _is_repeatable(kernel, compiled, len(arguments), fixed):
             constants = tuple(fixed[p.name] for p in kernel.params[len(arguments) :])
-            _direct.found[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
+            _direct.found[key] = Binary(compiled.run, compiled.function, compiled.packed_metadata, constants)
         return
     x, y, z = (*grid, 1, 1)[:3]
     compiled_run(x, y, z, _direct.stream(device), function, metadata, None, None, None, *arguments, *constants)
+
+
+def _key(kernel: Callable, device: int, arguments: tuple, fixed: dict[str, object]) -> tuple:
+    return (
+        kernel.fn, device, kernel.debug, TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode,
+        TRITON.specialize(_direct.backend, arguments, False, True, True),
+        *fixed, *fixed.values(),
+    )  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """A mode of PyTorch that is told of each launch in its context, in the threads of autograd, too."""
+
+    def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> None:
+        """Takes the arguments of `launch`, before the launch."""
+        raise NotImplementedError
+
+
+def _current_recorder() -> Recorder | None:
+    stack = range(torch._C._len_torch_dispatch_stack())
+    return next((m for m in map(torch._C._get_dispatch_stack_at, stack) if isinstance(m, Recorder)), None)
+
+
+class Binary(NamedTuple):
+    """What a direct launch takes besides grid, stream and run-time arguments.
+
+    Attributes:
+        run: Triton's launcher.
+        function: handle of the compiled kernel.
+        metadata: of its launch.
+        constants: compile-time arguments, which follow the others.
+    """
+
+    run: Callable
+    function: object
+    metadata: object
+    constants: tuple
+
+
+def binary_of(kernel: Callable, arguments: tuple, fixed: dict[str, object]) -> Binary | None:
+    """The binary of a launch that was made before; None where Triton must choose it at each launch.
+
+    It fits all launches whose numbers are the same and whose addresses have the same remainders by 16.
+    """
+    if run is not _run or not _is_plain(kernel) or _direct is None or _direct.backend_name != "cuda":
+        return None
+    device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
+    return _direct.found.get(_key(kernel, device, arguments, fixed))
+
+
+def direct_state(device: int, kernels: tuple[Callable, ...]) -> tuple | None:
+    """What must be as it was, besides the arguments, for binaries to fit; None where they may not be launched now."""
+    if run is not _run or _direct is None or _direct.driver is not TRITON.driver._active:
+        return None
+    if device != _direct.current_device() or not _is_plain(kernels[0]):
+        return None
+    if any([kernel.pre_run_hooks for kernel in kernels]):
+        return None
+    knobs = TRITON.knobs
+    return _direct, knobs.runtime.debug, knobs.compilation.instrumentation_mode, [kernel.debug for kernel in kernels]
+
+
+def stream(device: int) -> int:
+    """Handle of the current stream, for direct launches."""
+    return _direct.stream(device)
 
 
 def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> object:
@@ -97,7 +164,8 @@ class _Direct:
         if self.current_device is torch.cuda.current_device:
             self.current_device = torch._C._cuda_getDevice  # without a check that CUDA is initialised
         self.backend = TRITON.make_backend(driver.get_current_target())
-        self.found: dict[tuple, tuple] = {}
+        self.backend_name = driver.get_current_target().backend
+        self.found: dict[tuple, Binary] = {}
 
 
 def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict[str, object]) -> bool:

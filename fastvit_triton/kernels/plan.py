@@ -23,10 +23,6 @@ from .cost import OPS, WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, t
 
 TRACED = (256, 197)  # images and tokens that stand for all while tracing
 MAX_CHOICES = 4096  # cached choices
-HOST_RATIO = {  # host time of a block against timm's, by way; estimates after `python -m benchmarks.host`
-    "inference": dict(plain=1.05, mixed=4.0, fused=5.0),
-    "training": dict(plain=1.05, mixed=4.5, fused=5.0),
-}
 
 
 class Choice(NamedTuple):
@@ -40,6 +36,7 @@ class Choice(NamedTuple):
         us: way → expected microseconds on the GPU, with the pessimistic rates of our kernels, and on the host; empty
             where they did not decide.
         refused: way → why it could not be chosen.
+        replayed: calls of the block are replayed, so the host spends less on them.
     """
 
     name: str
@@ -48,6 +45,7 @@ class Choice(NamedTuple):
     branches: tuple[Branch, ...]
     us: dict[str, tuple[float, float]]
     refused: dict[str, str]
+    replayed: bool = False
 
 
 forced: str | None = None  # overrides the choice, see `forcing`
@@ -56,26 +54,34 @@ _choices: dict[tuple, str] = {}
 _observer: Callable[[Choice], None] | None = None  # see `observing`
 
 
-def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool) -> str:
+def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bool) -> str:
     """The way of the residual branches of a block: "fused", "mixed" or "plain".
 
     Args:
         x: [B, ..., C], where the kernels run; its device and dtype count.
         branches: of the block.
         training: gradients are on.
+        replayed: calls of the block are replayed, see `layers.replay`.
     """
     traced = torch.compiler.is_compiling()
-    return _way(x.device, x.dtype, tuple(tuple(b) for b in branches), training, traced)
+    return _way(x.device, x.dtype, tuple(tuple(b) for b in branches), training, traced, replayed)
 
 
-def _way(device: torch.device, dtype: torch.dtype, sizes: tuple[tuple, ...], training: bool, traced: bool) -> str:
-    key = (device, dtype, sizes, training, traced, *_asked(dtype))
+def _way(
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[tuple, ...],
+    training: bool,
+    traced: bool,
+    replayed: bool,
+) -> str:
+    key = (device, dtype, sizes, training, traced, replayed, *_asked(dtype))
     way = _choices.get(key)
     if way is None or _observer is not None:
         branches = tuple(Branch(*one) for one in sizes)
         if traced:
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
-        choice = choose(device, branches, training, traced, *_asked(dtype)[:3])
+        choice = choose(device, branches, training, traced, replayed, *_asked(dtype)[:3])
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
     return way
@@ -103,6 +109,7 @@ def choose(
     branches: tuple[Branch, ...],
     training: bool,
     traced: bool,
+    replayed: bool,
     asked: str | None,
     switch: str,
     exact: bool,
@@ -114,6 +121,7 @@ def choose(
         branches: of the block.
         training: gradients are on.
         traced: a graph is traced, so host time does not count.
+        replayed: calls of the block are replayed.
         asked: the way that a context asks for, or None.
         switch: `backend.backend()`.
         exact: products are in IEEE float32.
@@ -129,11 +137,14 @@ def choose(
     gpu = gpu_on(device)
     every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
     us = {
-        way: (sum(launch_us(gpu, one) for one in found), 0.0 if traced else host_us(way, len(branches), training))
+        way: (
+            sum(launch_us(gpu, one) for one in found),
+            0.0 if traced else host_us(way, len(branches), training, replayed),
+        )
         for way, found in every.items()
     }
     refusals = {way: refusal(found, every["plain"], training, exact) for way, found in every.items()}
-    return _least(name, us, refusals, branches)
+    return _least(name, us, refusals, branches)._replace(replayed=replayed)
 
 
 def _least(
@@ -145,10 +156,10 @@ def _least(
     return Choice(name, way, "expected", branches, us, refused)
 
 
-def host_us(way: str, branches: int, training: bool) -> float:
+def host_us(way: str, branches: int, training: bool, replayed: bool) -> float:
     """Expected microseconds of the host for so many residual branches; a block has two."""
-    phase = "training" if training else "inference"
-    return table()["host_us"]["eager"][phase] * HOST_RATIO[phase][way] * branches / 2
+    phase, row = "training" if training else "inference", table()["host_us"]
+    return row["eager"][phase] * row["replayed" if replayed else "called"][phase][way] * branches / 2
 
 
 def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from . import replay
 from .body import Given, normalize
 from .branch import Branch, add_branches
 from .drop_path import DropPath
@@ -45,7 +46,15 @@ class Block(nn.Module):
         self, x: Tensor, stats: Given | None = None, next_norm: nn.Module | None = None
     ) -> Tensor | tuple[Tensor, Given | None]:
         """[B, N, D] → [B, N, D]; for `stats` and `next_norm` see `add_branches`."""
-        if known_way(self, x) == "plain" or not can_fuse(x):
+        way, settings = known_way(self, x)
+        if way is not None and way != "plain":
+            return replay.call(settings, Block._fused, self, x, stats, next_norm)
+        return self._fused(x, stats, next_norm, way)
+
+    def _fused(
+        self, x: Tensor, stats: Given | None, next_norm: nn.Module | None, way: str | None = None
+    ) -> Tensor | tuple[Tensor, Given | None]:
+        if way == "plain" or not can_fuse(x):
             x = plainly(self._plain, x)
             return x if next_norm is None else (x, None)
         return add_branches(x, *self._branches(), block=self, stats=stats, next_norm=next_norm)

@@ -96,7 +96,7 @@ def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodie
     for branch, body in zip(branches, bodies, strict=True):
         if body is not None:
             sizes.append(body.sizes()._replace(scales=_scales(branch)))
-    return choose_way(block, x, tuple(sizes))
+    return choose_way(block, x, tuple(sizes), replays=True)
 
 
 def _scales(branch: Branch) -> int:

@@ -5,6 +5,7 @@ that outlives its call can be wrong unnoticed. It does so only in a model that `
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..kernels.backend import kernels_available
 from ..kernels.fold import Folded, Group, fold_groups, packed, pays
 from ..kernels.op import can_fold_norm
 
+PROGRAMS = "_fastvit_triton_programs"  # key in a module's __dict__: what `replay` recorded, which holds kept folds
 _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → its folds by dtype and weights
 
 
@@ -46,7 +48,7 @@ class Entry(NamedTuple):
         return Norm(self.group.norm_weight, self.group.norm_bias, self.eps)
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A fold, the tensors it was made from, and what is compared of them."""
 
     folded: Folded
@@ -77,6 +79,7 @@ def freeze(model: nn.Module) -> None:
     """
     _check(model)
     for module in model.modules():
+        module.__dict__.pop(PROGRAMS, None)
         kept = _frozen.setdefault(module, {})
         for key, entry in kept.items():
             kept[key] = entry._replace(state=())  # folded again, in place, by the next call
@@ -93,6 +96,7 @@ def unfreeze(model: nn.Module) -> None:
     """
     _check(model)
     for module in model.modules():
+        module.__dict__.pop(PROGRAMS, None)
         _frozen.pop(module, None)
 
 
@@ -175,13 +179,18 @@ def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
                     new = old.folded
                 for other in [k for k, v in kept.items() if any(ref() is None for ref in v.sources)]:
                     del kept[other]
-                kept[key] = _Kept(new, tuple(map(weakref.ref, entry.sources)), _state(entry))
+                kept[key] = Kept(new, tuple(map(weakref.ref, entry.sources)), _state(entry))
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()  # other streams and threads read these folds, too
     return [kept[key].folded for kept, key in zip(places, keys, strict=True)]
 
 
-def _is_fresh(kept: _Kept | None, entry: Entry) -> bool:
+def kept_folds(modules: Iterable[nn.Module]) -> list[Kept]:
+    """The folds that these modules keep."""
+    return [kept for module in modules for kept in _frozen.get(module, {}).values()]
+
+
+def _is_fresh(kept: Kept | None, entry: Entry) -> bool:
     """A kept fold was made from these tensors, and nothing that PyTorch tells of them has changed."""
     if kept is None or kept.state != _state(entry):
         return False

@@ -13,9 +13,13 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from ..kernels.backend import kernels_available
 
-__all__ = ["can_fuse", "has_global_hooks", "has_hooks", "is_our_forward", "is_patched", "is_plain_module", "type_name"]
+__all__ = [
+    "can_fuse", "has_global_hooks", "has_hooks", "is_our_forward", "is_patched", "is_plain_module", "is_repeatable",
+    "runs_known_code", "type_name",
+]  # fmt: skip
 
 PACKAGE = __package__.partition(".")[0]
+KNOWN = {"torch", "timm", "transformers", "torchvision", "vit_pytorch", PACKAGE}  # whose modules keep no hidden state
 PASSIVE = "transformers.utils.output_capturing"  # its hooks stay registered, and read outputs only while asked to
 
 _forwards: dict[type, Callable] = {}  # class → the forward that it was defined with, as last found
@@ -64,6 +68,20 @@ def has_hooks(module: nn.Module) -> bool:
     ):
         return True
     return ("forward" in facts and not is_our_forward(facts["forward"])) or is_patched(type(module))
+
+
+def is_repeatable(module: nn.Module) -> bool:
+    """Calls of the modules in this one run code of known packages on plain tensors: nothing is hooked or patched."""
+    return all(runs_known_code(m) for m in module.modules() if m is not module)
+
+
+def runs_known_code(module: nn.Module) -> bool:
+    """Calls of the module itself do; its children may be others."""
+    facts, cls = module.__dict__, type(module)
+    if not are_plain_tensors(*facts["_parameters"].values(), *facts["_buffers"].values()):
+        return False
+    hooks = facts["_forward_hooks"] or has_hooks(module)  # passive ones are called, too
+    return not hooks and cls.__module__.partition(".")[0] in KNOWN
 
 
 def is_our_forward(forward: object) -> bool:

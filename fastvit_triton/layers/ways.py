@@ -5,8 +5,10 @@ it first runs, and only its sizes are kept: a module that was replaced, hooked o
 fused, which every fused or mixed call checks, and the plain way is right for all of them.
 """
 
+import os
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,23 @@ from ..kernels import backend, launch, plan
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
-from .hooks import are_plain_tensors, can_fuse
+from .hooks import are_plain_tensors, can_fuse, is_repeatable
 
-SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its branches, for any number of images and tokens
+SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `Sizes`
+REPLAYS = os.environ.get("FASTVIT_TRITON_REPLAY", "1") not in ("", "0")
 MAX_WAYS = 4096  # cached answers
+
+
+class Sizes(NamedTuple):
+    """What the way of a module depends on besides its input.
+
+    Attributes:
+        branches: sizes, for any number of images and tokens.
+        replayed: its calls are replayed, see `replay`.
+    """
+
+    branches: tuple[Branch, ...]
+    replayed: bool
 
 
 class State(threading.local):
@@ -35,54 +50,63 @@ state = State()
 _ways: dict[tuple, str] = {}
 
 
-def known_way(module: nn.Module, x: Tensor) -> str | None:
-    """The way of a module that ran before; None for one that did not, and where the kernels do not run."""
+def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, tuple | None]:
+    """(way, settings) of a call of a module that ran before; None for one that did not, and where no kernel runs.
+
+    The settings are all that the way depends on: sizes of the module and of x, and what is set globally.
+    """
     if SIZES not in module.__dict__ or torch.compiler.is_compiling():
-        return None
-    sizes = module.__dict__[SIZES]
-    autocast = torch.is_autocast_enabled(x.device.type)
-    key = (sizes, x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast)
-    exact = x.dtype is torch.float32 and torch.get_float32_matmul_precision()
-    key += plan.forced, plan.assumed, backend._switch, launch.target, exact
-    if key in _ways:
-        return _ways[key]
+        return None, None
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    exact = x.dtype is torch.float32 and torch._C._get_float32_matmul_precision()
+    settings = (
+        module.__dict__[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, exact,
+        plan.forced, plan.assumed, backend._switch, launch.target,
+    )  # fmt: skip
+    if settings in _ways:
+        return _ways[settings], settings
     if not kernels_available(x):
-        return None
+        return None, None
     if len(_ways) >= MAX_WAYS:
         _ways.clear()
-    way = _ways[key] = _way(x, sizes)
-    return way
+    way = _ways[settings] = _way(x, *settings[0])
+    return way, settings
 
 
-def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]) -> str:
+def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], replays: bool = False) -> str:
     """The way of these branches of x [B, ..., C], where the kernels run.
 
     Args:
         module: the block that they belong to, which keeps their sizes; None for none.
         x: what they are added to.
         branches: their sizes; numbers of images and tokens are those of x.
+        replays: calls of the module are given to `replay`.
     """
-    if module is not None and not torch.compiler.is_compiling():
-        module.__dict__[SIZES] = branches
-    return _way(x, branches)
+    if torch.compiler.is_compiling():
+        return _way(x, branches, False)
+    replayed = replays and module is not None and is_repeatable(module)
+    if module is not None:
+        module.__dict__[SIZES] = Sizes(branches, replayed)
+    return _way(x, branches, replayed)
 
 
 def way_alone(body: nn.Module, x: Tensor) -> str:
     """The way of a `layers.body.Body` that is called by itself; "plain" also where the kernels do not run."""
     if state.inside_plain or not can_fuse(x):
         return "plain"
-    way = known_way(body, x)
+    way, _ = known_way(body, x)
     return choose_way(body, x, (body.sizes(),)) if way is None else way
 
 
-def _way(x: Tensor, branches: tuple[Branch, ...]) -> str:
+def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:
     if any(max(b.channels, b.width, b.inner) > MAX_D for b in branches):
         return "plain"
     if not torch.compiler.is_compiling():
         tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
         size = 2 if torch.is_autocast_enabled(x.device.type) else x.element_size()
         branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
-    way = plan.way_of(x, branches, torch.is_grad_enabled())
+    way = plan.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS)
     return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors are for registered ops
 
 

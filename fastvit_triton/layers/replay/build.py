@@ -1,0 +1,219 @@
+"""Makes a program of a recorded call: gives each of its tensors a place in the table, and memory that others had."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch import binary_of, launch
+from .program import Call, DirectLaunch, Program, Ref, Refs, Segment
+from .recorder import Place, Recorder, Refusal, Step, place_of, storage_of, tensors_in
+
+ALIGNMENT = 256  # bytes, of tensors in a buffer
+
+
+class _Builder:
+    """Gives each tensor of a recording its place in the table.
+
+    Args:
+        recorder: of the call.
+        given: tensors that lie in the first slots.
+        marks: numbers of steps and of reservations of the forward pass.
+        returned: tensors that the forward pass returns, and the gradients.
+    """
+
+    def __init__(
+        self, recorder: Recorder, given: Sequence[Tensor], marks: tuple[int, int], returned: tuple[list, list]
+    ) -> None:
+        self.recorder, self.steps, self.marks = recorder, recorder.steps, marks
+        self.given: dict[int, list[tuple[int, Place]]] = {}
+        for slot, t in enumerate(given):
+            self.given.setdefault(storage_of(t), []).append((slot, place_of(t)))
+        self.slots = len(given)
+        self.buffers: tuple[list, list] = [], []  # of the forward and the backward pass, as are the next two
+        self.outputs: tuple[list, list] = [], []
+        self.viewed: tuple[dict, dict] = {}, {}
+        self.bases: dict[int, tuple[int, Place]] = {}  # storage → slot and the tensor there
+        self.parts: dict[int, tuple[int, int, int]] = {}  # storage → slot of a buffer, offset in it, address
+        self.views: dict[tuple[int, torch.dtype], int] = {}
+        self.last: dict[int, int] = {}  # storage → last step that reads or writes it
+        for i, step in enumerate(self.steps):
+            self.last |= dict.fromkeys(map(storage_of, tensors_in((step.arguments, step.named))), i)
+            for t, _ in step.results:
+                self.bases[storage_of(t)] = self._slot(), place_of(t)
+        leaving = [{storage_of(t) for t in tensors} for tensors in returned]
+        self._reserve(leaving)
+
+    def _slot(self) -> int:
+        self.slots += 1
+        return self.slots - 1
+
+    def _reserve(self, leaving: list[set[int]]) -> None:
+        """Places what was reserved: as an output, in the buffer kept for the backward pass, or in one of a segment."""
+        steps, reservations = self.marks
+        kept, own = [], ([], [])
+        for i, (storage, (t, born)) in enumerate(self.recorder.reserved.items()):
+            phase, last = int(i >= reservations), self.last.get(storage, -1)
+            if storage in leaving[0] | leaving[1]:
+                slot, place = self._slot(), place_of(t)
+                self.bases[storage] = slot, place
+                self.outputs[phase].append((slot, place.shape, place.stride, place.dtype))
+            elif phase == 0 and last >= steps:
+                kept.append((storage, t, 0, len(self.steps)))
+            elif last >= 0:
+                own[phase].append((storage, t, born, last))
+        for phase, group in ((0, kept), *enumerate(own)):
+            if group:
+                slot = self._slot()
+                offsets, nbytes = _pack([(b, e, t.untyped_storage().nbytes()) for _, t, b, e in group])
+                self.buffers[phase].append((slot, nbytes))
+                for (storage, t, *_), offset in zip(group, offsets, strict=True):
+                    self.parts[storage] = slot, offset, t.data_ptr()
+
+    def ref(self, t: Tensor, phase: int) -> Ref:
+        """Where a tensor of the recording lies in a replay."""
+        place = place_of(t)
+        if place.storage in self.parts:
+            buffer, offset, start = self.parts[place.storage]
+            key = buffer, place.dtype
+            if key not in self.views:
+                self.views[key] = self._slot()
+            slot = self.views[key]
+            self.viewed[phase][slot] = key
+            nbytes = offset + place.address - start
+            return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
+        if place.storage in self.bases:
+            candidates = [self.bases[place.storage]]
+        elif place.storage in self.given:
+            candidates = self.given[place.storage]
+        else:
+            raise Refusal("a tensor is neither given nor made in the call")
+        exact = next((slot for slot, base in candidates if base == place), None)
+        if exact is not None:
+            return Ref(exact)
+        (slot, base), *others = candidates
+        if others or base.dtype != place.dtype:
+            raise Refusal("a tensor is a part of several that are given, or of one of another dtype")
+        nbytes = place.address - base.address
+        return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
+
+    def refs(self, held: Sequence[object], phase: int) -> tuple:
+        """The arguments with a `Ref` for each tensor."""
+        found = []
+        for value in held:
+            if isinstance(value, Tensor):
+                value = self.ref(value, phase)
+            elif type(value) in (tuple, list) and _holds_tensors(value):
+                value = Refs(self.refs(value, phase))
+            elif _holds_tensors(value):
+                raise Refusal("an argument holds tensors otherwise than in a tuple or a list")
+            found.append(value)
+        return tuple(found)
+
+    def fill(self, phase: int, steps: list[Step]) -> Segment:
+        """The segment of these steps; what it returns must have its place before."""
+        done, kernels = [], {}
+        for step in steps:
+            arguments = self.refs(step.arguments, phase)
+            if _holds_tensors(step.named):
+                raise Refusal("a tensor is given by name")
+            binary = None if step.grid is None else binary_of(step.function, step.arguments, step.named)
+            if binary is not None:
+                kernels[step.function] = None
+                done.append(DirectLaunch.of(step.grid, binary, arguments))
+            elif step.grid is not None:
+                done.append(Call(launch, (step.function, step.grid, *arguments), step.named, ()))
+            else:
+                results = tuple((self.bases[storage_of(t)][0], i) for t, i in step.results)
+                done.append(Call(step.function._op, arguments, step.named, results))
+        views = tuple((slot, *key) for slot, key in self.viewed[phase].items())
+        return Segment(tuple(self.buffers[phase]), views, tuple(self.outputs[phase]), tuple(done), tuple(kernels))
+
+
+def _holds_tensors(held: object) -> bool:
+    return next(tensors_in(held), None) is not None
+
+
+def _pack(spans: list[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Offsets of tensors in one buffer, and its size.
+
+    Args:
+        spans: (first step, last step, bytes) of each tensor; those whose steps overlap do not share memory.
+    """
+    placed, offsets = [], []
+    for first, last, nbytes in spans:
+        taken = sorted((at, at + n) for at, n, a, b in placed if a <= last and first <= b)
+        offset = 0
+        for start, end in taken:
+            if offset + nbytes <= start:
+                break
+            offset = max(offset, -(-end // ALIGNMENT) * ALIGNMENT)
+        offsets.append(offset)
+        placed.append((offset, nbytes, first, last))
+    size = max((at + n for at, n, *_ in placed), default=0)
+    return offsets, -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def build(
+    recorder: Recorder,
+    given: Sequence[Tensor],
+    result: object,
+    marks: tuple[int, int] | None = None,
+    incoming: Tensor | None = None,
+    gradients: Sequence[Tensor | None] = (),
+) -> Program:
+    """The program of a recorded call.
+
+    Args:
+        recorder: of the call.
+        given: tensors that each replay is given.
+        result: what the call returned: tensors and None, in tuples.
+        marks: numbers of steps and reservations in the forward pass; None without gradients.
+        incoming: gradient that was given to the backward pass.
+        gradients: of the given tensors.
+
+    Raises:
+        Refusal: the call cannot be replayed.
+    """
+    training = marks is not None
+    marks = marks or (len(recorder.steps), len(recorder.reserved))
+    outputs = list({id(t): t for t in tensors_in(result)}.values())
+    arriving = [] if incoming is None else [incoming]
+    builder = _Builder(recorder, [*given, *arriving], marks, (outputs, list(tensors_in(gradients))))
+    returned = tuple(builder.ref(t, 0) for t in outputs)
+    forward = builder.fill(0, recorder.steps[: marks[0]])
+    places = {id(t): i for i, t in enumerate(outputs)}
+    structure = _mapped(result, places)
+    backward, grads, saved = None, (), ()
+    if training:
+        grads = tuple(None if t is None else builder.ref(t, 1) for t in gradients)
+        backward = builder.fill(1, recorder.steps[marks[0] :])
+        filled = (*backward.buffers, *backward.views, *backward.outputs)
+        own = {slot for slot, *_ in filled}
+        own |= {slot for step in backward.steps if type(step) is Call for slot, _ in step.results}
+        used = {r.slot for step in backward.steps for r in _refs_in(step)} | {r.slot for r in grads if r is not None}
+        used |= {buffer for _, buffer, _ in backward.views}
+        saved = tuple(sorted(used - own - {len(given)}))
+    learns = next((i for i, t in enumerate(outputs) if t.requires_grad), 0)
+    unused = tuple(i for i, (t, g) in enumerate(zip(given, gradients, strict=False)) if t.requires_grad and g is None)
+    ends = builder.slots, len(given), learns, unused, given[0].device
+    return Program(forward, returned, structure, backward, saved, grads, *ends)
+
+
+def _mapped(result: object, places: dict[int, int]) -> object:
+    if result is None:
+        return None
+    if isinstance(result, Tensor):
+        return places[id(result)]
+    if not isinstance(result, tuple):
+        raise Refusal(f"the call returns {type(result).__name__}")
+    values = [_mapped(part, places) for part in result]
+    return type(result)._make(values) if hasattr(result, "_make") else tuple(values)
+
+
+def _refs_in(held: object) -> Iterable[Ref]:
+    if type(held) is Ref:
+        yield held
+    elif isinstance(held, (tuple, list, dict)):
+        for value in held.values() if isinstance(held, dict) else held:
+            yield from _refs_in(value)

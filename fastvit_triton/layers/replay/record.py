@@ -1,0 +1,142 @@
+"""Runs a call to record it, with its backward pass if there are gradients."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..freeze import Kept, kept_folds
+from ..hooks import runs_known_code
+from .build import build
+from .guard import Guard
+from .program import Program
+from .recorder import Recorder, Refusal, storage_of, tensors_in
+
+
+class Record(NamedTuple):
+    """A program and what it depends on.
+
+    Attributes:
+        program: of the call.
+        guard: the modules, as they were.
+        held: tensors that the program is given after the inputs: the modules', and those that `freeze` keeps.
+        folds: kept by `freeze`.
+        result: what the recorded call returned; None if it had gradients.
+    """
+
+    program: Program
+    guard: Guard
+    held: list[Tensor]
+    folds: list[Kept]
+    result: object
+
+
+def record(
+    forward: Callable, module: nn.Module, inputs: tuple, named: dict[str, object], tensors: list[Tensor]
+) -> Record | None:
+    """Runs forward(module, *inputs, **named) to record it; None if it cannot be replayed.
+
+    Unless its result is returned, random numbers are drawn afterwards as if it had not run.
+
+    Args:
+        forward: of the module.
+        module: its guard holds all modules in it.
+        inputs: tensors, numbers, modules and tuples of these.
+        named: the same.
+        tensors: those among them.
+    """
+    device = tensors[0].device
+    inside = list({id(m): m for root in (module, *_modules_in((inputs, named))) for m in root.modules()}.values())
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    if not all(runs_known_code(m) for m in inside if m is not module):
+        return None
+    guard = Guard(inside)
+    if any(t.device != device or t._backward_hooks for t in (*tensors, *guard.tensors)):
+        return None
+    leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
+    if len(leaves) < len(tensors):
+        return None
+    given, states = [*leaves.values(), *guard.tensors], _random_states(device)
+    try:
+        recorder = Recorder()
+        with recorder:
+            result = forward(module, *_replaced(inputs, leaves), **_replaced(named, leaves))
+        backward = _record_backward(recorder, given, result)
+        made = _made(recorder, guard, given, len(tensors), result, *backward)
+    except (Refusal, torch.OutOfMemoryError):  # a backward pass needs memory now that it would not need until later
+        made = None
+    if made is None or made.result is None:
+        _restore(states, device)
+    return made
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _restore(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _record_backward(recorder: Recorder, given: list[Tensor], result: object) -> tuple:
+    """(numbers of steps and reservations before, incoming gradient, gradients by tensor); nothing without gradients."""
+    ends = list({id(t): t for t in tensors_in(result) if t.requires_grad}.values())
+    if not ends:
+        return None, None, {}
+    if len(ends) > 1 or not ends[0].is_contiguous() or storage_of(ends[0]) in map(storage_of, given):
+        raise Refusal("not one contiguous output has a gradient")
+    marks, incoming = (len(recorder.steps), len(recorder.reserved)), torch.zeros_like(ends[0].detach())
+    wanted = [t for t in given if t.requires_grad]
+    with torch.autocast(incoming.device.type, enabled=False), recorder:
+        gradients = torch.autograd.grad(ends, wanted, incoming, allow_unused=True)
+    return marks, incoming, dict(zip(map(id, wanted), gradients, strict=True))
+
+
+def _made(
+    recorder: Recorder,
+    guard: Guard,
+    given: list[Tensor],
+    inputs: int,
+    result: object,
+    marks: tuple[int, int] | None,
+    incoming: Tensor | None,
+    gradients: dict[int, Tensor | None],
+) -> Record:
+    """What was recorded, with those tensors alone that a replay depends on; raises Refusal."""
+    if not guard.holds():
+        raise Refusal("the call changed what it depends on")
+    read = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
+    folds = [kept for kept in kept_folds(m for m, *_ in guard.modules) if _storages(kept) & read]
+    held = [t for t in given[inputs:] if torch.is_grad_enabled() or storage_of(t) in read]
+    held += [t for kept in folds for t in kept.folded[:3]]
+    given = [*given[:inputs], *held]
+    program = build(recorder, given, result, marks, incoming, [gradients.get(id(t)) for t in given])
+    return Record(program, guard, held, folds, result if marks is None else None)
+
+
+def _storages(kept: Kept) -> set[int]:
+    return {storage_of(t) for t in kept.folded[:3]}
+
+
+def _modules_in(held: object) -> Iterator[nn.Module]:
+    if isinstance(held, nn.Module):
+        yield held
+    elif isinstance(held, (tuple, dict)):
+        for value in held.values() if isinstance(held, dict) else held:
+            yield from _modules_in(value)
+
+
+def _replaced(held: object, leaves: dict[int, Tensor]) -> object:
+    """The same structure with the leaf of each tensor."""
+    if isinstance(held, Tensor):
+        return leaves[id(held)]
+    if isinstance(held, dict):
+        return {name: _replaced(value, leaves) for name, value in held.items()}
+    if not isinstance(held, tuple):
+        return held
+    values = [_replaced(value, leaves) for value in held]
+    return type(held)._make(values) if hasattr(held, "_make") else tuple(values)

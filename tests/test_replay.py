@@ -1,0 +1,418 @@
+"""Replays of blocks. Oracle: the same call without replays, bit by bit, outputs, gradients and random numbers."""
+
+import copy
+import gc
+import pickle
+import random
+import types
+import weakref
+
+import pytest
+import timm
+import torch
+from interpreter import interpreting
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.no_device import no_device
+from fastvit_triton import create_model, freeze, optimize, unfreeze
+from fastvit_triton.kernels import backend
+from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers import ways
+from fastvit_triton.layers.replay import build, calls, program, record
+
+SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=0)
+
+
+def ours(**options):
+    """Our model."""
+    return create_model("vit_tiny_patch16_224", **SMALL | options)
+
+
+def converted(name="vit_tiny_patch16_224", **options):
+    """timm's model, optimized."""
+    model = timm.create_model(name, **SMALL | options)
+    optimize(model)
+    return model
+
+
+MODELS = {
+    "ours": ours,
+    "layer scale, drop path": lambda: ours(init_values=0.5, drop_path_rate=0.4),
+    "timm": converted,
+    "timm, layer scale, drop path": lambda: converted(init_values=0.5, drop_path_rate=0.4),
+    "timm, norms of heads": lambda: converted(qk_norm=True),
+    "eva02": lambda: converted("eva02_tiny_patch14_224"),
+}
+CALLS = {
+    "inference": dict(),
+    "training": dict(training=True),
+    "autocast": dict(autocast=True),
+    "autocast training": dict(autocast=True, training=True),
+}
+
+
+def recorded(model):
+    """What was recorded of a model's modules."""
+    holders = (m.__dict__.get(calls.PROGRAMS) for m in model.modules())
+    return [found for held in holders if held for found in held.found.values() if type(found) is calls.Recorded]
+
+
+def run(model, x, training=False, autocast=False, enabled=True):
+    """Output, gradients and the random numbers that follow."""
+    model.train(training).requires_grad_(training)
+    torch.manual_seed(1)
+    before, ways.REPLAYS = ways.REPLAYS, enabled
+    try:
+        x = x.detach().requires_grad_(training)
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            y = model(x)
+        if training:
+            y.float().square().sum().backward()
+    finally:
+        ways.REPLAYS = before
+    gradients = [t.grad for t in (x, *model.parameters())]
+    model.zero_grad()
+    return [y.detach(), torch.rand(3), *(g for g in gradients if g is not None)]
+
+
+@pytest.fixture
+def interpreted(always_folded):
+    """Kernels run in Triton's interpreter."""
+    with interpreting():
+        yield
+
+
+def same(found, wanted):
+    """Equal bit by bit."""
+    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+CASES = [
+    pytest.param(make, way, call, marks=[] if call == "training" or make in ("ours", "eva02") else pytest.mark.full)
+    for make in MODELS
+    for way in ("fused", "mixed")
+    for call in CALLS
+]
+
+
+@pytest.mark.parametrize("make, way, call", CASES)
+def test_replays_are_the_call(interpreted, make, way, call):
+    """Three calls in a row, the first two of which record; each with other images and with other weights."""
+    model = MODELS[make]()
+    with forcing(way):
+        for _ in range(4):
+            x = torch.randn(3, 3, 8, 8)
+            wanted = run(model, x, **CALLS[call], enabled=False)
+            assert same(run(model, x, **CALLS[call]), wanted)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.125)
+        assert recorded(model)
+
+
+def hooked(seen):
+    """A forward hook that counts its calls."""
+    return lambda *_: seen.append(1)
+
+
+class Wrapped(nn.Module):
+    """A layer of no known package, such as LoRA's."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+def swap(module, name, value):
+    """Sets a parameter anew: another object."""
+    setattr(module, name, nn.Parameter(value, requires_grad=getattr(module, name).requires_grad))
+
+
+def double(forward):
+    """A forward that returns twice as much."""
+    return lambda *given, **named: 2 * forward(*given, **named)
+
+
+LATER = {  # what changes after a call was recorded: a function of the first block
+    "values in place": lambda b: b.mlp.fc1.weight.data.mul_(2),
+    "values by NumPy": lambda b: b.mlp.fc1.weight.detach().numpy().__imul__(2),
+    "values elsewhere": lambda b: setattr(b.mlp.fc1.weight, "data", b.mlp.fc1.weight.data * 2),
+    "transposed": lambda b: setattr(b.attn.proj.weight, "data", b.attn.proj.weight.data.t()),
+    "misaligned": lambda b: setattr(b.norm1.weight, "data", torch.ones(17)[1:]),
+    "another parameter": lambda b: swap(b.mlp.fc1, "weight", b.mlp.fc1.weight.data * 2),
+    "no bias": lambda b: setattr(b.attn.proj, "bias", None),
+    "another module": lambda b: setattr(b.mlp, "fc2", nn.Linear(64, 16)),
+    "unknown module": lambda b: setattr(b.mlp, "fc2", Wrapped(b.mlp.fc2)),
+    "norm without weights": lambda b: setattr(b, "norm2", nn.LayerNorm(16, elementwise_affine=False)),
+    "eps": lambda b: setattr(b.norm1, "eps", 1.0),
+    "scale": lambda b: setattr(b.attn, "scale", 0.1),
+    "an instance's forward": lambda b: setattr(b.mlp.fc1, "forward", double(b.mlp.fc1.forward)),
+    "parametrised": lambda b: nn.utils.parametrizations.weight_norm(b.mlp.fc1),
+    "half": lambda b: b.half().float(),
+    "gradients": lambda b: b.mlp.requires_grad_(not b.mlp.fc1.weight.requires_grad),
+}
+
+
+@pytest.mark.parametrize("make, training", [("ours", False), ("timm", True)])
+@pytest.mark.parametrize("change", LATER)
+def test_what_changes_later_is_seen(interpreted, make, change, training):
+    """Oracle: a copy of the model that never replays, changed likewise."""
+    block = MODELS[make]().blocks[0].train(training).requires_grad_(training)
+    other, x = copy.deepcopy(block), torch.randn(2, 3, 16)
+    if make == "timm":
+        optimize(other)
+    with forcing("mixed" if training else "fused"):
+        for _ in range(3):
+            again(block, x, training)
+        assert len(recorded(block)) == 1
+        for each in (block, other):
+            torch.manual_seed(2)
+            LATER[change](each)
+        wanted = again(other, x, training, enabled=False)
+        for _ in range(3):
+            assert same(again(block, x, training), wanted)
+
+
+def again(model, x, training, enabled=True):
+    """Output and gradients of a model as it is."""
+    ways.REPLAYS, x = enabled, x.detach().requires_grad_(training)
+    try:
+        y = model(x)
+    finally:
+        ways.REPLAYS = True
+    if training:
+        y.square().sum().backward()
+    gradients = [t.grad for t in (x, *model.parameters()) if t.grad is not None]
+    model.zero_grad()
+    return [y.detach(), *gradients]
+
+
+CONTEXTS = {  # in which something watches or changes operators
+    "flops": lambda: FlopCounterMode(display=False),
+    "function mode": torch.overrides.BaseTorchFunctionMode,
+    "offloading": torch.autograd.graph.save_on_cpu,
+    "switch": lambda: backend.using_backend("torch"),
+    "another way": lambda: forcing("plain"),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_contexts_end_replays(interpreted, monkeypatch, context):
+    """Nothing is replayed inside them, and again after them."""
+    replayed = []
+    real = program.Program.run
+    monkeypatch.setattr(program.Program, "run", lambda *given: replayed.append(1) or real(*given))
+    model, x = ours(), torch.randn(2, 3, 8, 8)
+    with forcing("fused"):
+        for _ in range(3):
+            wanted = run(model, x, training=True)
+        replayed.clear()
+        with CONTEXTS[context]():
+            run(model, x, training=True)
+        assert not replayed
+        assert same(run(model, x, training=True), wanted) and len(replayed) == 2 * 2
+
+
+@pytest.mark.parametrize("where", ["block", "layer", "all modules"])
+def test_hooks_that_come_later_are_called(interpreted, where):
+    """Oracle: as many calls of the hook as calls of the model."""
+    model, x, seen = converted(), torch.randn(2, 3, 8, 8), []
+    with forcing("fused"):
+        for _ in range(3):
+            run(model, x)
+        if where == "all modules":
+            handle = nn.modules.module.register_module_forward_hook(
+                lambda m, *_: seen.append(1) if m is model.blocks[0].mlp.fc1 else None
+            )
+        else:
+            module = model.blocks[0] if where == "block" else model.blocks[0].mlp.fc1
+            handle = module.register_forward_hook(hooked(seen))
+        for _ in range(4):
+            run(model, x)
+        handle.remove()
+        assert len(seen) == 4
+        run(model, x)
+    assert len(seen) == 4
+
+
+def test_only_what_can_be_repeated_is_recorded(interpreted, monkeypatch):
+    """Oracle: by name, a call that waits for a value, one that writes to a buffer, and modules of other packages."""
+
+    def reads(self, x):
+        return type(self).forward(self, x) * (2.0 if float(x.detach().sum()) > 0 else 1.0)
+
+    def writes(self, x):
+        self.bias.data.add_(1)
+        return type(self).forward(self, x)
+
+    for forward in (reads, writes):
+        monkeypatch.setattr(record, "runs_known_code", lambda module: True)
+        model = converted()
+        fc = model.blocks[0].mlp.fc2
+        fc.forward = types.MethodType(forward, fc)
+        other, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8)
+        other.blocks[0].mlp.fc2.forward = types.MethodType(forward, other.blocks[0].mlp.fc2)
+        with forcing("fused"):
+            for i in range(6):
+                x = x * -1.0
+                assert same(again(model.eval(), x, False), again(other.eval(), x, False, enabled=False)), i
+        assert len(recorded(model.blocks[0])) == 0 and len(recorded(model.blocks[1])) > 0
+
+
+def test_copies_and_pickles_leave_records_behind(interpreted):
+    """A copy records its own calls; a recorded model is freed with its last reference."""
+    model, x = ours(), torch.randn(2, 3, 8, 8)
+    with forcing("fused"):
+        for _ in range(3):
+            wanted = run(model, x)
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert recorded(made) == [] and same(run(made, x), wanted) and same(run(made, x), wanted)
+    alive = weakref.ref(model)
+    del model, made
+    gc.collect()
+    assert alive() is None
+
+
+def test_autograd_guards_what_is_saved(interpreted):
+    """Oracle: PyTorch's errors for a tensor written meanwhile, for a freed graph and for second derivatives."""
+    model, x = ours().train(), torch.randn(2, 5, 16)
+    with forcing("fused"):
+        for _ in range(3):
+            model.blocks(x.clone().requires_grad_()).sum().backward()
+        given = x.clone().requires_grad_()
+        y = model.blocks(given)
+        y.sum().backward(retain_graph=True)
+        first = given.grad.clone()
+        y.sum().backward()
+        assert torch.equal(given.grad, 2 * first)
+        with pytest.raises(RuntimeError, match="second time"):
+            y.sum().backward()
+        y = model.blocks(given)
+        with torch.no_grad():
+            model.blocks[1].mlp.fc1.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        (slope,) = torch.autograd.grad(model.blocks(given).sum(), given, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiated once"):
+            slope.sum().backward()
+
+
+def test_unused_parameters_are_no_part_of_the_graph(interpreted):
+    """Oracle: the call without replays. DistributedDataParallel finds unused parameters by walking the graph."""
+    model, x = ours().train(), torch.randn(2, 5, 16)
+    block = model.blocks[0]
+    block.mlp.unused = nn.Parameter(torch.ones(3))
+    with forcing("mixed"):
+        for _ in range(4):
+            y = block(x)
+    assert len(recorded(block)) == 1
+    reached = {id(getattr(node, "variable", None)) for node, _ in y.grad_fn.next_functions if node is not None}
+    assert {id(p) for p in block.parameters()} - reached == {id(block.mlp.unused)}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("way", ["fused", "mixed"])
+def test_launches_are_passed_the_same(way, training):
+    """Oracle: what a call without replays passes to Triton's launcher. Addresses of parameters are the same ones, and
+    others as well aligned; tensors are numbers."""
+    seen = []
+
+    def launcher(x, y, z, stream, function, metadata, *rest):
+        seen.append((x, y, z, stream, function, metadata, rest))
+
+    with no_device(launcher), forcing(way):
+        model, x = ours().train(training), torch.randn(2, 5, 16, requires_grad=training)
+        model.requires_grad_(training)
+
+        def numbers(value):
+            if isinstance(value, tuple):
+                return tuple(map(numbers, value))
+            address = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            large = type(address) is int and address > 2**32
+            return address % 16 if large and address not in known else address
+
+        def launched(enabled):
+            ways.REPLAYS = enabled
+            seen.clear()
+            y = model.blocks(x)
+            if training:
+                y.backward(torch.zeros_like(y))
+            return [numbers(one) for one in seen]
+
+        try:
+            for shift in (False, True):
+                if shift:
+                    model.blocks[0].norm1.weight.data = torch.ones(17)[1:]
+                known = {t.data_ptr() for t in model.parameters()}
+                for _ in range(3):
+                    launched(True)
+                found, wanted = launched(True), launched(False)
+                assert len(recorded(model)) == 2
+                assert found == wanted and len(found) > 4
+        finally:
+            ways.REPLAYS = True
+
+
+def test_buffers_hold_what_overlaps_in_time_apart():
+    """Oracle: no two tensors that live at one step share a byte; the buffer is no larger than all of them."""
+    draw = random.Random(0)
+    for _ in range(200):
+        spans = [(a := draw.randrange(9), draw.randrange(a, 9), draw.randrange(0, 2000)) for _ in range(8)]
+        offsets, size = build._pack(spans)
+        assert all(offset % build.ALIGNMENT == 0 for offset in offsets)
+        assert size <= sum(-(-n // build.ALIGNMENT) * build.ALIGNMENT for *_, n in spans)
+        for (a, b, n), at in zip(spans, offsets, strict=True):
+            assert at + n <= size
+            for (c, d, m), other in zip(spans, offsets, strict=True):
+                if (a, b, n, at) != (c, d, m, other) and a <= d and c <= b:
+                    assert at + n <= other or other + m <= at
+
+
+def test_frozen_models_follow_their_weights(interpreted):
+    """Oracle: the model without replays. Writes that PyTorch counts are seen; `unfreeze` frees the folds."""
+    model, x = ours().eval().requires_grad_(False), torch.randn(2, 3, 8, 8)
+    freeze(model)
+    with forcing("fused"):
+        for _ in range(3):
+            again(model, x, False)
+        held = [weakref.ref(t) for one in recorded(model) for t in one.held if t.dim() == 2]
+        assert recorded(model)[0].sources
+        for change in (lambda w: w.mul_(2), lambda w: w.copy_(torch.randn_like(w))):
+            change(model.blocks[0].attn.qkv.weight)
+            for _ in range(3):
+                assert same(again(model, x, False), again(model, x, False, enabled=False))
+        unfreeze(model)
+        gc.collect()
+        kept = {id(p) for p in model.parameters()}
+        assert all(ref() is None or id(ref()) in kept for ref in held)
+        assert same(again(model, x, False), again(model, x, False, enabled=False))
+
+
+def test_misaligned_and_strided_inputs(interpreted):
+    """Oracle: the call without replays; each layout has its own record."""
+    model = ours().eval().requires_grad_(False)
+    wide = torch.randn(2, 5, 32)
+    inputs = [
+        wide[..., :16],
+        wide[..., 1:17],
+        torch.randn(161)[1:].view(2, 5, 16),
+        torch.randn(5, 2, 16).transpose(0, 1),
+    ]
+    with forcing("fused"):
+        for _ in range(3):
+            for x in inputs:
+                assert torch.equal(model.blocks(x), plain_call(model, x))
+    assert len(recorded(model.blocks[0])) == len(inputs)
+
+
+def plain_call(model, x):
+    """The blocks without replays."""
+    ways.REPLAYS = False
+    try:
+        return model.blocks(x)
+    finally:
+        ways.REPLAYS = True
