@@ -25,11 +25,12 @@ ARROWS = {
     "train": {"train", "files"},
     "convert": {"kernels", "layers", "convert"},
     "files": set(),
+    "graphs": set(),
     "weights": {"layers", "models", "files", "weights"},
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
     "measure": {"kernels", "models", "weights", "convert", "files", "measure"},
     "cli": {"kernels", "models", "convert", "train", "weights", "explain", "measure", "files", "cli"},
-    "__init__": {"kernels", "convert", "layers", "models", "weights"},
+    "__init__": {"kernels", "convert", "graphs", "layers", "models", "weights"},
 }
 LINES = {f"kernels/{name}.py": 800 for name in ("attention", "attention_qkv", "linear")}
 LINES |= {"kernels/": 400, "models/transformer.py": 300}

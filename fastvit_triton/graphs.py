@@ -1,0 +1,207 @@
+"""CUDA graphs of a model's inference: all launches of a call as one, so that the host no longer limits small batches.
+
+A graph replays the same kernels on the same addresses, for one size of batch. So inputs are copied into static tensors,
+and batches a little smaller than a captured one are padded.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+WARMUPS = 3  # calls before a capture: kernels are compiled, blocks recorded
+MAX_PADDING = 1.25  # rows of a padded batch, relative to its own
+
+
+class Captured(NamedTuple):
+    """A graph and the tensors that it reads and writes.
+
+    Attributes:
+        inputs: static.
+        outputs: what the model returned, static.
+        replay: launches the graph.
+    """
+
+    inputs: tuple[Tensor, ...]
+    outputs: object
+    replay: Callable[[], None]
+
+
+class GraphedModel:
+    """A model in inference, run by CUDA graphs; made by `cuda_graph`.
+
+    It may be called from several threads, whose calls run one after another.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: tuple[Tensor, ...], batch_sizes: Sequence[int], max_graphs: int, copy: bool
+    ) -> None:
+        self.model, self.batch_sizes, self.max_graphs, self.copy = model, sorted(batch_sizes), max_graphs, copy
+        self._graphs: OrderedDict[tuple, Captured] = OrderedDict()
+        self._seen: set[tuple] = set()
+        self._lock = threading.Lock()
+        self._pool = _pool()
+        self._done: torch.cuda.Event | None = None
+        self._weights = self._state()
+        for size in self.batch_sizes[-max_graphs:] if max_graphs else ():
+            self._capture(tuple(x.new_zeros(size, *x.shape[1:]) for x in example))
+
+    @torch.no_grad()
+    def __call__(self, *inputs: Tensor) -> object:
+        """The model of its inputs, tensors [B, ...].
+
+        Sizes that were not captured run without a graph the first time, and are captured the second time.
+
+        Raises:
+            RuntimeError: the model is in training mode.
+            ValueError: the inputs differ in their numbers of rows.
+        """
+        _check(self.model, inputs)
+        with self._lock:
+            self._follow_weights(inputs)
+            rows = len(inputs[0])
+            captured = self._graph_for(rows, inputs)
+            if captured is None:
+                return self.model(*inputs)
+            return self._run(captured, rows, inputs)
+
+    def reset(self) -> None:
+        """Drops all graphs, which are captured anew: after any change of the model but one of its weights' values."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        self._seen.clear()
+        self._weights = self._state()
+
+    def _state(self) -> tuple[list, list]:
+        """Addresses and counted writes of all parameters and buffers."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        return [t.data_ptr() for t in held], [0 if t.is_inference() else t._version for t in held]
+
+    def _follow_weights(self, inputs: tuple[Tensor, ...]) -> None:
+        """Drops graphs whose weights are elsewhere; has a frozen model fold written weights again, in place."""
+        state = self._state()
+        if state[0] != self._weights[0]:
+            self._drop()
+        elif state != self._weights:
+            self.model(*inputs)
+            self._weights = state
+
+    def _graph_for(self, rows: int, inputs: tuple[Tensor, ...]) -> Captured | None:
+        """The graph of the smallest size that these inputs fit into, captured if it is due."""
+        near = (size for size in self.batch_sizes if rows <= size <= rows * MAX_PADDING)
+        key = _key(next(near, rows), inputs)
+        if key not in self._graphs:
+            due = key[0] in self.batch_sizes or key in self._seen
+            self._seen.add(key)
+            if not (due and self.max_graphs):
+                return None
+            self._capture(tuple(x.new_zeros(key[0], *x.shape[1:]) for x in inputs))
+        self._graphs.move_to_end(key)
+        return self._graphs[key]
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        while len(self._graphs) >= self.max_graphs:
+            self._graphs.popitem(last=False)
+        with torch.no_grad():
+            outputs, replay = capture(lambda: self.model(*inputs), self._pool)
+        self._graphs[_key(len(inputs[0]), inputs)] = Captured(inputs, outputs, replay)
+
+    def _run(self, captured: Captured, rows: int, inputs: tuple[Tensor, ...]) -> object:
+        stream = None if not inputs[0].is_cuda else torch.cuda.current_stream(inputs[0].device)
+        if stream is not None and self._done is not None:
+            stream.wait_event(self._done)  # of the call before, perhaps on another stream
+        for static, x in zip(captured.inputs, inputs, strict=True):
+            static[:rows].copy_(x, non_blocking=True)
+        captured.replay()
+        size = len(captured.inputs[0])
+        result = tree_map_only(Tensor, lambda t: _rows(t, size, rows, self.copy), captured.outputs)
+        if stream is not None:
+            self._done = stream.record_event()
+        return result
+
+
+def cuda_graph(
+    model: nn.Module,
+    example: Tensor | tuple[Tensor, ...],
+    batch_sizes: Sequence[int] = (1, 8, 64),
+    max_graphs: int = 8,
+    copy: bool = True,
+) -> GraphedModel:
+    """A callable that runs a model's inference by CUDA graphs, captured now for `batch_sizes`.
+
+    Batches that a captured size exceeds by at most a quarter are padded to it. Others run without a graph the first
+    time and are captured the second time; the least recently used graph makes room. All graphs share one memory pool.
+    Weights may be written between calls; a parameter that lies elsewhere has all graphs captured anew. For other
+    changes of the model call `reset`.
+
+    Args:
+        model: on a GPU, in evaluation mode. Each row of its outputs depends on the same row of its inputs alone.
+        example: one input [B, ...] or several with the same B, on the GPU; B may be any.
+        batch_sizes: numbers of rows.
+        max_graphs: that are kept at a time.
+        copy: return copies; without, tensors that the next call overwrites.
+
+    Raises:
+        TypeError: the example is not of tensors.
+        ValueError: the example is not on a GPU, or a size or a number is not positive.
+        RuntimeError: the model is in training mode, or waits for the GPU within its forward, which no graph can.
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
+        raise TypeError("example must be a tensor [B, ...] or a tuple of them")
+    if not all(map(can_capture, inputs)):
+        raise ValueError(f"example is on {inputs[0].device}; CUDA graphs need a model and an example on a GPU")
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise ValueError(f"batch_sizes must be positive numbers, got {tuple(batch_sizes)}")
+    if max_graphs < 1:
+        raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
+    _check(model, inputs)
+    return GraphedModel(model, inputs, batch_sizes, max_graphs, copy)
+
+
+def can_capture(x: Tensor) -> bool:
+    """Calls on this tensor's device can be captured."""
+    return x.is_cuda
+
+
+def capture(run: Callable[[], object], pool: object) -> tuple[object, Callable[[], None]]:
+    """(what `run` returned while it was captured, a function that launches the graph)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUPS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        outputs = run()
+    return outputs, graph.replay
+
+
+def _pool() -> object:
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+
+
+def _key(rows: int, inputs: tuple[Tensor, ...]) -> tuple:
+    kind = inputs[0].device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return rows, autocast, *[(x.shape[1:], x.dtype, x.device) for x in inputs]
+
+
+def _rows(t: Tensor, size: int, rows: int, copy: bool) -> Tensor:
+    part = t[:rows] if t.dim() and len(t) == size else t
+    return part.clone() if copy else part
+
+
+def _check(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    if model.training:
+        raise RuntimeError("the model is in training mode; CUDA graphs are for inference: call model.eval() first")
+    if len({len(x) for x in inputs}) != 1:
+        raise ValueError(f"all inputs must have the same number of rows, got {[len(x) for x in inputs]}")

@@ -1,0 +1,148 @@
+"""CUDA graphs of models, with a stand-in for the graph: sizes, padding, eviction, changed weights, threads."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fastvit_triton import create_model, cuda_graph, graphs
+
+SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3)
+
+
+class Counted(nn.Module):
+    """A linear layer that counts its calls, and its rows in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rows = nn.Linear(4, 3), []
+
+    def forward(self, x):
+        self.rows.append(len(x))
+        return {"y": self.layer(x), "rows": torch.tensor(len(x))}
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The stand-in: a graph runs the call again and writes to the same tensors. Yields what was captured."""
+    made = []
+
+    def capture(run, pool):
+        outputs = run()
+        made.append(len(tree_leaves(outputs)[0]))
+
+        def replay():
+            for static, t in zip(tree_leaves(outputs), tree_leaves(run()), strict=True):
+                static.copy_(t)
+
+        return outputs, replay
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "can_capture", lambda x: True)
+    return made
+
+
+def test_sizes_padding_and_eviction(captures):
+    """Oracle: the model itself; by hand, which sizes are captured and how many rows each call has."""
+    model = Counted().eval()
+    graphed = cuda_graph(model, torch.randn(2, 4), batch_sizes=(8, 2), max_graphs=3)
+    assert captures == [2, 8]
+    for rows, run in ((8, 8), (7, 8), (2, 2), (1, 1), (1, 1), (5, 5), (5, 5), (6, 6), (8, 8)):
+        x = torch.randn(rows, 4)
+        model.rows.clear()
+        found = graphed(x)
+        assert model.rows[-1] == run and torch.equal(found["y"], model.layer(x)) and found["rows"] == run
+    assert captures == [2, 8, 1, 5, 8]  # 6 came once; 5 made room, and so did the second 8
+    other = torch.randn(8, 4, dtype=torch.float64)
+    assert torch.equal(cuda_graph(model.double(), other, (8,))(other)["y"], model.layer(other))
+
+
+def test_copies_and_static_outputs(captures):
+    """A copy keeps its values; without copies the next call writes to the same tensor."""
+    model, x = Counted().eval(), torch.randn(4, 4)
+    for copy in (True, False):
+        graphed = cuda_graph(model, x, (4,), copy=copy)
+        first = graphed(x)["y"]
+        kept = first.clone()
+        second = graphed(2 * x)["y"]
+        assert torch.equal(first, kept) == copy and (first.data_ptr() == second.data_ptr()) != copy
+
+
+def test_weights_that_change(captures):
+    """Oracle: the model. Values in place need no new graph; a parameter elsewhere does; `reset` drops all."""
+    model, x = create_model("vit_tiny_patch16_224", **SMALL).eval(), torch.randn(2, 3, 8, 8)
+    graphed = cuda_graph(model, x, (2,))
+
+    def agrees():
+        with torch.no_grad():
+            return torch.equal(graphed(x), model(x))
+
+    assert agrees() and len(captures) == 1
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    assert agrees() and len(captures) == 1
+    model.head.weight.data = model.head.weight.data * 2
+    assert agrees() and len(captures) == 2
+    model.head.register_forward_hook(lambda *given: given[-1] + 1)
+    graphed.reset()
+    assert agrees() and len(captures) == 3
+
+
+def test_frozen_models_fold_before_a_replay(captures):
+    """Oracle: calls of the model. One without a graph follows each write, in which a frozen model folds in place."""
+    model, x = Counted().eval(), torch.randn(2, 4)
+    graphed = cuda_graph(model, x, (2,))
+    for write in (False, True, False):
+        if write:
+            with torch.no_grad():
+                model.layer.weight.add_(1)
+        model.rows.clear()
+        graphed(x)
+        assert len(model.rows) == 1 + write
+
+
+def test_threads(captures):
+    """Oracle: the model, for eight threads that call it at once."""
+    model, wrong = Counted().eval(), []
+    graphed = cuda_graph(model, torch.randn(4, 4), (4,))
+
+    def work():
+        for _ in range(50):
+            x = torch.randn(4, 4)
+            if not torch.equal(graphed(x)["y"], nn.functional.linear(x, model.layer.weight, model.layer.bias)):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_invalid_calls(captures, monkeypatch):
+    """Each error names the argument and what would do."""
+    model, x = Counted(), torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match=r"call model\.eval\(\) first"):
+        cuda_graph(model, x)
+    graphed = cuda_graph(model.eval(), x, (2,))
+    with pytest.raises(ValueError, match="same number of rows"):
+        graphed(x, torch.randn(3, 4))
+    model.train()
+    with pytest.raises(RuntimeError, match="training mode"):
+        graphed(x)
+    model.eval()
+    for options, message in (
+        (dict(batch_sizes=(0, 2)), "batch_sizes must be positive"),
+        (dict(batch_sizes=()), "batch_sizes must be positive"),
+        (dict(max_graphs=0), "max_graphs must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cuda_graph(model, x, **options)
+    with pytest.raises(TypeError, match="example must be a tensor"):
+        cuda_graph(model, [x])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="example is on cpu"):
+        cuda_graph(model, x)
