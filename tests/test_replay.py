@@ -250,7 +250,7 @@ def test_only_what_can_be_repeated_is_recorded(interpreted, monkeypatch):
         return type(self).forward(self, x)
 
     for forward in (reads, writes):
-        monkeypatch.setattr(record, "runs_known_code", lambda module: True)
+        monkeypatch.setattr(record, "runs_known_code", lambda module, **_: True)
         model = converted()
         fc = model.blocks[0].mlp.fc2
         fc.forward = types.MethodType(forward, fc)
@@ -405,14 +405,76 @@ def test_misaligned_and_strided_inputs(interpreted):
     with forcing("fused"):
         for _ in range(3):
             for x in inputs:
-                assert torch.equal(model.blocks(x), plain_call(model, x))
+                assert torch.equal(model.blocks(x), plain(model.blocks, x))
     assert len(recorded(model.blocks[0])) == len(inputs)
 
 
-def plain_call(model, x):
-    """The blocks without replays."""
+def test_shallow_copies_do_not_replay_the_original(interpreted):
+    """Oracle: the copy without replays. DataParallel's replicas are shallow copies with parameters of their own."""
+    block, x = ours().eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
+    with forcing("fused"):
+        for _ in range(3):
+            block(x)
+        assert len(recorded(block)) == 1
+        other = copy.copy(block)
+        other._modules = dict(block._modules, mlp=copy.deepcopy(block.mlp))
+        other.mlp.fc1.weight.mul_(3)
+        for _ in range(3):
+            assert torch.equal(other(x), plain(other, x)) and not torch.equal(other(x), block(x))
+
+
+def test_functions_of_the_user_are_called(interpreted):
+    """Oracle: the call without replays. What a user's function depends on is not known, so nothing is recorded."""
+    factor = [1.0]
+    layer = nn.TransformerEncoderLayer(
+        16, 2, 32, 0.0, lambda h: nn.functional.gelu(h) * factor[0], batch_first=True, norm_first=True
+    )
+    optimize(layer.eval().requires_grad_(False))
+    x = torch.randn(2, 5, 16)
+    with forcing("fused"):
+        for factor[0] in (1.0, 1.0, 1.0, 2.0):
+            assert torch.equal(layer(x), plain(layer, x))
+    assert recorded(layer) == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_may_be_written_to(interpreted, training):
+    """Oracle: the call without replays; an output is no view of another tensor."""
+    model = converted().train(training).requires_grad_(training)
+    block, x = model.blocks[0], torch.randn(2, 5, 16)
+    with forcing("mixed"):
+        for _ in range(4):
+            y, wanted = block(x), plain(block, x)
+            assert torch.equal(y.mul_(2), wanted.mul_(2)) and y._base is None
+    assert len(recorded(block)) == 1
+
+
+def test_what_compares_by_value_is_not_recorded(interpreted):
+    """A parameter of one element equals another one of the same value, which gets the gradient."""
+    block, x = ours().train().blocks[0], torch.randn(2, 5, 16)
+    block.mlp.gate = nn.Parameter(torch.ones(1))
+    with forcing("mixed"):
+        for _ in range(4):
+            block(x)
+    assert recorded(block) == []
+
+
+def test_settings_of_pytorchs_attention_are_followed(interpreted):
+    """Oracle: operators of the call without replays, outside of the context in which it was recorded."""
+    block, x = ours().eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
+    with forcing("mixed"):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            for _ in range(3):
+                block(x)
+        assert len(recorded(block)) == 1
+        for _ in range(3):
+            assert torch.equal(block(x), plain(block, x))
+
+
+def plain(module, x):
+    """The call without replays."""
     ways.REPLAYS = False
     try:
-        return model.blocks(x)
+        return module(x)
     finally:
         ways.REPLAYS = True

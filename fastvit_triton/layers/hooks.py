@@ -7,6 +7,7 @@ is imported to recognise its modules, and exactly: a LoRA, quantised or parametr
 
 from collections.abc import Callable, Collection
 from functools import partial
+from types import FunctionType
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
@@ -19,7 +20,16 @@ __all__ = [
 ]  # fmt: skip
 
 PACKAGE = __package__.partition(".")[0]
-KNOWN = {"torch", "timm", "transformers", "torchvision", "vit_pytorch", PACKAGE}  # whose modules keep no hidden state
+# whose modules call PyTorch's operators alone, and keep what they depend on in their attributes
+KNOWN = tuple(
+    f"{name}."
+    for name in (
+        "torch.nn.modules", "torch.nn.functional", "torch._C", "torch.distributed.fsdp", "timm.layers", "timm.models",
+        "transformers.models", "transformers.activations", "transformers.configuration_utils", "torchvision.models",
+        "torchvision.ops", "vit_pytorch", "builtins", "collections", PACKAGE,
+    )
+)  # fmt: skip
+ATTENTIONS = None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", PACKAGE  # of transformers
 PASSIVE = "transformers.utils.output_capturing"  # its hooks stay registered, and read outputs only while asked to
 
 _forwards: dict[type, Callable] = {}  # class → the forward that it was defined with, as last found
@@ -72,16 +82,31 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_repeatable(module: nn.Module) -> bool:
     """Calls of the modules in this one run code of known packages on plain tensors: nothing is hooked or patched."""
-    return all(runs_known_code(m) for m in module.modules() if m is not module)
+    return all(runs_known_code(m, hooks_count=m is not module) for m in module.modules())
 
 
-def runs_known_code(module: nn.Module) -> bool:
-    """Calls of the module itself do; its children may be others."""
-    facts, cls = module.__dict__, type(module)
+def runs_known_code(module: nn.Module, hooks_count: bool = True) -> bool:
+    """The module's forward does, whatever its children are; its hooks count unless they run around what is asked."""
+    facts = module.__dict__
     if not are_plain_tensors(*facts["_parameters"].values(), *facts["_buffers"].values()):
         return False
-    hooks = facts["_forward_hooks"] or has_hooks(module)  # passive ones are called, too
-    return not hooks and cls.__module__.partition(".")[0] in KNOWN
+    if hooks_count and (facts["_forward_hooks"] or has_hooks(module)):  # passive ones are called, too
+        return False
+    return _is_known(type(module).__module__) and all(map(_is_known_value, facts.values()))
+
+
+def _is_known_value(value: object) -> bool:
+    """A function or an object that a module holds is one of a known package."""
+    while isinstance(value, partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    if getattr(value, "_attn_implementation", None) not in ATTENTIONS:  # a function that the user registered
+        return False
+    return _is_known(_home(value) if isinstance(value, FunctionType) else type(value).__module__)
+
+
+def _is_known(package: str) -> bool:
+    return f"{package}.".startswith(KNOWN)
 
 
 def is_our_forward(forward: object) -> bool:

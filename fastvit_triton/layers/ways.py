@@ -59,9 +59,9 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, tuple | None]:
         return None, None
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    exact = x.dtype is torch.float32 and torch._C._get_float32_matmul_precision()
+    precision = torch._C._get_float32_matmul_precision()  # the stream may turn float32 after a 16-bit x
     settings = (
-        module.__dict__[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, exact,
+        module.__dict__[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, precision,
         plan.forced, plan.assumed, backend._switch, launch.target,
     )  # fmt: skip
     if settings in _ways:

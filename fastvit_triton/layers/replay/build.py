@@ -80,7 +80,7 @@ class _Builder:
                 self.views[key] = self._slot()
             slot = self.views[key]
             self.viewed[phase][slot] = key
-            nbytes = offset + place.address - start
+            nbytes = offset + (place.address - start if t.numel() else 0)  # tensors of no elements have no address
             return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
         if place.storage in self.bases:
             candidates = [self.bases[place.storage]]
@@ -94,7 +94,7 @@ class _Builder:
         (slot, base), *others = candidates
         if others or base.dtype != place.dtype:
             raise Refusal("a tensor is a part of several that are given, or of one of another dtype")
-        nbytes = place.address - base.address
+        nbytes = place.address - base.address if t.numel() else 0
         return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
 
     def refs(self, held: Sequence[object], phase: int) -> tuple:
@@ -127,7 +127,7 @@ class _Builder:
                 results = tuple((self.bases[storage_of(t)][0], i) for t, i in step.results)
                 done.append(Call(step.function._op, arguments, step.named, results))
         views = tuple((slot, *key) for slot, key in self.viewed[phase].items())
-        return Segment(tuple(self.buffers[phase]), views, tuple(self.outputs[phase]), tuple(done), tuple(kernels))
+        return Segment(tuple(self.buffers[phase]), views, tuple(self.outputs[phase]), tuple(done), tuple(kernels), {})
 
 
 def _holds_tensors(held: object) -> bool:
@@ -181,23 +181,48 @@ def build(
     arriving = [] if incoming is None else [incoming]
     builder = _Builder(recorder, [*given, *arriving], marks, (outputs, list(tensors_in(gradients))))
     returned = tuple(builder.ref(t, 0) for t in outputs)
+    if not all(r.shape is None or (t.is_contiguous() and not r.nbytes) for r, t in zip(returned, outputs, strict=True)):
+        raise Refusal("an output is a part of another tensor")  # to write to it would not be the same
     forward = builder.fill(0, recorder.steps[: marks[0]])
     places = {id(t): i for i, t in enumerate(outputs)}
     structure = _mapped(result, places)
     backward, grads, saved = None, (), ()
     if training:
         grads = tuple(None if t is None else builder.ref(t, 1) for t in gradients)
+        parts = [(r.slot, r.nbytes) for r in grads if r is not None]
+        if len(set(parts)) < len(parts):
+            raise Refusal("two gradients share memory")  # each parameter would take it for its own
         backward = builder.fill(1, recorder.steps[marks[0] :])
         filled = (*backward.buffers, *backward.views, *backward.outputs)
         own = {slot for slot, *_ in filled}
         own |= {slot for step in backward.steps if type(step) is Call for slot, _ in step.results}
         used = {r.slot for step in backward.steps for r in _refs_in(step)} | {r.slot for r in grads if r is not None}
+        used |= {slot for step in backward.steps if type(step) is not Call for _, slot, _ in step.addresses}
         used |= {buffer for _, buffer, _ in backward.views}
         saved = tuple(sorted(used - own - {len(given)}))
+        backward = backward._replace(last=_last(backward, {r.slot for r in grads if r is not None}))
+    forward = forward._replace(last=_last(forward, {r.slot for r in returned} | set(saved)))
     learns = next((i for i, t in enumerate(outputs) if t.requires_grad), 0)
     unused = tuple(i for i, (t, g) in enumerate(zip(given, gradients, strict=False)) if t.requires_grad and g is None)
     ends = builder.slots, len(given), learns, unused, given[0].device
     return Program(forward, returned, structure, backward, saved, grads, *ends)
+
+
+def _last(segment: Segment, kept: set[int]) -> dict[int, list[int]]:
+    """Step → slots of results that no later step reads and that are not kept."""
+    last: dict[int, int] = {}
+    for i, step in enumerate(segment.steps):
+        if type(step) is Call:
+            last |= {slot: i for slot, _ in step.results}
+            last |= {r.slot: i for r in _refs_in(step.arguments) if r.slot in last}
+        else:
+            read = [slot for _, slot, _ in step.addresses] + [r.slot for r in _refs_in(step.tuples)]
+            last |= {slot: i for slot in read if slot in last}
+    found: dict[int, list[int]] = {}
+    for slot, i in last.items():
+        if slot not in kept:
+            found.setdefault(i, []).append(slot)
+    return found
 
 
 def _mapped(result: object, places: dict[int, int]) -> object:

@@ -1,5 +1,6 @@
 """Calls a block, and from its second call with the same inputs and settings on replays what it did."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from ...kernels import launch, plan
 from .. import ways
 from ..freeze import PROGRAMS
 from ..hooks import has_global_hooks
+from .guard import Uncompared
 from .record import Record, record
 
 MAX_PROGRAMS = 32  # of a module: one for each layout of its inputs and each global setting
@@ -18,17 +20,19 @@ MAX_CHANGES = 16  # of a module that is recorded anew
 _call_of_modules = nn.Module.__call__
 
 
-class Programs:
+class Programs(Uncompared):
     """What is known of a module's calls; never copied or pickled with it.
 
     Attributes:
+        owner: reference to the module; shallow copies, such as replicas of DataParallel, come with the same `Programs`.
         found: inputs and settings → a `Recorded`, or how often the call was not replayed.
         changes: how often what a `Recorded` depends on had changed.
     """
 
-    __slots__ = ("changes", "found")
+    __slots__ = ("changes", "found", "owner")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: nn.Module | None = None) -> None:
+        self.owner = None if owner is None else weakref.ref(owner)
         self.found: dict[tuple, Recorded | int] = {}
         self.changes = 0
 
@@ -49,7 +53,7 @@ class Recorded:
         versions: of these.
         kernels: those that are launched directly.
         direct: state of Triton in which they may be, see `launch.direct_state`.
-        sdpa: PyTorch's settings for attention; None if it does not choose how to attend.
+        sdpa: PyTorch's settings for attention; None without operators of PyTorch.
     """
 
     def __init__(self, made: Record) -> None:
@@ -60,14 +64,13 @@ class Recorded:
         self.versions = self._versions()
         self.kernels = tuple({k: None for part in (program.forward, program.backward) if part for k in part.kernels})
         self.direct = self._direct()
-        attends = any("attention" in str(getattr(step, "function", "")) for step in program.forward.steps)
-        self.sdpa = _sdpa_settings() if attends else None
+        self.sdpa = _sdpa_settings() if made.operators else None
 
-    def addresses(self) -> list[int] | None:
+    def addresses(self, module: nn.Module) -> list[int] | None:
         """Addresses of the tensors held; None if the modules, their tensors or the launcher are not as they were."""
         addresses = [t.data_ptr() for t in self.held]
         same = (
-            self.guard.holds()
+            self.guard.holds(module)
             and _layouts(self.held) == self.layouts
             and [a % 16 for a in addresses] == self.alignments
             and (not self.kernels or self._direct() == self.direct is not None)
@@ -106,12 +109,13 @@ def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object,
     addresses = [t.data_ptr() for t in tensors]
     key = settings, launch.run, *given, *named, *_layouts(tensors), *[a % 16 for a in addresses]
     programs = module.__dict__.get(PROGRAMS)
-    if programs is None:
-        programs = module.__dict__[PROGRAMS] = Programs()
+    if programs is None or programs.owner is None or programs.owner() is not module:
+        programs = module.__dict__[PROGRAMS] = Programs(module)
     known = programs.found.get(key, 0)
     if type(known) is Recorded:
-        if (held := known.addresses()) is not None:
+        if (held := known.addresses(module)) is not None:
             return known.program(tensors + known.held, addresses + held)
+        programs.found.clear()  # others hold what this one held
         programs.changes += 1
         known = 0 if programs.changes <= MAX_CHANGES else MAX_ATTEMPTS
     if len(programs.found) >= MAX_PROGRAMS:
@@ -120,16 +124,18 @@ def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object,
         recorded = programs.found[key] = Recorded(made)
         if made.result is not None:
             return made.result
-        return recorded.program(tensors + recorded.held, addresses + recorded.addresses())
+        if (held := recorded.addresses(module)) is not None:
+            return recorded.program(tensors + recorded.held, addresses + held)
+        return forward(module, *inputs, **named)
     programs.found[key] = known + 1  # the first call compiles kernels and fills caches
     return forward(module, *inputs, **named)
 
 
-def _sdpa_settings() -> tuple[bool, ...]:
+def _sdpa_settings() -> tuple:
     """What PyTorch chooses a backend of scaled_dot_product_attention by, besides its inputs."""
     return (
         torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order(),
     )  # fmt: skip
 
 

@@ -2,35 +2,45 @@
 
 A module's state is its type, the forward of that type, and its `__dict__`: parameters and buffers by identity, hooks,
 children, settings, an instance's own forward. Of objects that it holds, such as a configuration, the attributes count.
+Other methods of a class, its attributes and global variables are not compared.
 """
 
-from collections.abc import Iterable
-from types import BuiltinFunctionType, FunctionType, MethodType
+import weakref
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 from torch import Tensor, nn
 
-_PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, FunctionType, MethodType, BuiltinFunctionType)
+_FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType
+_PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, ModuleType, *_FUNCTIONS)
 
 
 class Guard:
     """What was found of some modules.
 
+    Args:
+        root: the module that is called; it is not kept alive.
+        inside: those in it, and others that the call is given.
+
     Attributes:
-        tensors: their parameters, buffers and other tensors, each once.
+        root: a reference.
+        inside: as given.
+        tensors: parameters, buffers and other tensors of all of them, each once.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = [(module, type(module), _copied(module.__dict__)) for module in modules]
-        self.forwards = [(cls, cls.forward) for cls in {cls for _, cls, _ in self.modules}]
-        held = (value for module, _, _ in self.modules for value in module.__dict__.values())
-        objects = {id(v): v for v in held if not isinstance(v, (*_PLAIN, dict, list, tuple, set)) and _attributes(v)}
+    def __init__(self, root: nn.Module, inside: list[nn.Module]) -> None:
+        self.root, self.inside, modules = weakref.ref(root), inside, [root, *inside]
+        self.facts = [(type(module), _copied(module.__dict__)) for module in modules]
+        self.forwards = [(cls, cls.forward) for cls in {cls for cls, _ in self.facts}]
+        objects: dict[int, object] = {}
+        for module in modules:
+            _collect(module.__dict__, objects)
         self.objects = [(value, _copied(value.__dict__)) for value in objects.values()]
-        self.tensors = list({id(t): t for module, _, _ in self.modules for t in _tensors(module)}.values())
+        self.tensors = list({id(t): t for module in modules for t in _tensors(module)}.values())
 
-    def holds(self) -> bool:
+    def holds(self, root: nn.Module) -> bool:
         """Nothing has changed since."""
         try:
-            for module, cls, facts in self.modules:
+            for module, (cls, facts) in zip((root, *self.inside), self.facts, strict=True):
                 if module.__class__ is not cls or module.__dict__ != facts:
                     return False
             for cls, forward in self.forwards:
@@ -44,13 +54,39 @@ class Guard:
         return True
 
 
-def _copied(facts: dict[str, object]) -> dict[str, object]:
-    """A copy for comparison: what is changed in place is copied, too."""
-    return {name: v.copy() if isinstance(v, (dict, list, set)) else v for name, v in facts.items()}
+class Uncompared:
+    """What a module holds and its calls do not depend on: it equals every other, and copies of facts do not keep it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Uncompared)
+
+    __hash__ = None
 
 
-def _attributes(value: object) -> dict[str, object] | None:
-    return getattr(value, "__dict__", None)
+def _copied(value: object) -> object:
+    """A copy for comparison: what may be changed in place is copied, at any depth, and all else is the same object."""
+    if isinstance(value, dict):
+        return {name: _copied(v) for name, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if isinstance(value, Uncompared):
+        return Uncompared()
+    return value.copy() if isinstance(value, set) else value
+
+
+def _collect(value: object, objects: dict[int, object]) -> None:
+    """Adds the objects that a value holds, at any depth, and that have attributes."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set)):
+        if not isinstance(value, (*_PLAIN, Uncompared)) and id(value) not in objects and hasattr(value, "__dict__"):
+            objects[id(value)] = value
+            _collect(value.__dict__, objects)
+        return
+    for part in value:
+        _collect(part, objects)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from ...kernels.launch import Binary, stream
 from ...kernels.op import once_differentiable
@@ -35,6 +36,13 @@ class Ref:
         if self.shape is None:
             return base
         return base.as_strided(self.shape, self.stride, base.storage_offset() + self.start)
+
+    def output(self, table: list[Tensor | None]) -> Tensor:
+        """The tensor for the caller, who may write to it: if it is all of its storage, no view in autograd's sense."""
+        base, part = table[self.slot], self.tensor(table)
+        if part is base or self.nbytes or part.numel() != base.numel():
+            return part
+        return torch.ops.aten._unsafe_view(base, self.shape) if part.is_contiguous() and base.is_contiguous() else part
 
 
 class Refs(tuple):
@@ -91,6 +99,7 @@ class Segment(NamedTuple):
         outputs: (slot, shape, stride, dtype) of tensors that are returned.
         steps: in order.
         kernels: those that are launched directly.
+        last: step → slots of results that no later one reads.
     """
 
     buffers: tuple[tuple[int, int], ...]
@@ -98,6 +107,7 @@ class Segment(NamedTuple):
     outputs: tuple[tuple, ...]
     steps: tuple[DirectLaunch | Call, ...]
     kernels: tuple[Callable, ...]
+    last: dict[int, list[int]]
 
     def run(self, table: list[Tensor | None], address: list[int], device: torch.device) -> None:
         """Runs the steps on a table that holds what was given, and the addresses of its tensors."""
@@ -110,21 +120,24 @@ class Segment(NamedTuple):
             table[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             address[slot] = table[slot].data_ptr()
         queue = stream(-1 if device.index is None else device.index) if self.kernels else None
-        for step in self.steps:
+        for i, step in enumerate(self.steps):
             if type(step) is DirectLaunch:
                 (x, y, z), (run, function, metadata, _), arguments, addresses, tuples = step
                 arguments = arguments[:]
-                for i, slot, nbytes in addresses:
-                    arguments[i] = address[slot] + nbytes
-                for i, refs in tuples:
-                    arguments[i] = tuple([address[a.slot] + a.nbytes if type(a) is Ref else a for a in refs])
+                for at, slot, nbytes in addresses:
+                    arguments[at] = address[slot] + nbytes
+                for at, refs in tuples:
+                    arguments[at] = tuple([address[a.slot] + a.nbytes if type(a) is Ref else a for a in refs])
                 run(x, y, z, queue, function, metadata, None, None, None, *arguments)
-                continue
-            function, arguments, named, results = step
-            made = function(*_tensors(arguments, table), **named)
-            for slot, position in results:
-                table[slot] = made if isinstance(made, Tensor) else made[position]
-                address[slot] = table[slot].data_ptr()
+            else:
+                function, arguments, named, results = step
+                made = function(*_tensors(arguments, table), **named)
+                for slot, position in results:
+                    table[slot] = made if isinstance(made, Tensor) else made[position]
+                    address[slot] = table[slot].data_ptr()
+                made = None
+            for slot in self.last.get(i, ()):
+                table[slot] = None
 
 
 def _tensors(held: Sequence[object], table: list[Tensor | None]) -> list[object]:
@@ -177,7 +190,7 @@ class Program(NamedTuple):
                 given[i] = given[i].detach()
             return _rebuilt(self.structure, _Function.apply(self, addresses, *given))
         table = self.run(self.forward, given, addresses)
-        return _rebuilt(self.structure, [ref.tensor(table) for ref in self.outputs])
+        return _rebuilt(self.structure, [ref.output(table) for ref in self.outputs])
 
     def run(self, segment: Segment, table: list[Tensor | None], addresses: list[int]) -> list[Tensor | None]:
         """Runs a segment on the first slots of a table; returns the whole. Its operators are what autocast called."""
@@ -211,7 +224,7 @@ class _Function(torch.autograd.Function):
         ctx.program, table = program, program.run(program.forward, list(given), addresses)
         ctx.save_for_backward(*[table[slot] for slot in program.saved])
         ctx.set_materialize_grads(False)
-        outputs = tuple([ref.tensor(table) for ref in program.outputs])
+        outputs = tuple([ref.output(table) for ref in program.outputs])
         ctx.mark_non_differentiable(*[t for i, t in enumerate(outputs) if i != program.learns])
         return outputs
 
@@ -222,9 +235,22 @@ class _Function(torch.autograd.Function):
         dy = incoming[program.learns]
         if dy is None:
             return (None,) * (2 + len(program.gradients))
-        dy, table = dy.contiguous(), [None] * program.slots
-        table[program.incoming] = dy if dy.data_ptr() % 16 == 0 else dy.clone()
-        for slot, t in zip(program.saved, ctx.saved_tensors, strict=True):
-            table[slot] = t
-        table = program.run(program.backward, table, [0 if t is None else t.data_ptr() for t in table])
-        return None, None, *[None if ref is None else ref.tensor(table) for ref in program.gradients]
+        if not functorch.is_batchedtensor(dy):
+            return None, None, *_gradients(program, ctx.saved_tensors, dy)
+        batch, level = functorch.get_unwrapped(dy).unbind(functorch.maybe_get_bdim(dy)), functorch.maybe_get_level(dy)
+        found = zip(*(_gradients(program, ctx.saved_tensors, one) for one in batch), strict=True)
+        return (
+            None,
+            None,
+            *[None if parts[0] is None else functorch._add_batch_dim(torch.stack(parts), 0, level) for parts in found],
+        )
+
+
+def _gradients(program: Program, saved: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
+    """Gradients of the given tensors for that of the output."""
+    dy, table = dy.contiguous(), [None] * program.slots
+    table[program.incoming] = dy if dy.data_ptr() % 16 == 0 else dy.clone()
+    for slot, t in zip(program.saved, saved, strict=True):
+        table[slot] = t
+    table = program.run(program.backward, table, [0 if t is None else t.data_ptr() for t in table])
+    return [None if ref is None else ref.tensor(table) for ref in program.gradients]

@@ -22,6 +22,7 @@ class Record(NamedTuple):
         guard: the modules, as they were.
         held: tensors that the program is given after the inputs: the modules', and those that `freeze` keeps.
         folds: kept by `freeze`.
+        operators: PyTorch's are among the steps.
         result: what the recorded call returned; None if it had gradients.
     """
 
@@ -29,6 +30,7 @@ class Record(NamedTuple):
     guard: Guard
     held: list[Tensor]
     folds: list[Kept]
+    operators: bool
     result: object
 
 
@@ -50,26 +52,39 @@ def record(
     inside = list({id(m): m for root in (module, *_modules_in((inputs, named))) for m in root.modules()}.values())
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    if not all(runs_known_code(m) for m in inside if m is not module):
-        return None
-    guard = Guard(inside)
-    if any(t.device != device or t._backward_hooks for t in (*tensors, *guard.tensors)):
+    if not all(runs_known_code(m, hooks_count=m is not module) for m in inside):
         return None
     leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     if len(leaves) < len(tensors):
         return None
-    given, states = [*leaves.values(), *guard.tensors], _random_states(device)
+    states = _random_states(device)
+    recorder = Recorder(device)
     try:
-        recorder = Recorder()
+        guard = Guard(module, inside[1:])
+        _refuse_tensors(guard.tensors, tensors)
+        given = [*leaves.values(), *guard.tensors]
         with recorder:
             result = forward(module, *_replaced(inputs, leaves), **_replaced(named, leaves))
         backward = _record_backward(recorder, given, result)
         made = _made(recorder, guard, given, len(tensors), result, *backward)
-    except (Refusal, torch.OutOfMemoryError):  # a backward pass needs memory now that it would not need until later
+    except (
+        Refusal,
+        RuntimeError,
+    ):  # such as too little memory for a backward pass now; the call itself may raise it, too
         made = None
-    if made is None or made.result is None:
+    if recorder.draws and (made is None or made.result is None):
         _restore(states, device)
     return made
+
+
+def _refuse_tensors(held: list[Tensor], inputs: list[Tensor]) -> None:
+    """Raises Refusal for tensors that no program can be given."""
+    if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *held)):
+        raise Refusal("a tensor has hooks or is on another device")
+    if any(t.grad_fn is not None for t in held):
+        raise Refusal("a weight is computed")  # from others, which the backward pass would reach
+    if any(t.numel() < 2 for t in held):
+        raise Refusal("a tensor has one element")  # in comparisons of facts it goes by its value
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -107,15 +122,16 @@ def _made(
     gradients: dict[int, Tensor | None],
 ) -> Record:
     """What was recorded, with those tensors alone that a replay depends on; raises Refusal."""
-    if not guard.holds():
+    if not guard.holds(guard.root()):
         raise Refusal("the call changed what it depends on")
     read = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
-    folds = [kept for kept in kept_folds(m for m, *_ in guard.modules) if _storages(kept) & read]
+    folds = [kept for kept in kept_folds(guard.inside) if _storages(kept) & read]
     held = [t for t in given[inputs:] if torch.is_grad_enabled() or storage_of(t) in read]
     held += [t for kept in folds for t in kept.folded[:3]]
     given = [*given[:inputs], *held]
     program = build(recorder, given, result, marks, incoming, [gradients.get(id(t)) for t in given])
-    return Record(program, guard, held, folds, result if marks is None else None)
+    operators = any(step.grid is None for step in recorder.steps)
+    return Record(program, guard, held, folds, operators, result if marks is None else None)
 
 
 def _storages(kept: Kept) -> set[int]:

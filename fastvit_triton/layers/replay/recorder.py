@@ -15,8 +15,8 @@ ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty
 READERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")  # the host waits for their values
 
 
-class Refusal(Exception):
-    """Why a call cannot be replayed; raised before anything is done that recording it must not do."""
+class Refusal(RuntimeError):
+    """Why a call cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,14 @@ class Recorder(launch.Recorder):
 
     Attributes:
         steps: in order.
+        device: of all tensors.
+        draws: an operator draws random numbers.
         reserved: storage → tensor whose memory was only reserved, and the number of steps before that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device, self.draws = device, False
         self.steps: list[Step] = []
         self.reserved: dict[int, tuple[Tensor, int]] = {}
         self._made: set[int] = set()  # storages of this call
@@ -75,14 +78,21 @@ class Recorder(launch.Recorder):
         """Runs an operator; one of ours is entered."""
         named, name = named or {}, function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
+            if named:
+                raise Refusal(f"{name} is called with named arguments")
             with self:
                 return REGISTERED[name][0](*arguments)
-        if name in READERS:
-            raise Refusal(f"{name} reads a value")
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            raise Refusal("the call checkpoints or offloads activations")
+        if _reads_values(function, name, arguments):
+            raise Refusal(f"{name} reads values")
         if function._schema.is_mutable and not self._writes_own(function, arguments, named):
             raise Refusal(f"{name} writes to a tensor that was there before")
+        self.draws |= torch.Tag.nondeterministic_seeded in function.tags
         results = function(*arguments, **named)
         self._alive.append(results)
+        if any(t.device != self.device for t in tensors_in(results)):
+            raise Refusal(f"{name} copies to another device")
         several = results if isinstance(results, (tuple, list)) else (results,)
         given = {storage_of(t) for t in tensors_in((arguments, named))}
         new = [(t, i) for i, t in enumerate(several) if isinstance(t, Tensor) and storage_of(t) not in given]
@@ -104,6 +114,14 @@ class Recorder(launch.Recorder):
         given = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | named
         written = [given.get(a.name) for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
         return all(storage_of(t) in self._made for t in tensors_in(written))
+
+
+def _reads_values(function: OpOverload, name: str, arguments: tuple) -> bool:
+    """The host waits for values, or shapes depend on them."""
+    if name == "index":
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in arguments[1])
+    tags = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
+    return name in READERS or any(tag in function.tags for tag in tags)
 
 
 def storage_of(t: Tensor) -> int:
