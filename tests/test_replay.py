@@ -296,6 +296,8 @@ def test_autograd_guards_what_is_saved(interpreted):
             model.blocks[1].mlp.fc1.weight.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+        with pytest.raises(RuntimeError, match="one gradient at a time"):
+            torch.autograd.grad(model.blocks(given), given, torch.randn(2, *x.shape), is_grads_batched=True)
         (slope,) = torch.autograd.grad(model.blocks(given).sum(), given, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiated once"):
             slope.sum().backward()

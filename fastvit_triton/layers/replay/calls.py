@@ -1,4 +1,4 @@
-"""Calls a block, and from its second call with the same inputs and settings on replays what it did."""
+"""Calls a block, or replays what it did when it was called with the same inputs and settings before."""
 
 import weakref
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .guard import Uncompared
 from .record import Record, record
 
 MAX_PROGRAMS = 32  # of a module: one for each layout of its inputs and each global setting
-MAX_ATTEMPTS = 4  # calls, the first aside, in which one of them is recorded
+MAX_ATTEMPTS = 4  # calls until one of them must be recorded; the first is not
 MAX_CHANGES = 16  # of a module that is recorded anew
 
 _call_of_modules = nn.Module.__call__

@@ -11,6 +11,8 @@ from torch._C import _functorch as functorch
 from ...kernels.launch import Binary, stream
 from ...kernels.op import once_differentiable
 
+BATCHED = "blocks that are replayed take one gradient at a time; FASTVIT_TRITON_REPLAY=0 allows batched ones"
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -235,15 +237,9 @@ class _Function(torch.autograd.Function):
         dy = incoming[program.learns]
         if dy is None:
             return (None,) * (2 + len(program.gradients))
-        if not functorch.is_batchedtensor(dy):
-            return None, None, *_gradients(program, ctx.saved_tensors, dy)
-        batch, level = functorch.get_unwrapped(dy).unbind(functorch.maybe_get_bdim(dy)), functorch.maybe_get_level(dy)
-        found = zip(*(_gradients(program, ctx.saved_tensors, one) for one in batch), strict=True)
-        return (
-            None,
-            None,
-            *[None if parts[0] is None else functorch._add_batch_dim(torch.stack(parts), 0, level) for parts in found],
-        )
+        if functorch.is_batchedtensor(dy) or functorch.is_legacy_batchedtensor(dy):
+            raise RuntimeError(BATCHED)
+        return None, None, *_gradients(program, ctx.saved_tensors, dy)
 
 
 def _gradients(program: Program, saved: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
