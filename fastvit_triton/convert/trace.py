@@ -25,9 +25,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ..kernels import launch, linear_backward, tile
 from ..kernels.op import REGISTERED
+from ..layers.replay.recorder import ALLOCATE, READERS
 
-ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-READERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")  # the host waits for their values
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
 # kernels that CUDA launches for an operator of PyTorch, where it is not one, from the sources of torch 2.13:
 # flash_bwd_launch_template.h (Δ; dq, dk and dv; dq from its fp32 sums), layer_norm_kernel.cu (dx; dγ and dβ, up to
