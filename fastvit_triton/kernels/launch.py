@@ -70,7 +70,7 @@ def _key(kernel: Callable, device: int, arguments: tuple, fixed: dict[str, objec
 
 
 class Recorder(TorchDispatchMode):
-    """A mode of PyTorch that is told of each launch in its context, in the threads of autograd, too."""
+    """A dispatch mode that is also notified of each kernel launch, including those of autograd's threads."""
 
     def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> None:
         """Takes the arguments of `launch`, before the launch."""

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         branches: sizes, for any number of images and tokens.
-        replayed: its calls are replayed, see `replay`.
+        replayed: its calls are replayed, see `replay`; as found when it first ran, for it decides on speed alone.
     """
 
     branches: tuple[Branch, ...]
@@ -85,10 +85,12 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
     """
     if torch.compiler.is_compiling():
         return _way(x, branches, False)
-    replayed = replays and module is not None and is_repeatable(module)
-    if module is not None:
-        module.__dict__[SIZES] = Sizes(branches, replayed)
-    return _way(x, branches, replayed)
+    if module is None:
+        return _way(x, branches, False)
+    known = module.__dict__.get(SIZES)
+    if known is None or known.branches != branches:
+        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module))
+    return _way(x, *known)
 
 
 def way_alone(body: nn.Module, x: Tensor) -> str:

@@ -1,10 +1,11 @@
 """Runs a call to record it, with its backward pass if there are gradients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..freeze import Kept, kept_folds
 from ..hooks import runs_known_code
@@ -49,7 +50,8 @@ def record(
         tensors: those among them.
     """
     device = tensors[0].device
-    inside = list({id(m): m for root in (module, *_modules_in((inputs, named))) for m in root.modules()}.values())
+    given = [m for m in tree_leaves((inputs, named)) if isinstance(m, nn.Module)]
+    inside = list({id(m): m for root in (module, *given) for m in root.modules()}.values())
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     if not all(runs_known_code(m, hooks_count=m is not module) for m in inside):
@@ -57,6 +59,7 @@ def record(
     leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     if len(leaves) < len(tensors):
         return None
+    inputs, named = tree_map_only(Tensor, lambda t: leaves[id(t)], (inputs, named))
     states = _random_states(device)
     recorder = Recorder(device)
     try:
@@ -64,13 +67,10 @@ def record(
         _refuse_tensors(guard.tensors, tensors)
         given = [*leaves.values(), *guard.tensors]
         with recorder:
-            result = forward(module, *_replaced(inputs, leaves), **_replaced(named, leaves))
+            result = forward(module, *inputs, **named)
         backward = _record_backward(recorder, given, result)
         made = _made(recorder, guard, given, len(tensors), result, *backward)
-    except (
-        Refusal,
-        RuntimeError,
-    ):  # such as too little memory for a backward pass now; the call itself may raise it, too
+    except RuntimeError:  # a Refusal, or too little memory for a backward pass now
         made = None
     if recorder.draws and (made is None or made.result is None):
         _restore(states, device)
@@ -136,23 +136,3 @@ def _made(
 
 def _storages(kept: Kept) -> set[int]:
     return {storage_of(t) for t in kept.folded[:3]}
-
-
-def _modules_in(held: object) -> Iterator[nn.Module]:
-    if isinstance(held, nn.Module):
-        yield held
-    elif isinstance(held, (tuple, dict)):
-        for value in held.values() if isinstance(held, dict) else held:
-            yield from _modules_in(value)
-
-
-def _replaced(held: object, leaves: dict[int, Tensor]) -> object:
-    """The same structure with the leaf of each tensor."""
-    if isinstance(held, Tensor):
-        return leaves[id(held)]
-    if isinstance(held, dict):
-        return {name: _replaced(value, leaves) for name, value in held.items()}
-    if not isinstance(held, tuple):
-        return held
-    values = [_replaced(value, leaves) for value in held]
-    return type(held)._make(values) if hasattr(held, "_make") else tuple(values)
