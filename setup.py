@@ -44,6 +44,8 @@ setup(
         "safetensors>=0.4",  # checkpoints
         "pillow>=10",  # image files
         "rich>=13",  # progress bars and tables
+        "platformdirs>=4",  # where this GPU's measurements are kept
+        "filelock>=3",  # one process at a time writes them
     ],
     extras_require={
         "demo": DEMO,

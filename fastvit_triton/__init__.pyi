@@ -22,6 +22,7 @@ from .layers.freeze import unfreeze as unfreeze
 from .models import create_model as create_model
 from .models import list_models as list_models
 from .models.config import ViTConfig as ViTConfig
+from .warm_up import warmup as warmup
 from .weights import load_model as load_model
 from .weights import load_weights as load_weights
 from .weights import save_weights as save_weights

@@ -278,7 +278,7 @@ def _prepare(tensors, max_seqlen, scale):
     """The launch of the forward pass."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
-    blocks = blocks_of("fwd", q, bias, Nq, width)
+    blocks = blocks_of("fwd", q, bias, images, Nq, Nk, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
     tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)

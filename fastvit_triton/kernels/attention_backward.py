@@ -270,20 +270,20 @@ def _prepare(tensors, max_seqlen, scale):
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu_seqlens is not None
     arguments, launches = arguments_of(tensors, max_seqlen, scale), []
-    blocks = whole_head_blocks(q, bias, ragged, Nk, width)
+    blocks = whole_head_blocks(q, bias, ragged, images, Nq, Nk, width)
     if blocks and q.numel() and k.numel():
         tail = tail_block(Nq, blocks["BLOCK_M"], cu_seqlens is not None)
         return [prepare(_bwd_kernel, heads, blocks, **arguments, tiles=1, TAIL=tail)]
     if q.numel():
-        blocks = blocks_of("bwd_dq", q, bias, Nq, width)
+        blocks = blocks_of("bwd_dq", q, bias, images, Nq, Nk, width)
         tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), tail_block(Nk, blocks["BLOCK_N"], ragged)
         launches += [prepare(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)]
     if k.numel():
-        blocks = blocks_of("bwd_dkdv", q, bias, Nq, width)
+        blocks = blocks_of("bwd_dkdv", q, bias, images, Nq, Nk, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
         launches += [prepare(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)]
     if "dbias" in tensors and q.numel() and k.numel():
-        blocks = blocks_of("bwd_dbias", q, bias, Nq, width)
+        blocks = blocks_of("bwd_dbias", q, bias, images, Nq, Nk, width)
         tiles = dict(tiles_m=cdiv(Nq, blocks["BLOCK_M"]), tiles_n=cdiv(Nk, blocks["BLOCK_N"]))
         programs = math.prod(tiles.values()) * q.shape[1] * bias.shape[0]
         launches += [prepare(_bwd_dbias_kernel, programs, blocks, **arguments, **tiles, B=images)]

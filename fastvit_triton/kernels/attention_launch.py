@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import launch as launcher
+from . import measured
 from .launch import config, launch, power_of_2, precision, split_tiles
 
 ARGUMENTS = (
@@ -103,15 +104,17 @@ def tuned_row(kernel: str, q: Tensor, bias: Tensor | None, width: int) -> tuple[
     return f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default
 
 
-def blocks_of(kernel: str, q: Tensor, bias: Tensor | None, Nq: int, width: int) -> dict[str, int]:
-    """Launch parameters: the row of tuned/ if there is one, else that of SPACE."""
-    block = config(*tuned_row(kernel, q, bias, width), q.device)
+def blocks_of(kernel: str, q: Tensor, bias: Tensor | None, images: int, Nq: int, Nk: int, width: int) -> dict[str, int]:
+    """Launch parameters: those measured or in tuned/ if there are any, else those of SPACE."""
+    block = config(*tuned_row(kernel, q, bias, width), q.device, images * q.shape[1], Nq, Nk)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
     return block
 
 
-def whole_head_blocks(q: Tensor, bias: Tensor | None, ragged: bool, Nk: int, width: int) -> dict[str, int] | None:
+def whole_head_blocks(
+    q: Tensor, bias: Tensor | None, ragged: bool, images: int, Nq: int, Nk: int, width: int
+) -> dict[str, int] | None:
     """Launch parameters if one program computes all gradients of a head, None if two kernels do.
 
     dQ is rounded once for each block of keys, so more than two blocks are left to the two kernels. A row of tuned/ with
@@ -120,7 +123,8 @@ def whole_head_blocks(q: Tensor, bias: Tensor | None, ragged: bool, Nk: int, wid
     (limit, default), size = SPACE["bwd"][-1], width * q.element_size()
     if bias is not None or q.dtype == torch.float32 or size > limit or width != power_of_2(width):
         return None
-    blocks = config(f"attention.bwd.{'ragged.' if ragged else ''}{size}", default, q.device)
+    row = f"attention.bwd.{'ragged.' if ragged else ''}{size}"
+    blocks = config(row, default, q.device, images * q.shape[1], Nq, Nk)
     return blocks if Nk <= 2 * blocks["BLOCK_N"] else None
 
 
@@ -184,7 +188,7 @@ def prepared(
     q = tensors["q"]
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
     ieee = q.dtype == torch.float32 and torch.get_float32_matmul_precision()
-    key = (make, q.device, launcher.target, ieee, *settings, *layouts)
+    key = (make, q.device, launcher.target, measured.in_use, ieee, *settings, *layouts)
     found = _prepared.get(key) if launcher._overrides is None else None
     if found is None:
         found = make(tensors, *settings)

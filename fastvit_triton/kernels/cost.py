@@ -77,10 +77,16 @@ class Branch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its shape in tables; tokens and images as the smallest power of two that is at least as large."""
-        tokens, images = (1 << max(n - 1, 0).bit_length() for n in (self.tokens, self.images))
+        """Name of its shape in tables of measurements."""
         heads = f" H={self.heads}" if self.heads else ""
-        return f"{self.kind} C={self.channels} F={self.width}{heads} N={tokens} B={images}"
+        wide = " fp32" if self.itemsize == 4 else ""
+        return f"{self.kind} C={self.channels} F={self.width}{heads} N={self.tokens} B={self.images}{wide}"
+
+    @property
+    def rounded(self) -> "Branch":
+        """With tokens and images as the smallest power of two that is at least as large: one measurement for many."""
+        tokens, images = (1 << max(n - 1, 0).bit_length() for n in (self.tokens, self.images))
+        return self._replace(tokens=tokens, images=images)
 
 
 class Launch(NamedTuple):

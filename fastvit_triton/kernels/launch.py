@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from . import measured
 from .tile import TRITON
 
 TUNED = Path(__file__).parent / "tuned"
@@ -34,7 +35,8 @@ def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed:
         fixed: its compile-time arguments and the launch options, by name.
     """
     if torch._C._len_torch_dispatch_stack() and (recorder := _current_recorder()) is not None:
-        recorder.launched(kernel, grid, arguments, fixed)
+        if recorder.launched(kernel, grid, arguments, fixed):
+            return
         with _disable_current_modes():  # the interpreter copies tensors
             return launch(kernel, grid, *arguments, **fixed)
     if run is not _run or not _is_plain(kernel):
@@ -72,8 +74,8 @@ def _key(kernel: Callable, device: int, arguments: tuple, fixed: dict[str, objec
 class Recorder(TorchDispatchMode):
     """A dispatch mode that is also notified of each kernel launch, including those of autograd's threads."""
 
-    def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> None:
-        """Takes the arguments of `launch`, before the launch."""
+    def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> bool:
+        """Takes the arguments of `launch`, before the launch; True to leave it out."""
         raise NotImplementedError
 
 
@@ -183,29 +185,47 @@ def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict
 _direct: _Direct | None = None
 
 
-def config(row: str, default: dict[str, int], device: torch.device) -> dict[str, int]:
-    """Launch parameters of a kernel: the row of that name in the table of this architecture, else the default.
+def config(row: str, default: dict[str, int], device: torch.device, *sizes: int) -> dict[str, int]:
+    """Launch parameters of a kernel: from this GPU's measurements, else the architecture's table, else the default.
 
-    Tables are committed files whose rows are marked "measured" or "predicted". Nothing is timed in a user's process.
+    Tables are committed files whose rows are marked "measured" or "predicted". Nothing is timed here.
 
     Args:
         row: row name.
-        default: launch parameters if the table has no such row.
+        default: launch parameters if there is no such row.
         device: its architecture selects the table.
+        *sizes: of the operands; rows for them come before the row of all sizes, see `measured.names`.
     """
-    found = table(architecture(device)).get(row, default)
+    found = _row(row, sizes, device, target, measured.in_use) or default
     if _overrides is not None:
         rows, looked_up = _overrides
-        found = rows.get(row, found)
-        looked_up.setdefault(row, found)
+        known = measured.names(row, sizes)
+        found = next((rows[name] for name in known if name in rows), found)
+        looked_up.setdefault(known[0], found)
     return dict(found, enable_fp_fusion=True)
+
+
+@functools.lru_cache(4096)
+def _row(
+    row: str, sizes: tuple[int, ...], device: torch.device, target: str | None, in_use: object
+) -> dict[str, int] | None:
+    tables = measured.of(device, target is not None).rows, table(architecture(device))
+    known = measured.names(row, sizes)
+    return next((rows[name] for rows in tables for name in known if name in rows), None)
+
+
+def forget() -> None:
+    """Reads all tables and files again when they are next needed."""
+    measured.forget()
+    table.cache_clear()
+    _row.cache_clear()
 
 
 @contextlib.contextmanager
 def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, int]]]:
     """In this context `rows` replace those of the tables; contexts nest.
 
-    Yields the launch parameters that kernels looked up in it, by row name: from `rows`, a table or a default.
+    Yields the launch parameters that kernels looked up in it, by row name with sizes.
     """
     global _overrides
     before, looked_up = _overrides, {}

@@ -459,10 +459,11 @@ def tuned_row(x: Tensor, F: int, activation: str | None, layer_scale: Tensor | N
     return f"linear.fwd.{'fp32' if x.dtype == torch.float32 else kind}"
 
 
-def _blocks(x, F, activation, layer_scale, residual):
-    """Launch parameters of the product."""
-    row = tuned_row(x, F, activation, layer_scale, residual)
-    return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)
+def _blocks(x, F, activation, layer_scale, residual, return_stats):
+    """Launch parameters of the product; row statistics have a shape that follows, which must not depend on M."""
+    row, K = tuned_row(x, F, activation, layer_scale, residual), x.shape[-1]
+    M = 0 if return_stats else x.numel() // K
+    return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device, M, F, K)
 
 
 def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
@@ -474,7 +475,7 @@ def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_sc
     rows = x.reshape(-1, K)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     residual = None if residual is None else residual.contiguous()
-    M, blocks, tiles = len(rows), _blocks(x, F_, activation, layer_scale, residual), 0
+    M, blocks, tiles = len(rows), _blocks(x, F_, activation, layer_scale, residual, return_stats), 0
     if not M:
         return outputs
     if colsum is not None and stats is None:
@@ -500,7 +501,9 @@ def _fwd_fake(x, weight, bias, colsum, stats, eps, activation, layer_scale, samp
     M = math.prod(x.shape[:-1])
     has_stats = colsum is not None and (save or stats is None)
     mean, rstd = (x.new_empty(M if has_stats else 0, dtype=torch.float32) for _ in range(2))
-    shape = (M, cdiv(F_, _blocks(x, F_, activation, layer_scale, residual)["BLOCK_F"]), 2) if return_stats else (0,)
+    shape = (0,)
+    if return_stats:
+        shape = M, cdiv(F_, _blocks(x, F_, activation, layer_scale, residual, True)["BLOCK_F"]), 2
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
         x.new_empty(*x.shape[:-1], F_, dtype=output_dtype(x, layer_scale, residual)),

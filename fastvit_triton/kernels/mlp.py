@@ -271,7 +271,7 @@ def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] 
     if x.dtype == torch.float32 or activation == "swiglu" or len(w2) != D or size > SPACE[-1][0]:
         return None
     limit, default = next(row for row in SPACE if size <= row[0])
-    blocks = config(f"mlp.fwd.{limit}", default, x.device)
+    blocks = config(f"mlp.fwd.{limit}", default, x.device, D, w2.shape[1])
     return blocks if blocks["BLOCK_F"] else None
 
 

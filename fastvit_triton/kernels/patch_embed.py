@@ -248,10 +248,10 @@ def tuned_row(kernel: str, weight: Tensor) -> str:
     return f"patch_embed.{kernel}.{'fp32' if weight.dtype == torch.float32 else 'half'}"
 
 
-def _blocks(kernel, weight):
+def _blocks(kernel, weight, M, K):
     """Launch parameters of a kernel, "fwd" or "bwd"."""
     row = tuned_row(kernel, weight)
-    return config(row, SPACE[row.removeprefix("patch_embed.")], weight.device)
+    return config(row, SPACE[row.removeprefix("patch_embed.")], weight.device, M, len(weight), K)
 
 
 def _sizes(image, weight, prefix):
@@ -271,7 +271,8 @@ def _fwd(image, weight, bias, pos, prefix, mean, std):
     """Tokens [B, T + N, D]."""
     tokens = _fwd_fake(image, weight, bias, pos, prefix, mean, std)
     N, T, D, fixed = _sizes(image, weight, prefix)
-    M, blocks = len(image) * N, _blocks("fwd", weight)
+    M = len(image) * N
+    blocks = _blocks("fwd", weight, M, fixed["K"])
     pos_first = 0 if pos is None else pos.shape[1] - N
     if image.dtype == torch.uint8:  # (4')
         factor, offset = _scale_and_offset(mean, std)
@@ -296,8 +297,9 @@ def _fwd_fake(image, weight, bias, pos, prefix, mean, std):
 
 def _bwd(dtokens, image, weight, prefix, mean, std):
     """dE [D, C, P, P'] in the weight's dtype, for uint8 images in fp32."""
-    (N, T, D, fixed), blocks = _sizes(image, weight, prefix), _blocks("bwd", weight)
+    N, T, D, fixed = _sizes(image, weight, prefix)
     M, K = len(image) * N, fixed["K"]
+    blocks = _blocks("bwd", weight, M, K)
     parts = cdiv(M, ROWS)
     partial = torch.empty(parts, D, K, dtype=torch.float32, device=weight.device)
     if M:

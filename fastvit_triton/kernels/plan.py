@@ -1,8 +1,8 @@
 """Chooses how a branch or an op runs, before any of its ops is called: "fused", "mixed" or "plain", see `cost`.
 
-The choice is, in this order: what a context (`forcing`) or the switch asks for; a measured row "ways" in
-tuned/<architecture>.json; the least max(expected GPU time, host time), with the pessimistic rates of our kernels.
-Products in IEEE float32 are left to PyTorch. All ways compute the same function.
+The choice is, in this order: what a context (`forcing`) or the switch asks for; what was measured on this GPU (see
+`measured`); a measured row "ways" in tuned/<architecture>.json; the least max(expected GPU time, host time), with the
+pessimistic rates of our kernels. Products in IEEE float32 are left to PyTorch. All ways compute the same function.
 
 While a graph is traced nothing depends on the number of images or tokens: the answer is that for `TRACED` rows. Mixed
 and plain are then the same, PyTorch operators that the compiler fuses, and are called plain.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import backend, launch
+from . import backend, launch, measured
 from .cost import OPS, WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
 
 TRACED = (256, 197)  # images and tokens that stand for all while tracing
@@ -32,6 +32,7 @@ class Choice(NamedTuple):
         name: kinds of the branches, "attention + mlp", or name of the op.
         way: "fused", "mixed" or "plain".
         why: "asked for", "measured", "empty" (there are no tokens) or "expected" (the least time).
+        shapes: names in tables of measurements, the most exact first.
         branches: of the block; empty for an op.
         us: way → expected microseconds on the GPU, with the pessimistic rates of our kernels, and on the host; empty
             where they did not decide.
@@ -42,6 +43,7 @@ class Choice(NamedTuple):
     name: str
     way: str
     why: str
+    shapes: tuple[str, ...]
     branches: tuple[Branch, ...]
     us: dict[str, tuple[float, float]]
     refused: dict[str, str]
@@ -93,7 +95,7 @@ _way._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result 
 def _asked(dtype: torch.dtype) -> tuple:
     """Global state that a choice depends on."""
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return forced, backend.backend(), exact, launch.target, assumed
+    return forced, backend.backend(), exact, launch.target, assumed, measured.in_use
 
 
 def _remember(key: tuple, choice: Choice) -> None:
@@ -126,14 +128,14 @@ def choose(
         switch: `backend.backend()`.
         exact: products are in IEEE float32.
     """
-    name = " + ".join(branch.kind for branch in branches)
+    name, shapes = " + ".join(branch.kind for branch in branches), block_names(branches, training)
     if asked is not None or switch == "triton":
-        return Choice(name, asked or "fused", "asked for", branches, {}, {})
-    measured = measured_ways(launch.architecture(device)).get(block_name(branches, training))
-    if measured is not None:
-        return Choice(name, measured, "measured", branches, {}, {})
+        return Choice(name, asked or "fused", "asked for", shapes, branches, {}, {})
     if not all(branch.images * branch.tokens for branch in branches):
-        return Choice(name, "plain", "empty", branches, {}, {})
+        return Choice(name, "plain", "empty", shapes, branches, {}, {})
+    way = None if exact else measured_way(device, shapes)
+    if way is not None:
+        return Choice(name, way, "measured", shapes, branches, {}, {})
     gpu = gpu_on(device)
     every = {way: launches(gpu, branches, way, training, False) for way in WAYS}
     us = {
@@ -144,16 +146,16 @@ def choose(
         for way, found in every.items()
     }
     refusals = {way: refusal(found, every["plain"], training, exact) for way, found in every.items()}
-    return _least(name, us, refusals, branches)._replace(replayed=replayed)
+    return _least(name, shapes, us, refusals)._replace(branches=branches, replayed=replayed)
 
 
 def _least(
-    name: str, us: dict[str, tuple[float, float]], refusals: dict[str, str | None], branches: tuple[Branch, ...] = ()
+    name: str, shapes: tuple[str, ...], us: dict[str, tuple[float, float]], refusals: dict[str, str | None]
 ) -> Choice:
     """The way that takes the least time of those that are not refused; of equal ones the first."""
     refused = {way: why for way, why in refusals.items() if why is not None}
     way = min((way for way in us if way not in refused), key=lambda way: max(us[way]))
-    return Choice(name, way, "expected", branches, us, refused)
+    return Choice(name, way, "expected", shapes, (), us, refused)
 
 
 def host_us(way: str, branches: int, training: bool, replayed: bool) -> float:
@@ -175,9 +177,25 @@ def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool
     return "has more launches than plain" if len(ours) > len(plain) * (1.1 if training else 1.0) else None
 
 
-def block_name(branches: tuple[Branch, ...], training: bool) -> str:
-    """Name of a block's shape in the tables of measured ways."""
-    return f"{' + '.join(branch.name for branch in branches)} {'training' if training else 'inference'}"
+def block_names(branches: tuple[Branch, ...], training: bool) -> tuple[str, str]:
+    """Names of a block's shape in tables of measurements: of its sizes, and of those that it stands for."""
+    phase = "training" if training else "inference"
+    found = branches, [branch.rounded for branch in branches]
+    exact, near = (f"{' + '.join(branch.name for branch in some)} {phase}" for some in found)
+    return exact, f"~{near}"
+
+
+def op_names(op: str, size: int, training: bool, sizes: tuple[int, ...]) -> tuple[str, str]:
+    """The same for an op with arguments of `size` bytes a value."""
+    phase = f"{'training' if training else 'inference'}{' fp32' if size == 4 else ''}"
+    return measured.names(f"{op} {phase}", tuple(map(int, sizes)))[:2]
+
+
+def measured_way(device: torch.device, shapes: tuple[str, ...]) -> str | None:
+    """The way that was measured for one of these shapes, on this GPU or else on one of its architecture."""
+    pretended = launch.target is not None or assumed is not None
+    tables = measured.of(device, pretended).ways, measured_ways(launch.architecture(device))
+    return next((ways[shape] for ways in tables for shape in shapes if shape in ways), None)
 
 
 def rows_of(rows: int) -> int:
@@ -210,16 +228,24 @@ def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool
     key = (device, dtype, training, op, sizes, *state)
     way = _choices.get(key)
     if way is None or _observer is not None:
-        gpu, (ours, theirs) = gpu_on(device), OPS[op](size, training, *sizes)
-        pair = dict(plain=theirs, fused=ours).items()
-        us = {way: (sum(launch_us(gpu, one) for one in found), 0.0) for way, found in pair}
-        choice = _least(op, us, dict(fused=refusal(ours, theirs, training, exact)))
+        choice = _choose_op(device, size, training, exact, op, sizes)
         way = choice.way
         _remember(key, choice)
     return way == "fused"
 
 
 _prefers._dynamo_marked_constant = True
+
+
+def _choose_op(device: torch.device, size: int, training: bool, exact: bool, op: str, sizes: tuple) -> Choice:
+    shapes = op_names(op, size, training, sizes)
+    way = None if exact else measured_way(device, shapes)
+    if way is not None:
+        return Choice(op, way, "measured", shapes, (), {}, {})
+    gpu, (ours, theirs) = gpu_on(device), OPS[op](size, training, *sizes)
+    pair = dict(plain=theirs, fused=ours).items()
+    us = {way: (sum(launch_us(gpu, one) for one in found), 0.0) for way, found in pair}
+    return _least(op, shapes, us, dict(fused=refusal(ours, theirs, training, exact)))
 
 
 def gpu_on(device: torch.device) -> Gpu:
@@ -281,7 +307,8 @@ def measured_ways(architecture: str) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clears the caches, so that tables are read again."""
+    """Clears the caches, so that tables and files are read again."""
+    launch.forget()
     _choices.clear()
     measured_ways.cache_clear()
     _gpu_on.cache_clear()

@@ -80,9 +80,16 @@ def freeze(model: nn.Module) -> None:
     _check(model)
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
-        kept = _frozen.setdefault(module, {})
+        _frozen.setdefault(module, {})
+    fold_again(model)
+
+
+def fold_again(model: nn.Module) -> None:
+    """Has the next call fold kept folds again, in place."""
+    for module in model.modules():
+        kept = _frozen.get(module, {})
         for key, entry in kept.items():
-            kept[key] = entry._replace(state=())  # folded again, in place, by the next call
+            kept[key] = entry._replace(state=())
 
 
 def unfreeze(model: nn.Module) -> None:

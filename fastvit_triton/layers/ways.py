@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import backend, launch, plan
+from ..kernels import backend, launch, measured, plan
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
@@ -62,7 +62,7 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, tuple | None]:
     precision = torch._C._get_float32_matmul_precision()  # the stream may turn float32 after a 16-bit x
     settings = (
         module.__dict__[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, precision,
-        plan.forced, plan.assumed, backend._switch, launch.target,
+        plan.forced, plan.assumed, backend._switch, launch.target, measured.in_use,
     )  # fmt: skip
     if settings in _ways:
         return _ways[settings], settings

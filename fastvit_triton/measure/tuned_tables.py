@@ -50,7 +50,6 @@ def write(
     lines = ",\n".join(f' "{name}": {json.dumps(row)}' for name, row in sorted(table.items()))
     with replacing(path) as temporary:
         temporary.write_text("{\n" + lines + "\n}\n")
-    launch.table.cache_clear()
     plan.forget()
     return taken
 

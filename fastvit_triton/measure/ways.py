@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..kernels.cost import WAYS
-from ..kernels.plan import Choice, block_name, forcing, observing
+from ..kernels.plan import Choice, forcing, observing
 from ..models import create_model
 from .compare import Named, outcome, verdict
 from .timeout import Deadline
@@ -52,7 +52,7 @@ def chosen_way(blocks: nn.Module, x: torch.Tensor, training: bool) -> tuple[str,
     with observing(found.append), torch.set_grad_enabled(training):
         blocks(x)
     first = next(choice for choice in found if choice.branches)
-    return block_name(first.branches, training), first.way
+    return first.shapes[-1], first.way
 
 
 def time_ways(

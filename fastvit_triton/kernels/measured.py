@@ -1,0 +1,166 @@
+"""What `fastvit-triton tune` measured on this machine's GPU: launch parameters and ways, one file per GPU and software.
+
+The file lies in $FASTVIT_TRITON_CACHE, or in the platform's folder for caches, and comes before the committed tables in
+tuned/. Names in it are those of the tables; names with exact sizes come before those with each size as the smallest
+power of two that is at least as large. A file that is damaged, or of another GPU or software, is ignored with one
+warning.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from . import tile
+
+FORMAT = 1
+WAYS = ("plain", "mixed", "fused")
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What one file holds.
+
+    Attributes:
+        rows: name of a row, with or without sizes → launch parameters.
+        ways: name of a block's or an op's shape → "plain", "mixed" or "fused".
+    """
+
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)
+    ways: dict[str, str] = field(default_factory=dict)
+
+
+NOTHING = Measured()
+in_use: object = object()  # a `Measured` that takes the place of all files, or what changes when files do
+
+
+def of(device: torch.device, pretended: bool = False) -> Measured:
+    """What was measured on this device's GPU; empty for a CPU, without a file, and for a GPU that is `pretended`."""
+    if isinstance(in_use, Measured):
+        return in_use
+    return _read(device.index) if device.type == "cuda" and not pretended else NOTHING
+
+
+def forget() -> None:
+    """Reads files again when they are next needed."""
+    global in_use
+    in_use = object()
+    _read.cache_clear()
+
+
+@contextlib.contextmanager
+def using(measured: Measured) -> Iterator[None]:
+    """In this context `measured` takes the place of the file of every device."""
+    global in_use
+    before, in_use = in_use, measured
+    try:
+        yield
+    finally:
+        in_use = before
+
+
+def folder() -> Path:
+    """$FASTVIT_TRITON_CACHE, or the platform's folder for caches."""
+    if given := os.environ.get("FASTVIT_TRITON_CACHE"):
+        return Path(given).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("fastvit_triton", appauthor=False))
+
+
+def path_of(facts: dict[str, object]) -> Path:
+    """The file for these facts; it is the same for all sources of this package."""
+    what = {name: value for name, value in facts.items() if name != "sources"}
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+    return folder() / f"{re.sub('[^a-z0-9]+', '-', str(facts['gpu']).lower()).strip('-')}-{digest}.json"
+
+
+def facts_of(device: torch.device) -> dict[str, object]:
+    """GPU and software that a measurement holds for."""
+    gpu = device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device) if gpu else None
+    return dict(
+        gpu=properties.name if gpu else "cpu",
+        units=properties.multi_processor_count if gpu else 0,
+        driver=torch._C._cuda_getDriverVersion() if gpu and torch.version.cuda else None,
+        torch=torch.__version__,
+        cuda=torch.version.cuda or torch.version.hip,
+        cudnn=torch.backends.cudnn.version() if gpu else None,
+        triton=getattr(tile, "__version__", None),
+        sources=sources(),
+    )
+
+
+@functools.cache
+def sources() -> str:
+    """Hash of the kernels' source files."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def parse(text: str) -> dict:
+    """The content of a file.
+
+    Raises:
+        ValueError: it is damaged or has another format.
+    """
+    try:
+        held = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    try:
+        good = held["format"] == FORMAT and isinstance(held["facts"], dict)
+        good = good and all(entry["way"] in WAYS for entry in held["ways"].values())
+        numbers = [n for entry in held["rows"].values() for n in entry["config"].values()]
+        good = good and all(type(n) is int and 0 <= n <= 4096 for n in numbers)
+    except (KeyError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise ValueError("it does not hold what `fastvit-triton tune` writes")
+    return held
+
+
+def difference(held: dict, facts: dict[str, object]) -> str | None:
+    """In what a file's facts differ from these, as text; None if they are the same."""
+    found = [f"{n} {held['facts'].get(n)}, here {value}" for n, value in facts.items() if held["facts"].get(n) != value]
+    return "it was measured with " + "; ".join(found) if found else None
+
+
+@functools.cache
+def _read(index: int | None) -> Measured:
+    facts = facts_of(torch.device("cuda", index))
+    path = path_of(facts)
+    try:
+        held = parse(path.read_text(encoding="utf-8"))
+        if (why := difference(held, facts)) is not None:
+            raise ValueError(why)
+    except FileNotFoundError:
+        return NOTHING
+    except (OSError, ValueError) as error:
+        warnings.warn(f"ignoring {path}: {error}; run `fastvit-triton tune` again or remove it", stacklevel=2)
+        return NOTHING
+    return measured_in(held)
+
+
+def measured_in(held: dict) -> Measured:
+    """The rows and ways of a file's content."""
+    rows = {name: entry["config"] for name, entry in held["rows"].items()}
+    return Measured(rows, {name: entry["way"] for name, entry in held["ways"].items()})
+
+
+def names(name: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
+    """Names under which a row or an op of these sizes is looked up: the sizes, their class, none."""
+    if not sizes:
+        return (name,)
+    near = (1 << max(n - 1, 0).bit_length() for n in sizes)
+    return f"{name} {','.join(map(str, sizes))}", f"{name} ~{','.join(map(str, near))}", name

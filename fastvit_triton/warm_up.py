@@ -1,0 +1,87 @@
+"""Warm-up: compiles, in threads, the kernels that a model will launch."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import as_completed
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .kernels.compiling import Collector, compiling
+from .layers.freeze import fold_again
+
+
+class Warmed(NamedTuple):
+    """What a warm-up did: number of kernels, and seconds; those that Triton's cache on disk had are fast."""
+
+    kernels: int
+    seconds: float
+
+
+def warmup(
+    model: nn.Module,
+    example: Tensor | tuple | dict,
+    train: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, all_: None,
+) -> Warmed:
+    """Compiles what a model launches for inputs like the example, many kernels at a time, before its first call.
+
+    The model runs once with its launches left out, so the results of that run are undefined and dropped; buffers and
+    random states are put back, and gradients are not written. Triton keeps what was compiled on disk: another process
+    finds it there. Under DDP or FSDP give the module that is wrapped. Without a GPU nothing is done.
+
+    Args:
+        model: one of ours, or one that `optimize` converted.
+        example: its input, a tuple of its inputs, or a dict of them by name, on its device.
+        train: compile the backward pass, too.
+        on_progress: called with the numbers of kernels that are compiled and of all.
+
+    Raises:
+        TypeError: model is no nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
+    start, inputs, named = time.perf_counter(), *given(example)
+    with _unchanged(model), Collector() as found:
+        run(model, inputs, named, train)
+    with compiling(found.launches) as futures:
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            on_progress(done, len(futures))
+    return Warmed(len(futures), time.perf_counter() - start)
+
+
+def given(example: Tensor | tuple | dict) -> tuple[tuple, dict]:
+    """(positional, named) inputs of a model in an example."""
+    if isinstance(example, dict):
+        return (), example
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def run(model: nn.Module, inputs: tuple, named: dict, train: bool) -> object:
+    """Calls a model, in training with a backward pass that writes no gradients; returns its outputs."""
+    with torch.set_grad_enabled(train):
+        outputs = model(*inputs, **named)
+        if train:
+            made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+            learn = [p for p in model.parameters() if p.requires_grad]
+            torch.autograd.grad(made, learn, [torch.ones_like(t) for t in made], allow_unused=True)
+    return outputs
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Buffers and random states are afterwards as they were, and kept folds are made again."""
+    before = [(b, b.clone()) for b in model.buffers()]
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
+    try:
+        with torch.random.fork_rng([d.index for d in devices]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, kept in before:
+                buffer.copy_(kept)
+        fold_again(model)

@@ -1,0 +1,142 @@
+"""Measurements of the user's own GPU: where they lie, which come first, and files that are ignored.
+
+The GPU is a stand-in: its facts are given, and CPU tensors count as its own.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from fastvit_triton.kernels import launch, measured, plan
+from fastvit_triton.kernels.cost import Branch, gpus
+from fastvit_triton.kernels.measured import Measured
+
+FACTS = dict(gpu="NVIDIA Card (X)", units=10, driver=1, torch="2", cuda="13", cudnn=9, triton="3", sources="abc")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BLOCK = Branch("attention", 5, 197, 64, 192, 64, 4), Branch("mlp", 5, 197, 64, 256, 256)
+
+
+def content(rows=None, ways=None, **facts):
+    held = dict(format=1, facts=FACTS | facts, runs=[])
+    held["rows"] = {name: dict(config=config) for name, config in (rows or {}).items()}
+    return json.dumps(held | dict(ways={name: dict(way=way) for name, way in (ways or {}).items()}))
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """The file of the stand-in, which does not exist yet."""
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured, "facts_of", lambda device: dict(FACTS))
+    monkeypatch.setattr(launch, "_architecture", lambda kind, index: "sm_90")
+    monkeypatch.setattr(plan, "gpu_on", lambda device: gpus()["h200"])
+    plan.forget()
+    yield measured.path_of(FACTS)
+    plan.forget()
+
+
+def test_exact_sizes_then_their_class_then_the_table(path):
+    """Oracle: by hand; sizes 1000 and 30 are of the class 1024, 32."""
+    table = launch.table("sm_90")["linear.fwd.half"]
+    rows = {"linear.fwd.half 1000,30": dict(A=1), "linear.fwd.half ~1024,32": dict(A=2)}
+    assert launch.config("linear.fwd.half", {}, GPU, 1000, 30) == table | dict(enable_fp_fusion=True)
+    path.write_text(content(rows))
+    assert launch.config("linear.fwd.half", {}, GPU, 1000, 30)["BLOCK_M"] == table["BLOCK_M"]  # read once
+    plan.forget()
+    found = [launch.config("linear.fwd.half", {}, GPU, *sizes) for sizes in ((1000, 30), (1000, 31), (1000, 33), ())]
+    assert [one.get("A") for one in found] == [1, 2, None, None]
+    assert launch.config("odd", dict(A=3), GPU, 1000, 30)["A"] == 3
+    assert "A" not in launch.config("linear.fwd.half", {}, CPU, 1000, 30)
+    with launch.targeting("sm_80"):  # another GPU than the one that is here
+        assert "A" not in launch.config("linear.fwd.half", dict(B=1), GPU, 1000, 30)
+    with launch.overriding({"linear.fwd.half 1000,30": dict(A=5), "linear.fwd.half": dict(A=6)}) as looked_up:
+        assert [launch.config("linear.fwd.half", {}, GPU, *s)["A"] for s in ((1000, 30), (1, 1))] == [5, 6]
+    assert list(looked_up) == ["linear.fwd.half 1000,30", "linear.fwd.half 1,1"]
+
+
+def test_a_way_is_that_of_the_user_then_of_the_table(path, monkeypatch, tmp_path):
+    """Oracle: by hand; the class of 5 images of 197 tokens is 8 of 256."""
+    exact, near = plan.block_names(BLOCK, False)
+    assert "N=197 B=5" in exact and near == plan.block_names([b.rounded for b in BLOCK], False)[1]
+    assert plan.measured_way(GPU, (exact, near)) is None
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    (tables / "sm_90.json").write_text(json.dumps({"ways": {"measured": {near: "plain"}}}))
+    monkeypatch.setattr(launch, "TUNED", tables)
+    found = []
+    for ways in ({}, {near: "mixed"}, {near: "mixed", exact: "fused"}):
+        path.write_text(content(ways=ways))
+        plan.forget()
+        found.append(plan.measured_way(GPU, (exact, near)))
+    assert found == ["plain", "mixed", "fused"]
+    assert plan.choose(GPU, BLOCK, False, False, False, None, "auto", False).why == "measured"
+    assert plan.choose(GPU, BLOCK, False, False, False, None, "auto", True).why == "expected"  # IEEE float32
+    with plan.forcing("plain"):
+        assert plan.way_of(torch.empty(1), BLOCK, False, False) == "plain"
+    assert plan.op_names("attention", 4, True, (3, 5, True)) == (
+        "attention training fp32 3,5,1", "attention training fp32 ~4,8,1",
+    )  # fmt: skip
+
+
+def test_an_op_asks_what_was_measured(path):
+    """Oracle: by hand."""
+    sizes = (8, 12, 197, 197, 64, False)
+    with launch.targeting("sm_90"):
+        x = torch.empty(1, dtype=torch.bfloat16)
+        for way in ("plain", "fused"):
+            ways = dict.fromkeys(plan.op_names("attention", 2, True, sizes), way)
+            with measured.using(Measured(ways=ways)):
+                assert plan.prefers_kernel(x, "attention", *sizes) == (way == "fused")
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "not JSON"),
+        ('{"format": 1', "not JSON"),
+        ("[1]", "does not hold"),
+        (content().replace('"format": 1', '"format": 2'), "does not hold"),
+        (content({"a": dict(A="7")}), "does not hold"),
+        (content({"a": dict(A=-7)}), "does not hold"),
+        (content(ways={"a": "fast"}), "does not hold"),
+        (content(sources="old"), "sources old, here abc"),
+        (content(gpu="other", units=3), "gpu other, here NVIDIA Card (X); units 3, here 10"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(path, text, why):
+    """Oracle: a machine without a file; the warning names the file, the reason, and what to do."""
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="tune` again or remove it") as said:
+        for _ in range(3):
+            assert measured.of(GPU) is measured.NOTHING
+    assert len(said) == 1 and str(path) in str(said[0].message) and why in str(said[0].message)
+
+
+def test_a_file_of_bytes_and_a_folder_in_its_place_are_ignored(path):
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.warns(UserWarning, match="ignoring"):
+        assert measured.of(GPU) is measured.NOTHING
+    plan.forget()
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(UserWarning, match="ignoring"):
+        assert measured.of(GPU) is measured.NOTHING
+
+
+def test_one_file_for_a_gpu_and_its_software(path, monkeypatch):
+    """The name says the GPU and differs with all facts but the sources. Without a variable: the platform's folder."""
+    assert path.name.startswith("nvidia-card-x-") and path.suffix == ".json"
+    for name in FACTS:
+        assert (measured.path_of(FACTS | {name: "other"}) == path) == (name == "sources")
+    monkeypatch.delenv("FASTVIT_TRITON_CACHE")
+    assert measured.folder().name == "fastvit_triton" and measured.folder().is_absolute()
+
+
+def test_facts_of_a_cpu():
+    """No GPU is asked for; the hash of the sources changes with them alone."""
+    facts = measured.facts_of(CPU)
+    assert facts["gpu"] == "cpu" and facts["torch"] == torch.__version__ and len(facts["sources"]) == 12
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measured.of(CPU) is measured.NOTHING
