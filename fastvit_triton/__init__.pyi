@@ -19,6 +19,7 @@ from .kernels.mlp import mlp as mlp
 from .kernels.patch_embed import patch_embed as patch_embed
 from .layers.freeze import freeze as freeze
 from .layers.freeze import unfreeze as unfreeze
+from .measure.tune import tune as tune
 from .models import create_model as create_model
 from .models import list_models as list_models
 from .models.config import ViTConfig as ViTConfig

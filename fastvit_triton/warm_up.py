@@ -45,7 +45,7 @@ def warmup(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
     start, inputs, named = time.perf_counter(), *given(example)
-    with _unchanged(model), Collector() as found:
+    with unchanged(model), Collector() as found:
         run(model, inputs, named, train)
     with compiling(found.launches) as futures:
         for done, future in enumerate(as_completed(futures), 1):
@@ -73,7 +73,7 @@ def run(model: nn.Module, inputs: tuple, named: dict, train: bool) -> object:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Buffers and random states are afterwards as they were, and kept folds are made again."""
     before = [(b, b.clone()) for b in model.buffers()]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}

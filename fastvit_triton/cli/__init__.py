@@ -3,10 +3,10 @@
 import argparse
 import os
 
-from . import benchmark, convert, doctor, evaluate, explain, pack, predict, train
+from . import benchmark, convert, doctor, evaluate, explain, pack, predict, train, tune
 from .console import print_error
 
-COMMANDS = (train, predict, explain, evaluate, benchmark, doctor, convert, pack)
+COMMANDS = (train, predict, explain, evaluate, benchmark, tune, doctor, convert, pack)
 
 
 def main(argv: list[str] | None = None) -> int:

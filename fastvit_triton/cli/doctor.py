@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from .console import print_line, select_device
-from .meta_model import MetaModel, build_meta_model
+from .model_by_name import NamedModel, build_model
 
 if TYPE_CHECKING:
     from ..convert.count import Prediction
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if args.batch is not None and args.batch < 1:
             raise ValueError(f"--batch is {args.batch}; it must be at least 1")
         gpu = _gpu(args.gpu)
-        found = build_meta_model(args.model, args.img_size)
+        found = build_model(args.model, args.img_size)
         _print_model(found, args.model, args.gpu, gpu)
         _print_predictions(found, args, gpu)
         return 0
@@ -97,7 +97,7 @@ def _gpu(name: str | None) -> "Gpu":
     return gpu_on(device)._replace(architecture=architecture(device))
 
 
-def _print_model(found: MetaModel, name: str, asked: str | None, gpu: "Gpu") -> None:
+def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") -> None:
     """Prints what conversion does with a model, and converts it."""
     import torch
 
@@ -117,7 +117,7 @@ def _print_model(found: MetaModel, name: str, asked: str | None, gpu: "Gpu") -> 
     print_line(f"Source of its rates: {gpu.source}.")
 
 
-def _print_predictions(found: MetaModel, args: argparse.Namespace, gpu: "Gpu") -> None:
+def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
     """Prints the choices and what is expected for each batch."""
     import torch
 

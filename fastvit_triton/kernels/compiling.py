@@ -10,7 +10,6 @@ import torch
 
 from . import launch
 from .op import REGISTERED
-from .tile import MISSING
 
 THREADS = min(os.cpu_count() or 1, 16)
 
@@ -92,7 +91,7 @@ def compiling(launches: Sequence[Launch], threads: int = THREADS) -> Iterator[li
 
 def _compile(one: Launch) -> object:
     kernel, grid, arguments, fixed, device = one
-    if MISSING is not None or not hasattr(kernel, "device_caches"):
+    if launch.run is not launch._run or not hasattr(kernel, "device_caches"):  # the interpreter
         return None
     with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
         return kernel.run(*arguments, grid=grid, warmup=True, **fixed)

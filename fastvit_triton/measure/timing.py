@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -138,6 +138,15 @@ def alternate(steps: dict[str, Setup], *how: object, **named: object) -> tuple[d
     """`samples_of` with the samples summarised."""
     samples, errors = samples_of(steps, *how, **named)
     return {variant: Timing.of(taken) for variant, taken in samples.items()}, errors
+
+
+def timing_columns(taken: list[float], baseline: list[float] | None, calls: int = 1) -> dict:
+    """Columns of a row: microseconds of one of so many calls, and speedup over the baseline from pairs of a round."""
+    columns = asdict(Timing.of([us / calls for us in taken]))
+    if baseline is not None:
+        pairs = Timing.of([theirs / ours for theirs, ours in zip(baseline, taken, strict=True)])
+        columns |= dict(speedup=round(pairs.us, 3), speedup_quartiles=[round(pairs.q1, 3), round(pairs.q3, 3)])
+    return columns
 
 
 def _gather(samples: dict[str, list[float]], clock: Clock) -> None:

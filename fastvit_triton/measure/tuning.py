@@ -1,19 +1,23 @@
 """Times candidate launch parameters on this GPU; the best are the fastest whose result matches the reference."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
 
 from ..kernels import OPS
+from ..kernels.compiling import Collector, Launch
 from ..kernels.launch import overriding
 from ..kernels.op import Op
 from .candidates import CANDIDATES, Config, Target
 from .compare import converted, leaves, named_leaves, outcome, verdict
+from .model_parts import Call
 from .timeout import Deadline, capturing
-from .timing import alternate
+from .timing import Timing, alternate
 
 
 def candidates_of(target: Target, call: Callable[[], object]) -> tuple[str, list[Config]]:
@@ -28,10 +32,11 @@ def candidates_of(target: Target, call: Callable[[], object]) -> tuple[str, list
     """
     with overriding({}) as looked_up:
         call()
-    name = next((n for n in looked_up if n == target.row or n.startswith(f"{target.row}.")), None)
+    used = {name.partition(" ")[0]: config for name, config in looked_up.items()}
+    name = next((n for n in used if n == target.row or n.startswith(f"{target.row}.")), None)
     if name is None:
-        raise LookupError(f"{target.op} at {target.shape} reads {sorted(looked_up)}, not {target.row}")
-    current = {k: v for k, v in looked_up[name].items() if k != "enable_fp_fusion"}
+        raise LookupError(f"{target.op} at {target.shape} reads {sorted(used)}, not {target.row}")
+    current = {k: v for k, v in used[name].items() if k != "enable_fp_fusion"}
     return name, [current, *(c for c in CANDIDATES[target.row] if c != current)]
 
 
@@ -89,11 +94,121 @@ def time_candidates(
         tried[key] |= dict(us=timing.us, q1=timing.q1, q3=timing.q3)
     for key, text in errors.items():
         tried[key]["error"] = text
-    best = min(timings, key=lambda key: timings[key].us, default=None)
-    current = json.dumps(configs[0])
-    if current in timings and best is not None and timings[best].q3 >= timings[current].q1:
-        best = current
+    best = fastest(timings, json.dumps(configs[0]), steps)
     return dict(row=name, op=target.op, shape=target.shape, best=best and json.loads(best), tried=list(tried.values()))
+
+
+def fastest(timings: dict[str, Timing], current: str, right: Container[str]) -> str | None:
+    """The fastest variant, or the one in use unless the third quartile of the fastest lies below its first quartile.
+
+    None if there are no timings, or none of the one in use although it is `right`: then time ran out.
+    """
+    best = min(timings, key=lambda name: timings[name].us, default=None)
+    if current not in timings:
+        return None if current in right else best
+    return current if timings[best].q3 >= timings[current].q1 else best
+
+
+@dataclass
+class Candidates:
+    """The launch parameters to try for one row of a call.
+
+    Attributes:
+        call: runs the op.
+        row: name with exact sizes.
+        configs: by their text, those in use first.
+        compiled: what compiles them, by their text.
+        errors: why some cannot be tried.
+    """
+
+    call: Call
+    row: str
+    configs: dict[str, Config]
+    compiled: dict[str, list[Future]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def launches(self) -> dict[str, list[Launch]]:
+        """What must be compiled for each."""
+        found = {}
+        for text, config in self.configs.items():
+            with capturing(self.errors, text), overriding({self.row: config}), Collector() as collected:
+                self.call()
+                found[text] = collected.launches
+        return found
+
+    def time(self, deadline: Deadline) -> dict:
+        """Times those that compile without spills and agree with the parameters in use.
+
+        Args:
+            deadline: what is not compiled by then is not tried; no round starts after it, except the first.
+
+        Returns:
+            "row", "op", "count"; "best": launch parameters, or None if none ran; "us" and "us_before" of one call;
+            "tried": for each its "config", and "match", "within", "us", "q1", "q3" or "error".
+        """
+        current, errors = next(iter(self.configs)), dict(self.errors)
+        tried, steps, truth = {text: dict(config=config) for text, config in self.configs.items()}, {}, None
+        for text, config in self.configs.items():
+            if text in errors:
+                continue
+            with capturing(errors, text), overriding({self.row: config}):
+                for future in self.compiled.get(text, ()):
+                    refuse_spills(future.result(None if text == current else deadline.left))
+                found = {f"output {i}": t for i, t in enumerate(leaves(self.call())) if t.is_floating_point()}
+                truth = truth or {name: t.double() for name, t in found.items()}
+                dtype = next(iter(found.values())).dtype
+                said = verdict(found, truth, {n: t.to(found[n].dtype) for n, t in truth.items()}, dtype)
+                tried[text] |= said.columns()
+                if said.match:
+                    steps[text] = partial(_call_step, self.call, {self.row: config})
+            if text == current and text in errors:
+                break  # there is nothing to compare with
+        timings, late = alternate(steps, next(leaves(self.call.arguments)).device, deadline, 0.1, (3, 30))
+        for text, timing in timings.items():
+            tried[text] |= asdict(timing)
+        for text, why in (errors | late).items():
+            tried[text]["error"] = why
+        best = fastest(timings, current, steps)
+        us = (
+            {}
+            if best is None
+            else dict(us=timings[best].us, us_before=timings[current].us if current in timings else None)
+        )
+        return dict(row=self.row, op=self.call.op, count=self.call.count, best=best and self.configs[best],
+                    tried=list(tried.values())) | us  # fmt: skip
+
+
+def row_candidates(call: Call) -> list[Candidates]:
+    """Launch parameters to try for each row that a call of an op reads."""
+    found = []
+    for row, used in call.rows.items():
+        current = {name: value for name, value in used.items() if name != "enable_fp_fusion"}
+        others = [c for c in candidates_for(row) if c != current and c.get("BLOCK_F") != 0]  # 0: another op
+        if others:
+            found.append(Candidates(call, row, {json.dumps(config): config for config in (current, *others)}))
+    return found
+
+
+def candidates_for(row: str) -> tuple[Config, ...]:
+    """The candidates of a row with its sizes and, for attention, its width."""
+    name = row.partition(" ")[0]
+    return next((found for key, found in CANDIDATES.items() if name == key or name.startswith(f"{key}.")), ())
+
+
+def refuse_spills(compiled: object) -> None:
+    """Raises RuntimeError if a kernel that Triton compiled spills registers; loads it onto the GPU."""
+    if compiled is not None:
+        compiled._init_handles()
+        if compiled.n_spills:
+            raise RuntimeError(f"spills {compiled.n_spills} registers")
+
+
+def _call_step(call: Call, rows: dict[str, Config], copy: int) -> Callable[[], object]:
+    def timed() -> object:
+        with overriding(rows):
+            return call()
+
+    return timed
 
 
 def _step(name: str, config: Config, run: Callable, arguments: dict, backward: bool, copy: int) -> Callable[[], object]:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,7 +12,7 @@ from ..convert.backend import backend as rewriting  # the import registers the b
 from ..kernels.backend import using_backend
 from .compare import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
 from .timeout import Deadline, capturing
-from .timing import Setup, Timing, peak_bytes, rate, samples_of, saved_bytes
+from .timing import Setup, peak_bytes, rate, samples_of, saved_bytes, timing_columns
 
 _compiler = "inductor"
 
@@ -242,14 +242,10 @@ def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, p
 
 
 def _timing_columns(case: Case, taken: list[float], baseline: list[float] | None, phase: str) -> dict:
-    """Microseconds, speedup over the baseline from pairs of the same round, and rates if the work was counted."""
-    timing = Timing.of(taken)
-    columns = asdict(timing)
-    if baseline is not None:
-        pairs = Timing.of([theirs / ours for theirs, ours in zip(baseline, taken, strict=True)])
-        columns |= dict(speedup=round(pairs.us, 3), speedup_quartiles=[round(pairs.q1, 3), round(pairs.q3, 3)])
+    """Columns of the timing, and rates if the work was counted."""
+    columns = timing_columns(taken, baseline)
     if case.work and phase == "forward":
         flops, nbytes = case.work
-        columns |= dict(flops=flops, tflops=round(rate(flops, timing.us), 2))
-        columns |= {} if nbytes is None else dict(bytes=nbytes, tbs=round(rate(nbytes, timing.us), 3))
+        columns |= dict(flops=flops, tflops=round(rate(flops, columns["us"]), 2))
+        columns |= {} if nbytes is None else dict(bytes=nbytes, tbs=round(rate(nbytes, columns["us"]), 3))
     return columns

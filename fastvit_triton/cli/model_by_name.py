@@ -1,4 +1,4 @@
-"""Builds models of ours and of other libraries by name on the meta device, for `doctor`."""
+"""Builds models of ours and of other libraries by name, without downloading weights."""
 
 import difflib
 import importlib
@@ -8,13 +8,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name of ours without prefix"
 
 
-class MetaModel(NamedTuple):
-    """A model on the meta device.
+class NamedModel(NamedTuple):
+    """A model with random weights, or without any on the meta device.
 
     Attributes:
         model: in evaluation mode.
@@ -29,12 +30,13 @@ class MetaModel(NamedTuple):
     ours: bool = False
 
 
-def build_meta_model(name: str, side: int | None = None) -> MetaModel:
+def build_model(name: str, side: int | None = None, device: "torch.device | str" = "meta") -> NamedModel:
     """Builds a model by name, without downloading weights.
 
     Args:
         name: timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or one of `list_models()`.
         side: image side in pixels; None means the model's own.
+        device: where it is built; on "meta" it has no weights.
 
     Raises:
         ValueError: the name is unknown, the package is not installed, or the image size does not fit.
@@ -47,23 +49,23 @@ def build_meta_model(name: str, side: int | None = None) -> MetaModel:
         raise ValueError(f"--model {name} begins with {prefix!r}; use {PREFIXES}")
     if side is not None and side < 1:
         raise ValueError(f"--img-size is {side}; it must be at least 1")
-    with torch.device("meta"):
+    with torch.device(device):
         found = build(rest, side) if colon else _ours(name, side)
     found.model.eval()
     return found
 
 
-def _ours(name: str, side: int | None) -> MetaModel:
+def _ours(name: str, side: int | None) -> NamedModel:
     from ..models import create_model
 
     try:
         model = create_model(name, **({} if side is None else {"img_size": side}))
     except ValueError as error:
         raise ValueError(f"{error}; for models of other packages use {PREFIXES}" if side is None else error) from error
-    return MetaModel(model, (model.config.in_chans, *model.config.img_size), ours=True)
+    return NamedModel(model, (model.config.in_chans, *model.config.img_size), ours=True)
 
 
-def _timm(name: str, side: int | None) -> MetaModel:
+def _timm(name: str, side: int | None) -> NamedModel:
     timm = _package("timm")
     if not timm.is_model(name):
         raise ValueError(_unknown("timm", name, timm.list_models()))
@@ -73,10 +75,10 @@ def _timm(name: str, side: int | None) -> MetaModel:
         sides = side, side
         if hasattr(model, "set_input_size"):
             _fit(model.set_input_size, side, img_size=(side, side))
-    return MetaModel(model, (channels, *sides))
+    return NamedModel(model, (channels, *sides))
 
 
-def _torchvision(name: str, side: int | None) -> MetaModel:
+def _torchvision(name: str, side: int | None) -> NamedModel:
     models = _package("torchvision").models
     names = models.list_models(module=models)
     if name not in names:
@@ -84,10 +86,10 @@ def _torchvision(name: str, side: int | None) -> MetaModel:
     options = {"image_size": side} if side is not None and name.startswith("vit_") else {}
     model = _fit(models.get_model, side, name, weights=None, **options)
     side = side or getattr(model, "image_size", 224)
-    return MetaModel(model, (3, side, side))
+    return NamedModel(model, (3, side, side))
 
 
-def _transformers(name: str, side: int | None) -> MetaModel:
+def _transformers(name: str, side: int | None) -> NamedModel:
     transformers = _package("transformers")
     config, cls = _read_config(transformers, name)
     if hasattr(config, "vision_config"):
@@ -101,7 +103,7 @@ def _transformers(name: str, side: int | None) -> MetaModel:
         raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not images; name a vision model")
     size = getattr(config, "image_size", side or 224)
     size = (size, size) if isinstance(size, int) else tuple(size)
-    return MetaModel(model, (getattr(config, "num_channels", 3), *size), "pixel_values")
+    return NamedModel(model, (getattr(config, "num_channels", 3), *size), "pixel_values")
 
 
 def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | None]:

@@ -1,0 +1,190 @@
+"""`tune`: measures on this machine's GPU how a model runs fastest, and keeps that for later processes."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .console import add_device_option, print_line, select_device
+from .model_by_name import PREFIXES, build_model
+
+if TYPE_CHECKING:
+    from ..measure.tune import Tuned
+
+HELP = "measure how a model runs fastest on this GPU, for all later processes"
+DTYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32")
+TINY = dict(img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=4)  # of a dry run
+DRY = "FASTVIT_TRITON_DRY_RUN"  # marks the process of a dry run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tune`."""
+    add = parser.add_argument
+    add("--model", default="vit_base_patch16_224", help=f"{PREFIXES} (default: vit_base_patch16_224)")
+    add("--batch", type=int, default=64, help="images per batch (default: 64)")
+    add("--img-size", type=int, help="image side in pixels (default: the model's own)")
+    add("--dtype", choices=DTYPES, default="bf16", help="of weights and images (default: bf16)")
+    add("--train", action="store_true", help="training steps instead of inference")
+    add("--seconds", type=float, default=60.0, help="about how long to measure (default: 60)")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--show", action="store_true", help="print what is kept on this machine, and measure nothing")
+    files.add_argument("--clear", action="store_true", help="remove what is kept on this machine")
+    files.add_argument("--export", type=Path, metavar="FILE", help="copy what is kept for this GPU and software")
+    files.add_argument("--import", type=Path, metavar="FILE", dest="source", help="take an exported file of a like GPU")
+    files.add_argument("--dry-run", action="store_true", help="execute every step on the CPU with a tiny model")
+    add_device_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures launch parameters, and fused, mixed and plain blocks, on this machine's GPU, and keeps the fastest.
+
+    Later processes on this machine use the result for all models of the same sizes. It changes speed alone.
+    """
+    from ..measure import kept
+
+    if args.show:
+        return _show()
+    if args.clear:
+        for path in kept.clear():
+            print_line(f"removed {path}")
+        return 0
+    if args.export is not None:
+        kept.export(args.export, select_device(args.device))
+        print_line(f"{args.export} holds what was measured here")
+        return 0
+    if args.source is not None:
+        print_line(f"{kept.import_from(args.source, select_device(args.device))} is used from now on")
+        return 0
+    if args.batch < 1:
+        raise ValueError(f"--batch is {args.batch}; give a number of images, 1 or more")
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds is {args.seconds}; give a positive number")
+    return _dry_run(args) if args.dry_run else _tune(args)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..measure.model_cases import randomized
+    from ..measure.tune import tune
+
+    device = select_device(args.device)
+    if device.type != "cuda":
+        raise ValueError("tune measures a GPU and there is none here; --dry-run executes every step on the CPU")
+    dtype = getattr(torch, DTYPES[args.dtype])
+    built = build_model(args.model, args.img_size, device)
+    model = randomized(built.model, dtype).to(dtype).train(args.train)
+    images = torch.randn(args.batch, *built.shape, device=device, dtype=dtype)
+    example = images if built.input is None else {built.input: images}
+    columns = TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        stage = bar.add_task("building the model", total=1.0)
+
+        def on_progress(what: str, done: float) -> None:
+            bar.update(stage, completed=done, description=what)
+
+        try:
+            found = tune(model, example, args.train, args.seconds, on_progress)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"--batch {args.batch} does not fit into memory; lower it") from error
+    phase = "training" if args.train else "inference"
+    _report(found, f"{args.model}, {phase}, {DTYPES[args.dtype]}, batch {args.batch}, on {found.facts['gpu']}", True)
+    return 0
+
+
+def _dry_run(args: argparse.Namespace) -> int:
+    """Executes all steps with a tiny model in Triton's interpreter, in a process of its own and a folder that goes."""
+    if os.environ.get(DRY) is None:
+        words = ["--dry-run", "--dtype", "fp16", "--seconds", f"{args.seconds:g}", *["--train"] * args.train]
+        with tempfile.TemporaryDirectory() as folder:
+            more = {DRY: "1", "TRITON_INTERPRET": "1", "FASTVIT_TRITON_CACHE": folder}
+            command = [sys.executable, "-m", "fastvit_triton.cli", "tune", *words]
+            return subprocess.run(command, env=os.environ | more).returncode
+    import torch
+
+    from ..kernels.launch import targeting
+    from ..measure.model_cases import randomized
+    from ..measure.tune import tune
+    from ..measure.variants import compiling
+    from ..models import create_model
+
+    model = randomized(create_model("vit_tiny_patch16_224", **TINY), torch.float16).half().train(args.train)
+    with targeting("sm_90"), compiling("aot_eager"):
+        found = tune(model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
+    _report(found, "dry run: a tiny model in Triton's interpreter", False)
+    print_line("Every step was executed. Times in the interpreter mean nothing; nothing was kept.")
+    return 0
+
+
+def _report(found: "Tuned", title: str, timed: bool) -> None:
+    """Prints launch parameters, ways, and the whole model."""
+    print_line(title)
+    console = Console()
+    table = Table("launches", "tried", "new", "speedup", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in found.launches:
+        tried = sum("us" in one for one in row["tried"])
+        changed = row["best"] is not None and row["best"] != row["tried"][0]["config"]
+        gain = row["us_before"] / row["us"] if changed and row["us_before"] else None
+        cells = f"{tried} of {len(row['tried'])}", "yes" if changed else "no", f"{gain:.2f}" if gain and timed else "-"
+        table.add_row(f"{row['count']} × {row['row']}", *cells)
+    console.print(table)
+    for row in found.launches:
+        for one in row["tried"]:
+            if why := one.get("error") or (not one.get("match", True) and "its result is wrong"):
+                print_line(f"{row['row']}: left out {json.dumps(one['config'])}: {why}")
+    if any("rejected" in row for row in found.launches):
+        print_line(f"No launch parameters are kept: {found.launches[0]['rejected']}.")
+    table = Table("blocks", "variant", "ratio to plain", "match", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in found.parts:
+        for name, columns in row["variants"].items():
+            mark = " (fastest)" if name == row["way"] else ""
+            mark += " (before)" if name == row["rule"] else ""
+            ratio = f"{columns['speedup']:.2f}" if timed and "speedup" in columns else "-"
+            what = f"{row['count']} × {row['name']}" if name == "plain" else ""
+            table.add_row(what, name + mark, ratio, "yes" if columns.get("match") else "NO")
+    console.print(table)
+    for row in found.attention if timed else ():
+        times = ", ".join(f"{name} {columns['us']:.0f} µs" for name, columns in row["variants"].items())
+        print_line(f"attention {row['sizes']}: {times}")
+    table = Table("the whole model", *["ms"] * timed, "ratio to eager", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, row in found.model.items():
+        cells = [f"{row['us'] / 1e3:.3f}" if "us" in row else "-"] * timed
+        table.add_row(name, *cells, f"{row['speedup']:.2f}" if timed and "speedup" in row else "-")
+    console.print(table)
+    for name, row in found.model.items():
+        if "error" in row:
+            print_line(f"{name}: {row['error']}")
+    if timed:
+        print_line(f"Kept in {found.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
+
+
+def _show() -> int:
+    """Prints every file of this machine."""
+    from ..kernels import measured
+    from ..measure import kept
+
+    files = kept.files()
+    if not files:
+        print_line(f"nothing was measured on this machine: {measured.folder()} has no files")
+    for path, held in files:
+        print_line(f"{path}{' is damaged; --clear removes it' if held is None else ''}")
+        if held is None:
+            continue
+        print_line("  " + ", ".join(f"{name} {value}" for name, value in held["facts"].items()))
+        for one in held["runs"]:
+            print_line(f"  {one['date']}: {one['model']}, {'training' if one['train'] else 'inference'}")
+        for name, entry in held["ways"].items():
+            print_line(f"  {entry['way']:6} {name}")
+        for name, entry in held["rows"].items():
+            print_line(f"  {name}: {json.dumps(entry['config'])}")
+    return 0

@@ -1,0 +1,105 @@
+"""The files of `kernels.measured`: adding measurements, listing, removing, export and import."""
+
+import contextlib
+import datetime
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+import torch
+
+from ..files import replacing
+from ..kernels import measured, plan
+from .machine import driver
+
+
+def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) -> Path:
+    """Adds measurements to the file for these facts; those of other sources go. Returns its path.
+
+    Args:
+        facts: GPU and software.
+        rows: name → entry with "config".
+        ways: name → entry with "way".
+        run: what was measured, for information.
+    """
+    path = measured.path_of(facts)
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    with _locked(path):
+        held = _held(path)
+        if held is None or measured.difference(held, facts) is not None:
+            held = dict(format=measured.FORMAT, facts=facts, runs=[], rows={}, ways={})
+        held["runs"].append(dict(date=date, **run, **driver()))
+        held["rows"] |= rows
+        held["ways"] |= ways
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+    plan.forget()
+    return path
+
+
+def files() -> list[tuple[Path, dict | None]]:
+    """All files of this machine with their contents; None where a file is damaged."""
+    return [(path, _held(path)) for path in sorted(measured.folder().glob("*.json"))]
+
+
+def clear() -> list[Path]:
+    """Removes all files of this machine and returns their paths."""
+    paths = [path for path, _ in files()]
+    for path in paths:
+        with _locked(path):
+            path.unlink(missing_ok=True)
+    plan.forget()
+    return paths
+
+
+def export(target: Path, device: torch.device) -> None:
+    """Copies the file of this GPU and software.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = measured.path_of(measured.facts_of(device))
+    if _held(path) is None:
+        raise ValueError(f"nothing was measured here: there is no file {path}; run `fastvit-triton tune` first")
+    with replacing(target) as temporary:
+        shutil.copyfile(path, temporary)
+
+
+def import_from(source: Path, device: torch.device) -> Path:
+    """Takes a file that was exported on a machine with the same GPU and software, in place of that of this machine.
+
+    Raises:
+        ValueError: it is damaged, or was measured with another GPU or software.
+        OSError: it cannot be read.
+    """
+    facts = measured.facts_of(device)
+    try:
+        text = source.read_text(encoding="utf-8")
+        held = measured.parse(text)
+    except ValueError as error:  # not UTF-8, too
+        raise ValueError(f"{source} cannot be taken: {error}") from error
+    if (why := measured.difference(held, facts)) is not None:
+        raise ValueError(f"{source} does not fit here: {why}")
+    path = measured.path_of(facts)
+    with _locked(path), replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    plan.forget()
+    return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time changes the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_suffix(".lock")):
+        yield
+
+
+def _held(path: Path) -> dict | None:
+    """A file's content; None if there is none or it is damaged."""
+    try:
+        return measured.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,278 @@
+"""What a model runs that can be tuned: launches of our ops, and the blocks and stems that have several ways."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..kernels import measured
+from ..kernels.backend import using_backend
+from ..kernels.launch import overriding
+from ..kernels.measured import Measured
+from ..kernels.op import REGISTERED
+from ..kernels.patch_embed import patch_embed
+from ..kernels.plan import Choice, observing
+from ..layers.ways import SIZES
+from .compare import Named, Verdict, outcome, verdict
+from .timeout import capturing
+
+
+@dataclass
+class Call:
+    """A distinct call of a registered op.
+
+    Attributes:
+        op: its name.
+        arguments: of the first such call.
+        rows: name with exact sizes → launch parameters in use.
+        count: number of such calls.
+    """
+
+    op: str
+    arguments: tuple
+    rows: dict[str, dict[str, int]]
+    count: int = 1
+
+    def __call__(self) -> object:
+        """Runs it, on the current thread and outside of autograd."""
+        with torch.no_grad():
+            return REGISTERED[self.op][0](*self.arguments)
+
+
+class _CallRecorder(TorchDispatchMode):
+    """Keeps each distinct call of an op of ours, those of autograd's threads included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[tuple, Call] = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.namespace != "fastvit_triton":
+            return function(*arguments, **named or {})
+        with overriding({}) as rows:
+            result = function(*arguments)
+        op = function.name().split("::")[1]
+        key = op, *rows, *map(_layout, tree_leaves(arguments))
+        if key in self.calls:
+            self.calls[key].count += 1
+        else:
+            self.calls[key] = Call(op, tree_map(_detached, arguments), dict(rows))
+        return result
+
+
+def calls_of(step: Callable[[], object]) -> list[Call]:
+    """The distinct calls of our ops that read launch parameters in a step, those with most calls first."""
+    with _CallRecorder() as recorder:
+        step()
+    return sorted((call for call in recorder.calls.values() if call.rows), key=lambda call: -call.count)
+
+
+@dataclass
+class Part:
+    """A block or stem, with inputs as in the model.
+
+    Attributes:
+        name: what it is.
+        count: number of such parts in the model.
+        shapes: its names in tables of measurements.
+        call: a module, or a function.
+        inputs: positional ones.
+        named: others.
+        attention: names of its attention, which has two ways of its own; empty for none.
+    """
+
+    name: str
+    count: int
+    shapes: tuple[str, ...]
+    call: Callable
+    inputs: tuple
+    named: dict
+    attention: tuple[str, ...] = ()
+
+    def variants(self) -> dict[str, dict[str, str]]:
+        """Variant → ways by shape: plain first."""
+        found = {"plain": dict.fromkeys(self.shapes, "plain")}
+        if not isinstance(self.call, nn.Module):
+            return found | {"fused": dict.fromkeys(self.shapes, "fused")}
+        for way in ("mixed", "fused"):
+            ways = dict.fromkeys(self.shapes, way)
+            if not self.attention:
+                found[way] = ways
+                continue
+            for end, kernel in (("our attention", "fused"), ("SDPA", "plain")):
+                found[f"{way}, {end}"] = ways | dict.fromkeys(self.attention, kernel)
+        return found
+
+    def rule(self, table: Measured) -> str:
+        """The variant that runs with this table."""
+        choices: list[Choice] = []
+        with measured.using(table), observing(choices.append):
+            self.step(False)
+        ways = {shape: choice.way for choice in choices for shape in choice.shapes}
+        said = self.variants().items()
+        return next((name for name, wanted in said if all(ways.get(s, w) == w for s, w in wanted.items())), "plain")
+
+    def step(self, train: bool) -> None:
+        """One call, in training with its backward pass."""
+        with torch.set_grad_enabled(train):
+            outputs = self._outputs()
+            if train:
+                made = [t for t in outputs if t.requires_grad]
+                torch.autograd.grad(
+                    made, list(self._learning().values()), list(map(torch.ones_like, made)), allow_unused=True
+                )
+
+    def compare(self, tables: dict[str, Measured], train: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
+        """Compares the results of all tables with a wider dtype; the baseline is "plain", the part's own code.
+
+        Dropout and stochastic depth are off meanwhile.
+
+        Returns:
+            Verdicts, and the errors of those that failed.
+        """
+        x = next(iter(_floating(self.inputs)))
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+        found, errors = {}, {}
+        with _evaluating(self.call):
+            with torch.autocast(x.device.type, enabled=False), using_backend("torch"):
+                truth = self._widened(torch.float64 if dtype == torch.float32 else torch.float32)._found(train)
+            with measured.using(tables["plain"]):
+                baseline = self._found(train)
+            for name, table in tables.items():
+                with capturing(errors, name), measured.using(table):
+                    found[name] = verdict(self._found(train), truth, baseline, dtype)
+        return found, errors
+
+    def _outputs(self) -> list[Tensor]:
+        return [t for t in tree_leaves(self.call(*self.inputs, **self.named)) if isinstance(t, Tensor)]
+
+    def _learning(self) -> Named:
+        parameters = self.call.named_parameters() if isinstance(self.call, nn.Module) else ()
+        inputs = {f"input {i}": t for i, t in enumerate(_floating(self.inputs))}
+        return {name: t for name, t in (dict(parameters) | inputs).items() if t.requires_grad}
+
+    def _found(self, train: bool) -> Named:
+        return outcome(self._outputs, {}, self._learning() if train else None)
+
+    def _widened(self, dtype: torch.dtype) -> "Part":
+        """The same computation in another dtype."""
+        moved = tree_map(partial(_moved, dtype=dtype), (self.inputs, self.named))
+        call = copy.deepcopy(self.call).to(dtype) if isinstance(self.call, nn.Module) else self.call
+        return Part(self.name, self.count, self.shapes, call, *moved)
+
+
+def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured) -> list[Part]:
+    """The distinct blocks and stems of a model, those that occur most often first.
+
+    Args:
+        model: has run before with such inputs.
+        inputs: positional ones.
+        named: others.
+        train: the parts are to be trained.
+        table: measurements in use.
+    """
+    found: dict[tuple, Part] = {}
+    modules = [module for module in model.modules() if SIZES in module.__dict__]
+    handles = [m.register_forward_pre_hook(partial(_keep, found, train), with_kwargs=True) for m in modules]
+    try:
+        with measured.using(table), torch.no_grad():
+            model(*inputs, **named)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for part in found.values():
+        block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
+        if block is not None:
+            part.shapes, part.name = block.shapes, f"{type(part.call).__name__}, {block.shapes[0]}"
+            fused = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused"))
+            choices = _choices(part, fused, train)
+            part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())
+    parts = [part for part in found.values() if part.shapes]
+    return [*sorted(parts, key=lambda part: -part.count), *_stems(model, inputs, named, train, table)]
+
+
+def _stems(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured) -> Iterator[Part]:
+    """The patch projections, functions of ours that have two ways."""
+    choices: list[Choice] = []
+    with measured.using(table), observing(choices.append), torch.set_grad_enabled(train):
+        model(*inputs, **named)
+    shapes = next((choice.shapes for choice in choices if choice.name == "patch_embed"), None)
+    if shapes is None:
+        return
+    fused = Measured(table.rows, table.ways | dict.fromkeys(shapes, "fused"))
+    with measured.using(fused), torch.no_grad():
+        calls = calls_of(lambda: model(*inputs, **named))
+    for call in calls:
+        if call.op == "patch_embed_fwd":
+            image, weight, *rest = call.arguments
+            given = (image, *(_leaf(t, train) for t in (weight, *rest)))
+            yield Part(f"stem, {shapes[0]}", call.count, shapes, _stem, given, {})
+
+
+def _stem(
+    image: Tensor, weight: Tensor, bias: Tensor, pos: Tensor, prefix: Tensor, mean: Tensor, std: Tensor
+) -> Tensor:
+    return patch_embed(image, weight, bias, pos, prefix, mean=mean, std=std)
+
+
+def _choices(part: Part, table: Measured, train: bool) -> list[Choice]:
+    found: list[Choice] = []
+    with measured.using(table), observing(found.append):
+        part.step(train)
+    return found
+
+
+def _keep(found: dict[tuple, Part], train: bool, module: nn.Module, inputs: tuple, named: dict) -> None:
+    key = module.__dict__[SIZES], *map(_layout, tree_leaves((inputs, named)))
+    if key in found:
+        found[key].count += 1
+        return
+    inputs = tree_map(_detached, inputs)
+    first = next((i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()), None)
+    if first is not None:
+        inputs = (*inputs[:first], _leaf(inputs[first], train), *inputs[first + 1 :])
+        found[key] = Part("", 1, (), module, inputs, tree_map(_detached, named))
+
+
+@contextmanager
+def _evaluating(call: Callable) -> Iterator[None]:
+    modes = [(m, m.training) for m in call.modules()] if isinstance(call, nn.Module) else []
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _floating(inputs: tuple) -> list[Tensor]:
+    return [t for t in inputs if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _layout(value: object) -> object:
+    """What distinguishes calls: sizes, not values."""
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _detached(value: object) -> object:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _leaf(value: object, learns: bool) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(learns and value.is_floating_point())
+
+
+def _moved(value: object, dtype: torch.dtype) -> object:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype).requires_grad_(value.requires_grad)

@@ -1,0 +1,116 @@
+"""Times a whole model, and its attentions alone, beside what PyTorch has for them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..graphs import can_capture, cuda_graph
+from ..kernels import measured
+from ..kernels.backend import using_backend
+from ..kernels.measured import Measured
+from ..warm_up import run
+from .model_parts import Call
+from .timeout import Deadline, capturing
+from .timing import samples_of, timing_columns
+from .variants import compiled
+
+BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def time_attention(calls: list[Call], after: Measured, device: torch.device, deadline: Deadline) -> list[dict]:
+    """Rows of the distinct attentions: our kernel beside each backend of PyTorch's attention that runs here.
+
+    Args:
+        calls: of ops of ours; those of attention with key lengths or packed images have no counterpart.
+        after: launch parameters of our kernel.
+        device: where it runs.
+        deadline: no round starts after it, except the first.
+    """
+    found = []
+    for call in (call for call in calls if call.op == "attention_fwd"):
+        q, k, v, bias, kv_lens, cu_seqlens, _, scale = call.arguments
+        if kv_lens is not None or cu_seqlens is not None:
+            continue
+
+        def backend(which: SDPBackend, index: int, q=q, k=k, v=v, bias=bias, scale=scale) -> Callable[[], object]:
+            def timed() -> Tensor:
+                with sdpa_kernel(which), torch.no_grad():
+                    return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+
+            return timed
+
+        def ours(index: int, call=call) -> Callable[[], object]:
+            def timed() -> object:
+                with measured.using(after):
+                    return call()
+
+            return timed
+
+        steps = dict(ours=ours) | {name: partial(backend, which) for name, which in BACKENDS.items()}
+        samples, errors = samples_of(steps, device, deadline, seconds=0.1, rounds=(3, 30))
+        columns = {name: timing_columns(taken, None) for name, taken in samples.items()}
+        found.append(dict(sizes=[*q.shape, k.shape[2]], count=call.count, variants=columns, errors=errors))
+    return found
+
+
+def time_model(
+    models: tuple[nn.Module, nn.Module],
+    inputs: tuple,
+    named: dict,
+    train: bool,
+    tables: tuple[Measured, Measured],
+    device: torch.device,
+    deadline: Deadline,
+) -> dict[str, dict]:
+    """Rows of the whole model by variant, with "speedup" over eager PyTorch.
+
+    Args:
+        models: with our kernels, and as it was given, which may be the same.
+        inputs: positional ones.
+        named: others.
+        train: time a training step.
+        tables: before and after.
+        device: where it runs.
+        deadline: no round starts after it, except the first.
+    """
+
+    def step(model: nn.Module, table: Measured, backend: str, index: int) -> Callable[[], object]:
+        def timed() -> object:
+            with measured.using(table), using_backend(backend):
+                return run(model, inputs, named, train)
+
+        return timed
+
+    (ours, theirs), (before, after), errors = models, tables, {}
+    steps = dict(eager=partial(step, theirs, before, "torch"))
+    steps |= dict(before=partial(step, ours, before, "auto"), after=partial(step, ours, after, "auto"))
+    if not train and not named and all(isinstance(x, Tensor) and x.dim() and can_capture(x) for x in inputs):
+        with capturing(errors, "after, CUDA graph"), deadline, measured.using(after):
+            graphed = cuda_graph(ours, inputs, batch_sizes=(len(inputs[0]),), max_graphs=1)
+            steps["after, CUDA graph"] = lambda index: partial(graphed, *inputs)
+    steps["torch.compile"] = partial(step, _Compiled(theirs), before, "torch")
+    samples, late = samples_of(steps, device, deadline, max(0.5 * deadline.left, 0.5), rounds=(3, 100), latency=True)
+    rows = {name: timing_columns(taken, samples.get("eager")) for name, taken in samples.items()}
+    return rows | {name: dict(error=text) for name, text in (errors | late).items()}
+
+
+class _Compiled(nn.Module):
+    """A model compiled by torch.compile at its first call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self._compiled = model, None
+
+    def forward(self, *inputs: object, **named: object) -> object:
+        if self._compiled is None:
+            self._compiled = compiled(self.model)
+        return self._compiled(*inputs, **named)

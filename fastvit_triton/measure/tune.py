@@ -1,0 +1,226 @@
+"""Measures a model's kernels and blocks on this machine's GPU and keeps what is fastest; see `kernels.measured`.
+
+First the launch parameters of each distinct launch: a candidate must agree with those in use to two roundings.
+Then every distinct block, host time included, in each way: its results are compared with a wider dtype. At last the
+whole model before and after, beside eager PyTorch and torch.compile. Variants alternate; see `timing`.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..convert import optimize
+from ..kernels import launch, measured, plan
+from ..kernels.compiling import Collector, compiling
+from ..kernels.measured import Measured
+from ..warm_up import given, run, unchanged, warmup
+from .kept import add
+from .model_parts import Part, calls_of, parts_of
+from .model_times import time_attention, time_model
+from .timeout import Deadline
+from .timing import Timing, samples_of, timing_columns
+from .tuning import Candidates, fastest, row_candidates
+
+SHARES = 0.45, 0.75  # of the time: until the end of the launch parameters, and of the ways
+REPEATS = 4  # calls of a block in one sample, so that the host can run ahead of the GPU as it does in a model
+
+
+@dataclass
+class Tuned:
+    """What was measured.
+
+    Attributes:
+        facts: GPU and software.
+        launches: for each distinct launch its "row", "op", "count", "best" and the candidates that were "tried".
+        parts: for each distinct block or stem its "name", "count", "shapes", "rule", "way", and columns by way.
+        attention: for each distinct attention its "sizes", and columns by kernel: ours and PyTorch's, for information.
+        model: row by variant: "eager", "before", "after", "after, CUDA graph", "torch.compile".
+        path: the file that was written; None if nothing was kept.
+    """
+
+    facts: dict[str, object]
+    launches: list[dict] = field(default_factory=list)
+    parts: list[dict] = field(default_factory=list)
+    attention: list[dict] = field(default_factory=list)
+    model: dict[str, dict] = field(default_factory=dict)
+    path: Path | None = None
+
+    def rows(self) -> dict[str, dict]:
+        """Entries of the file: launch parameters by name, with exact sizes and for their class."""
+        found = {}
+        for one in self.launches:
+            if one["best"] is not None:
+                entry = dict(config=one["best"], us=one["us"], us_before=one["us_before"])
+                found |= dict.fromkeys(_class_first(one["row"]), entry)
+        return found
+
+    def ways(self) -> dict[str, dict]:
+        """Entries of the file: ways by shape."""
+        return {shape: entry for one in self.parts for shape, entry in one["entries"].items()}
+
+
+def tune(
+    model: nn.Module,
+    example: Tensor | tuple | dict,
+    train: bool = False,
+    seconds: float = 60.0,
+    on_progress: Callable[[str, float], None] = lambda stage, done: None,
+) -> Tuned:
+    """Measures how this model runs fastest on this machine's GPU, and keeps the result for later processes.
+
+    Nothing but this function and `fastvit-triton tune` ever times anything. The result holds for every model with the
+    same sizes, on this GPU with this software; it changes speed alone, never what is computed. In a process group all
+    processes call it with the module that DDP or FSDP wraps: rank 0 measures and the others wait and use its result.
+
+    Args:
+        model: one of ours, or one that `optimize` knows, converted or not; it is not changed.
+        example: its input, a tuple of its inputs, or a dict of them by name, on the model's device.
+        train: measure training steps, else inference.
+        seconds: about how long to measure; compiling the last candidate may take longer.
+        on_progress: called with what is measured and the fraction that is done.
+
+    Raises:
+        TypeError: model is no nn.Module.
+        ValueError: the seconds are not positive, or the model runs none of our kernels, such as on a CPU.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds}; give a positive number")
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not group:
+        return _tune(model, example, train, Deadline(seconds), on_progress)
+    given_out: list[object] = [None]
+    try:
+        if torch.distributed.get_rank() == 0:
+            given_out[0] = _tune(model, example, train, Deadline(seconds), on_progress)
+    except Exception as error:
+        given_out[0] = error
+        raise
+    finally:
+        torch.distributed.broadcast_object_list(given_out)
+    if isinstance(given_out[0], Exception):
+        raise RuntimeError(f"rank 0 could not tune: {given_out[0]}")
+    plan.forget()
+    return given_out[0]
+
+
+def _tune(
+    model: nn.Module, example: Tensor | tuple | dict, train: bool, deadline: Deadline, on_progress: Callable
+) -> Tuned:
+    inputs, named = given(example)
+    device = next(t.device for t in (*model.parameters(), *model.buffers()))
+    before, total = measured.of(device, launch.target is not None), deadline.left
+    found = Tuned(measured.facts_of(device))
+    on_progress("compiling", 0.0)
+    with unchanged(model), measured.using(before):
+        ours = _with_our_kernels(model, inputs, named, train)
+        warmup(ours, example, train)
+        run(ours, inputs, named, train)
+        parts = parts_of(ours, inputs, named, train, before)
+        with plan.forcing("fused"):
+            calls = calls_of(partial(run, ours, inputs, named, train))
+    first, second = (deadline.sooner(max(deadline.left - total * (1 - share), 0)) for share in SHARES)
+    with unchanged(model):
+        found.launches = _time_launches([one for c in calls for one in row_candidates(c)], first, on_progress)
+        after = _checked(found, parts, before, train)
+        for i, part in enumerate(parts):
+            on_progress(f"ways of {part.name}", SHARES[0] + (SHARES[1] - SHARES[0]) * i / len(parts))
+            row = _time_part(part, before, after, device, train, second.sooner(second.left / (len(parts) - i)))
+            found.parts.append(row)
+            after = Measured(after.rows, after.ways | {shape: entry["way"] for shape, entry in row["entries"].items()})
+        on_progress("the whole model", SHARES[1])
+        found.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
+        found.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
+    run_of = dict(model=type(model).__name__, train=train, result=found.model)
+    found.path = add(found.facts, found.rows(), found.ways(), run_of)
+    return found
+
+
+def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool) -> nn.Module:
+    """The model, if it runs our kernels, else a copy of it that `optimize` converted.
+
+    Raises:
+        ValueError: that runs none either.
+    """
+    for convert in (False, True):
+        ours = model
+        if convert:
+            optimize(ours := copy.deepcopy(model))
+        with plan.forcing("fused"), Collector() as collector:
+            run(ours, inputs, named, train)
+        if collector.launches:
+            return ours
+    device = next(t.device for t in (*model.parameters(), *model.buffers()))
+    raise ValueError(f"the model runs none of our kernels on {device}, so there is nothing to tune")
+
+
+def _time_launches(choices: list[Candidates], deadline: Deadline, on_progress: Callable) -> list[dict]:
+    """Rows of all distinct launches; their candidates compile meanwhile."""
+    every = [(one, text, launch) for one in choices for text, found in one.launches().items() for launch in found]
+    rows = []
+    with compiling([launch for *_, launch in every]) as futures:
+        for (one, text, _), future in zip(every, futures, strict=True):
+            one.compiled.setdefault(text, []).append(future)
+        for i, one in enumerate(choices):
+            on_progress(f"launches of {one.call.op}", SHARES[0] * i / len(choices))
+            rows.append(one.time(deadline.sooner(deadline.left / (len(choices) - i))))
+    return rows
+
+
+def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> Measured:
+    """`before` with the new launch parameters; without them if a part that was right with the old ones is wrong."""
+    after = Measured(before.rows | {name: entry["config"] for name, entry in found.rows().items()}, before.ways)
+    for part in parts:
+        ways = {name: ways for name, ways in part.variants().items() if not name.startswith("mixed")}
+        old, new = (
+            part.compare({name: Measured(table.rows, table.ways | more) for name, more in ways.items()}, train)[0]
+            for table in (before, after)
+        )
+        if any(said.match and name in new and not new[name].match for name, said in old.items()):
+            for row in found.launches:
+                row |= dict(best=None, rejected=f"with the new launch parameters {part.name} is wrong")
+            return before
+    return after
+
+
+def _time_part(
+    part: Part, before: Measured, after: Measured, device: torch.device, train: bool, deadline: Deadline
+) -> dict:
+    """The row of a block or stem: the fastest variant of those that match; that in use unless another is faster."""
+    tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
+    row = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before))
+    verdicts, errors = part.compare(tables, train)
+    steps = {name: partial(_step, part, tables[name], train) for name, said in verdicts.items() if said.match}
+    samples, late = samples_of(steps, device, deadline, seconds=0.5, rounds=(3, 30), latency=True)
+    row["variants"] = {name: said.columns() for name, said in verdicts.items()}
+    for name, taken in samples.items():
+        row["variants"][name] |= timing_columns(taken, samples.get("plain"), REPEATS)
+    for name, text in (errors | late).items():
+        row["variants"].setdefault(name, {})["error"] = text
+    timings = {name: Timing.of([us / REPEATS for us in taken]) for name, taken in samples.items()}
+    row["way"] = best = fastest(timings, row["rule"], steps)
+    us = {name: timing.us for name, timing in timings.items()}
+    row["entries"] = {} if best is None else {s: dict(way=w, us=us) for s, w in part.variants()[best].items()}
+    return row
+
+
+def _step(part: Part, table: Measured, train: bool, index: int) -> Callable[[], object]:
+    def timed() -> None:
+        with measured.using(table):
+            for _ in range(REPEATS):
+                part.step(train)
+
+    return timed
+
+
+def _class_first(name: str) -> tuple[str, ...]:
+    """The names of a row's class and of its exact sizes; exact ones are written last."""
+    row, _, sizes = name.partition(" ")
+    exact, near, _ = measured.names(row, tuple(map(int, sizes.split(","))))
+    return near, exact
