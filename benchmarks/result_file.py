@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fastvit_triton.files import replacing
-from fastvit_triton.measure.machine import driver, gpu_name, provenance
+from fastvit_triton.measure.machine import device_answers, driver, gpu_name, provenance
 from fastvit_triton.measure.timeout import Deadline, TimedOut, one_line
 from fastvit_triton.measure.variants import Case, measure
 
@@ -20,16 +20,6 @@ ROOT = Path(__file__).parents[1]
 
 class DeviceLost(BaseException):
     """The device is lost to this process."""
-
-
-def device_answers() -> bool:
-    """False if the device is lost to this process, as after an illegal memory access in a kernel."""
-    if not torch.cuda.is_available():
-        return True
-    try:
-        return torch.ones(1, device="cuda").item() == 1
-    except RuntimeError:
-        return False
 
 
 class ResultFile:

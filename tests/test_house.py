@@ -28,7 +28,7 @@ ARROWS = {
     "graphs": set(),
     "weights": {"layers", "models", "files", "weights"},
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
-    "measure": {"kernels", "models", "weights", "convert", "files", "measure"},
+    "measure": {"graphs", "kernels", "models", "weights", "convert", "files", "measure"},
     "cli": {"kernels", "models", "convert", "train", "weights", "explain", "measure", "files", "cli"},
     "__init__": {"kernels", "convert", "graphs", "layers", "models", "weights"},
 }

@@ -3,10 +3,10 @@
 import argparse
 import os
 
-from . import benchmark, convert, doctor, evaluate, explain, pack, predict, train, tune
+from . import benchmark, convert, doctor, evaluate, explain, pack, predict, selftest, train, tune
 from .console import print_error
 
-COMMANDS = (train, predict, explain, evaluate, benchmark, tune, doctor, convert, pack)
+COMMANDS = (train, predict, explain, evaluate, benchmark, selftest, tune, doctor, convert, pack)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +16,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments; None means `sys.argv[1:]`.
 
     Returns:
-        Exit code: 0, 1 (the machine failed: disk, memory, another process), 2 (invalid input), or 130 (Ctrl-C).
+        Exit code: 0, 1 (the machine failed: disk, memory, another process, a check of `selftest`), 2 (invalid input),
+        or 130 (Ctrl-C).
     """
     args = build_parser().parse_args(argv)
     # Idle threads sleep instead of spinning: on busy cores a small model trains up to 20 times faster.

@@ -62,15 +62,15 @@ def named_leaves(arguments: dict) -> Named:
     return {n: t for n, t in found.items() if t.requires_grad}
 
 
-def outcome(function: Callable, arguments: dict, learning: Named | None) -> Named:
-    """Outputs of a function and, unless `learning` is None, gradients of those tensors for `cotangents`, by name."""
+def outcome(function: Callable, arguments: dict, learning: Named | None, along: Callable = cotangents) -> Named:
+    """Outputs of a function and, gradients of `learning`, unless it is None, for `along(outputs)`, by name."""
     with torch.set_grad_enabled(learning is not None):
         outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
     found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     if learning is None:
         return found
     outputs = [t for t in outputs if t.requires_grad]
-    grads = torch.autograd.grad(outputs, list(learning.values()), cotangents(outputs), allow_unused=True)
+    grads = torch.autograd.grad(outputs, list(learning.values()), along(outputs), allow_unused=True)
     return found | {f"gradient of {n}": g for n, g in zip(learning, grads, strict=True) if g is not None}
 
 

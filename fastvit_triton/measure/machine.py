@@ -20,11 +20,22 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
 
 
+def device_answers(device: torch.device | str = "cuda") -> bool:
+    """False if the GPU is lost to this process, as after an illegal memory access in a kernel; True without a GPU."""
+    if not torch.cuda.is_available():
+        return True
+    try:
+        return torch.ones(1, device=device).item() == 1
+    except RuntimeError:
+        return False
+
+
 def provenance() -> dict:
     """GPU, driver, clocks, versions, commit, date, command."""
-    program = Path(sys.argv[0])
+    spec = sys.modules["__main__"].__spec__  # of a module that runs by -m
+    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     facts: dict = dict(
-        command=" ".join([f"python -m benchmarks.{program.stem}" if program.suffix else program.name, *sys.argv[1:]]),
+        command=" ".join([program, *sys.argv[1:]]),
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         cpu=platform.processor() or platform.machine(),

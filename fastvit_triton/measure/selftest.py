@@ -1,0 +1,299 @@
+"""Checks of the kernels on a GPU: float64, gradients, repeatability, streams, CUDA graphs, threads, memory.
+
+`planned` gives the checks of a device, `workers` runs them. On a CPU they need Triton's interpreter.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from ..graphs import capture
+from ..kernels import OPS
+from ..kernels.backend import using_backend
+from ..kernels.launch import overriding
+from ..kernels.op import Op
+from ..kernels.plan import forcing
+from .compare import Named, converted, cotangents, leaves, named_leaves, outcome, verdict
+from .timing import peak_bytes, wait
+from .ways import blocks_of
+
+Check = Callable[[], dict]  # returns the columns of its row
+
+BY_NAME = {op.name: op for op in OPS}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LATE = 50_000_000  # cycles, about 30 ms: longer than the host needs to launch an op and its backward pass
+THREADS, ROUNDS = 4, 5  # of the checks with threads
+
+# op → shapes of real ViTs, the most common first
+REAL = {
+    "attention": {
+        "ViT-B": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64),
+        "ViT-H": dict(B=4, H=16, Nq=257, Nk=257, D=80, Dv=80),
+        "DINOv2-B 518": dict(B=2, H=12, Nq=1370, Nk=1370, D=64, Dv=64),
+        "so400m": dict(B=2, H=16, Nq=729, Nk=729, D=72, Dv=72),
+        "giant": dict(B=2, H=16, Nq=257, Nk=257, D=88, Dv=88),
+        "windows": dict(B=128, H=4, Nq=49, Nk=49, D=32, Dv=32, G=64),
+        "bias": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64, G=1),
+        "padded": dict(B=8, H=12, Nq=256, Nk=256, D=64, Dv=64, short=59),
+    },
+    "attention_qkv": {"ViT-B": dict(B=8, H=12, N=197, D=64), "ViT-S": dict(B=8, H=6, N=197, D=64)},
+    "varlen_attention": {"naflex": dict(H=12, D=64, a=197, b=577, c=49)},
+    "layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
+    "add_layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
+    "fold": {"ViT-B qkv": dict(F=2304, K=768, parts=1), "ViT-B q, k, v": dict(F=768, K=768, parts=3)},
+    "linear": {
+        "ViT-B qkv": dict(B=8, N=197, K=768, F=2304, norm=1),
+        "ViT-B proj": dict(B=8, N=197, K=768, F=768, branch=1),
+        "ViT-H qkv": dict(B=4, N=257, K=1280, F=3840, norm=1),
+        "head": dict(B=256, N=1, K=768, F=1000),
+    },
+    "mlp": {
+        "ViT-B": dict(B=8, N=197, D=768, F=3072),
+        "ViT-Ti": dict(B=8, N=197, D=192, F=768),
+        "recompute": dict(B=4, N=197, D=768, F=3072, recompute=1),
+        "DINOv2-g": dict(B=2, N=257, D=1536, F=4096, swiglu=1),
+    },
+    "patch_embed": {
+        "ViT-B": dict(B=8, C=3, H=224, W=224, P=16, D=768, T=1, pos_prefix=1),
+        "ViT-H": dict(B=4, C=3, H=224, W=224, P=14, D=1280, T=1, pos_prefix=1),
+    },
+}
+
+# (model, images) whose block is trained for the check of its memory
+TRAINED = (("vit_base_patch16_224", 64), ("vit_tiny_patch16_224", 64), ("vit_huge_patch14_224", 16))
+
+# triton 3.4 to 3.7.0 with its own ptxas miscompiles products of tiles transposed in registers, 64 wide, on sm_90: so
+# every width of a head is tested with token counts around one and several tiles, backward pass included
+WIDTHS = (16, 32, 48, 64, 72, 80, 96, 128)
+TOKENS = (63, 64, 65, 128, 197, 257)
+
+
+def planned(device: torch.device) -> dict[str, Check]:
+    """Name → check, the most important first: on a GPU shapes of real models, on a CPU the first case of every op."""
+    found: dict[str, Check] = {}
+
+    def every(kind: str, dtype: torch.dtype, shapes: Callable[[Op], dict]) -> None:
+        for op in OPS:
+            for name, case in shapes(op).items():
+                title = f"{op.name} {kind}{name} {dtype}".replace("torch.", "")
+                found[title] = partial(_near, op, case, dtype, device)
+
+    def beyond(what: str) -> None:
+        found.update({f"{far[0]} {what}": partial(_beyond, *far, device) for far in _far(device)})
+
+    if device.type != "cuda":
+        for place in range(max(len(op.cases) for op in OPS)):
+            for dtype in (torch.float32, torch.float16):  # the interpreter's products of bfloat16 are wrong
+                every("tiny ", dtype, lambda op, n=place: dict(list(_tiny(op).items())[n : n + 1]))
+            if place == 0:
+                beyond("last images")
+        return found
+    every("", torch.bfloat16, lambda op: REAL[op.name])
+    firsts = [(op, next(iter(REAL[op.name].values()))) for op in OPS]
+    for kind, mode in {"on a stream": on_stream, "in a CUDA graph": in_graph, "in threads": in_threads}.items():
+        found |= {f"{op.name} {kind}": partial(_mode, mode, op, case, device) for op, case in firsts}
+    for model, batch in TRAINED:
+        found[f"memory of a block of {model}"] = partial(check_memory, model, batch, device)
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    if last != device:
+        for op, case in firsts:
+            found[f"{op.name} on {last}"] = partial(_near, op, case, torch.bfloat16, last)
+    beyond("beyond 2^31 values")
+    for width in WIDTHS:
+        for N in TOKENS:
+            case = dict(B=2, H=2, Nq=N, Nk=N, D=width, Dv=width)
+            found[f"attention D={width} N={N}"] = partial(_near, BY_NAME["attention"], case, torch.bfloat16, device)
+    for dtype in DTYPES:
+        every("small ", dtype, lambda op: op.ragged)
+        every("tiny ", dtype, _tiny)
+    for dtype in (torch.float16, torch.float32):
+        every("", dtype, lambda op: REAL[op.name])
+    return found
+
+
+def _tiny(op: Op) -> dict[str, dict]:
+    """Cases without the one of few values far from 0, where PyTorch's own error, the limit, is small by chance."""
+    return {name: case for name, case in op.cases.items() if not case.get("shift")}
+
+
+@contextlib.contextmanager
+def launching() -> Iterator[None]:
+    """In this context ops launch their kernels, whatever the plan would choose."""
+    with using_backend("triton"), forcing("fused"):
+        yield
+
+
+@contextlib.contextmanager
+def _folding() -> Iterator[None]:
+    """`launching`, with LayerNorms folded into products for any number of rows, so that small cases take that path."""
+    with overriding({"fold.border": dict(ROWS_PER_OUTPUT=0)}), launching():
+        yield
+
+
+def check(op: Op, arguments: dict, dtype: torch.dtype, device: torch.device, repeats: int = 3) -> dict:
+    """Columns of one check: those of the verdict on outputs and gradients, and "bitwise", equality of repeated runs."""
+
+    def found(function: Callable, given: dict) -> Named:
+        return outcome(function, given, named_leaves(given))
+
+    truth = found(op.reference, converted(arguments, torch.float64))
+    baseline = found(op.reference, arguments)
+    with _folding():
+        runs = [found(op.run, arguments)]
+        for _ in range(repeats - 1):
+            fill(device)
+            runs.append(found(op.run, arguments))
+    said = verdict(runs[0], truth, baseline, dtype)
+    return said.columns() | dict(bitwise=all(same(run, runs[0]) for run in runs[1:]))
+
+
+def same(found: Named, want: Named) -> bool:
+    """True if the bits of all tensors are equal, those of NaN and signs of zero included."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def bits(t: torch.Tensor) -> torch.Tensor:
+        return t.contiguous().view(kinds[t.dtype.itemsize])
+
+    return found.keys() == want.keys() and all(torch.equal(bits(found[n]), bits(want[n])) for n in want)
+
+
+def fill(device: torch.device) -> None:
+    """Fills memory that the allocator will reuse with NaN, so that values that a kernel does not write show."""
+    if device.type == "cuda":
+        blocks = [torch.full((2**k,), math.nan, device=device) for k in range(8, 25) for _ in range(4)]
+        del blocks
+
+
+def _near(op: Op, case: dict, dtype: torch.dtype, device: torch.device) -> dict:
+    repeats = 3 if device.type == "cuda" else 2
+    columns = check(op, op.inputs(case, dtype, device), dtype, device, repeats)
+    return dict(op=op.name, dtype=str(dtype).removeprefix("torch."), shape=case, **columns)
+
+
+def _mode(mode: Callable[[Op, dict, Named], bool], op: Op, case: dict, device: torch.device) -> dict:
+    """Row of a check whose oracle is the same call by itself, on the default stream."""
+    arguments = op.inputs(case, torch.bfloat16, device)
+    with launching():
+        want = outcome(op.run, arguments, named_leaves(arguments))
+        wait(device)
+        return dict(op=op.name, dtype="bfloat16", shape=case, bitwise=mode(op, arguments, want))
+
+
+def _tensors(arguments: dict) -> list[torch.Tensor]:
+    """The floating-point tensors of arguments, detached, so that they can be written."""
+    return [t.detach() for t in leaves(arguments) if t.is_floating_point()]
+
+
+def on_stream(op: Op, arguments: dict, want: Named) -> bool:
+    """Equality on another stream, whose earlier work writes the arguments late: a launch elsewhere reads NaN."""
+    given = _tensors(arguments)
+    values = [t.clone() for t in given]
+    for t in given:
+        t.fill_(math.nan)
+    stream = torch.cuda.Stream(given[0].device)
+    stream.wait_stream(torch.cuda.current_stream(given[0].device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LATE)
+        for t, value in zip(given, values, strict=True):
+            t.copy_(value)
+        found = outcome(op.run, arguments, named_leaves(arguments))
+    stream.synchronize()
+    return same(found, want)
+
+
+def in_graph(op: Op, arguments: dict, want: Named) -> bool:
+    """Equality of both passes replayed from a CUDA graph, which was captured with zeros for arguments."""
+    given, learning = _tensors(arguments), named_leaves(arguments)
+    values, along = [t.clone() for t in given], []
+    outcome(op.run, arguments, learning, lambda outputs: along.extend(cotangents(outputs)) or along)
+    for t in given:
+        t.zero_()
+    found, replay = capture(lambda: outcome(op.run, arguments, learning, lambda outputs: along), None)
+    for t, value in zip(given, values, strict=True):
+        t.copy_(value)
+    for t in found.values():
+        t.fill_(math.nan)
+    replay()
+    wait(given[0].device)
+    return same(found, want)
+
+
+def in_threads(op: Op, arguments: dict, want: Named) -> bool:
+    """Equality in several threads at once, each with a stream of its own."""
+    device = next(leaves(arguments)).device
+
+    def work(_: int) -> bool:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            found = [outcome(op.run, arguments, named_leaves(arguments)) for _ in range(ROUNDS)]
+            stream.synchronize()
+            return all(same(each, want) for each in found)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return all(list(pool.map(work, range(THREADS))))
+
+
+def check_memory(model: str, batch: int, device: torch.device) -> dict:
+    """Peak bytes of a training step of a model's block, fused and in eager PyTorch; a match if fused needs no more."""
+    blocks, tokens, channels = blocks_of(model, device, depth=1)
+    x, along = (torch.randn(batch, tokens, channels, device=device, dtype=torch.bfloat16) for _ in range(2))
+    learning, peaks = [x.requires_grad_(), *blocks.parameters()], {}
+    for way in ("plain", "fused"):
+        with using_backend("triton"), forcing(way):
+            step = partial(_train, blocks, x, along, learning)
+            for _ in range(3):  # kernels are compiled, launches recorded
+                step()
+            peaks[way] = peak_bytes(step, device)
+    columns = dict(match=peaks["fused"] <= peaks["plain"], within=round(peaks["fused"] / peaks["plain"], 3))
+    columns |= dict(worst="peak memory") if not columns["match"] else {}
+    shape = dict(B=batch, N=tokens, D=channels)
+    return dict(op="block", shape=shape, fused_bytes=peaks["fused"], eager_bytes=peaks["plain"], **columns)
+
+
+def _train(blocks: Callable, x: torch.Tensor, along: torch.Tensor, learning: list[torch.Tensor]) -> None:
+    torch.autograd.grad(blocks(x), learning, along)
+
+
+def _far(device: torch.device) -> Iterator[tuple[str, str, Callable[[int, torch.device], dict], int]]:
+    """(op, its argument with the images, (images, device) → arguments, images for 2³¹ values, or 2¹² on a CPU)."""
+    tiny = device.type != "cuda"
+    limit, dtype = (2**12, torch.float32) if tiny else (2**31, torch.bfloat16)
+    D, H, N, P, side = (32, 2, 5, 8, 16) if tiny else (768, 12, 197, 16, 224)
+
+    def new(device: torch.device, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(3)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
+
+    def layer_norm(B: int, d: torch.device) -> dict:
+        return dict(x=new(d, B, N, D), weight=new(d, D), bias=new(d, D), eps=1e-6)
+
+    def linear(B: int, d: torch.device) -> dict:
+        return dict(x=new(d, B, N, D), weight=new(d, 4 * D, D, scale=D**-0.5))
+
+    def patch_embed(B: int, d: torch.device) -> dict:
+        return dict(image=new(d, B, 3, side, side), weight=new(d, D, 3, P, P, scale=(3 * P * P) ** -0.5))
+
+    yield "layer_norm", "x", layer_norm, limit // (N * D)
+    yield "attention_qkv", "qkv", lambda B, d: dict(qkv=new(d, B, N, 3 * D), num_heads=H), limit // (N * 3 * D)
+    yield "linear", "x", linear, limit // (N * 4 * D)
+    yield "patch_embed", "image", patch_embed, limit // (3 * side**2)
+
+
+def _beyond(name: str, images: str, build: Callable, count: int, device: torch.device) -> dict:
+    return dict(op=name, **check_far(BY_NAME[name], images, build(count + 9, device)))
+
+
+def check_far(op: Op, images: str, arguments: dict) -> dict:
+    """The last images of a large batch against the reference on them alone, in float64."""
+    with torch.no_grad(), _folding():
+        output = next(leaves(op.run(**arguments)))
+        values, got = max(output.numel(), arguments[images].numel()), output[-8:].clone()
+    del output
+    tail = arguments | {images: arguments[images][-8:].clone()}
+    truth = outcome(op.reference, converted(tail, torch.float64), None)
+    baseline = outcome(op.reference, tail, None)
+    return verdict({"output 0": got}, truth, baseline, got.dtype).columns() | dict(values=values)

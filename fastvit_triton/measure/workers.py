@@ -1,0 +1,209 @@
+"""Runs checks in processes: a fault in a kernel ends one of them alone, and kernels are compiled on all cores.
+
+`python -m fastvit_triton.measure.workers DEVICE` is such a process. It reads names and writes rows, one on each line.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from .machine import device_answers
+from .selftest import Check, planned
+from .timeout import Deadline, capturing
+
+COMMAND = (sys.executable, "-m", __name__)  # of a process, without the device
+MARK = "row: "  # begins each line of a process's output that is a row
+MOST = 12  # processes
+GIBIBYTES = 8  # of a GPU's memory for each process
+
+
+class Worker:
+    """A process that runs checks on a device, one after another; kernels run in Triton's interpreter on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # the package that runs here
+        variables = dict(PYTHONPATH=path, PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
+        variables["TRITON_INTERPRET"] = "0" if device.type == "cuda" else "1"
+        self._process = subprocess.Popen(
+            [*COMMAND, str(device)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables,
+        )
+
+    def ready(self) -> bool:
+        """Waits until it can run checks; False if it ended."""
+        return self._read() is not None
+
+    def answer(self, name: str) -> dict | None:
+        """The row of a check; None if the process ended in it."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{name}\n")
+            self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict | None:
+        line = next((line for line in self._process.stdout if line.startswith(MARK)), None)
+        return None if line is None else json.loads(line.removeprefix(MARK))
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+
+    def end(self) -> int:
+        """Waits for its end and returns its exit code."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        return self._process.wait()
+
+
+class Run:
+    """Checks that workers take in their order.
+
+    Args:
+        names: of `planned`.
+        deadline: no check is begun after it, and those that have begun are stopped.
+        add: called with each row, by one thread at a time.
+        start: makes a worker.
+
+    Attributes:
+        not_reached: names of checks without a row, those that were begun first.
+    """
+
+    def __init__(
+        self, names: list[str], deadline: Deadline, add: Callable[[dict], None], start: Callable[[], Worker]
+    ) -> None:
+        self._todo, self._deadline, self._add, self._start = deque(names), deadline, add, start
+        self._begun: list[str] = []
+        self._workers: set[Worker] = set()
+        self._lock, self._stopped = threading.Lock(), False
+
+    @property
+    def not_reached(self) -> list[str]:
+        """See above."""
+        return [*(f"{name} (begun)" for name in self._begun), *self._todo]
+
+    def run(self, workers: int) -> None:
+        """Runs the checks in that many processes.
+
+        Raises:
+            OSError: a process does not start.
+        """
+        alarm = threading.Timer(self._deadline.left, self._stop)
+        alarm.start()
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                try:
+                    for done in [pool.submit(self._supervise) for _ in range(min(workers, len(self._todo)))]:
+                        done.result()
+                except BaseException:
+                    self._stop()
+                    raise
+        finally:
+            alarm.cancel()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for worker in self._workers:
+                worker.kill()
+
+    def _supervise(self) -> None:
+        """Has workers run checks, a new one after each that ended."""
+        while self._todo:
+            with self._lock:
+                if self._stopped or self._deadline.over:
+                    return
+                worker = self._start()
+                self._workers.add(worker)
+            try:
+                self._feed(worker)
+            finally:
+                with self._lock:
+                    self._workers.remove(worker)
+                worker.end()
+
+    def _feed(self, worker: Worker) -> None:
+        """Has a worker run checks until it ends or there are no more."""
+        if not worker.ready():
+            if self._stopped:
+                return
+            raise ChildProcessError(f"a process for the checks ended with code {worker.end()} before the first one")
+        while (name := self._take()) is not None:
+            row = worker.answer(name)
+            if row is None and self._stopped:
+                return
+            ended = row is None or "lost" in row
+            if row is None:
+                row = dict(case=name, error=f"the process ended with code {worker.end()}")
+            with self._lock:
+                self._begun.remove(name)
+                self._add(row)
+            if ended:
+                return
+
+    def _take(self) -> str | None:
+        with self._lock:
+            if self._stopped or not self._todo:
+                return None
+            self._begun.append(self._todo.popleft())
+            return self._begun[-1]
+
+
+def count(device: torch.device) -> int:
+    """Number of processes that fit the processors and the memory of the device."""
+    cores = min(os.cpu_count() or 1, MOST)
+    if device.type != "cuda":
+        return cores
+    return max(1, min(cores, torch.cuda.mem_get_info(device)[0] // (GIBIBYTES * 2**30)))
+
+
+def row_of(name: str, check: Check, device: torch.device) -> dict:
+    """The row of a check: with "error" if it raised, and "lost" if the device is lost to this process."""
+    found: dict[str, object] = dict(case=name)
+    with capturing(found, "error"):
+        try:
+            found |= check()
+        except torch.OutOfMemoryError:
+            found["skipped"] = "it does not fit into the memory of the device"
+    if "error" in found and not device_answers(device):
+        found["lost"] = True
+    elif device.type == "cuda":
+        torch.cuda.empty_cache()  # the other processes need it
+    return found
+
+
+def main() -> None:
+    """Answers names on standard input until it ends or the device is lost."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    device = torch.device(sys.argv[1])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # PyTorch's convolution sets part of the budget in float32
+    checks = planned(device)
+
+    def write(row: dict) -> None:
+        sys.stdout.write(f"{MARK}{json.dumps(row)}\n")
+        sys.stdout.flush()
+
+    write({})
+    for line in sys.stdin:
+        row = row_of(line.rstrip("\n"), checks[line.rstrip("\n")], device)
+        write(row)
+        if "lost" in row:
+            return
+
+
+if __name__ == "__main__":
+    main()

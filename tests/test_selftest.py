@@ -1,0 +1,336 @@
+"""`fastvit-triton selftest`: it passes, it fails where an op is wrong, it outlives its processes, it ends in time."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from interpreter import interpreting
+
+from fastvit_triton.cli import main
+from fastvit_triton.kernels import OPS, plan
+from fastvit_triton.measure import selftest, workers
+from fastvit_triton.measure.timeout import Deadline
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FIRST = ["layer_norm tiny ragged float32", "linear tiny branch float16"]
+
+
+class InProcess:
+    """A worker without a process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.checks, self.device = selftest.planned(device), device
+
+    def ready(self) -> bool:
+        return True
+
+    def answer(self, name: str) -> dict:
+        return workers.row_of(name, self.checks[name], self.device)
+
+    def kill(self) -> None: ...
+
+    def end(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Checks run in this process, one after another, in the interpreter."""
+    monkeypatch.setattr(workers, "Worker", InProcess)
+    monkeypatch.setattr(workers, "count", lambda device: 1)
+    with interpreting():
+        yield
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Leaves some of the checks."""
+
+    def leave(*names):
+        kept = {name: check for name, check in selftest.planned(CPU).items() if name in names}
+        assert len(kept) == len(names)
+        monkeypatch.setattr(selftest, "planned", lambda device: kept)
+
+    return leave
+
+
+def command(capsys, tmp_path, *words, code):
+    """(last line on stdout, contents of the file) of `selftest --interpret`, which must end with `code`."""
+    out = tmp_path / "out.json"
+    assert main(["selftest", "--interpret", "--out", str(out), *words]) == code
+    return capsys.readouterr().out.splitlines()[-1], json.loads(out.read_text())
+
+
+def test_first_case_of_every_op_passes(here, only, capsys, tmp_path):
+    """Oracle: float64, by the checks themselves; one row each, with provenance, in the order of the plan."""
+    names = list(selftest.planned(CPU))
+    firsts = names[: len(OPS)]
+    assert {name.split()[0] for name in firsts} == {op.name for op in OPS}
+    only(*firsts, "layer_norm last images")
+    line, held = command(capsys, tmp_path, code=0)
+    assert line.startswith(f"{len(OPS) + 1} checks of {len(OPS)} ops passed on the CPU in Triton's interpreter in ")
+    assert line.endswith(f"{tmp_path / 'out.json'} holds them") and "not reached" not in line
+    assert [row["case"] for row in held["rows"]] == [
+        name for name in names if name in (*firsts, "layer_norm last images")
+    ]
+    assert all(row["match"] and row["within"] <= 1 and row.get("bitwise", True) for row in held["rows"])
+    assert held["failed"] == held["not_reached"] == [] and held["device"] == "cpu" and held["gpu"] is None
+    assert {"commit", "date", "command", "packages", "seconds"} <= held.keys()
+
+
+def broken(op, monkeypatch, change):
+    """Puts an op whose outputs are changed in the place of one of `OPS`."""
+
+    def run(**arguments):
+        return change(op.run(**arguments))
+
+    changed = dataclasses.replace(op, run=run)
+    monkeypatch.setattr(selftest, "OPS", [changed if other is op else other for other in OPS])
+
+
+calls = iter(range(10**6))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda y: y + 1e-3, r"output 0: error \d+"),
+        (lambda y: y + math.nan, "output 0: not finite"),
+        (lambda y: y.detach() + 0 * y, r"gradient of \w+\[0\]: error"),
+        (lambda y: y + 1e-7 * (next(calls) % 2), "results of equal calls differ"),
+        (lambda y: y.nothing, r"AttributeError: 'Tensor' object has no attribute 'nothing'"),
+    ],
+    ids=["off", "infinite", "no_gradient", "unrepeatable", "raises"],
+)
+def test_a_wrong_op_is_named(here, capsys, tmp_path, monkeypatch, change, said):
+    """Oracle: which op was made wrong, and how; the other op's check passes."""
+    broken(next(op for op in OPS if op.name == "layer_norm"), monkeypatch, change)
+    kept = {name: selftest.planned(CPU)[name] for name in FIRST}
+    monkeypatch.setattr(selftest, "planned", lambda device: kept)
+    line, held = command(capsys, tmp_path, code=1)
+    assert line.startswith("1 of 2 checks failed on the CPU in Triton's interpreter in ")
+    found = line[line.index(": the first is ") :]
+    assert re.search(rf"is {FIRST[0]} \({said}", found), found
+    assert held["failed"] == FIRST[:1] and [row["case"] for row in held["rows"]] == FIRST
+
+
+def test_checks_run_in_a_process_of_their_own(only, capsys, tmp_path, monkeypatch):
+    """Oracle: TRITON_INTERPRET was not set here, and the kernels ran on the CPU: PyTorch's would have its own error."""
+    monkeypatch.chdir(tmp_path)
+    only(*FIRST)
+    line, held = command(capsys, tmp_path, code=0)
+    assert line.startswith("2 checks of 2 ops passed") and len(held["rows"]) == 2
+    assert all(row["match"] and row["bitwise"] for row in held["rows"])
+
+
+PROCESS = """
+import json, sys
+print("noise")
+print('row: {}', flush=True)
+for line in sys.stdin:
+    name = line.strip()
+    if name == "dies":
+        sys.exit(7)
+    row = dict(case=name, op="layer_norm", match=True)
+    if name == "loses":
+        row = dict(case=name, error="RuntimeError: an illegal memory access", lost=True)
+    print("row: " + json.dumps(row), flush=True)
+    if "lost" in row:
+        break
+"""
+
+
+def test_a_fault_ends_one_process_and_no_other_row(capsys, tmp_path, monkeypatch):
+    """Oracle: the rows of a stand-in that dies in one check and says in another that its device is lost."""
+    names = ["a", "loses", "b", "dies", "c"]
+    monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys(names))
+    monkeypatch.setattr(workers, "count", lambda device: 1)
+    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", PROCESS))
+    line, held = command(capsys, tmp_path, code=1)
+    assert "2 of 5 checks failed" in line
+    assert "the first is loses (RuntimeError: an illegal memory access, and the device was lost)" in line
+    assert [row["case"] for row in held["rows"]] == names and held["failed"] == ["loses", "dies"]
+    assert held["rows"][3]["error"] == "the process ended with code 7" and held["not_reached"] == []
+
+
+def test_a_process_that_does_not_start(capsys, tmp_path, monkeypatch):
+    """Oracle: the exit code of the process, in one sentence."""
+    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", "exit(3)"))
+    assert main(["selftest", "--interpret", "--out", str(tmp_path / "out.json")]) == 1
+    assert "a process for the checks ended with code 3 before the first one" in capsys.readouterr().err
+
+
+def test_it_ends_in_time(capsys, tmp_path, monkeypatch):
+    """Oracle: a stand-in of which one check takes an hour: what was done counts, what was not is named."""
+    process = PROCESS.replace("sys.exit(7)", "import time; time.sleep(3600)")
+    monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys(["a", "dies", "b"]))
+    monkeypatch.setattr(workers, "count", lambda device: 1)
+    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", process))
+    line, held = command(capsys, tmp_path, "--seconds", "5", code=0)
+    assert line.startswith("1 checks of 1 ops passed") and "; 2 were not reached in time; " in line
+    assert held["not_reached"] == ["dies (begun)", "b"] and [row["case"] for row in held["rows"]] == ["a"]
+
+
+def test_nothing_passed_is_no_success(here, capsys, tmp_path):
+    """Oracle: no time at all; exit code 1, and every check is named as not reached."""
+    line, held = command(capsys, tmp_path, "--seconds", "1e-9", code=1)
+    assert line.startswith("0 checks") and held["rows"] == []
+    assert held["not_reached"] == list(selftest.planned(CPU))
+
+
+def test_an_interrupt_keeps_the_rows(here, only, tmp_path, monkeypatch, capsys):
+    """Oracle: the row before Ctrl-C, in the file; exit code 130."""
+    only(*FIRST)
+    answer = InProcess.answer
+
+    def interrupted(self, name):
+        if name == FIRST[1]:
+            raise KeyboardInterrupt
+        return answer(self, name)
+
+    monkeypatch.setattr(InProcess, "answer", interrupted)
+    out = tmp_path / "out.json"
+    assert main(["selftest", "--interpret", "--out", str(out)]) == 130
+    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == FIRST[:1]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "selftest needs a GPU, and there is none in use; --interpret checks tiny shapes on the CPU"),
+        (["--device", "cpu"], "--interpret checks tiny shapes on the CPU"),
+        (["--device", "nonsense"], "--device nonsense does not work here"),
+        (["--device", "meta"], "the kernels do not run on meta: Triton kernels need a CUDA or ROCm GPU"),
+        (["--interpret", "--device", "cuda"], "--interpret runs on the CPU, --device is cuda"),
+        (["--interpret", "--seconds", "-1"], "--seconds is -1; give a number above 0"),
+        (["--interpret", "--seconds", "nan"], "--seconds is nan; give a number above 0"),
+        (["--interpret", "--out", "nowhere/x.json"], "--out nowhere/x.json is in a folder that does not exist"),
+        (["--interpret", "--out", "."], "--out . is a folder; give a file"),
+    ],
+)
+def test_invalid_options(capsys, tmp_path, monkeypatch, words, said):
+    """Oracle: exit code 2, one sentence, and no file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["selftest", *words]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert said in sentence and list(tmp_path.iterdir()) == []
+
+
+def test_plan_of_a_gpu(monkeypatch):
+    """Oracle: what the command promises, in its order: real shapes, modes, memory, the last device, every case."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    names = list(selftest.planned(GPU))
+    assert len(names) == len(set(names)) > 300
+    real = [f"{op.name} {name} bfloat16" for op in OPS for name in selftest.REAL[op.name]]
+    modes = [f"{op.name} {mode}" for mode in ("on a stream", "in a CUDA graph", "in threads") for op in OPS]
+    memory = [f"memory of a block of {model}" for model, _ in selftest.TRAINED]
+    first = [*real, *modes, *memory, *(f"{op.name} on cuda:1" for op in OPS)]
+    assert names[: len(first)] == first
+    for op in OPS:
+        for dtype in ("bfloat16", "float16", "float32"):
+            assert {f"{op.name} small {name} {dtype}" for name in op.ragged} <= set(names)
+            assert {f"{op.name} {name} {dtype}" for name in selftest.REAL[op.name]} <= set(names)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not any("cuda:" in name for name in selftest.planned(GPU))
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """A stand-in for streams: work on one is done at once, in order."""
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda given: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+
+
+def capture(run, pool):
+    """A stand-in for a CUDA graph: a replay runs the call again and writes where the first one did."""
+    held = run()
+
+    def replay():
+        for name, value in run().items():
+            held[name].copy_(value)
+
+    return held, replay
+
+
+LAYER_NORM = next(op for op in OPS if op.name == "layer_norm")
+
+
+@pytest.mark.parametrize("mode", [selftest.on_stream, selftest.in_graph, selftest.in_threads])
+def test_modes_compare_with_the_call_by_itself(mode, streams, monkeypatch):
+    """Oracle: the reference equals itself in every mode; an op whose result depends on its turn does not."""
+    monkeypatch.setattr(selftest, "capture", capture)
+    right = dataclasses.replace(LAYER_NORM, run=LAYER_NORM.reference)
+    turns = iter(range(100))
+    wrong = dataclasses.replace(right, run=lambda x, **rest: right.run(x, **rest) + next(turns))
+    case = LAYER_NORM.ragged["odd"]
+    assert selftest._mode(mode, right, case, CPU)["bitwise"]
+    row = selftest._mode(mode, wrong, case, CPU)
+    assert not row["bitwise"] and row["op"] == "layer_norm" and row["shape"] == case
+
+
+def test_memory_of_a_step_is_compared(monkeypatch):
+    """Oracle: peaks of a stand-in; both ways train the same block."""
+    peaks = {"plain": 100, "fused": 90}
+
+    def peak_bytes(step, device):
+        step()
+        return peaks[plan.forced]
+
+    monkeypatch.setattr(selftest, "peak_bytes", peak_bytes)
+    with interpreting():
+        row = selftest.check_memory("vit_digits_patch2_8", 2, CPU)
+        assert row["match"] and (row["fused_bytes"], row["eager_bytes"], row["within"]) == (90, 100, 0.9)
+        peaks["fused"] = 110
+        row = selftest.check_memory("vit_digits_patch2_8", 2, CPU)
+    assert not row["match"] and row["worst"] == "peak memory" and row["within"] == 1.1
+
+
+def test_too_little_memory_is_no_failure():
+    """Oracle: a check that runs out of memory: "skipped", without "error"."""
+
+    def check():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    row = workers.row_of("far", check, CPU)
+    assert "skipped" in row and "error" not in row and "lost" not in row
+
+
+def test_bits_are_compared():
+    """Oracle: NaN equals itself, zeros of two signs differ, and so does a missing tensor."""
+    a = {"x": torch.tensor([math.nan, 0.0])}
+    assert selftest.same(a, {"x": a["x"].clone()})
+    assert not selftest.same(a, {"x": torch.tensor([math.nan, -0.0])}) and not selftest.same(a, {})
+
+
+def test_workers_share_the_checks():
+    """Oracle: every name once, though four workers take them at once; rows are added one at a time."""
+    names, adding, rows = [str(i) for i in range(50)], threading.Lock(), []
+
+    class Quick(InProcess):
+        def __init__(self):
+            pass
+
+        def answer(self, name):
+            return dict(case=name)
+
+    def add(row):
+        assert adding.acquire(blocking=False)
+        time.sleep(1e-4)
+        rows.append(row["case"])
+        adding.release()
+
+    work = workers.Run(names, Deadline(60), add, Quick)
+    work.run(4)
+    assert sorted(rows, key=int) == names and work.not_reached == []
