@@ -52,6 +52,7 @@ FAST = {
     "replay": r"buffers|passed_the_same|guards_what|later_is_seen\[(scale|transposed)",
     "recipes": r"lamb|operations|policy|accumulated|distillation_equals|dropped|invalid",
     "recovery": r"within|old_file|divergence|non_finite|vanishes",
+    "selftest": r"wrong_op|interrupt|invalid|plan_of|modes|bits|share",
     "shards": r"\[0-[123]-|windows|webdataset|invalid|another_number",
     "static": r"complete|floor|reused",
     "train": r"^(?!test_full_disk|test_plots)",

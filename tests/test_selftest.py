@@ -17,6 +17,7 @@ from interpreter import interpreting
 from fastvit_triton.cli import main
 from fastvit_triton.kernels import OPS, plan
 from fastvit_triton.measure import selftest, workers
+from fastvit_triton.measure.compare import named_leaves, outcome
 from fastvit_triton.measure.timeout import Deadline
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -278,6 +279,18 @@ def test_modes_compare_with_the_call_by_itself(mode, streams, monkeypatch):
     assert selftest._mode(mode, right, case, CPU)["bitwise"]
     row = selftest._mode(mode, wrong, case, CPU)
     assert not row["bitwise"] and row["op"] == "layer_norm" and row["shape"] == case
+
+
+def test_a_launch_on_another_stream_is_found(streams, monkeypatch):
+    """Oracle: an op that reads x when the stream begins its work, as a launch that does not wait for it would."""
+    arguments, seen = LAYER_NORM.inputs(LAYER_NORM.ragged["odd"], torch.float32, CPU), []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append(arguments["x"].detach().clone()))
+    want = outcome(LAYER_NORM.reference, arguments, named_leaves(arguments))
+
+    def early(x, **rest):
+        return LAYER_NORM.reference(x + (seen[0] - x).detach(), **rest)
+
+    assert not selftest.on_stream(dataclasses.replace(LAYER_NORM, run=early), arguments, want)
 
 
 def test_memory_of_a_step_is_compared(monkeypatch):

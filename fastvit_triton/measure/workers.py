@@ -39,6 +39,7 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | variables,
+            start_new_session=True,  # Ctrl-C is the parent's
         )
 
     def ready(self) -> bool:
@@ -186,7 +187,8 @@ def row_of(name: str, check: Check, device: torch.device) -> dict:
 
 def main() -> None:
     """Answers names on standard input until it ends or the device is lost."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the parent was killed
     device = torch.device(sys.argv[1])
     if device.type == "cuda":
         torch.cuda.set_device(device)
