@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar, hard:
             stage = bar.add_task("building the models", total=None)
             case = _case(name, batch, args.train, dtype, device)
-            bar.update(stage, total=sum(variant.reason is None for variant in case.variants) + 3)
+            bar.update(stage, total=sum(variant.reason is None for variant in case.variants) + 3 + gpu)
 
             def on_progress(what: str) -> None:
                 bar.update(stage, advance=1, description=what)

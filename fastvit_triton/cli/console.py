@@ -5,9 +5,11 @@ import os
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import Progress
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,16 @@ def select_device(name: str) -> "torch.device":
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name} does not work here ({str(error).splitlines()[0]}); leave it out") from error
+
+
+def show_warmup(model: "nn.Module", example: object, train: bool, quiet: bool = False) -> None:
+    """Compiles the kernels of a model, see `fastvit_triton.warmup`, with a progress bar on a terminal."""
+    from ..warm_up import warmup
+
+    console = Console(stderr=True, quiet=quiet)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        stage = bar.add_task("compiling kernels", total=None)
+        warmup(model, example, train, lambda done, total: bar.update(stage, completed=done, total=total))
 
 
 def print_line(text: str) -> None:

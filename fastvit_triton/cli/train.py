@@ -16,6 +16,7 @@ from .console import (
     print_error,
     print_line,
     select_device,
+    show_warmup,
 )
 from .loading import load_trained
 
@@ -123,12 +124,18 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=skip, world=world)
     model = _build_model(settings, recipe, data, resumed=state is not None)
     teacher = _load_teacher(settings["teacher"], model, len(data.classes), world.device)
+    model, amp = model.to(world.device), autocast_dtype(world.device, settings["amp"])
+    if world.device.type == "cuda" and not recipe.mask_ratio:
+        images = recipe.batch_size // world.world_size // settings["grad_accum_steps"]
+        shape = max(images, 1), len(data.transform.mean), recipe.img_size, recipe.img_size
+        with torch.autocast("cuda", amp, enabled=amp is not None):
+            show_warmup(model, torch.zeros(shape, device=world.device), train=True, quiet=not world.is_main)
     trainer = build_trainer(
-        model.to(world.device),
+        model,
         data,
         recipe,
         grad_accum_steps=settings["grad_accum_steps"],
-        amp=autocast_dtype(world.device, settings["amp"]),
+        amp=amp,
         teacher=teacher,
         distillation=settings["distillation"],
         parallel=args.parallel,

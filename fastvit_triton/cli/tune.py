@@ -1,7 +1,6 @@
 """`tune`: measures on this machine's GPU how a model runs fastest, and keeps that for later processes."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -138,21 +137,25 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
         cells = f"{tried} of {len(row['tried'])}", "yes" if changed else "no", f"{gain:.2f}" if gain and timed else "-"
         table.add_row(f"{row['count']} × {row['row']}", *cells)
     console.print(table)
+    late = 0
     for row in found.launches:
         for one in row["tried"]:
-            if why := one.get("error") or (not one.get("match", True) and "its result is wrong"):
-                print_line(f"{row['row']}: left out {json.dumps(one['config'])}: {why}")
+            why = one.get("error") or (None if one.get("match", True) else "its result is wrong")
+            late += (why or "").startswith("Timed")
+            if why is not None and not why.startswith("Timed"):
+                print_line(f"{row['row']} without {_text(one['config'])}: {why}")
+    if late:
+        print_line(f"{late} candidates were not reached in time; --seconds gives them more.")
     if any("rejected" in row for row in found.launches):
         print_line(f"No launch parameters are kept: {found.launches[0]['rejected']}.")
-    table = Table("blocks", "variant", "ratio to plain", "match", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in found.parts:
+        print_line(f"{row['count']} × {row['name']}: {row['shapes'][0]}")
+        table = Table("variant", "ratio to plain", "match", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name, columns in row["variants"].items():
-            mark = " (fastest)" if name == row["way"] else ""
-            mark += " (before)" if name == row["rule"] else ""
             ratio = f"{columns['speedup']:.2f}" if timed and "speedup" in columns else "-"
-            what = f"{row['count']} × {row['name']}" if name == "plain" else ""
-            table.add_row(what, name + mark, ratio, "yes" if columns.get("match") else "NO")
-    console.print(table)
+            marks = ["before"] * (name == row["rule"]) + ["after"] * (name == row["way"])
+            table.add_row(name, ratio, "yes" if columns.get("match") else "NO", ", ".join(marks))
+        console.print(table)
     for row in found.attention if timed else ():
         times = ", ".join(f"{name} {columns['us']:.0f} µs" for name, columns in row["variants"].items())
         print_line(f"attention {row['sizes']}: {times}")
@@ -166,6 +169,10 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
             print_line(f"{name}: {row['error']}")
     if timed:
         print_line(f"Kept in {found.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
+
+
+def _text(config: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
 
 
 def _show() -> int:
@@ -186,5 +193,5 @@ def _show() -> int:
         for name, entry in held["ways"].items():
             print_line(f"  {entry['way']:6} {name}")
         for name, entry in held["rows"].items():
-            print_line(f"  {name}: {json.dumps(entry['config'])}")
+            print_line(f"  {name}: {_text(entry['config'])}")
     return 0

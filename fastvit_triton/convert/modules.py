@@ -26,7 +26,11 @@ WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class nam
 
 
 def optimize(
-    model: nn.Module, *, filter_fn: Callable[[nn.Module, str], bool] | None = None, freeze: bool = False
+    model: nn.Module,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    freeze: bool = False,
+    tune: object = None,
 ) -> Report:
     """Gives every module of a known type a forward that can run fused, in place.
 
@@ -49,6 +53,8 @@ def optimize(
         filter_fn: called with a candidate and its path; only candidates for which it is true are converted, and a fused
             block calls the others.
         freeze: the weights are final: also `fastvit_triton.freeze` the model.
+        tune: an example of the model's input: also measure on this GPU how the model runs fastest, in training if it is
+            in training mode; see `fastvit_triton.tune`.
 
     Returns:
         Report: what each candidate can run as, or why it was left; print it for a table.
@@ -66,6 +72,10 @@ def optimize(
         rows = _rows(model, filter_fn)
     if freeze:
         freeze_weights(model)
+    if tune is not None:
+        from .. import tune as measure  # by its public name: it is above this package
+
+        measure(model, tune, model.training)
     parameter = next(model.parameters(), None)
     device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
     return Report(rows, device)

@@ -190,7 +190,7 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
     for part in found.values():
         block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
         if block is not None:
-            part.shapes, part.name = block.shapes, f"{type(part.call).__name__}, {block.shapes[0]}"
+            part.shapes, part.name = block.shapes, type(part.call).__name__
             fused = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused"))
             choices = _choices(part, fused, train)
             part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())
@@ -207,13 +207,13 @@ def _stems(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Mea
     if shapes is None:
         return
     fused = Measured(table.rows, table.ways | dict.fromkeys(shapes, "fused"))
-    with measured.using(fused), torch.no_grad():
+    with measured.using(fused), torch.set_grad_enabled(train):
         calls = calls_of(lambda: model(*inputs, **named))
     for call in calls:
         if call.op == "patch_embed_fwd":
             image, weight, *rest = call.arguments
             given = (image, *(_leaf(t, train) for t in (weight, *rest)))
-            yield Part(f"stem, {shapes[0]}", call.count, shapes, _stem, given, {})
+            yield Part("stem", call.count, shapes, _stem, given, {})
 
 
 def _stem(

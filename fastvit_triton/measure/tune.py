@@ -95,19 +95,16 @@ def tune(
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not group:
         return _tune(model, example, train, Deadline(seconds), on_progress)
-    given_out: list[object] = [None]
+    shared: list[Tuned | None] = [None]
     try:
         if torch.distributed.get_rank() == 0:
-            given_out[0] = _tune(model, example, train, Deadline(seconds), on_progress)
-    except Exception as error:
-        given_out[0] = error
-        raise
+            shared[0] = _tune(model, example, train, Deadline(seconds), on_progress)
     finally:
-        torch.distributed.broadcast_object_list(given_out)
-    if isinstance(given_out[0], Exception):
-        raise RuntimeError(f"rank 0 could not tune: {given_out[0]}")
+        torch.distributed.broadcast_object_list(shared)  # None after an error
+    if shared[0] is None:
+        raise RuntimeError("rank 0 could not tune; it says why")
     plan.forget()
-    return given_out[0]
+    return shared[0]
 
 
 def _tune(

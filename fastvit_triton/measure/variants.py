@@ -10,6 +10,8 @@ import torch
 
 from ..convert.backend import backend as rewriting  # the import registers the backend's name
 from ..kernels.backend import using_backend
+from ..kernels.compiling import Collector, Launch
+from ..kernels.compiling import compiling as compiling_ahead
 from .compare import Named, Verdict, converted, cotangents, leaves, named_leaves, outcome, verdict
 from .timeout import Deadline, capturing
 from .timing import Setup, peak_bytes, rate, samples_of, saved_bytes, timing_columns
@@ -204,13 +206,17 @@ def measure(
         phase: one of its phases.
         device, deadline, seconds, copies, latency: as in `samples_of`. Variants that are not ready after 80 % of the
             time that is left have no time.
-        on_progress: called with "float64", the name of each variant as its comparison begins, and "timing".
+        on_progress: called with "compiling kernels" on a GPU, "float64", the name of each variant as its comparison
+            begins, and "timing".
     """
     sets = [case.inputs(seed) for seed in range(copies)]
     rows, calls = (
         {variant.name: _row(case, phase, variant) for variant in case.variants},
         {a.name: a.call for a in case.variants},
     )
+    if device.type == "cuda":
+        on_progress("compiling kernels")
+        compile_kernels(case, sets[0], phase)
     torch.compiler.reset()  # Dynamo compiles one piece of code a limited number of times; all cases share some
     verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(0.8 * deadline.left), on_progress)
     for name, found in verdicts.items():
@@ -223,6 +229,20 @@ def measure(
     for name, taken in samples.items():
         rows[name] |= _timing_columns(case, taken, samples.get(case.variants[0].name), phase)
     return Measured(rows, samples)
+
+
+def compile_kernels(case: Case, arguments: dict, phase: str) -> int:
+    """Compiles, in threads, the kernels of all variants but those by torch.compile; returns their number."""
+    launches: dict[tuple, Launch] = {}
+    for variant in case.variants:
+        if variant.reason is None and "compile" not in variant.name:
+            with Collector() as found:
+                step_of(case, variant.call, [arguments], phase)(0)()
+            launches |= {one.key: one for one in found.launches}
+    with compiling_ahead(list(launches.values())) as futures:
+        for future in futures:
+            future.exception()  # of one that fails, the launch says so
+    return len(launches)
 
 
 def _row(case: Case, phase: str, variant: Variant) -> dict:

@@ -1,0 +1,322 @@
+"""`tune`: invented timings lead to the right verdicts, and wrong results to none. Kernels run in the interpreter.
+
+The clock is a stand-in that says how long each variant takes; nothing is timed.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from interpreter import interpreting
+from torch import nn
+
+import fastvit_triton
+from fastvit_triton import create_model, optimize
+from fastvit_triton.cli import main
+from fastvit_triton.kernels import measured, plan
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.op import REGISTERED
+from fastvit_triton.measure import kept, model_times, timing, tuning
+from fastvit_triton.measure.timing import Timing
+from fastvit_triton.measure.tune import tune
+from fastvit_triton.measure.tuning import fastest
+
+SMALL = dict(img_size=16, patch_size=8, depth=1, embed_dim=32, num_heads=2, num_classes=3)
+SLOW, FAST = dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, WGMMA_WARPS=0), dict(BLOCK_M=64, BLOCK_F=64)
+QUICK = dict(SLOW, **FAST, num_warps=4, num_stages=2)  # the fastest by the invented clock
+
+
+class Invented:
+    """A clock that says what `us` says of a variant, and runs nothing."""
+
+    us = staticmethod(lambda variant: 10.0)
+
+    def __init__(self, device, latency=False):
+        self.pending = []
+
+    def time(self, variant, step, copy):
+        self.pending.append(variant)
+
+    def samples(self):
+        found = {}
+        for variant in self.pending:
+            found.setdefault(variant, []).append(self.us(variant))
+        self.pending.clear()
+        return found
+
+
+@pytest.fixture
+def invented(monkeypatch, tmp_path):
+    """Invented timings, two candidates for a product and none for others, and a folder of this test's own."""
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
+    monkeypatch.setattr(timing, "Clock", Invented)
+    monkeypatch.setattr(Invented, "us", staticmethod(lambda variant: 10.0))
+    other = dict(QUICK, BLOCK_M=32)
+    monkeypatch.setattr(tuning, "candidates_for", lambda row: (QUICK, other) if row.startswith("linear.fwd") else ())
+    plan.forget()
+    monkeypatch.setattr(model_times, "compiled", lambda model: model)  # a test of the command compiles
+    with interpreting(), targeting("sm_90"), using_backend("auto"):
+        yield Invented
+    plan.forget()
+
+
+def model_and_images(train=False, **options):
+    torch.manual_seed(0)
+    model = create_model("vit_tiny_patch16_224", **SMALL | options).half().train(train)
+    return model, torch.randn(2, 3, 16, 16).half()
+
+
+def by_name(**us):
+    """A clock for variants by the beginning of their names."""
+    return staticmethod(lambda variant: next((t for name, t in us.items() if variant.startswith(name)), 10.0))
+
+
+def quick_is_fast(variant):
+    return 5.0 if variant.startswith("{") and json.loads(variant) == QUICK else 10.0
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_fastest_is_kept_and_used(invented, monkeypatch, train):
+    """Oracle: the invented times. Another process, which reads the file, chooses what was fastest."""
+    times = {"fused, our attention": 3.0}
+    monkeypatch.setattr(Invented, "us", staticmethod(lambda v: times.get(v) or quick_is_fast(v)))
+    model, images = model_and_images(train, depth=2)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    stages = []
+    found = tune(model, images, train, seconds=500, on_progress=lambda stage, done: stages.append(done))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and model.training == train
+    assert stages == sorted(stages) and 0 <= stages[0] < stages[-1] < 1
+    products = [row for row in found.launches if row["row"].startswith("linear.fwd.half")]
+    assert products and all(row["best"] == QUICK and (row["us"], row["us_before"]) == (5.0, 10.0) for row in products)
+    block, stem = found.parts
+    assert (block["name"], block["count"], block["way"]) == ("Block", 2, "fused, our attention")
+    assert (stem["name"], stem["way"]) == ("stem", stem["rule"])  # equal times: as before
+    assert all(said["match"] for said in block["variants"].values())
+    held = json.loads(found.path.read_text())
+    assert held["rows"].keys() >= {products[0]["row"]} and held["facts"]["gpu"] == "cpu"
+    with measured.using(measured.measured_in(held)):
+        choices = []
+        with plan.observing(choices.append), torch.set_grad_enabled(train):
+            model(images)
+    assert {(c.name, c.way, c.why) for c in choices if c.branches} == {("attention + mlp", "fused", "measured")}
+    assert found.model.keys() == {"eager", "before", "after", "torch.compile"}
+
+
+@pytest.mark.parametrize("way", ["plain", "mixed, SDPA"])
+def test_the_verdict_may_be_another_way(invented, monkeypatch, way):
+    """Oracle: the invented times."""
+    monkeypatch.setattr(Invented, "us", by_name(**{way: 2.0, "fused": 5.0}))
+    found = tune(*model_and_images(), seconds=500)
+    assert found.parts[0]["way"] == way
+    assert set(found.parts[0]["entries"]) > set(found.parts[0]["shapes"]) or way == "plain"
+
+
+def test_a_wrong_candidate_has_no_time(invented, monkeypatch):
+    """Oracle: a product whose result is changed where one candidate is in use; it would be the fastest."""
+    monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
+    run, fake = REGISTERED["linear_fwd"]
+
+    def wrong(*arguments):
+        y, *rest = run(*arguments)
+        rows = {} if (overrides := fastvit_triton.kernels.launch._overrides) is None else overrides[0]
+        return (y + 1 if QUICK in rows.values() else y, *rest)
+
+    monkeypatch.setitem(REGISTERED, "linear_fwd", (wrong, fake))
+    found = tune(*model_and_images(), seconds=500)
+    products = [row for row in found.launches if row["op"] == "linear_fwd"]
+    assert products
+    for row in products:
+        tried = {json.dumps(one["config"]): one for one in row["tried"]}
+        assert not tried[json.dumps(QUICK)]["match"] and "us" not in tried[json.dumps(QUICK)]
+        assert row["best"] == row["tried"][0]["config"] != QUICK
+
+
+def test_launch_parameters_that_make_a_block_wrong_are_not_kept(invented, monkeypatch):
+    """Oracle: blocks whose result is changed where the new rows are in use; alone the candidates looked right."""
+    monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
+    forward = fastvit_triton.layers.Block.forward
+
+    def wrong(self, *inputs, **named):
+        result = forward(self, *inputs, **named)
+        rows = measured.of(torch.device("cpu")).rows
+        fused = any(way == "fused" for way in measured.of(torch.device("cpu")).ways.values())
+        return result + 1 if fused and QUICK in rows.values() else result
+
+    monkeypatch.setattr(fastvit_triton.layers.Block, "forward", wrong)
+    found = tune(*model_and_images(), seconds=500)
+    assert all(row["best"] is None and "Block is wrong" in row["rejected"] for row in found.launches)
+    assert found.rows() == {}
+
+
+def test_candidates_that_do_not_compile_or_spill_are_left_out(invented, monkeypatch):
+    """Oracle: compilers that fail, and kernels that say that they spill."""
+    monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
+
+    def compiled(self):
+        future = tuning.Future()
+        if self.configs and QUICK in self.configs.values():
+            text = json.dumps(QUICK)
+            future.set_exception(RuntimeError("out of resource: shared memory"))
+            self.compiled[text] = [future]
+        return launches(self)
+
+    launches = tuning.Candidates.launches
+    monkeypatch.setattr(tuning.Candidates, "launches", lambda self: compiled(self) and {})
+    found = tune(*model_and_images(), seconds=500)
+    row = next(row for row in found.launches if row["op"] == "linear_fwd")
+    assert ["shared memory" in one.get("error", "") for one in row["tried"]] == [False, True, False]
+    assert row["best"] == row["tried"][0]["config"]
+
+    class Kernel:
+        n_spills = 3
+
+        def _init_handles(self):
+            pass
+
+    with pytest.raises(RuntimeError, match="spills 3 registers"):
+        tuning.refuse_spills(Kernel())
+
+
+def test_fastest():
+    """Oracle: by hand. Within the quartiles is noise; without a time of the variant in use there is no verdict."""
+    near, far, used = Timing(9, 8, 10.5, 5), Timing(7, 6, 8, 5), Timing(10, 10, 11, 5)
+    assert fastest(dict(a=near, b=used), "b", "ab") == "b"
+    assert fastest(dict(a=far, b=used), "b", "ab") == "a"
+    assert fastest(dict(a=far), "b", "ab") is None and fastest(dict(a=far), "b", "a") == "a"
+    assert fastest({}, "b", "") is None
+
+
+def test_models_that_optimize_knows(invented):
+    """A model of PyTorch's own, converted or not; the model that is given stays as it is. Oracle: one that is ours."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True, norm_first=True, dropout=0.0)
+    model, x = nn.Sequential(layer).half().eval(), torch.randn(2, 5, 32).half()
+    found = tune(model, x, seconds=500)
+    assert [part["name"] for part in found.parts] == ["TransformerEncoderLayer"]
+    assert "forward" not in layer.__dict__
+    optimize(model)
+    again = tune(model, dict(input=x), seconds=500)
+    assert [part["shapes"] for part in again.parts] == [part["shapes"] for part in found.parts]
+    assert "after, CUDA graph" not in again.model
+    assert len(json.loads(found.path.read_text())["runs"]) == 2
+
+
+def test_optimize_may_tune(invented):
+    layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True, norm_first=True, dropout=0.0)
+    model, x = nn.Sequential(layer).half().eval(), torch.randn(2, 5, 32).half()
+    optimize(model, tune=x)
+    assert [run["train"] for _, held in kept.files() for run in held["runs"]] == [False]
+
+
+def test_bad_arguments():
+    model, images = model_and_images()
+    with pytest.raises(TypeError, match="model is list"):
+        tune([], images)
+    with pytest.raises(ValueError, match="seconds is 0"):
+        tune(model, images, seconds=0)
+    with pytest.raises(ValueError, match="none of our kernels on cpu"):
+        tune(model, images)
+
+
+def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
+    """Oracle: what rank 0 broadcasts, given back or raised."""
+    distributed, sent = torch.distributed, []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(distributed, "broadcast_object_list", sent.extend)
+    found = tune(*model_and_images(), seconds=500)
+    assert sent == [found]
+    with pytest.raises(ValueError, match="none of our kernels"):
+        tune(nn.Linear(2, 2), torch.ones(1, 2), seconds=500)
+    assert sent == [found, None]
+
+    def receive(objects):
+        objects[0] = sent.pop(0)
+
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "broadcast_object_list", receive)
+    assert tune(nn.Linear(2, 2), torch.ones(1, 2)) is found
+    with pytest.raises(RuntimeError, match="rank 0 could not tune"):
+        tune(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+FACTS = dict(gpu="card", units=1, driver=1, torch="2", cuda="1", cudnn=1, triton="3", sources="s")
+
+
+def test_several_processes_add_to_one_file(monkeypatch, tmp_path):
+    """Oracle: the union of what each adds; every reader meanwhile finds a whole file."""
+    code = f"""
+import sys
+from fastvit_triton.measure import kept
+for i in range(20):
+    kept.add({FACTS!r}, {{f"{{sys.argv[1]}}{{i}}": dict(config=dict(A=i))}}, {{}}, dict(model="m", train=False))
+"""
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
+    path = measured.path_of(FACTS)
+    jobs = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "xy"]
+    while any(job.poll() is None for job in jobs):
+        if path.exists():
+            measured.parse(path.read_text())
+    assert [job.returncode for job in jobs] == [0, 0]
+    held = measured.parse(path.read_text())
+    assert len(held["rows"]) == len(held["runs"]) == 40
+
+
+def test_files_of_other_sources_are_replaced_and_threads_do_no_harm(monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
+    run = dict(model="m", train=False)
+    path = kept.add(FACTS | dict(sources="old"), dict(a=dict(config=dict(A=1))), {}, run)
+    threads = [threading.Thread(target=kept.add, args=(FACTS, {}, {f"b{i}": dict(way="plain")}, run)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    held = measured.parse(path.read_text())
+    assert held["rows"] == {} and len(held["ways"]) == 4 and held["facts"] == FACTS
+    path.write_text("damaged")
+    kept.add(FACTS, dict(a=dict(config=dict(A=1))), {}, run)
+    assert measured.parse(path.read_text())["rows"] == dict(a=dict(config=dict(A=1)))
+
+
+def test_files_by_the_command(monkeypatch, tmp_path, capsys):
+    """show, export, clear and import; each refusal is one sentence."""
+    monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measured, "facts_of", lambda device: dict(FACTS))
+    out = tmp_path / "out.json"
+
+    def said(*words, code=0):
+        assert main(["tune", *map(str, words), "--device", "cpu"]) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    assert "nothing was measured on this machine" in said("--show")
+    assert "run `fastvit-triton tune` first" in said("--export", out, code=2)
+    path = kept.add(FACTS, {"a 1": dict(config=dict(A=1))}, {"b": dict(way="mixed")}, dict(model="m", train=True))
+    (tmp_path / "cache" / "other.json").write_text("{")
+    shown = said("--show")
+    assert all(text in shown for text in (str(path), "gpu card", "m, training", "mixed  b", "a 1: A=1", "is damaged"))
+    assert str(out) in said("--export", out)
+    assert said("--clear").count("removed") == 2 and not path.exists()
+    assert str(path) in said("--import", out) and path.read_text() == out.read_text()
+    held = json.loads(out.read_text())
+    for text, why in (("{", "not JSON"), (json.dumps(held | dict(facts=FACTS | dict(gpu="x"))), "gpu x, here card")):
+        out.write_text(text)
+        assert why in said("--import", out, code=2)
+    assert "No such file" in said("--import", tmp_path / "none", code=1)
+    assert "--dry-run" in said(code=2) and "--batch is 0" in said("--batch", 0, code=2)
+    assert "--seconds is -1" in said("--seconds", -1, code=2)
+
+
+@pytest.mark.full
+def test_dry_run(tmp_path):
+    """Every step in the interpreter, in another folder; nothing is kept."""
+    command = [str(Path(sys.executable).with_name("fastvit-triton")), "tune", "--dry-run", "--train"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "Every step was executed" in done.stdout and "NO" not in done.stdout

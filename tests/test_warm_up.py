@@ -1,0 +1,145 @@
+"""Warm-up: what is compiled ahead is what a call launches. The driver is a stand-in; Triton compiles for an H200."""
+
+import pytest
+import torch
+from torch import nn
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.no_device import Driver, no_device
+from fastvit_triton import create_model, freeze, warmup
+from fastvit_triton.kernels import compiling, launch, layer_norm
+from fastvit_triton.kernels.compiling import Collector
+from fastvit_triton.kernels.tile import TRITON
+from fastvit_triton.measure.variants import Case, Variant, compile_kernels
+
+SMALL = dict(img_size=16, patch_size=8, depth=2, embed_dim=32, num_heads=2, num_classes=3)
+
+
+def small(train=False, **options):
+    torch.manual_seed(0)
+    model = create_model("vit_tiny_patch16_224", **SMALL | options).to(torch.bfloat16).train(train)
+    return model, torch.randn(2, 3, 16, 16).to(torch.bfloat16)
+
+
+def step(model, x, train):
+    with torch.set_grad_enabled(train):
+        y = model(x)
+        if train:
+            torch.autograd.grad(y, list(model.parameters()), torch.ones_like(y))
+
+
+@pytest.mark.skipif(TRITON is None, reason="the direct launches of this release of Triton are not known")
+@pytest.mark.parametrize("train", [False, True])
+def test_a_call_compiles_nothing_more(train):
+    """Oracle: binaries that Triton makes in the first call after the warm-up: none. Progress counts all of them."""
+    model, x = small(train)
+    with no_device(), pytest.MonkeyPatch.context() as patch:
+        made, compile_one = [], JITFunction._do_compile
+        patch.setattr(JITFunction, "_do_compile", lambda *given: made.append(1) or compile_one(*given))
+        counted = []
+        warmed = warmup(model, x, train, lambda done, total: counted.append((done, total)))
+        assert warmed.kernels == len(made) == len(counted) and counted[-1] == (len(made),) * 2 and made
+        step(model, x, train)
+        assert len(made) == warmed.kernels
+        assert warmup(model, (x,), train).kernels == warmup(model, dict(image=x), train).kernels == warmed.kernels
+        assert len(made) == warmed.kernels
+
+
+def test_nothing_changes_but_what_is_compiled():
+    """Buffers, random state, gradients, weights and folds. Oracle: their values before."""
+    model, x = small(True, proj_drop_rate=0.5)
+    model.register_buffer("count", torch.zeros(()))
+    model.register_forward_pre_hook(lambda module, inputs: module.count.add_(1) and None)
+    before, random = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    with no_device():
+        warmup(model, x, train=True)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_frozen_model_folds_after_a_warmup():
+    """Launches are left out, folds among them: the next call must fold. Oracle: kernels that it launches."""
+    model, x = small()
+    freeze(model)
+    with no_device(), launch.overriding({"fold.border": dict(ROWS_PER_OUTPUT=0)}):
+        warmup(model, x)
+        names = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "run", lambda kernel, *rest: names.append(kernel.__name__))
+            for _ in range(2):
+                with torch.no_grad():
+                    model(x)
+    assert names.count("_fold_kernel") == 2  # as many blocks, once
+
+
+def test_another_thread_launches_as_ever():
+    """The collector is that of its thread. Oracle: launches that reach the driver."""
+    import threading
+
+    model, x = small()
+    log = []
+    with no_device(lambda *given: log.append(1)):
+        with torch.no_grad():
+            model(x)
+        usual = len(log)
+        thread = threading.Thread(target=step, args=(model, x, False))
+        with Collector() as found, torch.no_grad():
+            thread.start()
+            thread.join()
+            model(x)
+        assert len(log) == 2 * usual and 0 < len(found.launches) <= usual
+
+
+def test_binaries_are_those_of_real_launches():
+    """What is compiled by Triton itself for a recorded launch. Oracle: its cache has one entry, and it is for sm_90."""
+    model, x = small()
+    before, kernels = driver._active, set()
+    driver.set_active(Driver())
+    try:
+        with launch.targeting("sm_90"), Collector() as found, torch.no_grad():
+            model(x)
+        kernels = {one.kernel for one in found.launches}
+        with compiling.compiling(found.launches[:1], threads=1) as futures:
+            binary = futures[0].result()
+        assert binary.metadata.target.arch == 90 and binary.asm["cubin"]
+    finally:
+        driver._active = before
+        for kernel in kernels:
+            kernel.device_caches.pop(-1, None)
+
+
+def test_without_a_gpu_nothing_is_compiled():
+    assert warmup(*small()).kernels == 0
+    with pytest.raises(TypeError, match="model is int"):
+        warmup(3, torch.ones(1))
+
+
+def test_a_kernel_that_does_not_compile_says_so(monkeypatch):
+    """The error is the compiler's."""
+    model, x = small()
+    with no_device():
+        monkeypatch.setattr(compiling, "_compile", lambda one: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            warmup(model, x)
+
+
+def test_benchmarks_compile_ahead():
+    """All variants but those by torch.compile, which is not called. Oracle: layer_norm has one kernel, and two more."""
+    op = layer_norm.OP
+    inputs = op.inputs(next(iter(op.cases.values())), torch.bfloat16, "cpu")
+    calls = dict(eager=op.reference, ours=op.run) | {"torch.compile": None}
+    made = [Variant(name, None, call) for name, call in calls.items()]
+    case = Case("layer_norm", torch.bfloat16, lambda seed: inputs, made, op.reference)
+    with no_device():
+        assert [compile_kernels(case, inputs, phase) for phase in ("forward", "training")] == [1, 3]
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_a_model_without_kernels():
+    with no_device():
+        assert warmup(Plain(), torch.ones(2)).kernels == 0
