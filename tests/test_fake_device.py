@@ -95,3 +95,16 @@ def test_those_that_wait_are_named(name):
     with torch.no_grad(), tracing() as found, pytest.raises(RuntimeError, match="reads a value"):
         outputs(model.eval(), given)
     assert found.findings == [f"host waits for {WAITING[name]}"]
+
+
+def test_what_a_capture_refuses_is_found():
+    """Oracle: by hand. torch.tensor copies from memory that is not pinned; kernels that fill a tensor copy nothing."""
+    with torch.no_grad(), tracing() as found:
+        torch.ones(1) + torch.tensor([1.0])
+    assert found.findings == ["host copies values for lift_fresh"]
+    with torch.no_grad(), tracing() as found:
+        torch.arange(3) + torch.full((3,), 2.0) + torch.zeros(3)
+    assert found.findings == []
+    with torch.no_grad(), tracing() as found, pytest.raises(RuntimeError, match="reads a value"):
+        float(torch.ones(1))
+    assert found.findings == ["host waits for _local_scalar_dense"]
