@@ -23,6 +23,7 @@ from .measure.tune import tune as tune
 from .models import create_model as create_model
 from .models import list_models as list_models
 from .models.config import ViTConfig as ViTConfig
+from .packed_graphs import cuda_graph_packed as cuda_graph_packed
 from .warm_up import warmup as warmup
 from .weights import load_model as load_model
 from .weights import load_weights as load_weights

@@ -1,7 +1,8 @@
 """CUDA graphs of a model's inference: all launches of a call as one, so that the host no longer limits small batches.
 
 A graph replays the same kernels on the same addresses, for one size of batch. So inputs are copied into static tensors,
-and batches a little smaller than a captured one are padded.
+and batches a little smaller than a captured one are padded. For images that are packed without padding see
+`packed_graphs`.
 """
 
 import threading
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+from .layers.freeze import is_frozen
 
 WARMUPS = 3  # calls before a capture: kernels are compiled, blocks recorded
 MAX_PADDING = 1.25  # rows of a padded batch, relative to its own
@@ -47,8 +50,9 @@ class GraphedModel:
         self._pool = _pool()
         self._done: torch.cuda.Event | None = None
         self._weights = self._state()
-        for size in self.batch_sizes[-max_graphs:] if max_graphs else ():
-            self._capture(tuple(x.new_zeros(size, *x.shape[1:]) for x in example))
+        for size in self.batch_sizes[-max_graphs:]:
+            inputs = tuple(x.new_zeros(size, *x.shape[1:]) for x in example)
+            self._graph(key_of(size, inputs), lambda inputs=inputs: inputs)
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> object:
@@ -60,14 +64,11 @@ class GraphedModel:
             RuntimeError: the model is in training mode.
             ValueError: the inputs differ in their numbers of rows.
         """
-        _check(self.model, inputs)
+        check(self.model, inputs)
         with self._lock:
             self._follow_weights(inputs)
-            rows = len(inputs[0])
-            captured = self._graph_for(rows, inputs)
-            if captured is None:
-                return self.model(*inputs)
-            return self._run(captured, rows, inputs)
+            captured = self._graph_for(inputs)
+            return self.model(*inputs) if captured is None else self._run(captured, inputs)
 
     def reset(self) -> None:
         """Drops all graphs, which are captured anew: after any change of the model but one of its weights' values."""
@@ -90,41 +91,50 @@ class GraphedModel:
         if state[0] != self._weights[0]:
             self._drop()
         elif state != self._weights:
-            self.model(*inputs)
+            if is_frozen(self.model):
+                self.model(*inputs)
             self._weights = state
 
-    def _graph_for(self, rows: int, inputs: tuple[Tensor, ...]) -> Captured | None:
+    def _graph_for(self, inputs: tuple) -> Captured | None:
         """The graph of the smallest size that these inputs fit into, captured if it is due."""
+        rows = len(inputs[0])
         near = (size for size in self.batch_sizes if rows <= size <= rows * MAX_PADDING)
-        key = _key(next(near, rows), inputs)
+        key = key_of(next(near, rows), inputs)
+        due = key in self._graphs or key[0] in self.batch_sizes or key in self._seen
+        self._seen.add(key)
+        if not due:
+            return None
+        return self._graph(key, lambda: tuple(x.new_zeros(key[0], *x.shape[1:]) for x in inputs))
+
+    def _graph(self, key: tuple, make: Callable[[], tuple]) -> Captured:
+        """The graph of this key, captured with static inputs if there is none."""
         if key not in self._graphs:
-            due = key[0] in self.batch_sizes or key in self._seen
-            self._seen.add(key)
-            if not (due and self.max_graphs):
-                return None
-            self._capture(tuple(x.new_zeros(key[0], *x.shape[1:]) for x in inputs))
+            while len(self._graphs) >= self.max_graphs:
+                self._graphs.popitem(last=False)
+            inputs = make()
+            with torch.no_grad():
+                outputs, replay = capture(lambda: self.model(*inputs), self._pool)
+            self._graphs[key] = Captured(inputs, outputs, replay)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
-        while len(self._graphs) >= self.max_graphs:
-            self._graphs.popitem(last=False)
-        with torch.no_grad():
-            outputs, replay = capture(lambda: self.model(*inputs), self._pool)
-        self._graphs[_key(len(inputs[0]), inputs)] = Captured(inputs, outputs, replay)
-
-    def _run(self, captured: Captured, rows: int, inputs: tuple[Tensor, ...]) -> object:
+    def _run(self, captured: Captured, inputs: tuple) -> object:
         stream = None if not inputs[0].is_cuda else torch.cuda.current_stream(inputs[0].device)
         if stream is not None and self._done is not None:
             stream.wait_event(self._done)  # of the call before, perhaps on another stream
-        for static, x in zip(captured.inputs, inputs, strict=True):
-            static[:rows].copy_(x, non_blocking=True)
+        sizes = self._fill(captured.inputs, inputs)
         captured.replay()
-        size = len(captured.inputs[0])
-        result = tree_map_only(Tensor, lambda t: _rows(t, size, rows, self.copy), captured.outputs)
+        result = tree_map_only(Tensor, lambda t: _rows(t, sizes, self.copy), captured.outputs)
         if stream is not None:
             self._done = stream.record_event()
         return result
+
+    def _fill(self, static: tuple, inputs: tuple) -> dict[int, int]:
+        """Copies inputs; returns the size of a first axis of the graph → that of this call."""
+        rows = len(inputs[0])
+        for target, x in zip(static, inputs, strict=True):
+            target[:rows].copy_(x, non_blocking=True)
+        return {len(static[0]): rows}
 
 
 def cuda_graph(
@@ -162,7 +172,7 @@ def cuda_graph(
         raise ValueError(f"batch_sizes must be positive numbers, got {tuple(batch_sizes)}")
     if max_graphs < 1:
         raise ValueError(f"max_graphs must be at least 1, got {max_graphs}")
-    _check(model, inputs)
+    check(model, inputs)
     return GraphedModel(model, inputs, batch_sizes, max_graphs, copy)
 
 
@@ -189,18 +199,20 @@ def _pool() -> object:
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
-def _key(rows: int, inputs: tuple[Tensor, ...]) -> tuple:
+def key_of(rows: int, inputs: tuple[Tensor, ...]) -> tuple:
+    """What a graph with so many rows is for."""
     kind = inputs[0].device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return rows, autocast, *[(x.shape[1:], x.dtype, x.device) for x in inputs]
 
 
-def _rows(t: Tensor, size: int, rows: int, copy: bool) -> Tensor:
-    part = t[:rows] if t.dim() and len(t) == size else t
+def _rows(t: Tensor, sizes: dict[int, int], copy: bool) -> Tensor:
+    part = t[: sizes[len(t)]] if t.dim() and len(t) in sizes else t
     return part.clone() if copy else part
 
 
-def _check(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def check(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Raises RuntimeError for a model in training mode, ValueError for inputs of different lengths."""
     if model.training:
         raise RuntimeError("the model is in training mode; CUDA graphs are for inference: call model.eval() first")
     if len({len(x) for x in inputs}) != 1:

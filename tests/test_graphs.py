@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fastvit_triton import create_model, cuda_graph, graphs
+from fastvit_triton import create_model, cuda_graph, cuda_graph_packed, freeze, graphs, varlen_attention
 
 SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3)
 
@@ -92,15 +92,18 @@ def test_weights_that_change(captures):
 
 def test_frozen_models_fold_before_a_replay(captures):
     """Oracle: calls of the model. One without a graph follows each write, in which a frozen model folds in place."""
-    model, x = Counted().eval(), torch.randn(2, 4)
-    graphed = cuda_graph(model, x, (2,))
-    for write in (False, True, False):
-        if write:
-            with torch.no_grad():
-                model.layer.weight.add_(1)
-        model.rows.clear()
-        graphed(x)
-        assert len(model.rows) == 1 + write
+    for frozen in (True, False):
+        model, x = Counted().eval(), torch.randn(2, 4)
+        if frozen:
+            freeze(model)
+        graphed = cuda_graph(model, x, (2,))
+        for write in (False, True, False):
+            if write:
+                with torch.no_grad():
+                    model.layer.weight.add_(1)
+            model.rows.clear()
+            graphed(x)
+            assert len(model.rows) == 1 + (write and frozen)
 
 
 def test_threads(captures):
@@ -146,3 +149,66 @@ def test_invalid_calls(captures, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match="example is on cpu"):
         cuda_graph(model, x)
+
+
+class Packed(nn.Module):
+    """Attention within each image of a packed batch, and the mean of each image's first token."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 24), []
+
+    def forward(self, x, cu_seqlens, max_seqlen):
+        self.calls.append((len(x), len(cu_seqlens) - 1, max_seqlen))
+        q, k, v = self.layer(x).view(-1, 3, 2, 4).unbind(1)
+        tokens = varlen_attention(q, k, v, cu_seqlens, max_seqlen).flatten(1)
+        return dict(tokens=tokens, first=tokens[cu_seqlens[:-1].clamp(max=len(x) - 1)], all=tokens.new_tensor(0.0))
+
+
+def packed(*sizes):
+    cu_seqlens = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return torch.randn(sum(sizes), 8), cu_seqlens, max(sizes)
+
+
+def test_packed_images_by_token_budgets(captures):
+    """Oracle: the model without a graph; by hand, the budget, images and longest image of each call."""
+    model = Packed().eval()
+    graphed = cuda_graph_packed(model, packed(3, 5), token_budgets=(32, 12), max_images=4, max_graphs=3)
+    assert [call[0] for call in model.calls] == [12, 32]
+    cases = (
+        ((3, 5), (12, 4, 8)), ((1,), (12, 4, 1)), ((12,), (12, 4, 12)), ((7, 7, 6), (32, 4, 8)),
+        ((2, 2, 2, 3), (12, 4, 4)), ((2,) * 5, (10, 5, 2)), ((20, 20), (40, 2, 20)),
+    )  # fmt: skip
+    for sizes, call in cases:
+        inputs = packed(*sizes)
+        with torch.no_grad():
+            want = model(*inputs)
+        model.calls.clear()
+        found = graphed(*inputs)
+        assert model.calls[-1] == call, sizes
+        for name in want:
+            torch.testing.assert_close(found[name], want[name], rtol=1e-5, atol=1e-6)
+            assert found[name].shape == want[name].shape
+
+
+def test_invalid_packed_calls(captures, monkeypatch):
+    """Each error names the argument and what would do."""
+    model, inputs = Packed().eval(), packed(3, 5)
+    for options, message in (
+        (dict(token_budgets=()), "token_budgets must be positive"),
+        (dict(token_budgets=(0, 4)), "token_budgets must be positive"),
+        (dict(max_images=0), "max_images must be positive, got 0"),
+        (dict(max_graphs=0), "max_graphs must be positive, got 0"),
+        (dict(token_budgets=(65, 128)), "max_images is 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cuda_graph_packed(model, inputs, **options)
+    for wrong in (inputs[:2], (*inputs[:2], torch.tensor(5)), list(inputs)):
+        with pytest.raises(TypeError, match="cu_seqlens"):
+            cuda_graph_packed(model, wrong)
+    graphed = cuda_graph_packed(model, inputs, (32,))
+    with pytest.raises(ValueError, match="same number of rows"):
+        graphed(inputs[0], inputs[0][:2], *inputs[1:])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="example is on cpu"):
+        cuda_graph_packed(model, inputs)

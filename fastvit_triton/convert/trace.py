@@ -27,7 +27,6 @@ from ..kernels import launch, linear_backward, tile
 from ..kernels.op import REGISTERED
 from ..layers.replay.recorder import ALLOCATE, READERS
 
-COPIERS = ("lift_fresh",)  # of a tensor that torch.tensor makes of Python values
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
 # kernels that CUDA launches for an operator of PyTorch, where it is not one, from the sources of torch 2.13:
 # flash_bwd_launch_template.h (Δ; dq, dk and dv; dq from its fp32 sums), layer_norm_kernel.cu (dx; dγ and dβ, up to
@@ -100,8 +99,8 @@ class Trace:
 
     Attributes:
         events: operators and launches, in order.
-        findings: where the host waits for a value, where it makes a tensor of values that it has (a copy from memory that
-            is not pinned, for which it waits, too), and where one of our operators does not give what its fake says.
+        findings: where the host waits for a value or copies values of its own, which waits, too, and where one of our
+            operators does not give what its fake says.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -126,7 +125,7 @@ class _Tracer(TorchDispatchMode):
             return self._enter(name, arguments)
         if name in READERS or (name == "index" and any(t is not None and t.dtype == torch.bool for t in arguments[1])):
             self.read(name)
-        if name in COPIERS:
+        if name == "lift_fresh":  # a tensor that torch.tensor made of Python values
             self.trace.findings.append(f"host copies values for {name}{f' in {self.op}' if self.op else ''}")
         if _is_composite(function):  # such as F.linear within one of our operators, where autograd is done
             with self:

@@ -84,6 +84,11 @@ def freeze(model: nn.Module) -> None:
     fold_again(model)
 
 
+def is_frozen(model: nn.Module) -> bool:
+    """True if `freeze` was called for the model or a module in it."""
+    return any(module in _frozen for module in model.modules())
+
+
 def fold_again(model: nn.Module) -> None:
     """Has the next call fold kept folds again, in place."""
     for module in model.modules():
