@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..convert.count import count
+from ..graphs import GraphedModel, cuda_graph
 from ..kernels.backend import using_backend
 from ..kernels.plan import forcing
 from ..models import create_model, list_models
@@ -31,6 +32,7 @@ from .libraries import (
 from .variants import Case, Variant, absent, compiled
 
 VIT_PYTORCH = {"vit-pytorch SimpleViT-B": (768, 12, 12), "vit-pytorch SimpleViT-S": (384, 12, 6)}
+GRAPH = "ours, CUDA graph"
 FOREIGN = ("eager", "optimized by us", "torch.compile", "optimized, compiled", "compiled, our backend")
 
 
@@ -76,7 +78,7 @@ def variant_names(run: Run) -> tuple[str, ...]:
     modes = [variant for mode in run.modes for variant in (f"torch.compile {mode}", f"ours compiled {mode}")]
     theirs = ["timm", "timm AMP", "optimized by us", "compiled, our backend", "transformers"]
     theirs += ["torchvision"] * (run.model in TORCHVISION) + ["nn.TransformerEncoder"] * (not run.training)
-    kernels = ("our kernels", "our kernels, compiled")
+    kernels = ("our kernels", "our kernels, compiled", *[GRAPH] * (not run.training))
     return ("eager", "ours eager", "torch.compile", "ours compiled", *kernels, *modes, *theirs)
 
 
@@ -159,6 +161,18 @@ def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
     return model, (3, side, side) if side else tuple(model.default_cfg["input_size"])
 
 
+def _graphed(base: nn.Module, run: Run) -> ModelCall:
+    """The model by a CUDA graph, captured at the first call, which fits the images."""
+    made: list[GraphedModel] = []
+
+    def call(image: torch.Tensor) -> torch.Tensor:
+        if not made:
+            made.append(cuda_graph(base, image, batch_sizes=(run.batch,), max_graphs=1))
+        return made[0](image)
+
+    return ModelCall(base, partial(using_backend, "auto"), run=call)
+
+
 def _learning(call: ModelCall, arguments: dict) -> Named:
     """All parameters; those of other libraries by their own names, but the patch projection by ours.
 
@@ -203,6 +217,8 @@ def _variants(
     yield Variant("our kernels", why, ModelCall(base, auto, kernels))
     fused = compiled(base)  # a graph of its own: the way is chosen while tracing
     yield Variant("our kernels, compiled", why, ModelCall(base, auto, kernels, run=fused))
+    if not run.training:
+        yield build_variant(GRAPH, why, lambda: _graphed(base, run))
     for mode in run.modes:
         yield Variant(f"torch.compile {mode}", None, ModelCall(base, plain, run=compiled(base, mode)))
         yield Variant(f"ours compiled {mode}", None, ModelCall(base, auto, run=compiled(base, mode)))

@@ -232,10 +232,10 @@ def measure(
 
 
 def compile_kernels(case: Case, arguments: dict, phase: str) -> int:
-    """Compiles, in threads, the kernels of all variants but those by torch.compile; returns their number."""
+    """Compiles, in threads, the kernels of all variants but those compiled or captured; returns their number."""
     launches: dict[tuple, Launch] = {}
     for variant in case.variants:
-        if variant.reason is None and "compile" not in variant.name:
+        if variant.reason is None and "compile" not in variant.name and "graph" not in variant.name:
             with Collector() as found:
                 step_of(case, variant.call, [arguments], phase)(0)()
             launches |= {one.key: one for one in found.launches}
