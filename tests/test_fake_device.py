@@ -103,7 +103,8 @@ def test_what_a_capture_refuses_is_found():
         torch.ones(1) + torch.tensor([1.0])
     assert found.findings == ["host copies values for lift_fresh"]
     with torch.no_grad(), tracing() as found:
-        torch.arange(3) + torch.full((3,), 2.0) + torch.zeros(3)
+        x = torch.arange(3) + torch.full((3,), 2.0) + torch.zeros(3)
+        x[:2] = 1
     assert found.findings == []
     with torch.no_grad(), tracing() as found, pytest.raises(RuntimeError, match="reads a value"):
         float(torch.ones(1))

@@ -125,7 +125,7 @@ class _Tracer(TorchDispatchMode):
             return self._enter(name, arguments)
         if name in READERS or (name == "index" and any(t is not None and t.dtype == torch.bool for t in arguments[1])):
             self.read(name)
-        if name == "lift_fresh":  # a tensor that torch.tensor made of Python values
+        if name == "lift_fresh" and arguments[0].dim():  # torch.tensor; numbers that are assigned are filled in
             self.trace.findings.append(f"host copies values for {name}{f' in {self.op}' if self.op else ''}")
         if _is_composite(function):  # such as F.linear within one of our operators, where autograd is done
             with self:
