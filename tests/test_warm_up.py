@@ -125,7 +125,7 @@ def test_a_kernel_that_does_not_compile_says_so(monkeypatch):
 
 
 def test_benchmarks_compile_ahead():
-    """All variants but those compiled or captured, which are not called. Oracle: layer_norm has one kernel, and two more."""
+    """Variants that are compiled or captured are not called. Oracle: layer_norm has one kernel, and two more."""
     op = layer_norm.OP
     inputs = op.inputs(next(iter(op.cases.values())), torch.bfloat16, "cpu")
     calls = dict(eager=op.reference, ours=op.run) | {"torch.compile": None, "ours, CUDA graph": None}
