@@ -69,10 +69,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="no new row is begun after this time")
     parser.add_argument("--check", action="store_true", help="print what was found and write nothing")
     parser.add_argument("--ways", action="store_true", help="time the ways of blocks alone")
-    parser.add_argument("--adopt", type=Path, metavar="FILE", help="take a tuning result of benchmarks.gpu instead")
+    parser.add_argument("--adopt", type=Path, metavar="FILE", help="take a tuning result, an exported or a contributed file")
     arguments = parser.parse_args()
     if arguments.adopt:
-        print("taken:", *adopt(arguments.adopt))
+        try:
+            print("taken:", *adopt(arguments.adopt), sep="\n  ")
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
         return
     deadline, rows, here = Deadline(arguments.seconds), [], torch.cuda.is_available() and arguments.arch == here
     kernels = partial(using_backend, "triton")

@@ -355,9 +355,9 @@ def test_adopting_a_sweep(tmp_path):
     rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
     rows.append(dict(case="way", arch="sm_90", shape="c", way="mixed"))
     (tmp_path / "t.json").write_text(fake("tuning", [*rows, dict(case="3", arch="sm_90", row="b", best=None)]))
-    assert tuned_tables.adopt(tmp_path / "t.json", tmp_path) == ["a"]
+    assert tuned_tables.adopt(tmp_path / "t.json", tmp_path) == ["a", "c"]
     want = {"a": dict(config={"X": 1}, provenance="measured", source="t.json")}
-    want["ways"] = dict(measured=dict(c="mixed"))
+    want["ways"] = dict(measured=dict(c="mixed"), facts=dict(c=dict(source="t.json")))
     assert json.loads((tmp_path / "sm_90.json").read_text()) == want
     (tmp_path / "dry.json").write_text(fake("tuning", rows, dry=True))
     with pytest.raises(ValueError, match="no tuning result of a GPU"):

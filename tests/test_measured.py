@@ -5,6 +5,7 @@ The GPU is a stand-in: its facts are given, and CPU tensors count as its own.
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from fastvit_triton.kernels import launch, measured, plan
 from fastvit_triton.kernels.cost import Branch, gpus
 from fastvit_triton.kernels.measured import Measured
 
-FACTS = dict(gpu="NVIDIA Card (X)", units=10, driver=1, torch="2", cuda="13", cudnn=9, triton="3", sources="abc")
+FACTS = dict(gpu="NVIDIA Card (X)", architecture="sm_90", units=10, driver=1, torch="2", cuda="13", cudnn=9, triton="3")
+FACTS["sources"] = "abc"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BLOCK = Branch("attention", 5, 197, 64, 192, 64, 4), Branch("mlp", 5, 197, 64, 256, 256)
 
@@ -133,10 +135,21 @@ def test_one_file_for_a_gpu_and_its_software(path, monkeypatch):
     assert measured.folder().name == "fastvit_triton" and measured.folder().is_absolute()
 
 
+@pytest.mark.parametrize("hip, name", [(None, "sm_89"), ("7.1", "gfx942")])
+def test_facts_name_the_architecture(hip, name, monkeypatch):
+    """Oracle: the name that `launch.architecture` has for the same stand-in, which names the committed table."""
+    card = SimpleNamespace(name="Card", major=8, minor=9, multi_processor_count=10, gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    launch._architecture.cache_clear()
+    assert measured.facts_of(GPU)["architecture"] == launch.architecture(GPU) == name
+    launch._architecture.cache_clear()
+
+
 def test_facts_of_a_cpu():
     """No GPU is asked for; the hash of the sources changes with them alone."""
     facts = measured.facts_of(CPU)
-    assert facts["gpu"] == "cpu" and facts["torch"] == torch.__version__ and len(facts["sources"]) == 12
+    assert facts["gpu"] == facts["architecture"] == "cpu" and facts["torch"] == torch.__version__ and len(facts["sources"]) == 12
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert measured.of(CPU) is measured.NOTHING

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         finally:
             rows.sort(key=lambda row: names.index(row["case"]))
             took = time.monotonic() - start
-            _write(args.out, device, rows, work.not_reached, took)
-    passed = [row for row in rows if not _why(row) and "skipped" not in row]
+            passed = [row for row in rows if not _why(row) and "skipped" not in row]
+            _write(args.out, device, rows, len(passed), work.not_reached, took)
     said = _sentence(rows, passed, len(work.not_reached), f"{_place(device)} in {took:.0f} s")
     print_line("; ".join([said, *notes, f"{args.out} holds them"]))
     return int(any(map(_why, rows)) or not passed)
@@ -132,11 +132,14 @@ def _sentence(rows: list[dict], passed: list[dict], missed: int, where: str) -> 
     return "; ".join([said, *(text for text, number in more.items() if number)])
 
 
-def _write(path: Path, device: "torch.device", rows: list[dict], not_reached: list[str], seconds: float) -> None:
+def _write(
+    path: Path, device: "torch.device", rows: list[dict], passed: int, not_reached: list[str], seconds: float
+) -> None:
     """Writes rows with their provenance as JSON."""
     from ..measure.machine import provenance
 
     facts = dict(gpu=_place(device) if device.type == "cuda" else None, device=str(device), seconds=round(seconds, 1))
-    facts |= dict(failed=[row["case"] for row in rows if _why(row)], not_reached=not_reached, rows=rows)
+    failed = [row["case"] for row in rows if _why(row)]
+    facts |= dict(passed=passed, failed=failed, not_reached=not_reached, rows=rows)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(provenance() | facts, indent=1) + "\n")

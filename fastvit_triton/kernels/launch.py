@@ -262,12 +262,7 @@ def architecture(device: torch.device) -> str:
 
 @functools.cache
 def _architecture(kind: str, index: int | None) -> str:
-    if kind != "cuda":
-        return "cpu"
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip is not None:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
+    return "cpu" if kind != "cuda" else measured.architecture_of(torch.cuda.get_device_properties(index))
 
 
 def precision(x: torch.Tensor) -> str:

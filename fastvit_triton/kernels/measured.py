@@ -89,6 +89,7 @@ def facts_of(device: torch.device) -> dict[str, object]:
     properties = torch.cuda.get_device_properties(device) if gpu else None
     return dict(
         gpu=properties.name if gpu else "cpu",
+        architecture=architecture_of(properties) if gpu else "cpu",
         units=properties.multi_processor_count if gpu else 0,
         driver=torch._C._cuda_getDriverVersion() if gpu and torch.version.cuda else None,
         torch=torch.__version__,
@@ -97,6 +98,13 @@ def facts_of(device: torch.device) -> dict[str, object]:
         triton=getattr(tile, "__version__", None),
         sources=sources(),
     )
+
+
+def architecture_of(properties: object) -> str:
+    """Architecture of a GPU with these properties, such as "sm_90" or "gfx942"."""
+    if torch.version.hip is not None:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 @functools.cache

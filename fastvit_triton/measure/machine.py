@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "triton", "timm", "transformers", "torchvision", "vit-pytorch", "flash-attn", "xformers")
+OTHERS = ("timm", "transformers", "torchvision", "vit-pytorch", "flash-attn", "xformers")
+PACKAGES = ("fastvit_triton", "torch", "triton", *OTHERS)
 
 
 def gpu_name() -> str:

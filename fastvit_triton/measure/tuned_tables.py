@@ -4,11 +4,12 @@ A row keeps how it was found, "measured" or "predicted"; a predicted row never r
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..files import replacing
-from ..kernels import launch, plan
+from ..kernels import launch, measured, plan
 from .candidates import Config
 
 
@@ -26,10 +27,21 @@ def with_rows(table: dict, found: dict[str, Config], provenance: str, **facts: o
     return table | taken, list(taken)
 
 
-def with_ways(table: dict, rows: Sequence[dict]) -> dict:
-    """The table with measured ways of blocks: dicts of "shape" and "way"; the first of a shape counts."""
-    found = {row["shape"]: row["way"] for row in reversed(rows)}
-    return table | {"ways": {"measured": table.get("ways", {}).get("measured", {}) | found}} if found else table
+def with_ways(table: dict, rows: Sequence[dict], **facts: object) -> dict:
+    """The table with measured ways of blocks.
+
+    Args:
+        table: row name → row.
+        rows: dicts of "shape" and "way"; the first of a shape counts.
+        facts: of each new way, such as its source; they stand beside the ways, by shape.
+    """
+    found, before = {row["shape"]: row["way"] for row in reversed(rows)}, table.get("ways", {})
+    if not found:
+        return table
+    ways = {"measured": before.get("measured", {}) | found}
+    known = {shape: said for shape, said in before.get("facts", {}).items() if shape not in found}
+    known |= dict.fromkeys(found, facts) if facts else {}
+    return table | {"ways": ways | ({"facts": known} if known else {})}
 
 
 def write(
@@ -46,8 +58,8 @@ def write(
     """
     path = folder / f"{arch}.json"
     table, taken = with_rows(json.loads(path.read_text()) if path.exists() else {}, found, provenance, **facts)
-    table = with_ways(table, ways)
-    lines = ",\n".join(f' "{name}": {json.dumps(row)}' for name, row in sorted(table.items()))
+    table = with_ways(table, ways, **facts)
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
     with replacing(path) as temporary:
         temporary.write_text("{\n" + lines + "\n}\n")
     plan.forget()
@@ -67,16 +79,48 @@ def best_rows(rows: Sequence[dict]) -> dict[str, Config]:
 
 
 def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
-    """Writes what a result file of `python -m benchmarks.gpu` measured into the table of its architecture.
+    """Writes what a file holds into the table of its architecture; returns the names of the rows and ways taken.
 
-    Returns the names of the rows taken.
+    Args:
+        path: a result of `python -m benchmarks.gpu --only tuning`, a file of `fastvit-triton tune --export`, or a
+            contributed file that holds one. Of the last two only entries for classes of sizes are taken: exact sizes
+            are those of one user.
+        folder: of the tables.
 
     Raises:
         ValueError: the file holds no measurement of a GPU.
     """
-    held = json.loads(path.read_text())
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    held = held.get("tune", held) if isinstance(held, dict) else {}
+    if "facts" in held:
+        try:
+            return _adopt_exported(measured.parse(json.dumps(held)), path.name, folder)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be adopted: {error}") from error
     if held.get("part") != "tuning" or held.get("dry_run") or not held.get("gpu"):
-        raise ValueError(f"{path} is no tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one")
+        raise ValueError(
+            f"{path} is no tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one, and so does "
+            "fastvit-triton tune --export"
+        )
     rows = [row for row in held["rows"] if "arch" in row]
     ways = [row for row in rows if "way" in row]
-    return write(rows[0]["arch"], best_rows(rows), "measured", folder, ways, source=path.name) if rows else []
+    return _taken(rows[0]["arch"], best_rows(rows), ways, folder, source=path.name) if rows else []
+
+
+def _adopt_exported(held: dict, source: str, folder: Path) -> list[str]:
+    """`adopt` of the content of a file of `kernels.measured`."""
+    arch, gpu = str(held["facts"].get("architecture")), held["facts"].get("gpu")
+    if not re.fullmatch(r"sm_\d+|gfx\w+", arch):  # it names a file
+        raise ValueError(f"its architecture is {arch}, not one of a GPU such as sm_89; export it with this version")
+    rows = {name: entry["config"] for name, entry in held["rows"].items() if " ~" in name}
+    ways = [dict(shape=name, way=entry["way"]) for name, entry in held["ways"].items() if "~" in name]
+    if not rows and not ways:
+        raise ValueError("it has no entry for a class of sizes, whose name has a ~")
+    return _taken(arch, rows, ways, folder, gpu=gpu, source=source)
+
+
+def _taken(arch: str, rows: dict[str, Config], ways: Sequence[dict], folder: Path, **facts: object) -> list[str]:
+    return write(arch, rows, "measured", folder, ways, **facts) + list(dict.fromkeys(row["shape"] for row in ways))
