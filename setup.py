@@ -8,6 +8,7 @@ DEMO = [
     "scikit-learn>=1.4",  # the handwritten digits, which ship inside it, and the stratified split
     "matplotlib>=3.8",  # curves.png, predictions.png, the figures of explain
 ]
+JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
 SHARDS = [
     "webdataset>=1.0",  # writes shards; reading them needs nothing
 ]
@@ -25,6 +26,10 @@ TEST = [
     "onnxscript",  # torch.onnx.export
     "onnxruntime; python_version >= '3.11'",  # oracle: runs what was exported
     "ruff",
+    JSONSCHEMA,
+    "nbclient>=0.10",  # executes the notebook
+    "nbformat>=5.10",  # reads it
+    "ipykernel>=6.29",  # runs it
 ]
 
 setup(
@@ -51,7 +56,7 @@ setup(
         "demo": DEMO,
         "shards": SHARDS,
         "test": TEST,
-        "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8"],
+        "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8", JSONSCHEMA],
     },
     entry_points={
         "console_scripts": ["fastvit-triton = fastvit_triton.cli:main"],

@@ -9,11 +9,12 @@ import argparse
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastvit_triton.files import replacing
 
+from . import community
 from .result_file import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,7 +34,7 @@ SHOWN = "ViT-B/16"  # the model whose ops the README lists
 
 @dataclass(frozen=True)
 class Results:
-    """The newest measured file of each part, the compile report, all files of a CPU, oldest first, and host times."""
+    """Newest measured file of each part, compile report, CPU files, oldest first, host times, and files of users."""
 
     ops: dict | None
     models: dict | None
@@ -41,6 +42,7 @@ class Results:
     static: dict | None
     cpu: tuple[dict, ...] = ()
     host: dict | None = None
+    users: dict[str, dict] = field(default_factory=dict)
 
 
 def load(folder: Path = RESULTS) -> Results:
@@ -60,7 +62,8 @@ def load(folder: Path = RESULTS) -> Results:
         for name in ("static", "host")
     )
     parts = (newest.get(part) for part in ("ops", "models", "ceilings"))
-    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), host)
+    users = community.load(folder / "community")
+    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), host, users)
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -179,7 +182,12 @@ def _predicted(what: str, static: dict | None) -> str:
     return "\n".join([*lines, "", source])
 
 
-TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table, "host": host_table}
+def users_table(results: Results) -> str:
+    """Measurements of users."""
+    return community.table(results.users)
+
+
+TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table, "host": host_table, "users": users_table}
 
 
 def fill(readme: str, results: Results) -> str:

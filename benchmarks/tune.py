@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune [--arch sm_90] [--seconds 300] [--check] [--ways] [--adopt FILE]
 
+--adopt takes a result of benchmarks.gpu, a file of `fastvit-triton tune --export`, or one that a user contributed.
 If the architecture is that of the GPU here, candidates and ways are timed on it ("measured"). Otherwise candidates are
 compiled and the bound of the compile report decides ("predicted"); ways then follow their expected time, which needs no
 table. A measured row is never replaced by a predicted one. --ways times the ways of blocks alone.
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="no new row is begun after this time")
     parser.add_argument("--check", action="store_true", help="print what was found and write nothing")
     parser.add_argument("--ways", action="store_true", help="time the ways of blocks alone")
-    parser.add_argument("--adopt", type=Path, metavar="FILE", help="take a tuning result, an exported or a contributed file")
+    parser.add_argument("--adopt", type=Path, metavar="FILE", help="take a tuning result or an exported file instead")
     arguments = parser.parse_args()
     if arguments.adopt:
         try:

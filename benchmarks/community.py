@@ -1,0 +1,220 @@
+"""Joins, checks and tabulates what users measured on their GPUs: the files in benchmarks/results/community.
+
+    python -m benchmarks.community join --benchmark rows.json --selftest selftest.json [--tune tuned.json] --out FILE
+    python -m benchmarks.community check FILE...
+    python -m benchmarks.community table
+
+A file holds what `fastvit-triton benchmark --out`, `selftest` and, optionally, `tune --export` wrote on one GPU, as
+schema.json there says. examples/measure_on_your_gpu.ipynb makes one without this package.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fastvit_triton.files import replacing
+from fastvit_triton.kernels import measured
+
+from .result_file import ROOT
+
+FOLDER = ROOT / "benchmarks" / "results" / "community"
+SCHEMA = "schema.json"
+FORMAT = 1
+NOTHING = "Nothing has been contributed yet."
+# column of the table → variants of a row, of models of ours and of other libraries
+COLUMNS = {
+    "torch.compile": ("torch.compile",),
+    "ours": ("ours eager", "optimized by us"),
+    "ours, compiled": ("ours compiled", "optimized, compiled"),
+}
+OURS = {*COLUMNS["ours"], *COLUMNS["ours, compiled"], "our kernels", "our kernels, compiled", "compiled, our backend"}
+
+
+def join(benchmark: dict, selftest: dict, tune: dict | None = None) -> dict:
+    """The content of a contributed file."""
+    summary = {name: value for name, value in selftest.items() if name != "rows"}
+    return dict(format=FORMAT, benchmark=benchmark, selftest=summary) | ({} if tune is None else dict(tune=tune))
+
+
+def read(path: Path) -> object:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: it is not JSON; NaN and infinities are not.
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a number")
+
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except ValueError as error:  # not UTF-8, too
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def load(folder: Path = FOLDER) -> dict[str, dict]:
+    """File name → content of all contributed files of a folder, without the schema."""
+    return {path.name: read(path) for path in sorted(folder.glob("*.json")) if path.name != SCHEMA}
+
+
+def problems(held: object) -> list[str]:
+    """What is wrong with the content of a contributed file, one sentence each: by the schema, else by its numbers."""
+    from jsonschema import Draft202012Validator
+
+    errors = Draft202012Validator(json.loads((FOLDER / SCHEMA).read_text())).iter_errors(held)
+    found = [_sentence(error) for error in errors]
+    return found or [*_wrong_parts(**held), *_wrong_times(held["benchmark"]["rows"])]
+
+
+def _sentence(error: object) -> str:
+    """An error of jsonschema as a sentence."""
+    place = error.json_path.removeprefix("$").removeprefix(".") or "the file"
+    if error.validator in ("required", "dependentRequired", "additionalProperties"):
+        return f"{place}: {error.message}"
+    given = json.dumps(error.instance, ensure_ascii=False)
+    given = given if len(given) <= 60 else f"{given[:57]}..."
+    return f"{place} is {given}; it must be {error.schema['description']}"
+
+
+def _wrong_parts(benchmark: dict, selftest: dict, tune: dict | None = None, **_: object) -> Iterator[str]:
+    """Sentences about where and with what the parts were made."""
+    if selftest["failed"]:
+        yield f"selftest: {len(selftest['failed'])} checks failed, the first is {selftest['failed'][0]}"
+    if not selftest["passed"]:
+        yield "selftest: no check passed; give it more --seconds"
+    for name, part in dict(benchmark=benchmark, selftest=selftest).items():
+        if part["commit"] is None and "fastvit_triton" not in part["packages"]:
+            yield f"{name}: there is neither a commit nor a version of fastvit_triton among its packages"
+        if part["cuda"] is None and part.get("hip") is None:
+            yield f"{name}: torch was built without CUDA and HIP, so it ran on no GPU"
+        if part["cuda"] is not None and "driver_version" not in part:
+            yield f"{name}: the driver's version is missing; nvidia-smi has it"
+    for name, theirs in dict(selftest=_machine(selftest), tune=tune and tune["facts"]).items():
+        for what, value in _machine(benchmark).items() if theirs else ():
+            if _public(theirs[what]) != _public(value):
+                yield f"{name}: {what} is {theirs[what]}, that of benchmark is {value}; make all parts on one machine"
+    ours, theirs = (part["commit"] and part["commit"].removesuffix("-dirty") for part in (benchmark, selftest))
+    if ours != theirs:
+        yield f"selftest: commit is {theirs}, that of benchmark is {ours}; use one of them"
+    if tune is not None:
+        try:
+            measured.parse(json.dumps(tune))
+        except ValueError as error:
+            yield f"tune: {error}"
+
+
+def _machine(part: dict) -> dict[str, str]:
+    return dict(gpu=part["gpu"], torch=part["packages"]["torch"], triton=part["packages"]["triton"])
+
+
+def _public(version: str) -> str:
+    """A version without its build, which packages' metadata may lack: 2.11.0+cu130 is 2.11.0."""
+    return version.partition("+")[0]
+
+
+def _wrong_times(rows: Sequence[dict]) -> Iterator[str]:
+    """Sentences about the rows of a benchmark, the baseline first."""
+    first = rows[0]
+    for name in ("model", "batch", "dtype", "phase"):
+        if given := [row[name] for row in rows if row[name] != first[name]]:
+            yield f"rows: {name} is {first[name]} and {given[0]}; a file is about one computation"
+    arms = [row["arm"] for row in rows]
+    if twice := [arm for arm in dict.fromkeys(arms) if arms.count(arm) > 1]:
+        yield f"rows: there are several of {twice[0]}"
+    timed = [row for row in rows if "us" in row]
+    if not first["arm"].startswith("eager") or "us" not in first:
+        yield f"rows: the first is {first['arm']}{' without a time' * ('us' not in first)}; it must be eager, with one"
+        return
+    if not any(row["arm"] in OURS for row in timed):
+        yield "rows: none of ours has a time"
+    for row in timed:
+        name, (low, high) = row["arm"], row["speedup_quartiles"]
+        if not row["match"]:
+            yield f"{name}: it has a time though its result is wrong"
+        if not row["q1"] <= row["us"] <= row["q3"]:
+            yield f"{name}: the quartiles {row['q1']:g} and {row['q3']:g} µs do not enclose the median {row['us']:g} µs"
+        if not low <= row["speedup"] <= high:
+            yield f"{name}: the quartiles {low:g} and {high:g} do not enclose the speedup {row['speedup']:g}"
+        # at least three quarters of either's samples lie above q1, so half of the pairs above the ratio, and so below
+        least, most = first["q1"] / row["q3"], first["q3"] / row["q1"]
+        if not 0.99 * least - 0.0005 <= row["speedup"] <= 1.01 * most + 0.0005:  # three digits; quartiles interpolate
+            yield f"{name}: its speedup is {row['speedup']:g}, its times allow {least:.3g} to {most:.3g}"
+
+
+def table(held: dict[str, dict]) -> str:
+    """Milliseconds with quartiles by GPU and computation, as markdown; the fastest is bold."""
+    if not held:
+        return NOTHING
+    lines = [f"| ms on GPUs of users | eager | {' | '.join(COLUMNS)} | selftest |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for name, content in sorted(held.items(), key=lambda item: (item[1]["benchmark"]["gpu"], item[0])):
+        made, checks = content["benchmark"], content["selftest"]
+        first, rows = made["rows"][0], {row["arm"]: row for row in made["rows"] if "us" in row}
+        shown = [first, *(next((rows[arm] for arm in arms if arm in rows), None) for arms in COLUMNS.values())]
+        best = min((row["us"] for row in shown if row), default=math.nan)
+        phase = "training" if first["phase"] == "training" else "inference"
+        what = f"{first['model']}, {phase}, {first['dtype']}, batch {first['batch']}"
+        versions = f"torch {made['packages']['torch']}, triton {made['packages']['triton']}"
+        tuned = ", tuned" if _is_tuned(content) else ""
+        link = f"[{made['date'][:10]}](benchmarks/results/community/{name})"
+        cells = [f"{made['gpu']}: {what}; {versions}{tuned}, {link}", *(_cell(row, best) for row in shown)]
+        lines.append(f"| {' | '.join(cells)} | {checks['passed']} passed, {len(checks['not_reached'])} not reached |")
+    return "\n".join(lines)
+
+
+def _is_tuned(held: dict) -> bool:
+    """True if this GPU had been tuned when the benchmark ran."""
+    return "tune" in held and held["tune"]["runs"][0]["date"] <= held["benchmark"]["date"]
+
+
+def _cell(row: dict | None, best: float) -> str:
+    if row is None:
+        return ""
+    text = f"{row['us'] / 1e3:.3g}"
+    spread = f"{row['q1'] / 1e3:.3g} to {row['q3'] / 1e3:.3g}"
+    return f"{f'**{text}**' if row['us'] == best else text} ({spread})"
+
+
+def _check(paths: Sequence[Path]) -> int:
+    """Prints one sentence for each problem, or one for a good file; returns the exit code."""
+    wrong = 0
+    for path in paths:
+        try:
+            held = read(path)
+            found = problems(held)
+        except (OSError, ValueError) as error:
+            found = [str(error)]
+        for sentence in found:
+            print(f"{path}: {sentence.removeprefix(f'{path} ')}")
+        if not found:
+            print(f"{path}: a good measurement of {held['benchmark']['gpu']}")
+        wrong += bool(found)
+    return int(wrong > 0)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("join", help="write one file from those of the commands")
+    for name, command in dict(benchmark="benchmark --out", selftest="selftest", tune="tune --export").items():
+        text = f"file of `fastvit-triton {command}`"
+        one.add_argument(f"--{name}", type=Path, metavar="FILE", required=name != "tune", help=text)
+    one.add_argument("--out", type=Path, metavar="FILE", required=True, help="the file to contribute")
+    commands.add_parser("check", help="say what is wrong with files").add_argument("files", type=Path, nargs="+")
+    commands.add_parser("table", help="print the README's table")
+    arguments = parser.parse_args(words)
+    if arguments.command == "check":
+        return _check(arguments.files)
+    if arguments.command == "table":
+        print(table(load()))
+        return 0
+    given = [path and read(path) for path in (arguments.benchmark, arguments.selftest, arguments.tune)]
+    with replacing(arguments.out) as temporary:
+        temporary.write_text(json.dumps(join(*given), indent=1) + "\n", encoding="utf-8")
+    return _check([arguments.out])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
