@@ -63,6 +63,8 @@ def problems(held: object) -> list[str]:
     """What is wrong with the content of a contributed file, one sentence each: by the schema, else by its numbers."""
     from jsonschema import Draft202012Validator
 
+    if not isinstance(held, dict) or "format" not in held:
+        return ["it is no contributed file; python -m benchmarks.community join makes one from those of the commands"]
     errors = Draft202012Validator(json.loads((FOLDER / SCHEMA).read_text())).iter_errors(held)
     found = [_sentence(error) for error in errors]
     return found or [*_wrong_parts(**held), *_wrong_times(held["benchmark"]["rows"])]
@@ -210,9 +212,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.command == "table":
         print(table(load()))
         return 0
-    given = [path and read(path) for path in (arguments.benchmark, arguments.selftest, arguments.tune)]
-    with replacing(arguments.out) as temporary:
-        temporary.write_text(json.dumps(join(*given), indent=1) + "\n", encoding="utf-8")
+    try:
+        given = [path and read(path) for path in (arguments.benchmark, arguments.selftest, arguments.tune)]
+        if not isinstance(given[1], dict):
+            raise ValueError(f"{arguments.selftest} does not hold what `fastvit-triton selftest` writes")
+        with replacing(arguments.out) as temporary:
+            temporary.write_text(json.dumps(join(*given), indent=1) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return _check([arguments.out])
 
 

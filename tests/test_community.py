@@ -138,12 +138,18 @@ def test_each_damage_is_named(place, value, sentence, tmp_path, capsys):
     assert (sentence or "a good measurement") in lines[0]
 
 
-@pytest.mark.parametrize("text, sentence", [("{", "is not JSON"), ("[]", "the file is []; it must be an object")])
+@pytest.mark.parametrize(
+    "text, sentence", [("{", "is not JSON"), ("[]", "it is no contributed file"), ("{}", "it is no contributed file")]
+)
 def test_other_files_are_refused(text, sentence, tmp_path, capsys):
     code, (line,) = checked(tmp_path, capsys, text)
     assert code == 1 and sentence in line
     assert community.main(["check", str(tmp_path / "none.json")]) == 1
     assert "No such file" in capsys.readouterr().out
+    words = ["join", "--benchmark", str(tmp_path / "file.json"), "--selftest", str(tmp_path / "none.json")]
+    with pytest.raises(SystemExit, match="2"):
+        community.main([*words, "--out", str(tmp_path / "out.json")])
+    assert not (tmp_path / "out.json").exists() and "error: " in capsys.readouterr().err
 
 
 def test_every_rule_of_the_schema_has_a_sentence():
