@@ -28,7 +28,7 @@ models pressure launches convert_hooks fake_device recovery recipes train shards
 # `--durations=0`, to take a minute on two cores: files that take longer contribute the quickest proof of each concern.
 FAST = {
     **dict.fromkeys("augment block count data equations fewshot fingerprint kernels loss mix naflex".split(), ""),
-    **dict.fromkeys("house published ranges scaling schedule weights".split(), ""),
+    **dict.fromkeys("community house published ranges scaling schedule weights".split(), ""),
     "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
     "benchmarks": r"^(?!test_dry_run|test_compiled|test_processors|test_plots)",
     "cli": r"doctor_names|doctor_and_bad|convert_there|rejects",

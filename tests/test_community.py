@@ -5,6 +5,7 @@ All numbers here are invented.
 
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -238,6 +239,7 @@ def test_bad_exported_files_are_refused(change, sentence, tmp_path, monkeypatch,
     held = parts()[2]
     change(held)
     (tmp_path / "t.json").write_text(json.dumps(held))
+    monkeypatch.setattr(tune, "adopt", partial(tuned_tables.adopt, folder=tmp_path))
     monkeypatch.setattr("sys.argv", ["tune", "--adopt", str(tmp_path / "t.json")])
     with pytest.raises(SystemExit, match="2"):
         tune.main()
