@@ -14,32 +14,32 @@ from .sass import GPUS, read
 from .static import bounds, violations
 
 
-def predict_candidates(target: Target, arch: str) -> dict:
-    """Compiles all candidates; the best has the smallest bound of the compile report among those without violations.
+def predict_candidates(target: Target, arch: str, most: int | None = None) -> dict:
+    """Compiles all candidates, or the first `most`, for inference and training.
 
-    The parameters in use are the best unless another bound is 5 % lower. The result is that of `time_candidates`, with
-    "predicted_us" and "faults" in place of measured times.
+    The best has the smallest bound of the compile report, in inference or the backward pass, among those without
+    violations; the parameters in use are the best unless another bound is 5 % lower. The result is that of
+    `time_candidates`, with "predicted_us" and "faults" in place of measured times.
     """
     op, arguments = arguments_of(target, torch.bfloat16, torch.device("cpu"))
-    phase = "backward" if target.backward else "inference"
-    name, configs = candidates_of(target, lambda: record(arch, op.run, **arguments))
-    tried = []
+    phases = ("backward",) if target.backward else ("inference", "forward")
+    name, configs = candidates_of(target, arch, lambda: record(arch, op.run, **arguments))
+    tried, binaries = [], {}
     with ThreadPoolExecutor(2) as pool:
-        for config in configs:
+        for config in configs[:most]:
             with overriding({name: config}):
-                launches = [a for a in record(arch, op.run, **arguments)[phase] if _uses(a, name)]
+                made = record(arch, op.run, **arguments)
+            launches = [(phase, a) for phase in phases for a in made[phase] if _uses(a, name)]
             try:
-                kernels = [compiled(launch, arch) for launch in launches]
+                kernels = [compiled(a, arch) for _, a in launches]
             except Exception as error:
                 tried.append(dict(config=config, error=one_line(error)))
                 continue
-            binaries = list(pool.map(read, kernels))
-            faults = [
-                f
-                for a, b, k in zip(launches, binaries, kernels, strict=True)
-                for f in violations(a, b, arch, k.asm["ttir"])
-            ]
-            us = sum(bounds(a, b, GPUS[arch])["together"] for a, b in zip(launches, binaries, strict=True))
+            new = [k for k in dict.fromkeys(kernels) if k not in binaries]
+            binaries.update(zip(new, pool.map(read, new), strict=True))
+            found = [(phase, a, binaries[k], k.asm["ttir"]) for (phase, a), k in zip(launches, kernels, strict=True)]
+            faults = [f for _, a, binary, ttir in found for f in violations(a, binary, arch, ttir)]
+            us = sum(bounds(a, binary, GPUS[arch])["together"] for phase, a, binary, _ in found if phase == phases[0])
             tried.append(dict(config=config, predicted_us=round(us, 2), faults=faults))
     right = [t for t in tried if not t.get("faults", ["error"])]
     best = min(right, key=lambda t: t["predicted_us"], default=None)

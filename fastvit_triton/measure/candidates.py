@@ -15,43 +15,118 @@ def _product(columns: str, *blocks: tuple[int, ...]) -> tuple[Config, ...]:
     return tuple(dict(zip(names, block, strict=True)) | extra for block in blocks)
 
 
-# row name (for attention without the width at its end) → candidates beside the launch parameters in use
-CANDIDATES: dict[str, tuple[Config, ...]] = {
-    "attention.fwd": _attention(
-        (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 4, 2), (128, 128, 8, 2),
-        (64, 128, 4, 2), (256, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 2),
-    ),
-    "attention.bwd": _attention(  # BLOCK_N = 0: the two kernels below
-        (64, 128, 8, 1), (64, 128, 8, 2), (32, 128, 8, 1), (16, 128, 8, 1), (0, 0, 4, 1)
-    ),
-    "attention.bwd_dq": _attention((64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 1), (128, 32, 8, 2)),
-    "attention.bwd_dkdv": _attention((32, 64, 4, 1), (64, 64, 4, 1), (32, 128, 8, 1), (64, 128, 8, 1), (32, 64, 4, 2)),
-    "linear.fwd.half": _product(
-        "BLOCK_F", (128, 128, 64, 4, 4, 4, 3), (128, 128, 64, 4, 0, 4, 3), (128, 128, 64, 4, 8, 8, 3),
-        (128, 128, 64, 2, 0, 8, 3), (128, 128, 32, 4, 4, 4, 4), (128, 256, 64, 4, 0, 8, 3), (256, 128, 64, 4, 8, 8, 3),
-        (64, 128, 64, 4, 4, 4, 3), (128, 64, 64, 2, 4, 4, 4), (64, 64, 64, 2, 4, 4, 4), (128, 128, 64, 4, 8, 8, 4),
-    ),
-    "linear.fwd.gated": _product(
-        "BLOCK_F", (128, 128, 64, 4, 8, 8, 3), (128, 64, 64, 4, 0, 4, 3), (128, 64, 64, 4, 0, 8, 3),
-        (64, 128, 64, 4, 0, 8, 3),
-    ),
-    "mlp.fwd": tuple(  # BLOCK_F = 0: two launches of `linear`
-        dict(BLOCK_M=m, BLOCK_F=f, num_warps=w, num_stages=s)
-        for m, f, w, s in ((128, 64, 8, 2), (128, 64, 8, 1), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 8, 1), (0,) * 4)
-    ),
-    "linear.fwd.odd": _product(
-        "BLOCK_F", (128, 128, 32, 4, 0, 4, 3), (128, 64, 32, 4, 0, 4, 3), (64, 64, 64, 4, 0, 4, 3),
-        (64, 128, 64, 4, 0, 4, 3),
-    ),
-    "patch_embed.fwd.half": _product(
-        "BLOCK_D", (128, 128, 64, 4, 4, 4, 3), (128, 128, 64, 4, 8, 8, 3), (128, 64, 64, 2, 4, 4, 3),
-        (64, 128, 64, 4, 4, 4, 3),
-    ),
-    "patch_embed.bwd.half": tuple(
-        dict(BLOCK_M=m, BLOCK_D=d, BLOCK_K=k, num_warps=w, num_stages=s)
-        for m, d, k, w, s in ((64, 128, 128, 8, 2), (64, 128, 128, 8, 3), (32, 128, 128, 8, 3), (64, 64, 128, 4, 3))
-    ),
+def _one_launch(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
+    return tuple(dict(BLOCK_M=m, BLOCK_F=f, num_warps=w, num_stages=s) for m, f, w, s in blocks)
+
+
+def _weight_gradient(*blocks: tuple[int, int, int, int, int]) -> tuple[Config, ...]:
+    return tuple(dict(BLOCK_M=m, BLOCK_D=d, BLOCK_K=k, num_warps=w, num_stages=s) for m, d, k, w, s in blocks)
+
+
+# row name (for attention without the width at its end) → architectures → candidates beside the launch parameters in
+# use, best guesses first. In the shapes of `targets` none spills, and all fit into the shared memory of a block: 227 KB
+# on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 64 KB on gfx942. Candidates for ANY
+# architecture are also tried on those that are not named.
+ANY = "any"
+CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
+    "attention.fwd": {
+        "sm_90": _attention((128, 64, 8, 2), (128, 64, 4, 2), (256, 64, 8, 2), (128, 32, 4, 3)),
+        "sm_100": _attention((256, 64, 8, 2), (128, 64, 8, 1), (128, 64, 4, 2)),
+        "sm_80 sm_86 sm_89 sm_120": _attention((128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 4, 2)),
+        "gfx942": _attention((128, 64, 4, 1), (128, 64, 8, 1), (64, 32, 4, 2)),
+        ANY: _attention((64, 64, 4, 2), (64, 64, 4, 1)),
+    },
+    "attention.bwd": {  # BLOCK_N = 0: the two kernels below
+        "sm_90": _attention((64, 128, 8, 2), (32, 128, 8, 1), (16, 256, 8, 1)),
+        "sm_100": _attention((32, 128, 8, 1), (16, 128, 4, 1)),
+        "gfx942": _attention((16, 128, 4, 1), (32, 128, 4, 1)),
+        ANY: _attention((0, 0, 4, 1), (16, 128, 8, 1)),
+    },
+    "attention.bwd_dq": {
+        "sm_90": _attention((128, 64, 8, 1), (64, 64, 4, 2), (128, 32, 4, 2)),
+        "sm_100": _attention((128, 64, 8, 1), (64, 64, 4, 2)),
+        "sm_80 sm_86 sm_89 sm_120": _attention((128, 64, 8, 1), (64, 32, 4, 3)),
+        "gfx942": _attention((64, 64, 4, 1), (128, 64, 8, 1)),
+        ANY: _attention((64, 32, 4, 2), (128, 32, 8, 2)),
+    },
+    "attention.bwd_dkdv": {
+        "sm_90": _attention((32, 128, 8, 1), (64, 128, 8, 1), (32, 64, 4, 1), (64, 64, 4, 2)),
+        "sm_100": _attention((64, 64, 4, 1), (32, 64, 4, 1), (64, 128, 8, 1)),
+        "sm_80 sm_86 sm_89 sm_120": _attention((16, 64, 4, 2), (16, 128, 8, 1)),
+        "gfx942": _attention((32, 64, 4, 1), (32, 128, 8, 1)),
+        ANY: _attention((32, 64, 4, 2)),
+    },
+    "linear.fwd.half": {
+        "sm_90": _product(
+            "BLOCK_F", (128, 256, 64, 4, 8, 8, 3), (256, 128, 64, 4, 8, 8, 3), (128, 256, 64, 4, 0, 8, 3),
+            (128, 128, 64, 4, 8, 8, 3), (128, 256, 64, 4, 8, 8, 4), (128, 128, 32, 4, 4, 4, 4),
+            (128, 256, 64, 2, 0, 8, 3), (64, 256, 64, 4, 4, 4, 3),
+        ),
+        "sm_100": _product(
+            "BLOCK_F", (128, 256, 64, 4, 0, 8, 3), (256, 128, 64, 4, 0, 8, 3), (128, 128, 64, 4, 0, 4, 3),
+            (128, 64, 64, 4, 0, 4, 4),
+        ),
+        "sm_80": _product(
+            "BLOCK_F", (128, 256, 64, 4, 0, 8, 3), (256, 128, 64, 4, 0, 8, 3), (128, 128, 32, 4, 0, 4, 5)
+        ),
+        "sm_80 sm_86 sm_89 sm_120": _product(
+            "BLOCK_F", (128, 128, 32, 4, 0, 4, 4), (128, 128, 64, 4, 0, 8, 3), (128, 64, 64, 4, 0, 4, 3)
+        ),
+        "sm_86 sm_89 sm_120": _product("BLOCK_F", (128, 256, 32, 4, 0, 8, 3), (256, 128, 32, 4, 0, 8, 3)),
+        "gfx942": _product(
+            "BLOCK_F", (256, 256, 64, 4, 0, 8, 2), (128, 128, 64, 4, 0, 4, 2), (256, 128, 64, 4, 0, 8, 2),
+            (128, 256, 64, 4, 0, 8, 2), (128, 128, 32, 4, 0, 4, 2),
+        ),
+        ANY: _product("BLOCK_F", (64, 128, 64, 4, 0, 4, 2)),
+    },
+    "linear.fwd.gated": {
+        "sm_90": _product(
+            "BLOCK_F", (256, 64, 64, 2, 8, 8, 3), (128, 128, 64, 4, 8, 8, 4), (128, 64, 64, 4, 4, 4, 3),
+            (64, 128, 64, 4, 4, 4, 3),
+        ),
+        "sm_100": _product(
+            "BLOCK_F", (128, 128, 64, 4, 0, 8, 3), (128, 64, 64, 4, 0, 4, 3), (128, 128, 64, 4, 0, 4, 3)
+        ),
+        "sm_80 sm_86 sm_89 sm_120": _product(
+            "BLOCK_F", (128, 64, 32, 4, 0, 4, 4), (64, 128, 32, 4, 0, 4, 3), (128, 64, 64, 4, 0, 8, 3)
+        ),
+        "gfx942": _product(
+            "BLOCK_F", (128, 64, 64, 4, 0, 4, 2), (128, 128, 32, 4, 0, 8, 2), (64, 128, 64, 4, 0, 4, 2)
+        ),
+        ANY: _product("BLOCK_F", (128, 64, 32, 4, 0, 8, 2)),
+    },
+    "mlp.fwd": {  # BLOCK_F = 0: two launches of `linear`
+        "sm_90 sm_100": _one_launch((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+        "sm_80 sm_86 sm_89 sm_120": _one_launch((128, 32, 8, 2), (32, 64, 4, 1)),
+        "gfx942": _one_launch((64, 64, 4, 1), (128, 32, 8, 1)),
+        ANY: _one_launch((0, 0, 8, 1), (64, 32, 8, 1)),
+    },
+    "linear.fwd.odd": {
+        "sm_90": _product("BLOCK_F", (64, 128, 64, 4, 0, 4, 3), (128, 128, 64, 4, 0, 8, 3)),
+        "gfx942": _product("BLOCK_F", (64, 64, 64, 4, 0, 4, 2)),
+        ANY: _product("BLOCK_F", (64, 64, 64, 2, 0, 4, 2), (128, 64, 32, 4, 0, 4, 2)),
+    },
+    "patch_embed.fwd.half": {
+        "sm_90": _product(
+            "BLOCK_D", (128, 256, 64, 4, 8, 8, 3), (256, 128, 64, 4, 8, 8, 3), (128, 128, 64, 4, 8, 8, 3)
+        ),
+        "sm_100": _product("BLOCK_D", (128, 128, 64, 4, 0, 4, 3), (128, 256, 64, 4, 0, 8, 3)),
+        "sm_80 sm_86 sm_89 sm_120": _product("BLOCK_D", (128, 128, 32, 4, 0, 4, 4), (128, 128, 64, 4, 0, 8, 3)),
+        "gfx942": _product("BLOCK_D", (128, 128, 64, 4, 0, 4, 2), (256, 128, 32, 4, 0, 8, 2)),
+        ANY: _product("BLOCK_D", (64, 128, 64, 4, 0, 4, 2)),
+    },
+    "patch_embed.bwd.half": {
+        "sm_90": _weight_gradient((64, 128, 256, 8, 2), (32, 128, 256, 8, 3), (128, 128, 128, 8, 2)),
+        "sm_80 sm_86 sm_89 sm_100 sm_120": _weight_gradient((64, 128, 128, 8, 3), (64, 64, 128, 4, 3)),
+        "gfx942": _weight_gradient((64, 64, 128, 4, 2), (64, 128, 64, 4, 2)),
+        ANY: _weight_gradient((32, 128, 128, 8, 2)),
+    },
 }  # fmt: skip
+
+
+def candidates(row: str, architecture: str) -> list[Config]:
+    """Launch parameters to try for a row on an architecture such as "sm_90", best guesses first."""
+    return [c for archs, found in CANDIDATES[row].items() if {architecture, ANY} & {*archs.split()} for c in found]
 
 
 @dataclass(frozen=True)

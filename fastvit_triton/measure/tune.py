@@ -124,7 +124,8 @@ def _tune(
             calls = calls_of(partial(run, ours, inputs, named, train))
     first, second = (deadline.sooner(max(deadline.left - total * (1 - share), 0)) for share in SHARES)
     with unchanged(model):
-        found.launches = _time_launches([one for c in calls for one in row_candidates(c)], first, on_progress)
+        arch = launch.architecture(device)
+        found.launches = _time_launches([one for c in calls for one in row_candidates(c, arch)], first, on_progress)
         after = _checked(found, parts, before, train)
         for i, part in enumerate(parts):
             on_progress(f"ways of {part.name}", SHARES[0] + (SHARES[1] - SHARES[0]) * i / len(parts))

@@ -11,21 +11,22 @@ import torch
 
 from ..kernels import OPS
 from ..kernels.compiling import Collector, Launch
-from ..kernels.launch import overriding
+from ..kernels.launch import architecture, overriding
 from ..kernels.op import Op
-from .candidates import CANDIDATES, Config, Target
+from .candidates import CANDIDATES, Config, Target, candidates
 from .compare import converted, leaves, named_leaves, outcome, verdict
 from .model_parts import Call
 from .timeout import Deadline, capturing
 from .timing import Timing, alternate
 
 
-def candidates_of(target: Target, call: Callable[[], object]) -> tuple[str, list[Config]]:
+def candidates_of(target: Target, arch: str, call: Callable[[], object]) -> tuple[str, list[Config]]:
     """The full name of the target's row, and the launch parameters to try, those in use first.
 
     Args:
         target: what is tuned.
-        call: runs it, so that its kernels look up their rows.
+        arch: architecture, such as "sm_90".
+        call: runs the target there, so that its kernels look up their rows.
 
     Raises:
         LookupError: the call does not use the target's row.
@@ -37,7 +38,7 @@ def candidates_of(target: Target, call: Callable[[], object]) -> tuple[str, list
     if name is None:
         raise LookupError(f"{target.op} at {target.shape} reads {sorted(used)}, not {target.row}")
     current = {k: v for k, v in used[name].items() if k != "enable_fp_fusion"}
-    return name, [current, *(c for c in CANDIDATES[target.row] if c != current)]
+    return name, [current, *(c for c in candidates(target.row, arch) if c != current)]
 
 
 def arguments_of(target: Target, dtype: torch.dtype, device: torch.device) -> tuple[Op, dict]:
@@ -78,7 +79,7 @@ def time_candidates(
     learning = named_leaves(arguments) if target.backward else None
     baseline = outcome(op.reference, arguments, learning)
     with context():
-        name, configs = candidates_of(target, lambda: outcome(op.run, arguments, learning))
+        name, configs = candidates_of(target, architecture(device), lambda: outcome(op.run, arguments, learning))
         tried, steps = {}, {}
         for config in configs[:most]:
             key, failed = json.dumps(config), {}
@@ -178,21 +179,22 @@ class Candidates:
                     tried=list(tried.values())) | us  # fmt: skip
 
 
-def row_candidates(call: Call) -> list[Candidates]:
-    """Launch parameters to try for each row that a call of an op reads."""
+def row_candidates(call: Call, arch: str) -> list[Candidates]:
+    """Launch parameters to try on an architecture for each row that a call of an op reads."""
     found = []
     for row, used in call.rows.items():
         current = {name: value for name, value in used.items() if name != "enable_fp_fusion"}
-        others = [c for c in candidates_for(row) if c != current and c.get("BLOCK_F") != 0]  # 0: another op
+        others = [c for c in candidates_for(row, arch) if c != current and c.get("BLOCK_F") != 0]  # 0: another op
         if others:
             found.append(Candidates(call, row, {json.dumps(config): config for config in (current, *others)}))
     return found
 
 
-def candidates_for(row: str) -> tuple[Config, ...]:
+def candidates_for(row: str, arch: str) -> tuple[Config, ...]:
     """The candidates of a row with its sizes and, for attention, its width."""
     name = row.partition(" ")[0]
-    return next((found for key, found in CANDIDATES.items() if name == key or name.startswith(f"{key}.")), ())
+    known = next((key for key in CANDIDATES if name == key or name.startswith(f"{key}.")), None)
+    return () if known is None else candidates(known, arch)
 
 
 def refuse_spills(compiled: object) -> None:
