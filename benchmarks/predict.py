@@ -14,19 +14,38 @@ from .sass import GPUS, read
 from .static import bounds, violations
 
 
-def predict_candidates(target: Target, arch: str, most: int | None = None) -> dict:
-    """Compiles all candidates, or the first `most`, for inference and training.
+def predict_candidates(target: Target, arch: str) -> dict:
+    """Compiles all candidates; the best has the smallest bound of the compile report among those without violations.
 
-    The best has the smallest bound of the compile report, in inference or the backward pass, among those without
-    violations; the parameters in use are the best unless another bound is 5 % lower. The result is that of
-    `time_candidates`, with "predicted_us" and "faults" in place of measured times.
+    The parameters in use are the best unless another bound is 5 % lower. The result is that of `time_candidates`, with
+    "predicted_us" and "faults" in place of measured times.
+    """
+    name, tried = compile_candidates(target, arch)
+    right = [t for t in tried if not t.get("faults", ["error"])]
+    best = min(right, key=lambda t: t["predicted_us"], default=None)
+    if right and tried[0] in right and best["predicted_us"] > 0.95 * tried[0]["predicted_us"]:
+        best = tried[0]
+    return dict(row=name, op=target.op, shape=target.shape, best=best and best["config"], tried=tried)
+
+
+def compile_candidates(target: Target, arch: str, start: int = 0, stop: int | None = None) -> tuple[str, list[dict]]:
+    """The name of the target's row; for each of its candidates "config", and "predicted_us" and "faults", or "error".
+
+    The first are the parameters in use. Faults are those of inference and training, times those of inference or of the
+    backward pass.
+
+    Args:
+        target: what is tuned.
+        arch: architecture, such as "sm_90".
+        start: number of the first candidate to compile.
+        stop: number of the one after the last.
     """
     op, arguments = arguments_of(target, torch.bfloat16, torch.device("cpu"))
     phases = ("backward",) if target.backward else ("inference", "forward")
     name, configs = candidates_of(target, arch, lambda: record(arch, op.run, **arguments))
     tried, binaries = [], {}
     with ThreadPoolExecutor(2) as pool:
-        for config in configs[:most]:
+        for config in configs[start:stop]:
             with overriding({name: config}):
                 made = record(arch, op.run, **arguments)
             launches = [(phase, a) for phase in phases for a in made[phase] if _uses(a, name)]
@@ -41,11 +60,7 @@ def predict_candidates(target: Target, arch: str, most: int | None = None) -> di
             faults = [f for _, a, binary, ttir in found for f in violations(a, binary, arch, ttir)]
             us = sum(bounds(a, binary, GPUS[arch])["together"] for phase, a, binary, _ in found if phase == phases[0])
             tried.append(dict(config=config, predicted_us=round(us, 2), faults=faults))
-    right = [t for t in tried if not t.get("faults", ["error"])]
-    best = min(right, key=lambda t: t["predicted_us"], default=None)
-    if right and tried[0] in right and best["predicted_us"] > 0.95 * tried[0]["predicted_us"]:
-        best = tried[0]
-    return dict(row=name, op=target.op, shape=target.shape, best=best and best["config"], tried=tried)
+    return name, tried
 
 
 def _uses(launch: Launch, row: str) -> bool:

@@ -13,7 +13,7 @@ from benchmarks import static
 from benchmarks.fingerprint import key
 from benchmarks.launch_cases import cases
 from benchmarks.launch_recorder import Launch, compiled, record, work
-from benchmarks.predict import predict_candidates
+from benchmarks.predict import compile_candidates
 from benchmarks.sass import GPUS, read
 from fastvit_triton import layer_norm
 from fastvit_triton.kernels import OPS
@@ -190,9 +190,10 @@ def test_changed_reports_are_not_reused():
 TARGETS = [dataclasses.replace(t, shape=t.shape | dict(B=16)) for t in targets()]  # of the same binaries as larger ones
 
 
-def faults(target: Target, arch: str, most: int | None = None) -> list[str]:
-    """Violations and compile errors of the launch parameters in use and of the candidates, or of the first `most`."""
-    tried = predict_candidates(target, arch, most)["tried"]
+def faults(target: Target, arch: str, stop: int | None = None) -> list[str]:
+    """Violations and compile errors of the candidates below number `stop`, without the launch parameters in use."""
+    _, tried = compile_candidates(target, arch, 1, stop)
+    assert tried
     return [f"{target.row} on {arch}, {t['config']}: {f}" for t in tried for f in t.get("faults", [t.get("error")])]
 
 
@@ -209,7 +210,7 @@ def test_lists_of_candidates_are_short(arch):
 @pytest.mark.parametrize("row, arch", [("linear.fwd.half", "sm_90"), ("mlp.fwd", "sm_86"), ("attention.fwd", "gfx942")])
 def test_first_candidates_are_clean(row, arch):
     """The oracle is that of `test_launches_in_use_are_clean`, for the first candidate of a row."""
-    assert not faults(next(target for target in TARGETS if target.row == row), arch, most=2)
+    assert not faults(next(target for target in TARGETS if target.row == row), arch, stop=2)
 
 
 @pytest.mark.full
@@ -223,5 +224,5 @@ def test_candidates_that_spill_in_training_are_seen(monkeypatch):
     """Oracle: a tile of fc1 that takes 242 registers, and more than there are where the pre-activation is written."""
     config = dict(BLOCK_M=256, BLOCK_F=128, BLOCK_K=64, GROUP=8, PARTS=2, WGMMA_WARPS=0, num_warps=8, num_stages=3)
     monkeypatch.setitem(CANDIDATES, "linear.fwd.half", {"sm_90": (config,)})
-    (fault,) = faults(TARGETS[0], "sm_90", most=2)
+    (fault,) = faults(TARGETS[0], "sm_90", stop=2)
     assert "bytes spilled" in fault
