@@ -57,7 +57,9 @@ def invented(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "Clock", Invented)
     monkeypatch.setattr(Invented, "us", staticmethod(lambda variant: 10.0))
     other = dict(QUICK, BLOCK_M=32)
-    monkeypatch.setattr(tuning, "candidates_for", lambda row, arch: (QUICK, other) if row.startswith("linear.fwd") else ())
+    monkeypatch.setattr(
+        tuning, "candidates_for", lambda row, arch: (QUICK, other) if row.startswith("linear.fwd") else ()
+    )
     plan.forget()
     monkeypatch.setattr(model_times, "compiled", lambda model: model)  # a test of the command compiles
     with interpreting(), targeting("sm_90"), using_backend("auto"):

@@ -190,11 +190,11 @@ def row_candidates(call: Call, arch: str) -> list[Candidates]:
     return found
 
 
-def candidates_for(row: str, arch: str) -> tuple[Config, ...]:
+def candidates_for(row: str, arch: str) -> list[Config]:
     """The candidates of a row with its sizes and, for attention, its width."""
     name = row.partition(" ")[0]
     known = next((key for key in CANDIDATES if name == key or name.startswith(f"{key}.")), None)
-    return () if known is None else candidates(known, arch)
+    return [] if known is None else candidates(known, arch)
 
 
 def refuse_spills(compiled: object) -> None:
