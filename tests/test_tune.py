@@ -243,7 +243,10 @@ def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
 
     monkeypatch.setattr(distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(distributed, "broadcast_object_list", receive)
+    held = found.path.read_text()
+    found.path.unlink()  # as on another machine
     assert tune(nn.Linear(2, 2), torch.ones(1, 2)) is found
+    assert json.loads(found.path.read_text())["rows"] == json.loads(held)["rows"]
     with pytest.raises(RuntimeError, match="rank 0 could not tune"):
         tune(nn.Linear(2, 2), torch.ones(1, 2))
 

@@ -35,14 +35,18 @@ class Tuned:
     """What was measured.
 
     Attributes:
+        name: class of the model.
+        train: training steps were measured.
         facts: GPU and software.
         launches: for each distinct launch its "row", "op", "count", "best" and the candidates that were "tried".
         parts: for each distinct block or stem its "name", "count", "shapes", "rule", "way", and columns by way.
         attention: for each distinct attention its "sizes", and columns by kernel: ours and PyTorch's, for information.
         model: row by variant: "eager", "before", "after", "after, CUDA graph", "torch.compile".
-        path: the file that was written; None if nothing was kept.
+        path: the file that was written.
     """
 
+    name: str
+    train: bool
     facts: dict[str, object]
     launches: list[dict] = field(default_factory=list)
     parts: list[dict] = field(default_factory=list)
@@ -62,6 +66,11 @@ class Tuned:
     def ways(self) -> dict[str, dict]:
         """Entries of the file: ways by shape."""
         return {shape: entry for one in self.parts for shape, entry in one["entries"].items()}
+
+    def keep(self) -> None:
+        """Adds all to the file of this GPU and software."""
+        run_of = dict(model=self.name, train=self.train, result=self.model)
+        self.path = add(self.facts, self.rows(), self.ways(), run_of)
 
 
 def tune(
@@ -101,10 +110,13 @@ def tune(
             shared[0] = _tune(model, example, train, Deadline(seconds), on_progress)
     finally:
         torch.distributed.broadcast_object_list(shared)  # None after an error
-    if shared[0] is None:
+    found = shared[0]
+    if found is None:
         raise RuntimeError("rank 0 could not tune; it says why")
+    if not found.path.exists():  # on another machine
+        found.keep()
     plan.forget()
-    return shared[0]
+    return found
 
 
 def _tune(
@@ -113,7 +125,7 @@ def _tune(
     inputs, named = given(example)
     device = next(t.device for t in (*model.parameters(), *model.buffers()))
     before, total = measured.of(device, launch.target is not None), deadline.left
-    found = Tuned(measured.facts_of(device))
+    found = Tuned(type(model).__name__, train, measured.facts_of(device))
     on_progress("compiling", 0.0)
     with unchanged(model), measured.using(before):
         ours = _with_our_kernels(model, inputs, named, train)
@@ -135,8 +147,7 @@ def _tune(
         on_progress("the whole model", SHARES[1])
         found.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
         found.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
-    run_of = dict(model=type(model).__name__, train=train, result=found.model)
-    found.path = add(found.facts, found.rows(), found.ways(), run_of)
+    found.keep()
     return found
 
 
