@@ -112,12 +112,14 @@ def _dry_run(args: argparse.Namespace) -> int:
     import torch
 
     from ..kernels.launch import targeting
+    from ..kernels.tile import repair_interpreter
     from ..measure.model_cases import randomized
     from ..measure.tune import tune
     from ..measure.variants import compiling
     from ..models import create_model
 
     model = randomized(create_model("vit_tiny_patch16_224", **TINY), torch.float16).half().train(args.train)
+    repair_interpreter()
     with targeting("sm_90"), compiling("aot_eager"):
         found = tune(model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
     _report(found, "dry run: a tiny model in Triton's interpreter", False)

@@ -46,6 +46,17 @@ def _runtime() -> SimpleNamespace | None:
 TRITON = _runtime()
 
 
+def repair_interpreter() -> None:
+    """Lets triton 3.6's interpreter run with NumPy 2.4, which takes its scalars, arrays of one value, for no index."""
+    from triton.runtime import interpreter
+
+    def patch(tensor: object, scope: object) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    original, interpreter._patch_lang_tensor = interpreter._patch_lang_tensor, patch
+
+
 @jit
 def load_rows(ptr, n, stride, N, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """Loads WIDTH channels of rows n from `first` on, [len(n), WIDTH]; zeros past D channels and, if MASKED, N rows."""

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ..kernels.tile import repair_interpreter
 from .machine import device_answers
 from .selftest import Check, planned
 from .timeout import Deadline, capturing
@@ -192,6 +193,8 @@ def main() -> None:
     device = torch.device(sys.argv[1])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        repair_interpreter()
     torch.backends.cudnn.allow_tf32 = False  # PyTorch's convolution sets part of the budget in float32
     checks = planned(device)
 
