@@ -57,9 +57,8 @@ def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Itera
 
     def compile_nothing(kernel, key, signature, device, *rest):
         binary = CompiledKernel.__new__(CompiledKernel)
-        binary.__dict__.update(
-            name=kernel.__name__, function=next(numbers), packed_metadata=(4, 1, 0), module=1, src=None, _run=launcher
-        )
+        binary.__dict__.update(name=kernel.__name__, function=next(numbers), packed_metadata=(4, 1, 0), module=1)
+        binary.__dict__.update(src=None, _run=launcher, _module_pid=0)  # of another process, so never unloaded
         assert kernel.cache_key  # finds the globals that the kernel reads
         kernel.device_caches[device][0][key] = binary
         kernels.append(kernel)

@@ -91,7 +91,7 @@ def facts_of(device: torch.device) -> dict[str, object]:
         gpu=properties.name if gpu else "cpu",
         architecture=architecture_of(properties) if gpu else "cpu",
         units=properties.multi_processor_count if gpu else 0,
-        driver=torch._C._cuda_getDriverVersion() if gpu and torch.version.cuda else None,
+        driver=getattr(torch._C, "_cuda_getDriverVersion", lambda: None)() if gpu else None,
         torch=torch.__version__,
         cuda=torch.version.cuda or torch.version.hip,
         cudnn=torch.backends.cudnn.version() if gpu else None,
