@@ -12,6 +12,10 @@ JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
 SHARDS = [
     "webdataset>=1.0",  # writes shards; reading them needs nothing
 ]
+DOCS = [
+    "mkdocs-material>=9.5",  # the site of docs/
+    "mkdocstrings[python]>=1.0",  # its API page
+]
 TEST = [
     *DEMO,
     *SHARDS,
@@ -55,6 +59,7 @@ setup(
     extras_require={
         "demo": DEMO,
         "shards": SHARDS,
+        "docs": DOCS,
         "test": TEST,
         "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8", JSONSCHEMA],
     },

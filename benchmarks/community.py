@@ -205,7 +205,7 @@ def main(words: Sequence[str] | None = None) -> int:
         one.add_argument(f"--{name}", type=Path, metavar="FILE", required=name != "tune", help=text)
     one.add_argument("--out", type=Path, metavar="FILE", required=True, help="the file to contribute")
     commands.add_parser("check", help="say what is wrong with files").add_argument("files", type=Path, nargs="+")
-    commands.add_parser("table", help="print the README's table")
+    commands.add_parser("table", help="print the table of docs/benchmarks.md")
     arguments = parser.parse_args(words)
     if arguments.command == "check":
         return _check(arguments.files)

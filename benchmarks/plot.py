@@ -1,18 +1,24 @@
-"""Writes the tables of the README, between markers, and pictures, from result files alone.
+"""Writes the tables of the README and of docs/, between markers, and pictures, from result files alone.
 
-    python -m benchmarks.plot [--results benchmarks/results] [--readme README.md]
+    python -m benchmarks.plot [--results benchmarks/results]
 
 Without a measurement a table says so, and has the predicted bound of the committed compile report, named as such.
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from fastvit_triton.files import replacing
+from fastvit_triton.kernels import plan
+from fastvit_triton.kernels.cost import Branch, gpus
+from fastvit_triton.kernels.launch import targeting
 
 from . import community
 from .result_file import ROOT
@@ -29,12 +35,15 @@ COLUMNS = {
     "transformers": "transformers",
 }
 OURS = ("ours eager", "ours compiled")
-SHOWN = "ViT-B/16"  # the model whose ops the README lists
+SHOWN = "ViT-B/16"  # the model whose ops are listed
+PICTURED = "vit_base_patch16_224"  # the model whose launches are drawn
+SHOWN_GPUS = dict(h200="H200", a100="A100", rtx4090="RTX 4090")
+SHOWN_MODELS = (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
 
 
 @dataclass(frozen=True)
 class Results:
-    """Newest measured file of each part, compile report, CPU files, oldest first, host times, and files of users."""
+    """Newest measured file of each part, the reports, CPU files, oldest first, and files of users."""
 
     ops: dict | None
     models: dict | None
@@ -42,6 +51,7 @@ class Results:
     static: dict | None
     cpu: tuple[dict, ...] = ()
     host: dict | None = None
+    launches: dict | None = None
     users: dict[str, dict] = field(default_factory=dict)
 
 
@@ -57,13 +67,13 @@ def load(folder: Path = RESULTS) -> Results:
             cpu.append(held)
         if "part" in held and held.get("dry_run") is False and held.get("gpu"):
             newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
-    report, host = (
+    report, host, launches = (
         json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
-        for name in ("static", "host")
+        for name in ("static", "host", "launches")
     )
     parts = (newest.get(part) for part in ("ops", "models", "ceilings"))
     users = community.load(folder / "community")
-    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), host, users)
+    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), host, launches, users)
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -187,7 +197,35 @@ def users_table(results: Results) -> str:
     return community.table(results.users)
 
 
+def expected_table(results: Results) -> str:
+    """What is expected of ViT blocks, by the rule that chooses; predicted from published rates, nothing is measured."""
+    lines = [f"| expected speed against eager, predicted | {' | '.join(SHOWN_GPUS.values())} |"]
+    lines.append("|---" * (len(SHOWN_GPUS) + 1) + "|")
+    for (name, C, heads), (phase, batch) in itertools.product(SHOWN_MODELS, (("inference", 64), ("training", 64))):
+        size = dict(images=batch, tokens=197, channels=C)
+        block = (
+            Branch("attention", **size, width=3 * C, inner=C, heads=heads),
+            Branch("mlp", **size, width=4 * C, inner=4 * C),
+        )
+        cells = []
+        for key in SHOWN_GPUS:
+            gpu = gpus()[key]
+            with plan.assuming(gpu), targeting(gpu.architecture):
+                device, training = torch.device("cpu"), phase == "training"
+                choice = plan.choose(device, block, training, False, True, None, "auto", False)
+            times = {way: max(us) for way, us in choice.us.items()}
+            cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})")
+        lines.append(f"| {name}, {phase}, batch {batch} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def pages() -> list[Path]:
+    """Files with tables between markers."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table, "host": host_table, "users": users_table}
+TABLES["expected"] = expected_table
 
 
 def fill(readme: str, results: Results) -> str:
@@ -252,6 +290,30 @@ def roofline(results: Results, path: Path) -> bool:
     return _saved(figure, path)
 
 
+def launch_bars(results: Results, path: Path) -> bool:
+    """Draws launches of a ViT-B block by way, counted: eager, torch.compile, ours; False without the table."""
+    if results.launches is None:
+        return False
+    rows = [r for r in results.launches["rows"] if r["model"].endswith(PICTURED) and r["phase"] == "inference"]
+    fused = next(r for r in rows if r["ways"]["mlp"] == "fused" and not r["frozen"] and not r["ours"])
+    mixed = next(r for r in rows if r["ways"]["mlp"] == "mixed" and not r["ours"])
+    frozen = next(r for r in rows if r["ways"]["mlp"] == "fused" and r["frozen"] and r["ours"])
+    bars = {
+        "eager PyTorch": fused["eager_launches"],
+        "torch.compile (estimated)": fused["inductor_launches"],
+        "mixed": mixed["launches"],
+        "fused": fused["launches"],
+        "our model, fused, frozen": frozen["launches"],
+    }
+    figure, axis = _figure(7, 2.2)
+    colors = ["#8d8d8d"] * 2 + ["#4c72b0"] * 3
+    axis.bar_label(axis.barh(list(bars), list(bars.values()), 0.6, color=colors), padding=3, fontsize=8)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8)
+    axis.set_xlabel("launches of a ViT-B block, bfloat16 inference; counted, not timed", fontsize=8)
+    return _saved(figure, path)
+
+
 def _figure(width: float, height: float) -> tuple:
     """A figure that needs no display."""
     from matplotlib.figure import Figure
@@ -267,18 +329,19 @@ def _saved(figure: object, path: Path) -> bool:
 
 
 def main(words: Iterable[str] | None = None) -> None:
-    """Draws the pictures and fills the README."""
+    """Draws the pictures and fills the README and docs/."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     arguments = parser.parse_args(words)
     results = load(arguments.results)
-    for name, draw in (("speedup", bars), ("roofline", roofline)):
+    for name, draw in (("speedup", bars), ("roofline", roofline), ("launches", launch_bars)):
         path = arguments.results / f"{name}.png"
         print(f"{path}: {'drawn' if draw(results, path) else 'nothing measured yet'}")
-    text = fill(arguments.readme.read_text(encoding="utf-8"), results)
-    with replacing(arguments.readme) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := fill(text, results)) != text:
+            with replacing(page) as temporary:
+                temporary.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -470,11 +470,13 @@ def test_comparing_two_trees(tmp_path):
     assert compare_commits.ratios(found["before"], found["after"]) == {("m", "forward", "ours eager"): (2.0, 4 / 3)}
 
 
-def test_the_readme_is_up_to_date():
-    """Oracle: the committed result files; `python -m benchmarks.plot` writes it anew."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "<!-- measured: models -->" in readme and "<!-- measured: ops -->" in readme
-    assert plot.fill(readme, plot.load()) == readme
+def test_the_pages_are_up_to_date(tmp_path):
+    """Oracle: the committed result files; `python -m benchmarks.plot` writes tables and the picture anew."""
+    found, results = {page: page.read_text(encoding="utf-8") for page in plot.pages()}, plot.load()
+    assert all(any(f"<!-- measured: {name} -->" in text for text in found.values()) for name in plot.TABLES)
+    for page, text in found.items():
+        assert plot.fill(text, results) == text, page
+    assert plot.launch_bars(results, tmp_path / "launches.png")
 
 
 def test_pictures(tmp_path):

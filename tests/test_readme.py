@@ -1,4 +1,4 @@
-"""Every Python example of the README runs as it is printed, one after another in an empty folder."""
+"""Every Python example of the README and of docs/ runs as it is printed, one after another in an empty folder."""
 
 import json
 import re
@@ -11,12 +11,11 @@ from safetensors.torch import save_file
 
 import fastvit_triton.convert  # noqa: F401  (registers the backend where nothing is installed)
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-EXAMPLES = [
-    (title, code)
-    for title, section in re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
-    for code in re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-]
+ROOT = Path(__file__).parents[1]
+FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLES = [(page, code) for page, text in PAGES.items() for code in CODE.findall(text)]
 
 
 @pytest.fixture
@@ -35,13 +34,13 @@ def elsewhere(tmp_path, monkeypatch, code):
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's own
-@pytest.mark.parametrize("title, code", EXAMPLES, ids=[f"{i} {title}" for i, (title, _) in enumerate(EXAMPLES)])
-def test_examples_run(title, code, elsewhere):
+@pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{i} {page}" for i, (page, _) in enumerate(EXAMPLES)])
+def test_examples_run(page, code, elsewhere):
     """Oracle: no error and no warning; an example stays short enough to be read."""
     assert len([line for line in code.splitlines() if line.strip()]) <= 14
     if "onnx" in code:
         pytest.importorskip("onnxscript")
-    exec(compile(code, f"README, {title}", "exec"), {"__name__": "example"})
+    exec(compile(code, page, "exec"), {"__name__": "example"})
 
 
 def test_examples_show_what_the_package_is_for():
@@ -63,4 +62,20 @@ def test_releases_that_passed_are_those_recorded():
     row = json.loads((Path(__file__).parents[1] / "benchmarks/results/suites.json").read_text())["suite"][-1]
     versions = [f"{name} {row[name]}" for name in ("torch", "triton", "timm", "transformers")]
     assert row["failed"] == 0 and row["passed"] > 2500
-    assert f"{', '.join(versions[:-1])} and {versions[-1]}, the newest on {row['date']}" in README.replace("\n", " ")
+    assert f"{', '.join(versions[:-1])} and {versions[-1]}, the newest on {row['date']}" in PAGES["proof"].replace(
+        "\n", " "
+    )
+
+
+def test_the_readme_is_one_screen():
+    """At most 150 lines; the two commands come first under their headings."""
+    lines = PAGES["README"].splitlines()
+    assert len(lines) <= 150
+    for heading in ("## Run it", "## Test it"):
+        assert lines[lines.index(heading) + 2] == "```bash"
+
+
+def test_links_between_pages_exist():
+    """Oracle: the files. Links of pages within docs/ are checked by mkdocs, too."""
+    for link in re.findall(r"\]\(((?!http)[^)#]+)", PAGES["README"]):
+        assert (ROOT / link).exists(), link

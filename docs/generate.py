@@ -1,0 +1,111 @@
+"""A hook of mkdocs: `{{ name }}` on a page becomes the text of PAGES[name], from code and results.
+
+Pictures of benchmarks/results are added to the site under images/.
+"""
+
+import ast
+import json
+from pathlib import Path
+
+import torch
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GPUS = {
+    "sm_80": "A100",
+    "sm_86": "RTX 3090",
+    "sm_89": "RTX 4090",
+    "sm_90": "H200",
+    "sm_100": "B200",
+    "gfx942": "MI300X",
+}
+
+SIZES = (("ViT-Ti/16", 192, 3), ("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
+
+
+def _table(*rows: list[object]) -> str:
+    """A table in markdown; the first row is its head."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def ways() -> str:
+    """The way that is chosen by default, without a measurement, of timm's models after `optimize`."""
+    rows = json.loads((RESULTS / "launches.json").read_text())["rows"]
+    found = {}
+    for row in rows:
+        if not row["ours"] and not row["frozen"]:
+            chosen = {row["ways"]["attention"], row["ways"]["mlp"]}
+            key = row["model"].removeprefix("timm:"), row["phase"], row["batch"]
+            found.setdefault(key, {})[row["arch"]] = " and ".join(sorted(chosen))
+    archs = [arch for arch in GPUS if any(arch in row for row in found.values())]
+    head = ["model", "phase", "batch", *[GPUS[arch] for arch in archs]]
+    return _table(head, *[[*key, *[row.get(arch, "") for arch in archs]] for key, row in found.items()])
+
+
+def memory() -> str:
+    """Values that a block saves for its backward pass, a token, from the equations of kernels/cost.py."""
+    from fastvit_triton.kernels.cost import Branch, saved_values
+
+    lines = [["model", "channels C", "plain, MiB a block", "mixed or fused, MiB a block", "saved"]]
+    for name, C, heads in SIZES:
+        size = dict(images=64, tokens=197, channels=C)
+        block = (
+            Branch("attention", **size, width=3 * C, inner=C, heads=heads),
+            Branch("mlp", **size, width=4 * C, inner=4 * C),
+        )
+        plain, fused = (sum(saved_values(b, way) for b in block) * 64 * 197 * 2 / 2**20 for way in ("plain", "fused"))
+        lines.append([name, C, f"{plain:.0f}", f"{fused:.0f}", f"{1 - fused / plain:.0%}"])
+    return _table(*lines)
+
+
+def models() -> str:
+    """Every name of `create_model` with its parameters, counted on the meta device."""
+    from fastvit_triton import create_model, list_models
+
+    rows = []
+    for name in list_models():
+        with torch.device("meta"):
+            model = create_model(name)
+        size = " × ".join(map(str, model.config.img_size))
+        rows.append([f"`{name}`", f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M", size])
+    return _table(["name", "parameters", "image"], *rows)
+
+
+def kernels() -> str:
+    """The headers of the files of `OPS`: their mathematics."""
+    found = []
+    for path in sorted((ROOT / "fastvit_triton" / "kernels").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "\nOP = Op(" in text:
+            found.append(f"## {path.stem}\n\n```text\n{ast.get_docstring(ast.parse(text))}\n```")
+    return "\n\n".join(found)
+
+
+def api() -> str:
+    """One entry of mkdocstrings for each public name."""
+    tree = ast.parse((ROOT / "fastvit_triton" / "__init__.pyi").read_text(encoding="utf-8"))
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    names = sorted((a.name, node.module) for node in nodes for a in node.names)
+    where = {"optimize": "convert.modules", "revert": "convert.modules", "report": "convert.backend"}
+    return "\n\n".join(f"::: fastvit_triton.{where.get(name, module)}.{name}" for name, module in names)
+
+
+PAGES = dict(ways=ways, memory=memory, models=models, kernels=kernels, api=api)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Fills a page in."""
+    for name, text in PAGES.items():
+        if "{{ " + name + " }}" in markdown:
+            markdown = markdown.replace("{{ " + name + " }}", text())
+    return markdown
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds pictures."""
+    for path in RESULTS.glob("*.png"):
+        files.append(File.generated(config, f"images/{path.name}", abs_src_path=str(path)))
+    return files
