@@ -5,10 +5,11 @@ and batches a little smaller than a captured one are padded. For images that are
 `packed_graphs`.
 """
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +18,25 @@ from torch.utils._pytree import tree_map_only
 from .layers.freeze import is_frozen
 
 WARMUPS = 3  # calls before a capture: kernels are compiled, blocks recorded
+MAX_SEEN = 4096  # sizes that came once
 MAX_PADDING = 1.25  # rows of a padded batch, relative to its own
 
 
-class Captured(NamedTuple):
+@dataclass
+class Captured:
     """A graph and the tensors that it reads and writes.
 
     Attributes:
         inputs: static.
         outputs: what the model returned, static.
         replay: launches the graph.
+        versions: counted writes of the weights that kept folds were made of.
     """
 
     inputs: tuple[Tensor, ...]
     outputs: object
     replay: Callable[[], None]
+    versions: list[int]
 
 
 class GraphedModel:
@@ -66,7 +71,7 @@ class GraphedModel:
         """
         check(self.model, inputs)
         with self._lock:
-            self._follow_weights(inputs)
+            self._follow_weights()
             captured = self._graph_for(inputs)
             return self.model(*inputs) if captured is None else self._run(captured, inputs)
 
@@ -85,15 +90,19 @@ class GraphedModel:
         held = [*self.model.parameters(), *self.model.buffers()]
         return [t.data_ptr() for t in held], [0 if t.is_inference() else t._version for t in held]
 
-    def _follow_weights(self, inputs: tuple[Tensor, ...]) -> None:
-        """Drops graphs whose weights are elsewhere; has a frozen model fold written weights again, in place."""
+    def _follow_weights(self) -> None:
+        """Drops graphs whose weights are elsewhere."""
         state = self._state()
         if state[0] != self._weights[0]:
             self._drop()
-        elif state != self._weights:
+        self._weights = state
+
+    def _fold_again(self, captured: Captured) -> None:
+        """Has a frozen model fold weights that were written since, in place, by a call like that of the graph."""
+        if captured.versions != self._weights[1]:
             if is_frozen(self.model):
-                self.model(*inputs)
-            self._weights = state
+                self.model(*captured.inputs)
+            captured.versions = self._weights[1]
 
     def _graph_for(self, inputs: tuple) -> Captured | None:
         """The graph of the smallest size that these inputs fit into, captured if it is due."""
@@ -101,6 +110,8 @@ class GraphedModel:
         near = (size for size in self.batch_sizes if rows <= size <= rows * MAX_PADDING)
         key = key_of(next(near, rows), inputs)
         due = key in self._graphs or key[0] in self.batch_sizes or key in self._seen
+        if len(self._seen) >= MAX_SEEN:
+            self._seen.clear()
         self._seen.add(key)
         if not due:
             return None
@@ -112,9 +123,10 @@ class GraphedModel:
             while len(self._graphs) >= self.max_graphs:
                 self._graphs.popitem(last=False)
             inputs = make()
-            with torch.no_grad():
+            on_device = torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else contextlib.nullcontext()
+            with torch.no_grad(), on_device:
                 outputs, replay = capture(lambda: self.model(*inputs), self._pool)
-            self._graphs[key] = Captured(inputs, outputs, replay)
+            self._graphs[key] = Captured(inputs, outputs, replay, self._weights[1])
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
@@ -122,6 +134,7 @@ class GraphedModel:
         stream = None if not inputs[0].is_cuda else torch.cuda.current_stream(inputs[0].device)
         if stream is not None and self._done is not None:
             stream.wait_event(self._done)  # of the call before, perhaps on another stream
+        self._fold_again(captured)
         sizes = self._fill(captured.inputs, inputs)
         captured.replay()
         result = tree_map_only(Tensor, lambda t: _rows(t, sizes, self.copy), captured.outputs)

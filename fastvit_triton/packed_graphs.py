@@ -38,7 +38,7 @@ class GraphedPackedModel(graphs.GraphedModel):
         """
         graphs.check(self.model, _tokens(inputs))
         with self._lock:
-            self._follow_weights(inputs)
+            self._follow_weights()
             images = len(inputs[-2]) - 1
             budget = next((b for b in self.token_budgets if len(inputs[0]) <= b), None)
             if budget is None or images > self.max_images or inputs[-1] > budget:
@@ -61,6 +61,8 @@ class GraphedPackedModel(graphs.GraphedModel):
     def _fill(self, static: tuple, inputs: tuple) -> dict[int, int]:
         """The images that are missing have no tokens, and the tokens that are missing belong to no image."""
         sizes = super()._fill(static[:-2], inputs[:-2])
+        for target in static[:-2]:
+            target[len(inputs[0]) :].zero_()  # another call's values may be NaN
         images = len(inputs[-2]) - 1
         static[-2][: images + 1].copy_(inputs[-2], non_blocking=True)
         static[-2][images + 1 :].copy_(inputs[-2][-1:].expand(self.max_images - images), non_blocking=True)
@@ -92,7 +94,7 @@ def cuda_graph_packed(
 
     Raises:
         TypeError: the example does not end with cu_seqlens and max_seqlen.
-        ValueError: the example is not on a GPU, or a number is not positive or stands for tokens and images.
+        ValueError: the example is not on a GPU, a number is not positive, or max_images (or one more) is also a budget.
         RuntimeError: as of `cuda_graph`.
     """
     tokens = _tokens(example)
@@ -113,5 +115,6 @@ def _tokens(inputs: tuple) -> tuple[Tensor, ...]:
     if isinstance(inputs, tuple) and len(inputs) > 2:
         *tokens, cu_seqlens, max_seqlen = inputs
         if all(isinstance(x, Tensor) and x.dim() for x in (*tokens, cu_seqlens)) and type(max_seqlen) is int:
-            return tuple(tokens)
+            if cu_seqlens.dim() == 1 and len(cu_seqlens):
+                return tuple(tokens)
     raise TypeError("inputs must be tensors [T, ...], cu_seqlens [B + 1], and max_seqlen as an int")

@@ -29,9 +29,10 @@ def warmup(
 ) -> Warmed:
     """Compiles what a model launches for inputs like the example, many kernels at a time, before its first call.
 
-    The model runs once with its launches left out, so the results of that run are undefined and dropped; buffers and
-    random states are put back, and gradients are not written. Triton keeps what was compiled on disk: another process
-    finds it there. Under DDP or FSDP give the module that is wrapped. Without a GPU nothing is done.
+    The model runs once with its launches left out, so the results of that run are undefined and dropped. Buffers and
+    random states are put back, and gradients are not written, though hooks of parameters run. Triton keeps what was
+    compiled on disk, for other processes. Under DDP or FSDP give the module that is wrapped. Without a GPU nothing is
+    done.
 
     Args:
         model: one of ours, or one that `optimize` converted.
@@ -40,7 +41,7 @@ def warmup(
         on_progress: called with the numbers of kernels that are compiled and of all.
 
     Raises:
-        TypeError: model is no nn.Module.
+        TypeError: model is no nn.Module, or the example is of another kind.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
@@ -58,6 +59,8 @@ def given(example: Tensor | tuple | dict) -> tuple[tuple, dict]:
     """(positional, named) inputs of a model in an example."""
     if isinstance(example, dict):
         return (), example
+    if not isinstance(example, (Tensor, tuple)):
+        raise TypeError(f"example is {type(example).__name__}; give a tensor, a tuple of inputs, or a dict of them")
     return (example if isinstance(example, tuple) else (example,)), {}
 
 
@@ -68,20 +71,24 @@ def run(model: nn.Module, inputs: tuple, named: dict, train: bool) -> object:
         if train:
             made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
             learn = [p for p in model.parameters() if p.requires_grad]
-            torch.autograd.grad(made, learn, [torch.ones_like(t) for t in made], allow_unused=True)
+            if made and learn:
+                torch.autograd.grad(made, learn, [torch.ones_like(t) for t in made], allow_unused=True)
     return outputs
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Buffers and random states are afterwards as they were, and kept folds are made again."""
-    before = [(b, b.clone()) for b in model.buffers()]
+    held = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    before = [(*place, place[2].clone()) for place in held]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
     try:
         with torch.random.fork_rng([d.index for d in devices]):
             yield
     finally:
-        with torch.no_grad():
-            for buffer, kept in before:
-                buffer.copy_(kept)
         fold_again(model)
+        for buffers, name, buffer, kept in before:
+            buffers[name] = buffer  # a forward may have put another in its place
+            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                if not torch.equal(buffer, kept):
+                    buffer.copy_(kept)

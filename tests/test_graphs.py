@@ -106,6 +106,19 @@ def test_frozen_models_fold_before_a_replay(captures):
             assert len(model.rows) == 1 + (write and frozen)
 
 
+def test_each_graph_of_a_frozen_model_folds_for_itself(captures):
+    """Oracle: calls of the model. A call with other sizes may have folded in its own way alone."""
+    model = Counted().eval()
+    freeze(model)
+    graphed = cuda_graph(model, torch.randn(2, 4), (2, 4))
+    with torch.no_grad():
+        model.layer.weight.add_(1)
+    for rows, calls in ((2, 2), (4, 2), (2, 1), (4, 1), (3, 1)):
+        model.rows.clear()
+        graphed(torch.randn(rows, 4))
+        assert len(model.rows) == calls, rows
+
+
 def test_threads(captures):
     """Oracle: the model, for eight threads that call it at once."""
     model, wrong = Counted().eval(), []
@@ -191,6 +204,15 @@ def test_packed_images_by_token_budgets(captures):
             assert found[name].shape == want[name].shape
 
 
+def test_values_of_another_call_do_not_leak(captures):
+    """Oracle: no NaN, where the reference multiplies what it masks by 0."""
+    graphed = cuda_graph_packed(Packed().eval(), packed(3, 5), token_budgets=(32,), max_images=4)
+    x, *rest = packed(8, 4)
+    x[8:] = torch.nan
+    assert graphed(x, *rest)["tokens"].isnan().any()
+    assert not graphed(*packed(3, 5))["tokens"].isnan().any()
+
+
 def test_invalid_packed_calls(captures, monkeypatch):
     """Each error names the argument and what would do."""
     model, inputs = Packed().eval(), packed(3, 5)
@@ -203,7 +225,8 @@ def test_invalid_packed_calls(captures, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             cuda_graph_packed(model, inputs, **options)
-    for wrong in (inputs[:2], (*inputs[:2], torch.tensor(5)), list(inputs)):
+    empty = inputs[1][:0]
+    for wrong in (inputs[:2], (*inputs[:2], torch.tensor(5)), list(inputs), (inputs[0], empty, 5)):
         with pytest.raises(TypeError, match="cu_seqlens"):
             cuda_graph_packed(model, wrong)
     graphed = cuda_graph_packed(model, inputs, (32,))

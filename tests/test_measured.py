@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreter import interpreting
 
+from fastvit_triton import linear
 from fastvit_triton.kernels import launch, measured, plan
 from fastvit_triton.kernels.cost import Branch, gpus
 from fastvit_triton.kernels.measured import Measured
@@ -79,6 +81,29 @@ def test_a_way_is_that_of_the_user_then_of_the_table(path, monkeypatch, tmp_path
     assert plan.op_names("attention", 4, True, (3, 5, True)) == (
         "attention training fp32 3,5,1", "attention training fp32 ~4,8,1",
     )  # fmt: skip
+
+
+def test_no_measurement_changes_the_shape_of_row_statistics():
+    """Compiled programs hold it. Oracle: the shape without measurements, for exact sizes and their class."""
+    x, w = torch.randn(3, 64).half(), torch.randn(64, 64).half()
+    rows = {"BLOCK_F": 16, "BLOCK_M": 32, "BLOCK_K": 32, "GROUP": 8, "PARTS": 1, "WGMMA_WARPS": 0, "num_warps": 4}
+    shapes = []
+    with interpreting():
+        for name in (None, "linear.fwd.half 3,64,64", "linear.fwd.half ~4,64,64"):
+            with measured.using(Measured(rows={} if name is None else {name: rows | dict(num_stages=2)})):
+                shapes.append([linear(x, w, return_stats=True)[1].shape, linear(x, w).shape])
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_files_that_change_in_a_context_are_noticed_after_it():
+    """What is kept of a choice has `in_use` in its key. Oracle: another key after `forget`."""
+    before = measured.in_use
+    with measured.using(Measured()):
+        measured.forget()
+    assert measured.in_use is not before
+    with measured.using(Measured()):
+        pass
+    assert measured.in_use is not before
 
 
 def test_an_op_asks_what_was_measured(path):

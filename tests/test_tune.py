@@ -23,7 +23,7 @@ from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.op import REGISTERED
 from fastvit_triton.measure import kept, model_times, timing, tuning
 from fastvit_triton.measure.timing import Timing
-from fastvit_triton.measure.tune import tune
+from fastvit_triton.measure.tune import Tuned, tune
 from fastvit_triton.measure.tuning import fastest
 
 SMALL = dict(img_size=16, patch_size=8, depth=1, embed_dim=32, num_heads=2, num_classes=3)
@@ -139,8 +139,9 @@ def test_a_wrong_candidate_has_no_time(invented, monkeypatch):
         assert row["best"] == row["tried"][0]["config"] != QUICK
 
 
-def test_launch_parameters_that_make_a_block_wrong_are_not_kept(invented, monkeypatch):
-    """Oracle: blocks whose result is changed where the new rows are in use; alone the candidates looked right."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_launch_parameters_that_make_a_block_wrong_are_not_kept(invented, monkeypatch, fails):
+    """Oracle: blocks that are wrong or fail where the new rows are in use; alone the candidates looked right."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
     forward = fastvit_triton.layers.Block.forward
 
@@ -148,7 +149,11 @@ def test_launch_parameters_that_make_a_block_wrong_are_not_kept(invented, monkey
         result = forward(self, *inputs, **named)
         rows = measured.of(torch.device("cpu")).rows
         fused = any(way == "fused" for way in measured.of(torch.device("cpu")).ways.values())
-        return result + 1 if fused and QUICK in rows.values() else result
+        if fused and QUICK in rows.values():
+            if fails:
+                raise RuntimeError("out of resource: shared memory")
+            return result + 1
+        return result
 
     monkeypatch.setattr(fastvit_triton.layers.Block, "forward", wrong)
     found = tune(*model_and_images(), seconds=500)
@@ -194,6 +199,54 @@ def test_fastest():
     assert fastest({}, "b", "") is None
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_the_way_in_use_stays_if_all_are_as_fast(invented, train):
+    """Oracle: a table that says mixed; all times are equal."""
+    model, images = model_and_images(train)
+    ways = {shape: "mixed" for shape in tune(model, images, train, seconds=500).parts[0]["shapes"]}
+    with measured.using(measured.Measured(ways=ways)):
+        block = tune(model, images, train, seconds=500).parts[0]
+    assert block["rule"] == block["way"] and block["rule"].startswith("mixed")
+
+
+def test_of_launches_that_share_a_name_the_most_frequent_counts():
+    """Oracle: by hand; launches are in the order of their counts."""
+    one, other = (dict(row=f"a {n},8", best=dict(A=n), us=1.0, us_before=1.0) for n in (9, 10))
+    found = Tuned("m", False, {}, launches=[one, other, dict(one, best=dict(A=3))])
+    assert {name: entry["config"]["A"] for name, entry in found.rows().items()} == {
+        "a ~16,8": 9,
+        "a 9,8": 9,
+        "a 10,8": 10,
+    }
+
+
+class Autocast(nn.Module):
+    """Uses autocast in its forward, replaces a buffer, and takes its input by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True, norm_first=True)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        with torch.autocast("cpu", torch.float16):
+            return self.layer(src=x)
+
+
+def test_a_model_with_autocast_inside(invented):
+    """Oracle: the shape that its block asks for, of 16-bit values; buffers stay."""
+    model, x = Autocast().eval(), torch.randn(2, 5, 32)
+    optimize(model)
+    choices, count = [], model.count
+    found = tune(model, x, seconds=500)
+    assert model.count is count and model.count == 0
+    with plan.observing(choices.append), torch.no_grad():
+        model(x)
+    asked = next(choice.shapes for choice in choices if choice.branches)
+    assert [part["shapes"] for part in found.parts] == [asked] and "fp32" not in asked[0]
+
+
 def test_models_that_optimize_knows(invented):
     """A model of PyTorch's own, converted or not; the model that is given stays as it is. Oracle: one that is ours."""
     torch.manual_seed(0)
@@ -224,6 +277,13 @@ def test_bad_arguments():
         tune(model, images, seconds=0)
     with pytest.raises(ValueError, match="none of our kernels on cpu"):
         tune(model, images)
+    with pytest.raises(ValueError, match="neither the model nor the example has a tensor"):
+        tune(nn.Identity(), ())
+    with pytest.raises(TypeError, match="example is list"):
+        tune(model, [images])
+    with pytest.raises(TypeError, match="model is compiled"):
+        tune(torch.compile(model, backend="eager"), images)
+    optimize(model, tune=images)  # no kernel can run here
 
 
 def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
@@ -247,7 +307,16 @@ def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
     found.path.unlink()  # as on another machine
     assert tune(nn.Linear(2, 2), torch.ones(1, 2)) is found
     assert json.loads(found.path.read_text())["rows"] == json.loads(held)["rows"]
-    with pytest.raises(RuntimeError, match="rank 0 could not tune"):
+    sent.insert(0, found)
+    text = found.path.read_text()
+    tune(nn.Linear(2, 2), torch.ones(1, 2))
+    assert found.path.read_text() == text  # all of it is there
+    held = json.loads(text) | dict(ways={})
+    found.path.write_text(json.dumps(held))  # there is a file, without this result
+    sent.insert(0, found)
+    tune(nn.Linear(2, 2), torch.ones(1, 2))
+    assert json.loads(found.path.read_text())["ways"] == json.loads(text)["ways"]
+    with pytest.raises(RuntimeError, match="tuning failed on rank 0"):
         tune(nn.Linear(2, 2), torch.ones(1, 2))
 
 

@@ -73,6 +73,30 @@ def test_a_frozen_model_folds_after_a_warmup():
     assert names.count("_fold_kernel") == 2  # as many blocks, once
 
 
+class Replacing(nn.Module):
+    """Puts another tensor in the place of a buffer, and has buffers that cannot be written."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("wide", torch.zeros(1).expand(4))
+        with torch.inference_mode():
+            self.register_buffer("final", torch.ones(2))
+
+    def forward(self, x):
+        self.mean = self.mean + x.mean()
+        return x + self.final
+
+
+def test_buffers_are_the_same_tensors_with_the_same_values():
+    """Oracle: the tensors and values before."""
+    model = Replacing().requires_grad_(False)
+    held = dict(model.named_buffers())
+    for train in (False, True):  # nothing is learned, so there is no backward pass
+        assert warmup(model, torch.ones(2), train).kernels == 0
+        assert all(b is held[name] for name, b in model.named_buffers()) and model.mean == 0
+
+
 def test_another_thread_launches_as_ever():
     """The collector is that of its thread. Oracle: launches that reach the driver."""
     import threading
@@ -111,6 +135,8 @@ def test_binaries_are_those_of_real_launches():
 
 def test_without_a_gpu_nothing_is_compiled():
     assert warmup(*small()).kernels == 0
+    with pytest.raises(TypeError, match="example is list"):
+        warmup(small()[0], [torch.ones(1)])
     with pytest.raises(TypeError, match="model is int"):
         warmup(3, torch.ones(1))
 

@@ -37,8 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--show", action="store_true", help="print what is kept on this machine, and measure nothing")
     files.add_argument("--clear", action="store_true", help="remove what is kept on this machine")
-    files.add_argument("--export", type=Path, metavar="FILE", help="copy what is kept for this GPU and software")
-    files.add_argument("--import", type=Path, metavar="FILE", dest="source", help="take an exported file of a like GPU")
+    files.add_argument("--export", type=Path, metavar="FILE", help="export the measurements for this GPU and software")
+    files.add_argument(
+        "--import", type=Path, metavar="FILE", dest="source", help="import measurements exported on an identical GPU"
+    )
     files.add_argument("--dry-run", action="store_true", help="execute every step on the CPU with a tiny model")
     add_device_option(parser)
 
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print_line(f"{args.export} holds what was measured here")
         return 0
     if args.source is not None:
-        print_line(f"{kept.import_from(args.source, select_device(args.device))} is used from now on")
+        print_line(f"imported to {kept.import_from(args.source, select_device(args.device))}")
         return 0
     if args.batch < 1:
         raise ValueError(f"--batch is {args.batch}; give a number of images, 1 or more")
@@ -142,10 +144,10 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
     late = 0
     for row in found.launches:
         for one in row["tried"]:
-            why = one.get("error") or (None if one.get("match", True) else "its result is wrong")
+            why = one.get("error") or (None if one.get("match", True) else "wrong result")
             late += (why or "").startswith("Timed")
             if why is not None and not why.startswith("Timed"):
-                print_line(f"{row['row']} without {_text(one['config'])}: {why}")
+                print_line(f"{row['row']}: rejected {_text(one['config'])}: {why}")
     if late:
         print_line(f"{late} candidates were not reached in time; --seconds gives them more.")
     if any("rejected" in row for row in found.launches):
@@ -156,8 +158,12 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
         for name, columns in row["variants"].items():
             ratio = f"{columns['speedup']:.2f}" if timed and "speedup" in columns else "-"
             marks = ["before"] * (name == row["rule"]) + ["after"] * (name == row["way"])
-            table.add_row(name, ratio, "yes" if columns.get("match") else "NO", ", ".join(marks))
+            match = {True: "yes", False: "NO", None: "-"}[columns.get("match")]
+            table.add_row(name, ratio, match, ", ".join(marks))
         console.print(table)
+        for name, columns in row["variants"].items():
+            if "error" in columns:
+                print_line(f"{name}: {columns['error']}")
     for row in found.attention if timed else ():
         times = ", ".join(f"{name} {columns['us']:.0f} µs" for name, columns in row["variants"].items())
         print_line(f"attention {row['sizes']}: {times}")

@@ -54,7 +54,7 @@ def optimize(
             block calls the others.
         freeze: the weights are final: also `fastvit_triton.freeze` the model.
         tune: an example of the model's input: also measure on this GPU how the model runs fastest, in training if it is
-            in training mode; see `fastvit_triton.tune`.
+            in training mode; see `fastvit_triton.tune`. Where no kernel can run nothing is measured.
 
     Returns:
         Report: what each candidate can run as, or why it was left; print it for a table.
@@ -72,12 +72,12 @@ def optimize(
         rows = _rows(model, filter_fn)
     if freeze:
         freeze_weights(model)
-    if tune is not None:
+    parameter = next(model.parameters(), None)
+    device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
+    if tune is not None and device is None and backend() != "torch":
         from .. import tune as measure  # by its public name: it is above this package
 
         measure(model, tune, model.training)
-    parameter = next(model.parameters(), None)
-    device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
     return Report(rows, device)
 
 

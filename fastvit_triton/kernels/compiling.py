@@ -79,14 +79,14 @@ class Collector(launch.Recorder):
 def compiling(launches: Sequence[Launch], threads: int = THREADS) -> Iterator[list[Future]]:
     """Compiles in the background; yields one future for each launch, of Triton's compiled kernel.
 
-    Those that have not begun when the context ends are cancelled. Kernels in the interpreter need no compiling: their
-    result is None.
+    The end of the context cancels those that have not begun and waits for the others. Kernels in the interpreter need
+    no compiling: their result is None.
     """
     pool = ThreadPoolExecutor(max(threads, 1), "fastvit_triton compiles")
     try:
         yield [pool.submit(_compile, one) for one in launches]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def _compile(one: Launch) -> object:

@@ -460,10 +460,23 @@ def tuned_row(x: Tensor, F: int, activation: str | None, layer_scale: Tensor | N
 
 
 def _blocks(x, F, activation, layer_scale, residual, return_stats):
-    """Launch parameters of the product; row statistics have a shape that follows, which must not depend on M."""
+    """Launch parameters of the product.
+
+    Row statistics have one entry for BLOCK_F columns. Compiled programs hold their shape, so no measurement changes it.
+    """
     row, K = tuned_row(x, F, activation, layer_scale, residual), x.shape[-1]
-    M = 0 if return_stats else x.numel() // K
-    return config(row, SPACE[row.removeprefix("linear.fwd.")], x.device, M, F, K)
+    default = SPACE[row.removeprefix("linear.fwd.")]
+    found = config(row, default, x.device, x.numel() // K, F, K)
+    if not return_stats:
+        return found
+    base = config(row, default, x.device)
+    return found if found["BLOCK_F"] == base["BLOCK_F"] else base
+
+
+def _stats_tiles(x, F, activation, layer_scale, residual):
+    """Entries of row statistics, see `_blocks`."""
+    row = tuned_row(x, F, activation, layer_scale, residual)
+    return cdiv(F, config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)["BLOCK_F"])
 
 
 def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
@@ -503,7 +516,7 @@ def _fwd_fake(x, weight, bias, colsum, stats, eps, activation, layer_scale, samp
     mean, rstd = (x.new_empty(M if has_stats else 0, dtype=torch.float32) for _ in range(2))
     shape = (0,)
     if return_stats:
-        shape = M, cdiv(F_, _blocks(x, F_, activation, layer_scale, residual, True)["BLOCK_F"]), 2
+        shape = M, _stats_tiles(x, F_, activation, layer_scale, residual), 2
     pre = x.new_empty((M, len(weight)) if save and activation is not None else (0,))
     return (
         x.new_empty(*x.shape[:-1], F_, dtype=output_dtype(x, layer_scale, residual)),

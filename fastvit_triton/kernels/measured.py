@@ -39,32 +39,40 @@ class Measured:
 
 
 NOTHING = Measured()
-in_use: object = object()  # a `Measured` that takes the place of all files, or what changes when files do
+_override: Measured | None = None  # takes the place of all files, see `using`
+_files: object = object()  # another one after each `forget`
+in_use: object = _files  # one of these: part of the key of whatever is kept of a choice
 
 
 def of(device: torch.device, pretended: bool = False) -> Measured:
-    """What was measured on this device's GPU; empty for a CPU, without a file, and for a GPU that is `pretended`."""
-    if isinstance(in_use, Measured):
-        return in_use
+    """What was measured on this device's GPU; empty for a CPU, without a file, and where another GPU is `pretended`."""
+    if _override is not None:
+        return _override
     return _read(device.index) if device.type == "cuda" and not pretended else NOTHING
 
 
 def forget() -> None:
     """Reads files again when they are next needed."""
-    global in_use
-    in_use = object()
+    global _files
+    _files = object()
     _read.cache_clear()
+    _set(_override)
 
 
 @contextlib.contextmanager
 def using(measured: Measured) -> Iterator[None]:
-    """In this context `measured` takes the place of the file of every device."""
-    global in_use
-    before, in_use = in_use, measured
+    """In this context `measured` takes the place of the file of every device, for all threads."""
+    before = _override
+    _set(measured)
     try:
         yield
     finally:
-        in_use = before
+        _set(before)
+
+
+def _set(override: Measured | None) -> None:
+    global _override, in_use
+    _override, in_use = override, _files if override is None else override
 
 
 def folder() -> Path:
@@ -139,7 +147,7 @@ def parse(text: str) -> dict:
 
 
 def difference(held: dict, facts: dict[str, object]) -> str | None:
-    """In what a file's facts differ from these, as text; None if they are the same."""
+    """How a file's facts differ from these, as text; None if they are the same."""
     found = [f"{n} {held['facts'].get(n)}, here {value}" for n, value in facts.items() if held["facts"].get(n) != value]
     return "it was measured with " + "; ".join(found) if found else None
 

@@ -27,7 +27,7 @@ def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) ->
     path = measured.path_of(facts)
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     with _locked(path):
-        held = _held(path)
+        held = held_in(path)
         if held is None or measured.difference(held, facts) is not None:
             held = dict(format=measured.FORMAT, facts=facts, runs=[], rows={}, ways={})
         held["runs"].append(dict(date=date, **run, **driver()))
@@ -41,7 +41,7 @@ def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) ->
 
 def files() -> list[tuple[Path, dict | None]]:
     """All files of this machine with their contents; None where a file is damaged."""
-    return [(path, _held(path)) for path in sorted(measured.folder().glob("*.json"))]
+    return [(path, held_in(path)) for path in sorted(measured.folder().glob("*.json"))]
 
 
 def clear() -> list[Path]:
@@ -61,7 +61,7 @@ def export(target: Path, device: torch.device) -> None:
         ValueError: there is none.
     """
     path = measured.path_of(measured.facts_of(device))
-    if _held(path) is None:
+    if held_in(path) is None:
         raise ValueError(f"nothing was measured here: there is no file {path}; run `fastvit-triton tune` first")
     with replacing(target) as temporary:
         shutil.copyfile(path, temporary)
@@ -79,9 +79,9 @@ def import_from(source: Path, device: torch.device) -> Path:
         text = source.read_text(encoding="utf-8")
         held = measured.parse(text)
     except ValueError as error:  # not UTF-8, too
-        raise ValueError(f"{source} cannot be taken: {error}") from error
+        raise ValueError(f"{source} cannot be imported: {error}") from error
     if (why := measured.difference(held, facts)) is not None:
-        raise ValueError(f"{source} does not fit here: {why}")
+        raise ValueError(f"{source} is of another GPU or software: {why}")
     path = measured.path_of(facts)
     with _locked(path), replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -97,7 +97,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _held(path: Path) -> dict | None:
+def held_in(path: Path) -> dict | None:
     """A file's content; None if there is none or it is damaged."""
     try:
         return measured.parse(path.read_text(encoding="utf-8"))

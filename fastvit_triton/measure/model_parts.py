@@ -84,6 +84,7 @@ class Part:
         call: a module, or a function.
         inputs: positional ones.
         named: others.
+        autocast: its dtype in the model, or None where it is off.
         attention: names of its attention, which has two ways of its own; empty for none.
     """
 
@@ -93,6 +94,7 @@ class Part:
     call: Callable
     inputs: tuple
     named: dict
+    autocast: torch.dtype | None = None
     attention: tuple[str, ...] = ()
 
     def variants(self) -> dict[str, dict[str, str]]:
@@ -109,11 +111,9 @@ class Part:
                 found[f"{way}, {end}"] = ways | dict.fromkeys(self.attention, kernel)
         return found
 
-    def rule(self, table: Measured) -> str:
+    def rule(self, table: Measured, train: bool) -> str:
         """The variant that runs with this table."""
-        choices: list[Choice] = []
-        with measured.using(table), observing(choices.append):
-            self.step(False)
+        choices = _choices(self, table, train)
         ways = {shape: choice.way for choice in choices for shape in choice.shapes}
         said = self.variants().items()
         return next((name for name, wanted in said if all(ways.get(s, w) == w for s, w in wanted.items())), "plain")
@@ -121,12 +121,9 @@ class Part:
     def step(self, train: bool) -> None:
         """One call, in training with its backward pass."""
         with torch.set_grad_enabled(train):
-            outputs = self._outputs()
-            if train:
-                made = [t for t in outputs if t.requires_grad]
-                torch.autograd.grad(
-                    made, list(self._learning().values()), list(map(torch.ones_like, made)), allow_unused=True
-                )
+            made, learn = [t for t in self._outputs() if t.requires_grad], list(self._learning().values())
+            if train and made and learn:
+                torch.autograd.grad(made, learn, list(map(torch.ones_like, made)), allow_unused=True)
 
     def compare(self, tables: dict[str, Measured], train: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
         """Compares the results of all tables with a wider dtype; the baseline is "plain", the part's own code.
@@ -134,14 +131,11 @@ class Part:
         Dropout and stochastic depth are off meanwhile.
 
         Returns:
-            Verdicts, and the errors of those that failed.
+            Verdicts, none if the wider computation fails, and the errors of those that failed.
         """
-        x = next(iter(_floating(self.inputs)))
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-        found, errors = {}, {}
-        with _evaluating(self.call):
-            with torch.autocast(x.device.type, enabled=False), using_backend("torch"):
+        dtype, found, errors = self.autocast or _stream(self).dtype, {}, {}
+        with capturing(errors, "plain"), _evaluating(self.call):
+            with using_backend("torch"):
                 truth = self._widened(torch.float64 if dtype == torch.float32 else torch.float32)._found(train)
             with measured.using(tables["plain"]):
                 baseline = self._found(train)
@@ -151,11 +145,12 @@ class Part:
         return found, errors
 
     def _outputs(self) -> list[Tensor]:
-        return [t for t in tree_leaves(self.call(*self.inputs, **self.named)) if isinstance(t, Tensor)]
+        with torch.autocast(_stream(self).device.type, self.autocast, enabled=self.autocast is not None):
+            return [t for t in tree_leaves(self.call(*self.inputs, **self.named)) if isinstance(t, Tensor)]
 
     def _learning(self) -> Named:
         parameters = self.call.named_parameters() if isinstance(self.call, nn.Module) else ()
-        inputs = {f"input {i}": t for i, t in enumerate(_floating(self.inputs))}
+        inputs = {f"input {i}": t for i, t in enumerate(_floating(self.inputs, self.named))}
         return {name: t for name, t in (dict(parameters) | inputs).items() if t.requires_grad}
 
     def _found(self, train: bool) -> Named:
@@ -191,8 +186,9 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
         block = next((choice for choice in _choices(part, table, train) if choice.branches), None)
         if block is not None:
             part.shapes, part.name = block.shapes, type(part.call).__name__
-            fused = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused"))
-            choices = _choices(part, fused, train)
+            fused, choices = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused")), []
+            with capturing({}, part.name):  # without memory for it: then it is not fused
+                choices = _choices(part, fused, train)
             part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())
     parts = [part for part in found.values() if part.shapes]
     return [*sorted(parts, key=lambda part: -part.count), *_stems(model, inputs, named, train, table)]
@@ -230,15 +226,23 @@ def _choices(part: Part, table: Measured, train: bool) -> list[Choice]:
 
 
 def _keep(found: dict[tuple, Part], train: bool, module: nn.Module, inputs: tuple, named: dict) -> None:
-    key = module.__dict__[SIZES], *map(_layout, tree_leaves((inputs, named)))
+    streams = _floating(inputs, named)
+    if not streams:
+        return
+    kind = streams[0].device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    key = module.__dict__[SIZES], autocast, *map(_layout, tree_leaves((inputs, named)))
     if key in found:
         found[key].count += 1
         return
-    inputs = tree_map(_detached, inputs)
-    first = next((i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()), None)
-    if first is not None:
-        inputs = (*inputs[:first], _leaf(inputs[first], train), *inputs[first + 1 :])
-        found[key] = Part("", 1, (), module, inputs, tree_map(_detached, named))
+    leaf = _leaf(streams[0], train)
+    given = tree_map(lambda value: leaf if value is streams[0] else _detached(value), (inputs, named))
+    found[key] = Part("", 1, (), module, *given, autocast)
+
+
+def _stream(part: Part) -> Tensor:
+    """What the part adds to."""
+    return _floating(part.inputs, part.named)[0]
 
 
 @contextmanager
@@ -253,8 +257,8 @@ def _evaluating(call: Callable) -> Iterator[None]:
             module.training = mode
 
 
-def _floating(inputs: tuple) -> list[Tensor]:
-    return [t for t in inputs if isinstance(t, Tensor) and t.is_floating_point()]
+def _floating(inputs: tuple, named: dict) -> list[Tensor]:
+    return [t for t in (*inputs, *named.values()) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def _layout(value: object) -> object:

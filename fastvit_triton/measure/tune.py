@@ -1,8 +1,9 @@
 """Measures a model's kernels and blocks on this machine's GPU and keeps what is fastest; see `kernels.measured`.
 
-First the launch parameters of each distinct launch: a candidate must agree with those in use to two roundings.
-Then every distinct block, host time included, in each way: its results are compared with a wider dtype. At last the
-whole model before and after, beside eager PyTorch and torch.compile. Variants alternate; see `timing`.
+First the launch parameters of each distinct launch: a candidate's result must match that of the parameters in use to
+within two roundings. Then every distinct block, host time included, in each way: its results are compared with a wider
+dtype. Finally the whole model, before and after, beside eager PyTorch and torch.compile. Variants alternate; see
+`timing`.
 """
 
 import copy
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..convert import optimize
 from ..kernels import launch, measured, plan
 from ..kernels.compiling import Collector, compiling
 from ..kernels.measured import Measured
 from ..warm_up import given, run, unchanged, warmup
-from .kept import add
+from .kept import add, held_in
 from .model_parts import Part, calls_of, parts_of
 from .model_times import time_attention, time_model
 from .timeout import Deadline
@@ -57,7 +59,7 @@ class Tuned:
     def rows(self) -> dict[str, dict]:
         """Entries of the file: launch parameters by name, with exact sizes and for their class."""
         found = {}
-        for one in self.launches:
+        for one in reversed(self.launches):  # where several share a name, that with most calls is written last
             if one["best"] is not None:
                 entry = dict(config=one["best"], us=one["us"], us_before=one["us_before"])
                 found |= dict.fromkeys(_class_first(one["row"]), entry)
@@ -65,7 +67,13 @@ class Tuned:
 
     def ways(self) -> dict[str, dict]:
         """Entries of the file: ways by shape."""
-        return {shape: entry for one in self.parts for shape, entry in one["entries"].items()}
+        return {shape: entry for one in reversed(self.parts) for shape, entry in one["entries"].items()}
+
+    def is_kept(self) -> bool:
+        """True if the file of this machine holds all of it."""
+        held = held_in(measured.path_of(self.facts)) or dict(rows={}, ways={})
+        pairs = ((self.rows(), held["rows"]), (self.ways(), held["ways"]))
+        return all(there.get(name) == entry for found, there in pairs for name, entry in found.items())
 
     def keep(self) -> None:
         """Adds all to the file of this GPU and software."""
@@ -84,21 +92,24 @@ def tune(
 
     Nothing but this function and `fastvit-triton tune` ever times anything. The result holds for every model with the
     same sizes, on this GPU with this software; it changes speed alone, never what is computed. In a process group all
-    processes call it with the module that DDP or FSDP wraps: rank 0 measures and the others wait and use its result.
+    processes call it with the module that DDP or FSDP wraps: rank 0 measures, and the others wait, for which the
+    group's timeout must suffice, and use its result.
 
     Args:
-        model: one of ours, or one that `optimize` knows, converted or not; it is not changed.
+        model: one of ours, or one that `optimize` knows, converted or not, but not compiled; it is not changed.
         example: its input, a tuple of its inputs, or a dict of them by name, on the model's device.
         train: measure training steps, else inference.
         seconds: about how long to measure; compiling the last candidate may take longer.
         on_progress: called with what is measured and the fraction that is done.
 
     Raises:
-        TypeError: model is no nn.Module.
+        TypeError: model is no nn.Module or compiled, or the example is of another kind.
         ValueError: the seconds are not positive, or the model runs none of our kernels, such as on a CPU.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("model is compiled; give the model that torch.compile was given")
     if not seconds > 0:
         raise ValueError(f"seconds is {seconds}; give a positive number")
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -112,8 +123,8 @@ def tune(
         torch.distributed.broadcast_object_list(shared)  # None after an error
     found = shared[0]
     if found is None:
-        raise RuntimeError("rank 0 could not tune; it says why")
-    if not found.path.exists():  # on another machine
+        raise RuntimeError("tuning failed on rank 0; see its error")
+    if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not found.is_kept():  # another machine
         found.keep()
     plan.forget()
     return found
@@ -123,12 +134,15 @@ def _tune(
     model: nn.Module, example: Tensor | tuple | dict, train: bool, deadline: Deadline, on_progress: Callable
 ) -> Tuned:
     inputs, named = given(example)
-    device = next(t.device for t in (*model.parameters(), *model.buffers()))
+    device = next((t.device for t in tree_leaves((list(model.parameters()), example)) if isinstance(t, Tensor)), None)
+    if device is None:
+        raise ValueError("neither the model nor the example has a tensor, so there is nothing to tune")
+    measured.folder().mkdir(parents=True, exist_ok=True)  # rather an error now than after all
     before, total = measured.of(device, launch.target is not None), deadline.left
     found = Tuned(type(model).__name__, train, measured.facts_of(device))
     on_progress("compiling", 0.0)
     with unchanged(model), measured.using(before):
-        ours = _with_our_kernels(model, inputs, named, train)
+        ours = _with_our_kernels(model, inputs, named, train, device)
         warmup(ours, example, train)
         run(ours, inputs, named, train)
         parts = parts_of(ours, inputs, named, train, before)
@@ -146,12 +160,14 @@ def _tune(
             after = Measured(after.rows, after.ways | {shape: entry["way"] for shape, entry in row["entries"].items()})
         on_progress("the whole model", SHARES[1])
         found.attention = time_attention(calls, after, device, deadline.sooner(0.2 * deadline.left))
-        found.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
-    found.keep()
+        try:
+            found.model = time_model((ours, model), inputs, named, train, (before, after), device, deadline)
+        finally:
+            found.keep()
     return found
 
 
-def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool) -> nn.Module:
+def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool, device: torch.device) -> nn.Module:
     """The model, if it runs our kernels, else a copy of it that `optimize` converted.
 
     Raises:
@@ -165,7 +181,6 @@ def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool)
             run(ours, inputs, named, train)
         if collector.launches:
             return ours
-    device = next(t.device for t in (*model.parameters(), *model.buffers()))
     raise ValueError(f"the model runs none of our kernels on {device}, so there is nothing to tune")
 
 
@@ -191,7 +206,7 @@ def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> 
             part.compare({name: Measured(table.rows, table.ways | more) for name, more in ways.items()}, train)[0]
             for table in (before, after)
         )
-        if any(said.match and name in new and not new[name].match for name, said in old.items()):
+        if any(said.match and not (name in new and new[name].match) for name, said in old.items()):
             for row in found.launches:
                 row |= dict(best=None, rejected=f"with the new launch parameters {part.name} is wrong")
             return before
@@ -203,7 +218,7 @@ def _time_part(
 ) -> dict:
     """The row of a block or stem: the fastest variant of those that match; that in use unless another is faster."""
     tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
-    row = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before))
+    row = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before, train))
     verdicts, errors = part.compare(tables, train)
     steps = {name: partial(_step, part, tables[name], train) for name, said in verdicts.items() if said.match}
     samples, late = samples_of(steps, device, deadline, seconds=0.5, rounds=(3, 30), latency=True)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Container
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from ..kernels.op import Op
 from .candidates import CANDIDATES, Config, Target, candidates
 from .compare import converted, leaves, named_leaves, outcome, verdict
 from .model_parts import Call
-from .timeout import Deadline, capturing
+from .timeout import Deadline, TimedOut, capturing
 from .timing import Timing, alternate
 
 
@@ -154,7 +155,7 @@ class Candidates:
                 continue
             with capturing(errors, text), overriding({self.row: config}):
                 for future in self.compiled.get(text, ()):
-                    refuse_spills(future.result(None if text == current else deadline.left))
+                    refuse_spills(_result(future, None if text == current else deadline.left))
                 found = {f"output {i}": t for i, t in enumerate(leaves(self.call())) if t.is_floating_point()}
                 truth = truth or {name: t.double() for name, t in found.items()}
                 dtype = next(iter(found.values())).dtype
@@ -185,6 +186,8 @@ def row_candidates(call: Call, arch: str) -> list[Candidates]:
     for row, used in call.rows.items():
         current = {name: value for name, value in used.items() if name != "enable_fp_fusion"}
         others = [c for c in candidates_for(row, arch) if c != current and c.get("BLOCK_F") != 0]  # 0: another op
+        if call.op == "linear_fwd" and call.arguments[-1]:  # the shape of row statistics is fixed
+            others = [c for c in others if c["BLOCK_F"] == current["BLOCK_F"]]
         if others:
             found.append(Candidates(call, row, {json.dumps(config): config for config in (current, *others)}))
     return found
@@ -195,6 +198,13 @@ def candidates_for(row: str, arch: str) -> list[Config]:
     name = row.partition(" ")[0]
     known = next((key for key in CANDIDATES if name == key or name.startswith(f"{key}.")), None)
     return [] if known is None else candidates(known, arch)
+
+
+def _result(future: Future, seconds: float | None) -> object:
+    try:
+        return future.result(seconds)
+    except FutureTimeout:
+        raise TimedOut("it was not compiled in time") from None
 
 
 def refuse_spills(compiled: object) -> None:
