@@ -21,14 +21,14 @@ from fastvit_triton.layers import ways
 
 # by processor time of the whole file
 LONGEST = """backend convert parallel cli static export interpreter freeze replay benchmarks kernel_graphs explain plan
-models pressure launches convert_hooks fake_device recovery recipes train shards readme masked""".split()
+models pressure tune launches convert_hooks fake_device recovery recipes train shards readme masked""".split()
 
 
 # For `-m fast`: file → a regular expression that the names of its fast tests match; an empty one matches all. Chosen by
 # `--durations=0`, to take a minute on two cores: files that take longer contribute the quickest proof of each concern.
 FAST = {
     **dict.fromkeys("augment block count data equations fewshot fingerprint kernels loss mix naflex".split(), ""),
-    **dict.fromkeys("community house published ranges scaling schedule weights".split(), ""),
+    **dict.fromkeys("community graphs house measured published ranges scaling schedule warm_up weights".split(), ""),
     "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
     "benchmarks": r"^(?!test_dry_run|test_compiled|test_processors|test_plots)",
     "cli": r"doctor_names|doctor_and_bad|convert_there|rejects",
@@ -57,6 +57,7 @@ FAST = {
     "static": r"complete|floor|reused",
     "train": r"^(?!test_full_disk|test_plots)",
     "train_digits": r"fused",
+    "tune": r"fastest$|share|processes|files",
 }
 
 

@@ -9,7 +9,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-import fastvit_triton.convert  # noqa: F401  (registers the backend where nothing is installed)
+import fastvit_triton
+import fastvit_triton.convert  # registers the backend where nothing is installed
 
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -77,5 +78,12 @@ def test_the_readme_is_one_screen():
 
 def test_links_between_pages_exist():
     """Oracle: the files. Links of pages within docs/ are checked by mkdocs, too."""
-    for link in re.findall(r"\]\(((?!http)[^)#]+)", PAGES["README"]):
-        assert (ROOT / link).exists(), link
+    for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        for link in re.findall(r"\]\(((?!http)[^)#]+)", (ROOT / page).read_text(encoding="utf-8")):
+            assert (ROOT / link).exists(), link
+
+
+def test_the_version_is_one():
+    """Oracle: the package."""
+    for name, text in (("CITATION.cff", "version: {}\n"), ("setup.py", 'version="{}"'), ("CHANGELOG.md", "## {}\n")):
+        assert text.format(fastvit_triton.__version__) in (ROOT / name).read_text(encoding="utf-8"), name
