@@ -10,6 +10,7 @@ import weakref
 import pytest
 import timm
 import torch
+import transformers
 from interpreter import interpreting
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,12 +37,28 @@ def converted(name="vit_tiny_patch16_224", **options):
     return model
 
 
+class Hidden(nn.Module):
+    """The last hidden states of a model of transformers, optimized."""
+
+    def __init__(self, name, **options):
+        super().__init__()
+        sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+        config = getattr(transformers, f"{name}Config")(**sizes, **options)
+        self.model = getattr(transformers, f"{name}Model")(config)
+        optimize(self.model)
+
+    def forward(self, x):
+        return self.model(x).last_hidden_state
+
+
 MODELS = {
     "ours": ours,
     "layer scale, drop path": lambda: ours(init_values=0.5, drop_path_rate=0.4),
     "timm": converted,
     "timm, layer scale, drop path": lambda: converted(init_values=0.5, drop_path_rate=0.4),
     "timm, norms of heads": lambda: converted(qk_norm=True),
+    "transformers' ViT": lambda: Hidden("ViT", intermediate_size=32),
+    "transformers' DINOv2": lambda: Hidden("Dinov2", drop_path_rate=0.4),
     "eva02": lambda: converted("eva02_tiny_patch14_224"),
 }
 CALLS = {
