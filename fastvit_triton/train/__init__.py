@@ -1,4 +1,4 @@
-"""Training utilities in plain PyTorch, for any `nn.Module`: use one of them, or all through `fastvit-triton train`."""
+"""Training utilities in plain PyTorch, for any `nn.Module`; `fastvit-triton train` combines them."""
 
 from .augment import random_affine, random_erasing
 from .augment.mix import cut_box, cutmix, mix_by_area, mix_tokens, mixtoken, mixup, mixup_or_cutmix

@@ -25,7 +25,7 @@ from .recipes import Recipe
 from .schedule import deit_schedule, mae_schedule, vit_schedule
 from .step import Step
 
-SELF_SUPERVISED = ("pixels", "colours")  # losses of masked models, which have no logits
+SELF_SUPERVISED = ("pixels", "colours")  # losses of masked models, which return no logits
 DISTILLATION = {"hard": hard_distillation, "soft": soft_distillation}
 # Class names of stochastic-depth modules → names of their rate: ours and timm's, torchvision's.
 _DROP_PATH_RATE = {"DropPath": ("p", "drop_prob"), "StochasticDepth": ("p",)}
@@ -44,10 +44,10 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 @checked
 def build_lr(recipe: Recipe, steps_per_epoch: PositiveInt) -> Callable[[int], float]:
-    """The learning-rate schedule: a function from the step of the whole run, from 0, to the learning rate.
+    """The learning-rate schedule: a function from the global step, starting at 0, to the learning rate.
 
-    DeiT updates its rate once per epoch. A run that `override_recipe` shortened to less than the published warm-up
-    would then never leave the warm-up, so shortened runs update the rate at every step.
+    DeiT updates its rate once per epoch. With per-epoch updates, a run shorter than the published warm-up would never
+    leave the warm-up, so runs that `override_recipe` shortened update the rate at every step.
 
     Args:
         recipe: the recipe.
@@ -105,7 +105,7 @@ def build_mix(
         patch_size: (height, width) of the model's patches, for MixToken.
 
     Returns:
-        From images [B, C, H, W] and class numbers [B] to images and targets [B] or [B, K].
+        A function from images [B, C, H, W] and class numbers [B] to images and targets [B] or [B, K].
     """
     blend = None
     if recipe.mixtoken:
@@ -142,7 +142,7 @@ def build_objective(
     Args:
         recipe: the recipe.
         model: a classifier, or from `build_masked_model` for self-supervised recipes.
-        transform: of the images; its inverse gives the colours to predict.
+        transform: preprocessing of the images; its inverse gives the colours to predict.
         teacher: for distillation; None trains on the targets only.
         kind: "hard" or "soft" distillation.
 
@@ -200,13 +200,13 @@ def build_step(
 
 
 def _patch_size_of(model: nn.Module) -> list[tuple[int, int]]:
-    """[patch size] of a model that has one, or []."""
+    """[(height, width)] of the model's patches; [] if it has no patch size."""
     size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     return [] if size is None else [tuple(size)]
 
 
 def build_test(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Module], Score]:
-    """The evaluation of a model on test batches: accuracy, or the mean objective for self-supervised recipes."""
+    """A function that scores a model on test batches: accuracy, or the mean objective for self-supervised recipes."""
     options = {"batches": batches, "amp": step.amp, "world": step.world, "per_rank_batches": step.per_rank_batches}
     if recipe.loss in SELF_SUPERVISED:
         return partial(evaluate_objective, objective=step.objective, **options)
@@ -219,7 +219,7 @@ def configure_model(recipe: Recipe, model: nn.Module, fresh: bool = True) -> Non
     Args:
         recipe: the recipe.
         model: a ViT.
-        fresh: the weights are random; False keeps positions and head bias.
+        fresh: the weights are random; False leaves positions and head bias unchanged.
     """
     if recipe.drop_path_rate:
         set_drop_path(model, recipe.drop_path_rate, recipe.drop_path_constant, skip=True)
@@ -237,7 +237,7 @@ def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False
 
     Args:
         model: with `DropPath` modules in numbered blocks (blocks.3, layers.3). timm creates them only for rates above
-            0, so create its models with one.
+            0, so create its models with a rate above 0.
         last: rate of the last block, in [0, 1).
         constant: the same rate in every block.
         skip: do not compute the branch for dropped images, if the model's `DropPath` supports it (ours does).
@@ -275,7 +275,7 @@ def build_masked_model(recipe: Recipe, encoder: nn.Module, decoder: nn.Module | 
     Args:
         recipe: its `loss` is "pixels" or "colours".
         encoder: see masked.py.
-        decoder: of a masked autoencoder: blocks of width `recipe.decoder["embed_dim"]`.
+        decoder: decoder blocks of a masked autoencoder, of width `recipe.decoder["embed_dim"]`.
     """
     if recipe.loss == "pixels":
         return MaskedAutoencoder(encoder, decoder, recipe.decoder["embed_dim"], recipe.mask_ratio)

@@ -1,4 +1,4 @@
-"""Training state: one file from which a run resumes bit for bit. The last two are kept."""
+"""Training state: one file from which a run resumes bit for bit. The last two files are kept."""
 
 import pickle
 import zipfile
@@ -18,7 +18,7 @@ from .rng import get_rng_state, set_rng_state
 from .step import Step
 
 STATE, PREVIOUS = "training_state.pt", "training_state.previous.pt"
-# Keys of earlier versions of the file and what they are called now.
+# Keys of earlier file versions → current keys.
 _RENAMED_KEYS = {
     "state": {"average": "ema"},
     "progress": {"right": "correct", "began": "epoch_rng"},
@@ -28,7 +28,7 @@ _RENAMED_KEYS = {
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Converts the various exceptions that libraries raise when writing `path` fails to one OSError."""
+    """Converts the exceptions that libraries raise when writing `path` fails to OSError."""
     try:
         yield
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -43,12 +43,12 @@ def make_state(
     """Everything that a run needs to resume, as tensors, numbers, strings, lists and dicts.
 
     Args:
-        model: in training.
+        model: the model being trained.
         optimizer: over its parameters.
-        step: its loss scaler and EMA have state.
+        step: its loss scaler and EMA are saved.
         progress: the last one that `fit` yielded.
         history: one log row per finished epoch.
-        settings: of the run, from `resolve_settings`.
+        settings: settings of the run, from `resolve_settings`.
     """
     fields = ("epoch", "step", "images", "loss_sum", "correct", "lr", "seconds", "epoch_rng", "done")
     return {
@@ -66,7 +66,7 @@ def make_state(
 def save_state(folder: Path, state: dict) -> None:
     """Writes a state to the folder atomically and keeps the previous one.
 
-    Each record of the file has a CRC-32, which `load_state` checks. If writing fails both files are unchanged.
+    Each record of the file has a CRC-32, which `load_state` checks. If writing fails, both files are unchanged.
 
     Args:
         folder: an existing folder.
@@ -81,7 +81,7 @@ def save_state(folder: Path, state: dict) -> None:
 
 
 def load_state(path: Path) -> dict:
-    """Reads a file of `save_state`, onto the CPU. A file that would execute code when unpickled is rejected.
+    """Loads a file of `save_state` onto the CPU. A file that would execute code when unpickled is rejected.
 
     Args:
         path: the file.
@@ -107,7 +107,7 @@ def load_state(path: Path) -> dict:
 
 
 def _rename_keys(state: dict) -> dict:
-    """Updates the keys of files that were written by earlier versions."""
+    """Renames the keys of files written by earlier versions to the current keys."""
     for name, renamed in _RENAMED_KEYS.items():
         entries = state if name == "state" else state.get(name)
         if isinstance(entries, dict):
@@ -120,7 +120,7 @@ def newest_state(folder: Path) -> tuple[dict, str]:
     """The newest undamaged state of a run, and a sentence about a newer one that is damaged, or "".
 
     Args:
-        folder: of the run.
+        folder: output folder of the run.
 
     Raises:
         ValueError: there is no undamaged state.

@@ -13,13 +13,13 @@ def ema_model(model: nn.Module, decay: FractionBelow1 = 0.9999, warmup: bool = T
 
         avg ← d_n avg + (1 − d_n) w,   d_n = min(decay, (1 + n) / (10 + n)) with warm-up, else decay
 
-    ViT uses 0.9999 (arXiv:2010.11929, section 4.1), DeiT 0.99996. Without warm-up the random initial weights still
-    have weight 1/2 after 6,900 steps of 0.9999; warm-up (TensorFlow's `ExponentialMovingAverage(num_updates=)`) forgets
-    them early. Call `ema.update_parameters(model)` after each step, evaluate and save `ema.module`, and store
-    `ema.state_dict()`, which includes the count n, to resume.
+    ViT uses 0.9999 (arXiv:2010.11929, section 4.1), DeiT 0.99996. With 0.9999 and no warm-up, the initial random
+    weights still contribute 1/2 of the average after 6,900 steps; warm-up (TensorFlow's
+    `ExponentialMovingAverage(num_updates=)`) removes them early. Call `ema.update_parameters(model)` after each step,
+    evaluate and save `ema.module`, and store `ema.state_dict()`, which includes the count n, to resume.
 
     Args:
-        model: on its device; it is copied.
+        model: the model, on its device; it is copied.
         decay: in [0, 1).
         warmup: use the smaller decays of d_n at the start.
 

@@ -20,8 +20,8 @@ def extract_features(
     Args:
         model: any module.
         batches: yields (images [B, C, H, W], targets [B]).
-        forward: from images to features [B, D]; None calls a model without head. For a timm model or one of ours with a
-            head: `lambda x: model.forward_head(model.forward_features(x), pre_logits=True)`.
+        forward: from images to features [B, D]; None calls the model, which must have no head. For a timm model or
+            one of ours with a head: `lambda x: model.forward_head(model.forward_features(x), pre_logits=True)`.
 
     Returns:
         Features [N, D] and targets [N].
@@ -51,7 +51,7 @@ def sample_per_class(targets: Tensor, shots: PositiveInt, seed: NonNegativeInt =
     Args:
         targets: class numbers [N].
         shots: images per class.
-        seed: of the draw.
+        seed: seed of the sampling.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(targets.shape[0], generator=generator)
@@ -71,7 +71,7 @@ def ridge(features: Tensor, targets: Tensor, penalty: Positive, dual: bool | Non
         features: X [N, D].
         targets: Y [N, K].
         penalty: λ above 0.
-        dual: which form to use; None takes the smaller matrix.
+        dual: use the dual form; None chooses the form with the smaller matrix.
 
     Returns:
         W [D, K].
@@ -94,7 +94,7 @@ def few_shot(
     """Few-shot linear evaluation (ViT, arXiv:2010.11929, section 4.1 "Metrics"; big_vision, `fewshot_lsr`).
 
     Features are standardised by the training images' mean and standard deviation + 1e-5, a constant 100 is appended,
-    and ridge regression predicts targets in {−1, 1}^K, 1 for the image's class. Computed in float64.
+    and ridge regression fits targets in {−1, 1}^K, 1 for the image's class. Computed in float64.
 
     Args:
         features: [N, D], of the training images.

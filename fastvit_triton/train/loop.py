@@ -41,14 +41,14 @@ class Score:
 class Progress:
     """State of the training loop after a step. Pass it to `fit` as `start` to resume.
 
-    `fit` yields one per step and one more, with `done`, at the end of each epoch.
+    `fit` yields one after each step and another, with `done` set, at the end of each epoch.
 
     Attributes:
         epoch: from 1.
         step: within the epoch, from 1.
-        images: trained on in this epoch.
+        images: number of images trained on in this epoch.
         loss_sum: sum of losses over these images, a 0-d tensor on the model's device.
-        correct: correct predictions among them, likewise.
+        correct: number of correct predictions among them, likewise a 0-d tensor.
         lr: learning rate of the step.
         seconds: training time in this epoch.
         epoch_rng: state of the random generators at the start of the epoch; None when the epoch is done.
@@ -98,22 +98,22 @@ def fit(
 ) -> Iterator[Progress]:
     """Trains a model: a generator that runs one step per `next` and evaluates after every epoch or after the last one.
 
-    The caller draws the progress bar, writes the log and saves checkpoints between steps. All randomness comes from
-    PyTorch's global generators. If they, the weights and the optimiser are restored and the `Progress` is passed as
-    `start`, the rest of the run is bitwise the same, also from the middle of an epoch.
+    The caller draws the progress bar, writes the log and saves checkpoints between steps. All random numbers come from
+    PyTorch's global generators. If generators, weights and optimiser are restored and the `Progress` is passed as
+    `start`, the rest of the run is bitwise the same, even from the middle of an epoch.
 
     Args:
-        model: that the step's objective can call; by default from images [B, C, H, W] to logits [B, classes].
+        model: called by the step's objective; by default from images [B, C, H, W] to logits [B, classes].
         batches: yields (images [B, C, H, W], targets [B]); has a length and is iterated once per epoch. Optional:
             `iter_from(n)`, which iterates without the first n batches, and `indices`, the images of the last batch.
         optimizer: over the model's parameters.
-        lr_at: from the step of the whole run, from 0, to the learning rate.
+        lr_at: function from the global step, starting at 0, to the learning rate.
         epochs: total number of epochs.
         start: progress of the run to resume; None starts a new run.
-        step: one optimiser step; None is plain cross-entropy.
+        step: one optimiser step; None minimises cross-entropy.
         test: scores a model, such as `partial(evaluate, batches=…)`; it is called with the EMA if there is one.
         test_once: evaluate only after the last epoch.
-        patience: number of consecutive steps with a non-finite loss, which change nothing, before the run stops.
+        patience: consecutive steps with a non-finite loss before the run stops; these steps change nothing.
 
     Raises:
         ValueError: there are no images.
@@ -152,9 +152,9 @@ def fit(
 
 
 def remaining_batches(batches: Iterable[tuple[Tensor, Tensor]], now: Progress) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of the current epoch from `now` on, drawn with the generators of the epoch's start.
+    """The batches of the current epoch after `now`, drawn with the generator states from the start of the epoch.
 
-    In the middle of an epoch the global generators are restored afterwards.
+    The current states of the global generators are restored afterwards.
     """
     if not now.step:
         return iter(batches)
@@ -193,7 +193,7 @@ def evaluate(
         model: from images [B, C, H, W] to logits [B, classes].
         batches: yields (images [B, C, H, W], targets [B]); has `indices` if there are several ranks.
         amp: autocast dtype; None computes in the weights' dtype.
-        world: processes that share the work; all get the score.
+        world: processes that share the work; all return the same score.
         per_rank_batches: batches hold this rank's images only; if False all ranks get whole batches and slice them.
 
     Raises:
@@ -251,10 +251,10 @@ def evaluate_objective(
     world: World | None = None,
     per_rank_batches: bool = False,
 ) -> Score:
-    """Mean objective over a test set, for self-supervised models. Every call draws the same masks.
+    """Mean objective over a test set, for self-supervised models. Every call uses the same random masks.
 
     Args:
-        model: that the objective can call; training mode is restored afterwards.
+        model: called by the objective; training mode is restored afterwards.
         batches: yields (images [B, C, H, W], targets [B]).
         objective: such as `masked_pixels`.
         amp: autocast dtype; None computes in the weights' dtype.

@@ -15,7 +15,7 @@ class MaskedPatchPrediction(nn.Module):
     """Predicts the mean colour of corrupted patches (ViT, arXiv:2010.11929, sections 4.6 and B.1.2).
 
     Args:
-        encoder: see the top of this file; its head is not used.
+        encoder: with the attributes listed at the top of this file; its head is not used.
         classes: K = 2^(bits · C), see `mean_colours`: 512 for three channels and 3 bits.
         ratio: fraction of patches to corrupt.
     """
@@ -37,14 +37,14 @@ class MaskedPatchPrediction(nn.Module):
 
 
 class MaskedAutoencoder(nn.Module):
-    """Encodes the visible patches only, decodes all (He et al., MAE, arXiv:2111.06377; facebookresearch/mae).
+    """MAE: encodes the visible patches only, decodes all patches (He et al., arXiv:2111.06377; facebookresearch/mae).
 
     The paper's decoder has 8 blocks of width 512 with 16 heads. Decoder positions are fixed sines, as in the paper; the
     encoder keeps its own positions, learned or fixed.
 
     Args:
-        encoder: see the top of this file; its head is not used.
-        decoder: blocks, from [B, T + N, E] to [B, T + N, E].
+        encoder: with the attributes listed at the top of this file; its head is not used.
+        decoder: Transformer blocks, from [B, T + N, E] to [B, T + N, E].
         dim: E, the decoder's width, divisible by 4.
         ratio: fraction of patches to hide.
 
@@ -70,7 +70,7 @@ class MaskedAutoencoder(nn.Module):
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """images [B, C, H, W] → predicted pixels [B, N, P·P·C] and the mask of hidden patches [B, N], bool.
 
-        The patches with the smallest `noise` [B, N] stay visible; None draws it uniformly.
+        The patches with the smallest `noise` [B, N] stay visible; None draws uniform noise.
         """
         prefix, patches = add_positions(self.encoder, self.encoder.patch_embed(images), images)
         B, N, _ = patches.shape
@@ -117,8 +117,8 @@ def corrupt(
         patches: [B, N, D], N at least 2.
         mask_token: [1, 1, D], learned.
         ratio: fraction of each image's patches to choose; the count is rounded.
-        masked: probability that a chosen patch becomes the mask token.
-        swapped: probability that it becomes another patch of the same image; otherwise it is unchanged.
+        masked: probability that the mask token replaces a chosen patch.
+        swapped: probability that another patch of the same image replaces it; otherwise it is unchanged.
 
     Returns:
         [B, N, D], and the mask of chosen patches [B, N], which includes unchanged ones.
@@ -140,7 +140,7 @@ def mean_colours(pixels: Tensor, patch_size: tuple[PositiveInt, PositiveInt], bi
     Args:
         pixels: [B, C, H, W] in [0, 1], before normalisation.
         patch_size: (height, width).
-        bits: per channel.
+        bits: bits per channel.
 
     Returns:
         Classes [B, N] in [0, 2^(bits · C)), the first channel in the highest bits.

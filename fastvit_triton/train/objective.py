@@ -15,10 +15,10 @@ Objective = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def supervised(loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
-    """Classification.
+    """Classification objective.
 
     Args:
-        loss: of logits [B, classes], in float32 or float64, and targets [B] or [B, classes]; returns a scalar.
+        loss: function of logits [B, classes], in float32 or float64, and targets [B] or [B, classes]; returns a scalar.
     """
 
     def objective(model: nn.Module, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def supervised(loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
 def distilled(teacher: nn.Module, loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Objective:
     """Distillation: the teacher gets the same images as the student, after mixing (DeiT, arXiv:2012.12877, section 3).
 
-    The objective raises ValueError if the student returns one set of logits.
+    The objective raises ValueError if the student returns only one set of logits.
 
     Args:
         teacher: from images to logits [B, classes], in evaluation mode and on the student's device.
@@ -75,8 +75,8 @@ def masked_colours(
 
     Args:
         patch_size: (height, width).
-        restore: from normalised images to pixels in [0, 1], such as `Transform.restore`.
-        bits: per channel; the model predicts 2^(bits · C) classes.
+        restore: function from normalised images to pixels in [0, 1], such as `Transform.restore`.
+        bits: bits per channel; the model predicts 2^(bits · C) classes.
     """
 
     def objective(model: nn.Module, images: Tensor, targets: Tensor) -> tuple[Tensor, None]:

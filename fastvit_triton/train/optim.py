@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from .ranges import FractionAbove0, FractionBelow1, NonNegative, NonNegativeInt, Positive, PositiveInt, checked
 
-# Names of positions and of class, register, distillation and mask tokens in timm, transformers, torchvision and
-# vit-pytorch; of the stem; of the patch projection; and of numbered blocks.
+# Parameter names in timm, transformers, torchvision and vit-pytorch: positions and class, register, distillation and
+# mask tokens; the stem; the patch projection; numbered blocks.
 _NO_DECAY = re.compile(
     r"(^|[._])((cls|class|reg|register|dist|distillation|mask)_tokens?|pos(ition)?_embed(ding)?s?|\w*bias_table)(\.|$)"
 )
@@ -27,17 +27,17 @@ def parameter_groups(
 ) -> list[dict]:
     """Parameter groups with and without weight decay and, with layer-wise decay, with a learning-rate scale per layer.
 
-    No decay for parameters with fewer than two axes (biases, norms, LayerScale), for tokens and positions, which are
-    recognised by name, and for those named by `model.no_weight_decay()`, as in timm. A shared parameter appears once.
+    No decay applies to parameters with fewer than two axes (biases, norms, LayerScale), to tokens and positions, which
+    are recognised by name, and to those named by `model.no_weight_decay()` (as in timm). Shared parameters appear once.
 
-    Layer-wise decay d changes early layers less in fine-tuning (facebookresearch/mae, util/lr_decay.py): with L blocks,
-    the scale of block i is d^(L − i), of the stem (patches, tokens, positions) d^(L + 1), of the rest 1. It is stored
-    as the group's `lr_scale`; multiply the learning rate by it, as `set_lr` does.
+    Layer-wise decay d lowers the learning rate of early layers in fine-tuning (facebookresearch/mae, util/lr_decay.py):
+    with L blocks, the scale is d^(L − i) for block i, d^(L + 1) for the stem (patches, tokens, positions) and 1 for the
+    rest. It is stored as the group's `lr_scale`; multiply the learning rate by it, as `set_lr` does.
 
     Args:
         model: any module; `no_weight_decay` is optional. Blocks are numbered in names: blocks.3, layers.3, layer.3.
-        weight_decay: of the groups that decay, in torch.optim.AdamW's convention.
-        layer_decay: d in (0, 1]; 1 gives all layers the same rate.
+        weight_decay: weight decay of the groups that have it, in torch.optim.AdamW's convention.
+        layer_decay: d in (0, 1]; with 1 all layers have the same rate.
         patch_embed_scale: additional factor for the patch projection (DINOv2: 0.2).
 
     Returns:
@@ -87,7 +87,7 @@ def adamw(
     betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.999),
     layer_decay: FractionAbove0 = 1.0,
 ) -> Optimizer:
-    """PyTorch's fused AdamW over `parameter_groups`; arguments as there."""
+    """PyTorch's fused AdamW over `parameter_groups`, which documents the arguments."""
     groups = parameter_groups(model, weight_decay, layer_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
@@ -101,7 +101,7 @@ def warmup_cosine(
         step < warmup    peak · (step + 1) / (warmup + 1)
         otherwise        floor + (peak − floor) · ½ (1 + cos(π · (step − warmup) / (steps − warmup)))
 
-    The peak is reached at `step == warmup`, the floor at `step == steps`, one past the last step.
+    The rate is `peak` at `step == warmup` and `floor` at `step == steps`, one past the last step.
 
     Args:
         step: 0 … steps.
@@ -124,10 +124,10 @@ def warmup_cosine(
 def reinit_pos_embed(model: nn.Module, std: Positive) -> None:
     """Reinitialises the learned position embedding from N(0, std²); does nothing if the model has none.
 
-    The usual 0.02 is small beside tokens of standard deviation 0.5, and grows too slowly in a short run.
+    The usual 0.02 is small compared with tokens of standard deviation 0.5, and grows too slowly in a short run.
 
     Args:
-        model: any module; `pos_embed`, as in timm, is the embedding.
+        model: any module; the embedding is its `pos_embed`, as in timm.
         std: standard deviation.
     """
     if isinstance(getattr(model, "pos_embed", None), nn.Parameter):
@@ -137,7 +137,7 @@ def reinit_pos_embed(model: nn.Module, std: Positive) -> None:
 class Lamb(Optimizer):
     """LAMB: Adam with a per-layer trust ratio (You et al., arXiv:1904.00962, algorithm 2).
 
-    Computed as in NVIDIA apex's FusedLAMB, which DeiT III trains with:
+    Computed as in NVIDIA apex's FusedLAMB, which DeiT III uses:
 
         g ← g / max(1, ‖g‖ / c)                      over all parameters together
         m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
@@ -145,7 +145,7 @@ class Lamb(Optimizer):
         w ← w − lr · r · u,   r = ‖w‖ / ‖u‖ where λ > 0 and neither is 0, else 1
 
     Args:
-        params: parameters or groups, such as `parameter_groups` gives.
+        params: parameters or groups, for example from `parameter_groups`.
         lr: learning rate.
         betas: β₁ and β₂.
         eps: ε; the default is apex's, DeiT's main.py passes 1e-8.

@@ -32,14 +32,14 @@ FILES = {
 
 
 def is_best(history: list[dict]) -> bool:
-    """True if the last epoch was tested and has the best accuracy, or the lowest loss if there is no accuracy."""
+    """True if the last epoch was evaluated and has the best accuracy, or the lowest loss if there is no accuracy."""
     tested = [row for row in history if row["test_loss"] is not None]
     marks = [-row["test_loss"] if row["test_accuracy"] is None else row["test_accuracy"] for row in tested]
     return history[-1]["test_loss"] is not None and marks[-1] > max(marks[:-1], default=-math.inf)
 
 
 def log_row(progress: Progress) -> dict:
-    """One row of the log: losses in nats, accuracies in [0, 1], time in seconds; None where there was no test."""
+    """One row of the log: losses in nats, accuracies in [0, 1], time in seconds; test values may be None."""
     return {
         "epoch": progress.epoch,
         "lr": progress.lr,
@@ -53,7 +53,7 @@ def log_row(progress: Progress) -> dict:
 
 
 def write_log(path: Path, history: list[dict]) -> None:
-    """Writes the whole log as CSV, replacing the file, so that it always agrees with the state."""
+    """Writes the whole log as CSV, replacing the file, so that it always matches the training state."""
     with write_errors(path), replacing(path) as temporary, temporary.open("w", newline="") as file:
         table = csv.DictWriter(file, history[0].keys())
         table.writeheader()
@@ -61,7 +61,7 @@ def write_log(path: Path, history: list[dict]) -> None:
 
 
 def weights_metadata(data: Data, recipe: Recipe, model: nn.Module, score: Score | None) -> dict[str, str]:
-    """Header of the weights file: what `predict` and `evaluate` need, and a checksum."""
+    """Metadata for the header of the weights file: the values that `predict` and `evaluate` need, and a checksum."""
     entries = {
         "data": data.name,
         "classes": data.classes,

@@ -61,10 +61,10 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
     """Writes a PNG with a grid of test images and predictions: errors first, in red, with the correct class.
 
     Args:
-        data: of the run.
-        score: of `data.test`, with predictions.
+        data: data of the run.
+        score: score on `data.test`, with predictions.
         path: file to write.
-        max_images: in the grid.
+        max_images: largest number of images in the grid.
     """
     wrong = (score.predictions != score.targets).nonzero().flatten()
     correct = (score.predictions == score.targets).nonzero().flatten()
@@ -106,7 +106,7 @@ def _shorten(name: str, length: int = 12) -> str:
 
 
 def figure(width: float, height: float) -> "Figure":
-    """An empty white figure; sizes in inches."""
+    """An empty white figure; width and height in inches."""
     from matplotlib.figure import Figure
 
     page = Figure(figsize=(width, height), layout="constrained", facecolor="white")

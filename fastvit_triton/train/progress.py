@@ -18,10 +18,10 @@ def show_progress(
     """Yields a function to call with each `Progress` of `fit`.
 
     Args:
-        console: to print to.
-        epochs: of the whole run.
+        console: console to print to.
+        epochs: number of epochs of the whole run.
         steps_per_epoch: batches per epoch.
-        finished_epochs: before this run was resumed.
+        finished_epochs: number of epochs finished before the run was resumed.
     """
     if not console.is_terminal:
         yield _Lines(console, epochs, finished_epochs)

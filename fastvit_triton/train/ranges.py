@@ -5,7 +5,7 @@
     betas: tuple[FractionBelow1, FractionBelow1]          two numbers in [0, 1)
 
 `Annotated[float, "(0, 1]"]` is a number in that interval; NaN is in no interval. `Annotated[X | None, "text"]` allows
-None, and the text says in error messages what None means. `check` checks one value, `check_fields` a dataclass, and
+None, and error messages use the text to explain None. `check` checks one value, `check_fields` a dataclass, and
 `@checked` the arguments of each call.
 """
 
@@ -19,15 +19,15 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-PositiveInt = Annotated[int, "[1, inf)"]  # of images, steps, repeats, …
-NonNegativeInt = Annotated[int, "[0, inf)"]  # of a step, an index, or worker processes
+PositiveInt = Annotated[int, "[1, inf)"]  # number of images, steps, repeats, …
+NonNegativeInt = Annotated[int, "[0, inf)"]  # step, index, or number of worker processes
 Seed = Annotated[int, "[0, 2^63)"]
-ImageSide = Annotated[int, "[1, 16384]"]  # of an image, in pixels
+ImageSide = Annotated[int, "[1, 16384]"]  # in pixels
 Finite = Annotated[float, "(-inf, inf)"]
 Positive = Annotated[float, "(0, inf)"]
 NonNegative = Annotated[float, "[0, inf)"]
 FractionBelow1 = Annotated[float, "[0, 1)"]  # EMA decay, drop rate, label smoothing
-FractionAbove0 = Annotated[float, "(0, 1]"]  # of an area or a learning rate
+FractionAbove0 = Annotated[float, "(0, 1]"]  # fraction of an area or a learning rate
 OpenFraction = Annotated[float, "(0, 1)"]  # mask ratio
 Probability = Annotated[float, "[0, 1]"]
 Degrees = Annotated[float, "[0, 180]"]  # largest rotation, in either direction
@@ -41,9 +41,9 @@ def check(name: str, value: object, allowed: Any) -> None:
     """Checks a value against an annotation. Types other than numbers, bool, str and dict are not checked.
 
     Args:
-        name: of the value; the message starts with it.
-        value: to check.
-        allowed: such as `Positive | None` or `Literal["cosine", "linear"]`.
+        name: name of the value, with which the message starts.
+        value: value to check.
+        allowed: annotation, such as `Positive | None` or `Literal["cosine", "linear"]`.
 
     Raises:
         ValueError: the value has the wrong type or is out of range; the message says what is allowed.
@@ -56,7 +56,7 @@ def check_fields(record: type | object, given: Mapping[str, object] | None = Non
     """Checks the fields of a dataclass against their annotations; raises ValueError as `check` does.
 
     Args:
-        record: an instance, or the class whose fields `given` holds.
+        record: an instance, or a class if `given` holds the values.
         given: values by field name; None checks those of the instance.
     """
     hints = _hints(record if isinstance(record, type) else type(record))
@@ -136,7 +136,7 @@ def _number(text: str) -> float:
 def _describe(hint: Any) -> str:
     """The allowed values, in words."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated and _is_union(args[0]):  # the second argument says what None means
+    if origin is Annotated and _is_union(args[0]):  # the second argument explains None
         return f"{_describe(args[0])} for {args[1]}"
     if origin is Annotated:
         low, high, start, _ = _ends(args[1])

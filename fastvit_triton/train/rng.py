@@ -10,7 +10,7 @@ def get_rng_state() -> dict:
 
 
 def set_rng_state(states: dict) -> None:
-    """Restores what `get_rng_state` returned; GPUs are skipped if their number differs."""
+    """Restores states from `get_rng_state`; GPU states are skipped if the number of GPUs differs."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,4 +1,4 @@
-"""Learning-rate schedules exactly as four codebases compute them. Our own is `optim.warmup_cosine`.
+"""Learning-rate schedules that exactly match four codebases. Our own schedule is `optim.warmup_cosine`.
 
 Each is a pure function of time, in steps or in (fractional) epochs. Bind the other arguments and pass it to `fit`:
 `lambda step: mae_schedule(step / steps_per_epoch, …)`.

@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
 class Step:
     """One optimiser step on one batch. Optional components are None when they are off.
 
-    A loss that is not finite changes nothing: no weights, no optimiser state, no EMA.
+    If the loss is not finite, weights, optimiser state and EMA are unchanged.
 
     Attributes:
         objective: (model, images, targets) → (loss, logits or None), see objective.py.
@@ -47,7 +47,7 @@ class Step:
         ema: moving average of the weights, from `ema_model`.
         world: processes that share each batch; the update equals that of the whole batch.
         per_rank_batches: batches hold this rank's images only, and `mix` blends within the rank; if False all ranks get
-            the whole batch, mix it alike, and take their slice.
+            the whole batch, mix it identically, and take their slices.
     """
 
     objective: Objective = field(default_factory=lambda: supervised(F.cross_entropy))
@@ -73,7 +73,7 @@ class Step:
             optimizer: over its parameters, with this step's learning rate.
             images: [B, C, H, W].
             targets: class numbers [B].
-            key: seeds the model's random numbers when there are several ranks.
+            key: seed of the model's random numbers if there are several ranks.
         """
         world = self.world
         if not self.per_rank_batches:  # mix the whole batch as one process would, then slice
@@ -128,19 +128,19 @@ def accumulate_gradients(
 
         ∇ L(batch) = Σ_m (B_m / B) ∇ L(micro-batch m)
 
-    This holds for every loss that is a mean over images, for any micro-batch sizes. Only one micro-batch's activations
-    are in memory at a time. It does not hold for models whose images interact: BatchNorm statistics are those of a
-    micro-batch. Mix before and clip afterwards: both need the whole batch.
+    This holds for every loss that is a mean over images and for any micro-batch sizes, but not for models in which
+    images interact: BatchNorm uses the statistics of each micro-batch. Only one micro-batch's activations are in memory
+    at a time. Mix before and clip afterwards: both need the whole batch.
 
     Args:
-        model: from images [B, C, H, W] to what the objective takes, such as logits [B, classes].
+        model: from images [B, C, H, W] to the objective's input, such as logits [B, classes].
         objective: see objective.py.
         images: [B, C, H, W].
         targets: [B] or [B, classes].
         grad_accum_steps: number of micro-batches, at most B; sizes differ by at most one.
         amp: autocast dtype; None computes in the weights' dtype.
         scaler: loss scaling for float16; None does not scale.
-        weight: of this rank's loss, from `World.rescale_mean`.
+        weight: factor of this rank's loss, from `World.rescale_mean`.
 
     Returns:
         The loss of the whole batch, a scalar, and its logits [B, classes] or None; both detached.

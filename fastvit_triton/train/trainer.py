@@ -39,7 +39,7 @@ RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """A model with everything that trains it: the arguments of `fit`. Made by `build_trainer`.
+    """A model and all arguments that `fit` needs to train it, from `build_trainer`.
 
     Attributes:
         model: on its device, wrapped in DDP or FSDP if there are several ranks.
@@ -47,7 +47,7 @@ class Trainer:
         recipe: the recipe that the other attributes were built from.
         step: one optimiser step.
         optimizer: over the model's parameters.
-        lr_at: from the step of the whole run, from 0, to the learning rate.
+        lr_at: function from the global step, starting at 0, to the learning rate.
         engine: gathers the model's weights and state from all ranks.
     """
 
@@ -61,12 +61,12 @@ class Trainer:
 
     @property
     def epochs(self) -> int:
-        """Length of the run."""
+        """Length of the run in epochs."""
         return self.recipe.epochs_of(len(self.data.train))
 
     @property
     def test(self) -> Callable[[nn.Module], Score]:
-        """Scores a model on the test batches."""
+        """A function that scores a model on the test batches."""
         return build_test(self.recipe, self.step, self.data.test)
 
     def fit(self, start: Progress | None = None) -> Iterator[Progress]:
@@ -111,7 +111,7 @@ def build_trainer(
         amp: autocast dtype.
         teacher: for distillation; in evaluation mode, on the same device.
         distillation: "hard" or "soft".
-        parallel: "ddp" or "fsdp", see distributed/parallel.py; None is one process.
+        parallel: "ddp" or "fsdp", see distributed/parallel.py; None trains in one process.
         world: from `process_group`; required with `parallel`.
     """
     objective = build_objective(recipe, model, data.transform, teacher, distillation)
@@ -135,9 +135,9 @@ def run(
 ) -> Iterator[Progress]:
     """Trains, and writes weights, state and log to `out` after each epoch and plots at the end.
 
-    A generator like `fit`. When it is closed, interrupted or killed, `out` holds what was saved last. A run resumed
-    from `state` ends bitwise like one that was not interrupted. Weights and state are not saved while a weight is not
-    finite.
+    A generator like `fit`. If it is closed, interrupted or killed, the files saved last remain in `out`. A run resumed
+    from `state` gives bitwise the same result as an uninterrupted run. Weights and state are not saved while any weight
+    is not finite.
 
     Args:
         trainer: from `build_trainer`.
@@ -192,7 +192,7 @@ def run(
 
 
 def resolve_settings(given: dict, saved: dict | None) -> dict:
-    """The complete settings of a run: those of the run to resume, or a recipe with the given values replacing its own.
+    """The complete settings of a run: those of the run to resume, or those of a recipe, overridden by given values.
 
     Args:
         given: any of "recipe" (a name), the keys of `SETTINGS`, and the fields of `Recipe`.

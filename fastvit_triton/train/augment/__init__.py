@@ -26,7 +26,7 @@ def random_affine(
     Args:
         images: [B, C, H, W].
         degrees: largest rotation, in degrees.
-        zoom: largest relative change of size; width and height are drawn independently.
+        zoom: largest relative change of size, drawn independently for width and height.
         shear: largest horizontal shear, as a fraction of the height.
         shift: largest shift, in pixels.
 
@@ -62,9 +62,9 @@ def random_erasing(
 
     Args:
         images: [B, C, H, W], normalised; not modified.
-        probability: of erasing, per image.
+        probability: probability of erasing, per image.
         min_area: smallest area, as a fraction of the image.
-        max_area: largest area, likewise.
+        max_area: largest area, as a fraction of the image.
         min_aspect: smallest height / width; the largest is its inverse.
 
     Returns:

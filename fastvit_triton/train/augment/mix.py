@@ -26,7 +26,7 @@ def mixup(images: Tensor, targets: Tensor, classes: PositiveInt, alpha: NonNegat
         images: [B, C, H, W].
         targets: [B] class numbers.
         classes: number of classes.
-        alpha: of the Beta distribution; 0 does not mix, 1 draws λ uniformly.
+        alpha: parameter of the Beta distribution; 0 disables mixing, 1 draws λ uniformly.
 
     Returns:
         Images [B, C, H, W] and target probabilities [B, classes].
@@ -51,7 +51,7 @@ def cutmix(images: Tensor, targets: Tensor, classes: PositiveInt, alpha: NonNega
         images: [B, C, H, W].
         targets: [B] class numbers.
         classes: number of classes.
-        alpha: of the Beta distribution; 0 does not mix, 1 draws λ uniformly.
+        alpha: parameter of the Beta distribution; 0 disables mixing, 1 draws λ uniformly.
 
     Returns:
         Images [B, C, H, W] and target probabilities [B, classes].
@@ -84,9 +84,9 @@ def mixup_or_cutmix(
         images: [B, C, H, W].
         targets: [B] class numbers.
         classes: number of classes.
-        mixup_alpha: 0 switches Mixup off.
-        cutmix_alpha: 0 switches CutMix off.
-        switch: probability of CutMix if both are on.
+        mixup_alpha: alpha of `mixup`; 0 disables it.
+        cutmix_alpha: alpha of `cutmix`; 0 disables it.
+        switch: probability of CutMix if both are enabled.
         smoothing: probability spread evenly over all classes.
 
     Returns:
@@ -105,16 +105,16 @@ def mixup_or_cutmix(
 def mixtoken(
     images: Tensor, targets: Tensor, classes: PositiveInt, alpha: Positive, patch_size: tuple[PositiveInt, PositiveInt]
 ) -> tuple[Tensor, Tensor]:
-    """MixToken on pixels: pastes a box of whole patches from the reversed batch (Jiang et al., arXiv:2104.10858).
+    """MixToken on pixels: pastes a box of whole patches of the reversed batch (Jiang et al., arXiv:2104.10858).
 
-    If each token is projected from its own patch only (no overlapping or convolutional stem), this equals `mix_tokens`
-    between projection and positions, without changes to the model.
+    If each token depends on its own patch only (no overlapping or convolutional stem), this equals `mix_tokens` between
+    projection and positions, without changes to the model.
 
     Args:
         images: [B, C, H, W], H and W divisible by the patch size.
         targets: [B] class numbers.
         classes: number of classes.
-        alpha: of the Beta distribution.
+        alpha: parameter of the Beta distribution.
         patch_size: (height, width).
 
     Returns:
@@ -133,8 +133,8 @@ def mixtoken(
 def mix_tokens(tokens: Tensor, box: Box, grid: tuple[PositiveInt, PositiveInt]) -> Tensor:
     """MixToken: pastes a box of patch tokens from the reversed batch (Jiang et al., arXiv:2104.10858).
 
-    Apply it between patch projection and positions, so that every token comes from one image. Applied with the same box
-    to the network's token outputs, it moves each back to its own image. Class targets: `mix_by_area`.
+    Apply it between patch projection and positions. Applied with the same box to the network's token outputs, it moves
+    each token back to its own image. Class targets: `mix_by_area`.
 
     Args:
         tokens: [B, N, ...], N = rows · columns of patches, in row order.

@@ -37,10 +37,10 @@ def rand_augment(
     Args:
         image: mode L or RGB.
         generator: source of all random numbers.
-        layers: number of operations, drawn with replacement.
+        layers: number of operations, sampled with replacement.
         magnitude: 0 … 10.
-        std: standard deviation of the magnitude between operations; the result is clipped to 0 … 10.
-        probability: of applying each operation.
+        std: standard deviation of each operation's magnitude, which is clipped to 0 … 10.
+        probability: probability of applying each operation.
         fill: colour of pixels from outside the image, per channel, 0 … 255; by default ImageNet's mean.
 
     Returns:
@@ -68,7 +68,7 @@ def three_augment(image: Image.Image, generator: torch.Generator, jitter: Probab
     Args:
         image: mode L or RGB.
         generator: source of all random numbers.
-        jitter: strength of the colour jitter; 0 is off.
+        jitter: strength of the colour jitter; 0 disables it.
 
     Returns:
         An image of the same size and mode.
@@ -97,15 +97,15 @@ def big_vision_augment(
 ) -> Image.Image:
     """big_vision's `randaug(layers, magnitude)`, of AugReg and SimpleViT (big_vision/pp/autoaugment.py).
 
-    Differences from timm: operations are always applied; the magnitude is constant and may exceed 10; a small one
-    weakens enhancements to 0.1 and solarises most; cutout is included; pixels from outside the image are grey;
-    resampling is nearest-neighbour. Contrast is enhanced around (number of pixels / 256) instead of the mean level, as
-    in the original code, but a solarising threshold above 255 leaves the image unchanged.
+    Differences from timm: operations are always applied; the magnitude is constant and may exceed 10; at magnitude 0
+    the enhancement factor is 0.1 and solarising is strongest; cutout is included; pixels from outside the image are
+    grey; resampling is nearest-neighbour. Contrast is enhanced around (number of pixels / 256) instead of the mean
+    level, as in the original code, but a solarising threshold above 255 leaves the image unchanged.
 
     Args:
         image: mode L or RGB.
         generator: source of all random numbers.
-        layers: number of operations, drawn with replacement.
+        layers: number of operations, sampled with replacement.
         magnitude: m.
         grey: level of pixels from outside the image, 0 … 255.
 
@@ -122,7 +122,7 @@ def big_vision_augment(
 
 
 def policy_by_name(name: str) -> Policy | None:
-    """The policy of a recipe: "timm", "three", "randaug(2,m)", or "" for none; raises ValueError for other names."""
+    """The policy of that name: "timm", "three", "randaug(2,m)", or "" for none; raises ValueError for other names."""
     if found := re.fullmatch(r"randaug\(([1-9]\d?),(\d+(?:\.\d+)?)\)", name):
         return partial(big_vision_augment, layers=int(found[1]), magnitude=float(found[2]))
     policies = {"": None, "timm": rand_augment, "three": three_augment}
@@ -211,7 +211,7 @@ def _bv_cutout(image: Image.Image, level: float, sign: int, options: dict) -> Im
     return image
 
 
-# The same with big_vision's ranges: level is m / 10.
+# The same table with big_vision's ranges; level is m / 10.
 BIG_VISION = {name: OPERATIONS[name] for name in ("auto_contrast", "equalize", "invert", "solarize_add")} | {
     "rotate": lambda image, level, sign, options: image.rotate(sign * 30 * level, fillcolor=options["fillcolor"]),
     "posterize": _bv_posterize,

@@ -25,12 +25,12 @@ DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
 
 
 class Batches(Protocol):
-    """What `fit` and `evaluate` iterate over: images [B, C, H, W] and class numbers [B].
+    """Iterable of batches for `fit` and `evaluate`: images [B, C, H, W] and class numbers [B].
 
     Attributes:
         per_rank: each rank gets its own part of a batch; if False all ranks get the whole batch.
-        bad: files that were left out, with the reason.
-        indices: of the images in the last batch.
+        bad: skipped files, with the reason.
+        indices: indices of the images in the last batch.
     """
 
     per_rank: bool
@@ -55,9 +55,9 @@ class Data:
     Attributes:
         name: "digits" or a path.
         classes: names, in the order of the model's logits.
-        transform: from an image file to the model's input; `predict` uses the same.
-        train: shuffled and augmented.
-        test: in order.
+        transform: preprocessing from an image file to the model's input; `predict` uses the same.
+        train: training batches, shuffled and augmented.
+        test: test batches, in order.
         test_once: evaluate after the last epoch only.
     """
 
@@ -75,10 +75,10 @@ class TensorBatches:
     Args:
         images: [N, C, H, W] in [0, 1].
         targets: [N] class numbers.
-        transform: normalises.
+        transform: preprocessing; only its normalisation is used.
         batch_size: images per batch; the last batch may be smaller.
-        augment: from a batch [B, C, H, W] in [0, 1] to the same, before normalisation; None neither augments nor
-            shuffles.
+        augment: function applied to each batch [B, C, H, W] in [0, 1] before normalisation; None disables augmentation
+            and shuffling.
     """
 
     per_rank = False
@@ -134,10 +134,10 @@ def load(
         recipe: image size, batch size and augmentation.
         workers: processes that decode images; 0 decodes in this process.
         skip_bad_images: leave out images that cannot be read; `train.bad` and `test.bad` list them.
-        world: processes that share each batch of image files.
+        world: processes among which each batch of image files is divided.
 
     Raises:
-        ValueError: the path is none of these, an image cannot be read and is not to be skipped, or the recipe's
+        ValueError: the path is none of these, an image cannot be read and `skip_bad_images` is False, or the recipe's
             augmentation does not apply to the digits.
     """
     size = (recipe.img_size, recipe.img_size)
@@ -175,16 +175,16 @@ def load_test(
     """Loads the test images only, for a trained model.
 
     Args:
-        name: as for `load`; of a folder, `val/` is read.
+        name: as for `load`; in a folder, only `val/` is read.
         classes: names, in the order of the model's logits.
         transform: as in training.
         batch_size: images per batch.
         workers: processes that decode images.
         skip_bad_images: leave out images that cannot be read.
-        world: processes that share each batch of image files.
+        world: processes among which each batch of image files is divided.
 
     Raises:
-        ValueError: as `load`, or there is a class that is not in `classes`.
+        ValueError: as for `load`, or the data has a class that is not in `classes`.
     """
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
@@ -200,7 +200,7 @@ def _scan(root: Path, split: str, classes: tuple[str, ...] | None = None, world:
 
 
 def affine_augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor]:
-    """The recipe's `random_affine`: from images [B, C, H, W] in [0, 1] to the same."""
+    """The recipe's `random_affine`, as a function of images [B, C, H, W] in [0, 1]."""
     return partial(random_affine, degrees=recipe.degrees, zoom=recipe.zoom, shear=recipe.shear, shift=recipe.shift)
 
 
@@ -212,7 +212,7 @@ def digits(split: str, size: tuple[int, int] = (8, 8)) -> tuple[Tensor, Tensor]:
 
     Args:
         split: "train" or "test".
-        size: (height, width); other sizes than 8 x 8 are interpolated.
+        size: (height, width); sizes other than 8 x 8 are interpolated.
 
     Returns:
         Images [N, 1, H, W] in [0, 1] and class numbers [N].

@@ -27,7 +27,7 @@ def scan_cifar(root: Path, split: str, classes: tuple[str, ...] | None = None) -
     Args:
         root: holds data_batch_1 … 5, test_batch and batches.meta.
         split: "train" or "val".
-        classes: names that the model knows; None accepts those of the file.
+        classes: class names of the model; None accepts those of the file.
 
     Raises:
         ValueError: a file is damaged or would execute code, or the classes differ.

@@ -21,11 +21,11 @@ class ImageFiles(NamedTuple):
     """One split of a data set on disk.
 
     Attributes:
-        files: one path per image; a sequence with a method `order()` draws its own random order.
+        files: one path per image; if the sequence has a method `order()`, it draws the random order of an epoch.
         targets: class numbers, one per file.
         classes: names.
-        decode: from a path to an image.
-        check: from a path to a defect of its header, or None; None skips the check.
+        decode: function from a path to an image.
+        check: function from a path to a defect of the file's header, or None; None skips the check.
     """
 
     files: Sequence[Path]
@@ -41,7 +41,7 @@ def scan_folder(root: Path, split: str, classes: tuple[str, ...] | None = None) 
     Args:
         root: holds `train/` and `val/`.
         split: "train" or "val".
-        classes: names that the model knows; None accepts the folders found.
+        classes: class names of the model; None accepts the folders found.
 
     Raises:
         ValueError: a folder is missing, there are no classes, a class has no images or is not in `classes`.
@@ -75,7 +75,7 @@ def scan_folder(root: Path, split: str, classes: tuple[str, ...] | None = None) 
 
 
 def is_image(path: Path) -> bool:
-    """True if the name has the suffix of an image and is not hidden."""
+    """True if the file has an image suffix and is not hidden."""
     return path.suffix.lower() in SUFFIXES and path.name[0] != "."
 
 
@@ -88,21 +88,21 @@ def _unreadable_message(bad: dict[Path, str], total: int, root: Path) -> str:
 class FolderBatches:
     """Batches of image files, decoded by worker processes.
 
-    Each image's random crop has its own seed, drawn with the order from PyTorch's global generator, so batches do not
-    depend on the number of workers or ranks. Each rank decodes its part of a batch. Headers are checked at
-    construction, pixels when an image is decoded. Iterating raises ValueError at an unreadable image unless bad images
-    are skipped, and OSError if a worker dies.
+    The order, and one seed per random crop, are drawn from PyTorch's global generator, so batches do not depend on the
+    number of workers or ranks. Each rank decodes its part of a batch. Headers are checked at construction, pixels when
+    an image is decoded. Iterating raises ValueError at an unreadable image unless bad images are skipped, and
+    OSError if a worker dies.
 
     Args:
-        root: the folder, for messages.
+        root: the folder; used in messages only.
         images: from `scan_folder`, `scan_cifar` or `scan_shards`.
-        transform: from image to tensor.
+        transform: preprocessing from image to tensor.
         batch_size: images per batch, over all ranks; fewer if some are skipped.
         crop: keyword arguments of a random crop, for training in random order; None takes centre crops, in order.
         workers: decoding processes; 0 decodes in this process.
         skip_bad_images: leave out unreadable images; `bad` maps each to the reason.
-        repeats: of each image with repeated augmentation; 1 is off.
-        world: processes that share each batch; a rank without images gets [0, C, H, W].
+        repeats: copies of each image in repeated augmentation; 1 disables it.
+        world: processes among which each batch is divided; a rank without images gets [0, C, H, W].
 
     Raises:
         ValueError: a file is unreadable and `skip_bad_images` is False.
@@ -145,7 +145,7 @@ class FolderBatches:
             collate_fn=_collate,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=workers > 0,
-            generator=torch.Generator(),  # keeps the loader's own draws, which depend on workers, off the global one
+            generator=torch.Generator(),  # the loader's own draws depend on the number of workers
         )
 
     def __len__(self) -> int:
@@ -190,7 +190,7 @@ class FolderBatches:
 
 
 class _Sample(NamedTuple):
-    """One decoded image; `image` is None and `error` says why if it cannot be read."""
+    """One decoded image; if it cannot be read, `image` is None and `error` is the reason."""
 
     image: Tensor | None
     target: int
@@ -207,7 +207,7 @@ class _Batch(NamedTuple):
 
 
 class _ImageDataset(Dataset):
-    """From a `SampleKey` to a `_Sample`."""
+    """Maps a `SampleKey` to a `_Sample`."""
 
     def __init__(
         self,

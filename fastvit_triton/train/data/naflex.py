@@ -53,17 +53,17 @@ def to_patches(image: Tensor, tokens: int, patch_size: tuple[int, int]) -> Tenso
 class TokenBudgetBatches:
     """Batches of images of any size, of about equal cost, for `fit` and `evaluate`.
 
-    Batches cycle through the sequence lengths, so every epoch has the same batch sizes in another order; images are
-    assigned to batches at random, by PyTorch's global generator.
+    Batches cycle through the sequence lengths, so every epoch has the same batch sizes in a different order. PyTorch's
+    global generator assigns images to batches.
 
     Args:
-        images: N of them, [C, H, W] each, normalised.
+        images: N normalised images, [C, H, W] each.
         targets: [N] class numbers.
         patch_size: (height, width).
         budget: tokens in a batch, including padding; at least the longest sequence.
         lengths: values of L; use one for evaluation.
-        shuffle: draw the order of images and of lengths; False keeps both.
-        augment: from an image [C, H, W] to the same, before resizing.
+        shuffle: randomise the order of images and lengths.
+        augment: function applied to each image [C, H, W] before resizing.
 
     Raises:
         ValueError: a sequence length is above the budget.

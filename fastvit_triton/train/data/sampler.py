@@ -21,8 +21,8 @@ class RepeatedAugmentation(Sampler[int]):
 
     Args:
         count: images in the data set.
-        repeats: of each image.
-        rank: of this process.
+        repeats: copies of each image.
+        rank: rank of this process.
         world_size: number of processes.
 
     Raises:
@@ -50,11 +50,11 @@ class RepeatedAugmentation(Sampler[int]):
 
 
 class SampleKey(NamedTuple):
-    """What a worker needs to produce one image.
+    """Index and crop seed of one image.
 
     Attributes:
-        index: of the image.
-        seed: of its random crop; None takes the centre crop.
+        index: index of the image.
+        seed: seed of its random crop; None takes the centre crop.
     """
 
     index: int
@@ -68,10 +68,10 @@ class SeededBatches(Sampler[list[SampleKey]]):
 
     Args:
         count: images in the data set.
-        order: draws a random order [count]; None keeps the order and gives no seeds.
-        repeats: of each image with repeated augmentation; 1 is off.
+        order: function that draws a random order [count]; None keeps the order and draws no seeds.
+        repeats: copies of each image in repeated augmentation; 1 disables it.
         batch_size: images per batch, over all ranks.
-        world: processes that share each batch.
+        world: processes among which each batch is divided.
     """
 
     def __init__(

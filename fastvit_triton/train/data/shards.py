@@ -4,8 +4,8 @@
     data/train/000000.tar …     key.jpg (or another image format) and key.cls, the class number as text
     data/val/000000.tar …
 
-The format is that of github.com/webdataset/webdataset, which `pack` writes with. A stream of shards cannot give each
-sample to exactly one of any number of ranks and workers. An index of byte ranges can: a shard is then read like a
+The format is that of github.com/webdataset/webdataset, which `pack` writes with. Streaming cannot assign each sample to
+exactly one worker for every number of ranks and workers. An index of byte ranges can, and allows random access as in a
 folder. The tar headers are read once, at the start of a run.
 """
 
@@ -36,7 +36,7 @@ class Samples(Sequence):
 
     Args:
         shards: the files.
-        numbers: shard of each image [N].
+        numbers: index of each image's shard [N].
         ranges: offset and size of each image in bytes [N, 2].
         keys: names inside the shards.
     """
@@ -55,25 +55,25 @@ class Samples(Sequence):
         return self.shards[self.numbers[i]] / f"{offset}+{size}" / key.replace("/", "_")
 
     def order(self) -> Tensor:
-        """A random order [N] that reads few shards at a time, see `windowed`."""
+        """A random order [N] from `windowed`, which reads few shards at a time."""
         return windowed(self.numbers.bincount(minlength=len(self.shards)).tolist())
 
 
 def is_shards(root: Path) -> bool:
-    """True if a folder has training shards."""
+    """True if the folder has training shards."""
     return (root / "train").is_dir() and any((root / "train").glob("*.tar"))
 
 
 def scan_shards(
     root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None
 ) -> ImageFiles:
-    """Indexes the images of one split. Collective: the ranks share the reading.
+    """Indexes the images of one split. Collective: each rank reads some of the shards.
 
     Args:
         root: holds `train/` and `val/` with shards, and `classes.txt`; without it the class names are the numbers.
         split: "train" or "val".
-        classes: names that the model knows; None accepts those of the file.
-        world: processes that share the reading.
+        classes: class names of the model; None accepts those of the file.
+        world: processes among which the shards are divided.
 
     Raises:
         ValueError: there are no shards, a shard is damaged, an image has no class number, or the classes differ.
@@ -131,7 +131,7 @@ def pack(root: Path, out: Path, per_shard: PositiveInt = 1000, seed: NonNegative
         root: holds `train/<class>/` and `val/<class>/`.
         out: a new folder.
         per_shard: images per shard; the last has fewer.
-        seed: of the order.
+        seed: seed of the order.
 
     Raises:
         ValueError: `out` exists, webdataset is not installed, `root` is not an image folder, or `per_shard` is 0.

@@ -15,13 +15,13 @@ from ..ranges import FractionAbove0, ImageSide, NonNegativeInt, Probability, che
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
-# What Pillow raises on a file that is not an image or is damaged.
+# Exceptions that Pillow raises on a file that is not an image or is damaged.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Preprocessing from an image to model input. It is saved with the weights, so `predict` repeats it exactly.
+    """Preprocessing from an image to model input. It is saved with the weights, so `predict` applies the same.
 
     Attributes:
         size: (height, width) in pixels.
@@ -55,9 +55,9 @@ class Transform:
 
         Args:
             image: as `read_image` returns it.
-            seed: of a random crop, for training; None takes the centre crop without augmentation.
+            seed: seed of a random crop, for training; None takes the centre crop without augmentation.
             min_area: smallest fraction of the area in a random crop (Szegedy et al., arXiv:1409.4842, section 6).
-            flip: mirror half of the random crops.
+            flip: mirror each random crop with probability 1/2.
             policy: augmentation of a random crop, such as `rand_augment`.
 
         Returns:
@@ -120,7 +120,7 @@ def find_defect(path: Path, decode: bool = False) -> str | None:
 
     Args:
         path: the file.
-        decode: decode all pixels; False reads the header only, which finds empty and foreign files in about 0.1 ms.
+        decode: decode all pixels; False reads the header only, which detects empty and non-image files in about 0.1 ms.
     """
     try:
         if path.stat().st_size == 0:

@@ -1,4 +1,4 @@
-"""Processes that train one model: `World` describes this rank and its collectives, `process_group` starts the group.
+"""Distributed training: `World` is this rank with its collectives, `process_group` starts the process group.
 
 torchrun --nproc-per-node 8 train.py
 
@@ -31,9 +31,9 @@ class World:
     All ranks must make each collective call: the `all_*` methods, `broadcast`, `barrier` and `rescale_mean`.
 
     Attributes:
-        rank: of this process; rank 0 logs and writes.
+        rank: rank of this process; rank 0 logs and writes files.
         world_size: number of processes.
-        device: that this process computes on.
+        device: device of this process.
     """
 
     rank: NonNegativeInt = 0
@@ -69,14 +69,14 @@ class World:
     def rescale_mean(self, loss: Tensor, images: int) -> Tensor:
         """Rescales a local mean so that DDP/FSDP averaging gives the global mean.
 
-        DDP and FSDP average gradients over P ranks, of which rank p has seen B_p of the batch's B images. A mean over
-        images has the gradient of the whole batch, up to rounding and for any B_p, when it is scaled:
+        DDP and FSDP average gradients over P ranks; rank p computes the mean loss L_p of B_p of the batch's B images.
+        With this scaling the average is the gradient of the whole batch, up to rounding and for any B_p:
 
             ∇ L = 1/P Σ_p ∇ (P B_p / B · L_p)
 
         Args:
             loss: L_p, a scalar.
-            images: B_p, the number of images that it averages; 0 if this rank has none.
+            images: B_p; 0 if this rank has none.
         """
         if self.world_size == 1:
             return loss
@@ -85,9 +85,9 @@ class World:
 
     @contextmanager
     def rank_rng(self, key: int) -> Iterator[None]:
-        """Inside, random numbers are seeded by `key` and the rank; the global generator is restored afterwards.
+        """Seeds the global generator with `key` and the rank inside the `with`, and restores it afterwards.
 
-        So the generator that draws the data stays equal on all ranks, whatever the model draws.
+        This keeps the generator that draws the data equal on all ranks, however many numbers the model draws.
         """
         if self.world_size == 1:
             yield
@@ -123,11 +123,11 @@ def process_group(device: str = "auto") -> Iterator[World]:
     """Joins the process group that torchrun started, one process per GPU or any number on the CPU; destroys it at exit.
 
     Args:
-        device: "cuda", "cpu", or "auto", which means the GPUs if there are any.
+        device: "cuda", "cpu", or "auto": GPUs if there are any.
 
     Raises:
         ValueError: torchrun did not start this process, or there are fewer GPUs than processes on this machine.
-        OSError: another process has stopped.
+        OSError: another process terminated.
     """
     if missing := [name for name in TORCHRUN if name not in os.environ]:
         raise ValueError(f"several processes are started by torchrun, which sets {', '.join(missing)}; start with it")
@@ -145,7 +145,7 @@ def process_group(device: str = "auto") -> Iterator[World]:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world_size, **bound)
     try:
         yield World(rank, world_size, own)
-        dist.barrier()  # no rank leaves while another is still sending
+        dist.barrier()  # no rank exits while another is still sending
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise OSError("lost the other processes; the log of the first one that stopped has the cause") from error

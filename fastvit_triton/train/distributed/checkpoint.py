@@ -1,9 +1,9 @@
-"""Checkpoints of several processes, through `torch.distributed.checkpoint`: sharded, or gathered into one state dict.
+"""Distributed checkpoints with `torch.distributed.checkpoint`: sharded, or gathered into one state dict.
 
-A sharded checkpoint is a folder, `step-000000120/`: each rank writes the shards it holds, so time and memory do not
-grow with the number of ranks. Any number of ranks, also one, can read it. The folder is written under a temporary name,
-fsynced, listed with checksums in a manifest, and renamed: it is never incomplete. PyTorch stores the layout as a
-pickle: load only checkpoints that you trust.
+A sharded checkpoint is a folder, `step-000000120/`: each rank writes its own shards, so time and memory do not
+grow with the number of ranks. Any number of ranks, including one, can read it. The folder is written under a temporary
+name, fsynced, listed with checksums in a manifest, and renamed, so it is never incomplete. PyTorch stores the layout as
+a pickle: load only checkpoints that you trust.
 """
 
 import hashlib
@@ -47,12 +47,12 @@ def save_sharded(
 
     Args:
         folder: an existing folder on storage that all ranks share.
-        step: of the run; the highest one is the newest checkpoint.
+        step: step of the run; the checkpoint with the highest step is the newest.
         model: from `ddp`, `fsdp`, or a plain module.
         optimizer: over its parameters.
         world: from `process_group`.
-        extra: other state of the run: tensors, numbers, strings, in lists and dicts; rank 0's is written.
-        per_rank: state of each rank, such as its random generators.
+        extra: other state of the run: tensors, numbers and strings in lists and dicts; rank 0's value is written.
+        per_rank: this rank's own state, such as its random generators.
         keep: number of checkpoints to keep.
 
     Returns:
@@ -95,7 +95,7 @@ def save_sharded(
 
 
 def load_sharded(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> tuple[dict, object]:
-    """Loads a checkpoint, written by any number of ranks, into model and optimiser. Collective.
+    """Loads a checkpoint into model and optimiser. Collective; any number of ranks may have written the checkpoint.
 
     Args:
         path: from `newest_sharded`.
@@ -104,7 +104,7 @@ def load_sharded(path: Path, model: nn.Module, optimizer: Optimizer, world: Worl
         world: from `process_group`.
 
     Returns:
-        `extra`, and this rank's `per_rank`, which is None if another number of ranks wrote the checkpoint.
+        `extra`, and this rank's `per_rank`; the latter is None if a different number of ranks wrote the checkpoint.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
@@ -121,14 +121,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_sharded(folder: Path, world: World) -> tuple[Path | None, dict[Path, str]]:
-    """Finds the newest checkpoint whose checksums are correct. Collective: the ranks share the reading.
+    """Finds the newest checkpoint whose checksums are correct. Collective: each rank checks some of the files.
 
     Args:
         folder: as for `save_sharded`.
         world: from `process_group`.
 
     Returns:
-        Its path, or None; and the damage found in each newer checkpoint, one sentence per path.
+        Its path, or None; and for each newer checkpoint one sentence on what is damaged.
     """
     damaged: dict[Path, str] = {}
     for path in world.broadcast(checkpoints(folder)):
@@ -140,9 +140,9 @@ def newest_sharded(folder: Path, world: World) -> tuple[Path | None, dict[Path, 
 
 
 def full_state(model: nn.Module, optimizer: Optimizer) -> dict:
-    """Gathers {"model", "optimizer"} as an unwrapped model on one process would have them, in host memory. Collective.
+    """Gathers the state dicts {"model", "optimizer"} of the unwrapped model, in host memory. Collective.
 
-    Parameters have the unwrapped model's names and optimiser state is numbered, so both `load_state_dict` accept them.
+    Parameters have the unwrapped model's names and optimiser state is numbered, as `load_state_dict` expects.
 
     Returns:
         The complete state on rank 0; {} on other ranks.
@@ -153,7 +153,7 @@ def full_state(model: nn.Module, optimizer: Optimizer) -> dict:
 
 
 def load_full_state(state: dict, model: nn.Module, optimizer: Optimizer) -> None:
-    """The inverse of `full_state`: each rank takes its shards of a full state. Collective.
+    """The inverse of `full_state`: each rank loads its shards of a full state. Collective.
 
     Args:
         state: {"model", "optimizer"}, complete on every rank; `torch.load(mmap=True)` lets ranks share its memory.
@@ -172,7 +172,7 @@ def load_full_state(state: dict, model: nn.Module, optimizer: Optimizer) -> None
 
 
 def consolidate(path: Path) -> dict:
-    """Converts a sharded checkpoint to what `full_state` returns, in one process and without a model."""
+    """Converts a sharded checkpoint to the format of `full_state`, in one process and without a model."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with replacing(path / "whole.pt") as temporary:
@@ -201,7 +201,7 @@ def numbered(optimizer_state: dict) -> dict:
 
 @contextmanager
 def _no_process_group_warning() -> Iterator[None]:
-    """Silences PyTorch's warning that there is no process group, which is intended with one process."""
+    """Silences PyTorch's warning that there is no process group; with one process none is needed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -218,7 +218,7 @@ def _make_empty(folder: Path) -> str | None:
 
 
 def _publish(staging: Path, path: Path, digests: dict[str, list]) -> None:
-    """Writes the manifest and renames the folder; each is on disk before the next begins."""
+    """Writes the manifest, then renames the folder; each step is fsynced before the next."""
     with replacing(staging / MANIFEST) as temporary:
         temporary.write_text(json.dumps(digests))
     shutil.rmtree(path, ignore_errors=True)  # a damaged checkpoint of the same step
@@ -253,7 +253,7 @@ def _digest(file: Path) -> list:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of the cause; torch.distributed.checkpoint stores causes by rank."""
+    """The first line of an error's message; torch.distributed.checkpoint stores one error per rank."""
     if isinstance(error, CheckpointException):
         error = next((cause for cause, _ in error.failures.values()), error)
     return getattr(error, "strerror", None) or str(error).splitlines()[0]

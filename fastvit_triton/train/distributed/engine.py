@@ -21,10 +21,10 @@ ENGINES = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Engine:
-    """How a model is distributed. All methods are collective: every rank must call them.
+    """Gathers and loads the state of a distributed model. All methods are collective: every rank must call them.
 
     Attributes:
-        name: "ddp" or "fsdp"; None means one process, where nothing is gathered or scattered.
+        name: "ddp" or "fsdp"; None means one process, and methods gather and scatter nothing.
         unwrapped: on rank 0, a CPU copy of the model as it was before wrapping; gathered weights are loaded into it.
     """
 
@@ -68,11 +68,11 @@ class Engine:
 
 
 class Parallelized(NamedTuple):
-    """What `parallelize` returns.
+    """Result of `parallelize`.
 
     Attributes:
-        model: to call.
-        step: that trains it on all ranks.
+        model: the wrapped model.
+        step: the step that trains it on all ranks.
         engine: gathers and loads its state.
     """
 

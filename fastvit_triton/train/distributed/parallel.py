@@ -22,7 +22,7 @@ def ddp(model: nn.Module, world: World, find_unused_parameters: bool = False) ->
     Args:
         model: on `world.device`, with at least one trainable parameter.
         world: from `process_group`.
-        find_unused_parameters: set it if some parameters get no gradient in some steps.
+        find_unused_parameters: required if some parameters get no gradient in some steps.
     """
     devices = [world.device.index] if world.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(
@@ -37,16 +37,16 @@ def fsdp(
     blocks: Sequence[nn.Module] | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Shards weights, gradients and optimiser state over all ranks with FSDP2; a block is gathered while it computes.
+    """Shards weights, gradients and optimiser state over all ranks with FSDP2; a block is gathered when it runs.
 
-    `torch.distributed.fsdp.fully_shard`, in place, block by block (Zhao et al., arXiv:2304.11277; ZeRO stage 3,
+    Applies `torch.distributed.fsdp.fully_shard` in place, block by block (Zhao et al., arXiv:2304.11277; ZeRO stage 3,
     arXiv:1910.02054). Weights start as rank 0's. Create the optimiser afterwards: parameters are replaced. Call
     `block.compile(…)` before. Parameter names do not change; `train.distributed.checkpoint` saves the shards.
 
     Args:
         model: on `world.device`.
         world: from `process_group`.
-        blocks: modules to gather as a unit; None means `find_blocks(model)`.
+        blocks: modules, each gathered as a unit; None means `find_blocks(model)`.
         dtype: of the gathered weights and activations, such as torch.bfloat16, instead of autocast; parameters,
             gradient reduction and outputs stay float32.
 
@@ -76,7 +76,7 @@ def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
     """Enables or disables the averaging of gradients over ranks for the backward passes inside.
 
     Args:
-        model: from `ddp`, `fsdp`, or a plain module, for which nothing happens.
+        model: from `ddp` or `fsdp`; nothing happens for a plain module.
         enabled: False for all micro-batches of a step but the last.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel) and not enabled:
@@ -122,7 +122,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         if is_container and not name.startswith(prefixes):
             prefixes = (*prefixes, f"{name}.")
             found += module
-    # vit-pytorch nests lists: the inner list is never called, its entries are.
+    # vit-pytorch nests lists: only the entries of the inner list are called.
     found = [entry for block in found for entry in (block if isinstance(block, nn.ModuleList) else [block])]
     if not found:
         raise ValueError(f"the model has no list of blocks called {', '.join(CONTAINERS)}; give blocks=")

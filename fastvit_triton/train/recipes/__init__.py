@@ -27,11 +27,11 @@ class Recipe:
     """All settings of a training run except the data.
 
     Attributes:
-        source: where the numbers are stated; "" for our own.
-        reported: top-1 accuracy in % that the source reports, and of which model; "" if it reports none.
+        source: publication of the numbers; "" for our own.
+        reported: top-1 accuracy in % that the source reports, and its model; "" if it reports none.
         duration: training time that the source reports; "" if it reports none.
-        model: a name for `create_model`.
-        options: more arguments of `create_model`, such as dropout rates.
+        model: model name for `create_model`.
+        options: further arguments of `create_model`, such as dropout rates.
         img_size: image side in pixels.
         mean: per channel, of pixels in [0, 1], for normalising image files.
         std: per channel.
@@ -39,14 +39,14 @@ class Recipe:
         batch_size: images per step, over all processes.
         epochs: length of the run; None if `steps` is given.
         steps: length of the run; None if `epochs` is given. The last epoch is completed at the last step's rate.
-        warmup: time before the peak, in `warmup_unit`.
+        warmup: length of the warm-up, in `warmup_unit`.
         warmup_unit: "steps", "epochs", or "run": a fraction of the whole run in [0, 1).
         optimizer: "adamw", "sgd" (momentum 0.9) or "lamb".
         lr: peak learning rate at `batch_size`.
         lr_images: batch size for which the source states the rate; `override_recipe` then scales `lr` linearly with the
             batch size. None does not scale.
         weight_decay: see `parameter_groups`; in torch.optim.AdamW's convention.
-        betas: of AdamW and LAMB.
+        betas: β₁ and β₂ of AdamW and LAMB.
         layer_decay: see `parameter_groups`.
         schedule: "own" (`warmup_cosine`), "vit", "deit" or "mae", see schedule.py.
         decay: "cosine" or, for "vit", "linear".
@@ -57,20 +57,20 @@ class Recipe:
         pos_std: standard deviation of initial positions; None keeps the model's 0.02.
         label_smoothing: probability spread evenly over all classes.
         mixup: alpha of the Beta distribution; 0 is off.
-        cutmix: alpha; if both are on, each batch gets one of the two with probability 1/2.
-        mixtoken: alpha; excludes the other two.
+        cutmix: alpha, likewise; if both are on, each batch uses one of the two, chosen with probability 1/2.
+        mixtoken: alpha of MixToken; cannot be combined with the other two.
         drop_path_rate: stochastic-depth rate of the last block.
         drop_path_constant: use the same rate in every block.
         policy: augmentation: "timm" (rand-m9-mstd0.5-inc1), "three" (3-Augment), "randaug(2,m)" (big_vision) or "".
         erasing: probability of random erasing.
-        repeats: of each image in an epoch, by repeated augmentation; 1 is off.
+        repeats: copies of each image in repeated augmentation; 1 disables it.
         degrees: largest rotation (for the digits only, like the next three; see `random_affine`).
         zoom: largest relative change of size.
         shear: largest shear.
         shift: largest shift in pixels.
         min_area: smallest fraction of the area in a random crop (not for the digits, like the next).
-        flip: mirror half of the images.
-        ema_decay: of the moving average of the weights; None keeps none.
+        flip: mirror each image with probability 1/2.
+        ema_decay: decay of the moving average of the weights; None disables it.
         mask_ratio: fraction of the patches to hide, for self-supervised losses.
         norm_pixels: normalise the pixels of each target patch.
         decoder: arguments of `create_model` for a masked autoencoder's decoder.
@@ -159,11 +159,11 @@ def override_recipe(recipe: Recipe, **given: object) -> Recipe:
     """A copy of a recipe with some fields changed, and dependent values (warm-up, learning rate) rescaled.
 
     With another run length or batch size, the warm-up keeps its fraction of the published run on ImageNet; with another
-    batch size, a learning rate with `lr_images` scales linearly. Values that are given are not rescaled.
+    batch size, a learning rate with `lr_images` scales linearly. Values passed explicitly are not rescaled.
 
     Args:
-        recipe: to start from.
-        **given: fields of `Recipe`.
+        recipe: recipe to change.
+        **given: new values of fields of `Recipe`.
 
     Raises:
         ValueError: a value has the wrong type or is out of range.

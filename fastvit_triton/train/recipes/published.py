@@ -1,9 +1,9 @@
-"""The training recipes of the papers. None of them was run here.
+"""Training recipes from papers. None of them was run here.
 
     fastvit-triton train --recipe deit --data imagenet
 
-A recipe holds what its authors state for ImageNet or CIFAR-10, the accuracy they `reported` and the time it took;
-build.py turns it into the arguments of `fit`. Unit conversions:
+A recipe contains the settings that its authors state for ImageNet or CIFAR-10, the accuracy they `reported` and the
+training time; build.py converts it to the arguments of `fit`. Unit conversions:
 
     big_vision  decays weights by schedule · wd, not lr · wd, so AdamW's weight_decay is wd / lr (big_vision/optax.py)
     DeiT        lr is stated for 512 images: lr · batch / 512 (main.py); DeiT III does not scale (--unscale-lr)
