@@ -1,4 +1,4 @@
-"""See what the model sees: attention, tokens, positions, filters and costs, with the fused path on."""
+"""Visualises attention, tokens, positions, patch filters and costs of a ViT, without disabling its fused kernels."""
 
 from .costs import Cost, cost_table, image_cost
 from .maps import attention_distance, class_relevance, entropy, gradient_rollout, rollout

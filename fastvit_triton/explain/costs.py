@@ -1,4 +1,4 @@
-"""What an image size costs: tokens, arithmetic, and the N × N matrix that attention need not write.
+"""Cost by image size: tokens, FLOPs, and bytes of the N × N matrix that fused attention does not write.
 
 Computed from shapes; nothing is timed.
 """
@@ -10,16 +10,16 @@ SIDES = (224, 384, 512, 768, 1024)
 
 @dataclass(frozen=True)
 class Cost:
-    """One image through all blocks of a plain ViT.
+    """Cost of the forward pass of one image through all blocks of a plain ViT.
 
     Attributes:
-        label: what the row is.
+        label: label of the row.
         side: image side, pixels.
         tokens: N.
-        linear_flops: patch projection and all layers whose work grows with N; a multiply-add counts 2.
+        linear_flops: patch projection and all layers that are linear in N; a multiply-add counts as 2.
         attention_flops: q kᵀ and its product with v, which grow with N².
-        matrix_bytes: one layer's attention probabilities, where they are written out.
-        fused_bytes: the same layer's q, k, v, output and log-sum-exp, all that fused attention reads and writes.
+        matrix_bytes: size of one layer's attention probabilities.
+        fused_bytes: bytes that one layer's fused attention reads and writes: q, k, v, output and log-sum-exp.
     """
 
     label: str
@@ -56,12 +56,12 @@ def image_cost(
         head_dim: channels of a head.
         hidden: F, hidden channels of an MLP of two layers.
         channels: C of the image.
-        prefix: tokens that are no patches.
-        itemsize: bytes of a number; 2 is half precision.
-        label: of the row.
+        prefix: number of tokens other than patches.
+        itemsize: bytes per number; 2 is half precision.
+        label: label of the row.
 
     Raises:
-        ValueError: the patch does not divide the side.
+        ValueError: `side` is not a multiple of `patch`.
     """
     if side % patch:
         raise ValueError(f"side is {side}, not a multiple of the patch {patch}; use {side // patch * patch or patch}")
@@ -79,12 +79,12 @@ def image_cost(
 
 
 def cost_table(patch: int, sides: tuple[int, ...] = SIDES, **model: int) -> list[Cost]:
-    """Rows by image size, and last the sequence of single pixels: 224 × 224 gives 50,176 tokens.
+    """One row per image size, and a last row with one token per pixel: 224 × 224 gives 50,176 tokens.
 
     Args:
         patch: patch side, pixels.
         sides: image sides; each is rounded down to a multiple of the patch.
-        model: the rest of `image_cost`'s arguments.
+        model: the other arguments of `image_cost`.
     """
     sides = sorted({side // patch * patch for side in sides if side >= patch})
     rows = [image_cost(side, patch, label=f"{side} px, patch {patch}", **model) for side in sides]

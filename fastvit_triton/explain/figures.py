@@ -1,4 +1,4 @@
-"""The drawings. Each takes numbers and gives one matplotlib page; the numbers come from the other files here."""
+"""Plots of the report. Each function returns one matplotlib figure; the other modules here compute the data."""
 
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ GREEN = "#2f9e6e"
 
 
 def mosaic(tiles: Tensor) -> np.ndarray:
-    """Tiles [R, C, h, w] or [R, C, h, w, 3] side by side with a gap of NaN between them."""
-    repeat = -(-24 // max(tiles.shape[2:4]))  # gaps stay narrow beside tiles of a few pixels
+    """Arranges tiles [R, C, h, w] or [R, C, h, w, 3] in a grid, separated by NaN pixels."""
+    repeat = -(-24 // max(tiles.shape[2:4]))  # enlarges tiles of a few pixels, so that gaps look narrow
     tiles = tiles.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
     gap = max(1, round(max(tiles.shape[2:4]) / 12))
     tail = (0, 0) * (tiles.dim() - 4)
@@ -32,7 +32,7 @@ def mosaic(tiles: Tensor) -> np.ndarray:
 
 
 def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...], most: int = 5) -> "Figure":
-    """The picture [C, H, W] and the most likely classes of chances [K], in %."""
+    """Plots an image [C, H, W] beside its most likely classes, from probabilities [K]."""
     page = figure(WIDTH, 2.7)
     left, right = page.subplots(1, 2, width_ratios=(1, 2))
     _picture(left, picture)
@@ -50,7 +50,7 @@ def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...],
 
 
 def draw_attention(maps: Tensor, labels: list[str]) -> "Figure":
-    """Maps [layers, H, h, w] as a mosaic, a row for each layer, a column for each head; each from 0 to its largest."""
+    """Plots maps [layers, H, h, w] as a grid of layers by heads; each map is scaled by its maximum."""
     H = maps.shape[1]
     tiles = mosaic(maps / maps.amax((-1, -2), keepdim=True).clamp_min(1e-30))
     width = min(WIDTH, 1 + 1.1 * H)
@@ -64,7 +64,7 @@ def draw_attention(maps: Tensor, labels: list[str]) -> "Figure":
 
 
 def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
-    """The picture [C, H, W] under each heat [h, w], which is stretched over it; by title."""
+    """Plots an image [C, H, W] with each heat map [h, w] overlaid; keys of `heats` are titles."""
     columns = min(3, len(heats) + 1)
     rows = -(-(len(heats) + 1) // columns)
     page = figure(WIDTH, rows * (WIDTH / columns * picture.shape[1] / picture.shape[2] + 0.2))
@@ -83,7 +83,11 @@ def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
 
 
 def draw_layers(panels: dict[str, tuple[Tensor, str]]) -> "Figure":
-    """Values [layers, heads] of each title, one dot a head, with their unit; a line through the means."""
+    """Scatter plots of values per layer and head, with a line through each layer's mean.
+
+    Args:
+        panels: title → (values [layers, heads], unit).
+    """
     page = figure(WIDTH, 3.2)
     for axes, (title, (values, unit)) in zip(
         page.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True
@@ -97,7 +101,7 @@ def draw_layers(panels: dict[str, tuple[Tensor, str]]) -> "Figure":
 
 
 def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[float]) -> "Figure":
-    """The picture, the length of each patch token [h, w], and its colour by principal components [h, w, 3]."""
+    """Plots an image, the norms of its patch tokens [h, w], and their first principal components as RGB [h, w, 3]."""
     page = figure(WIDTH, WIDTH / 3 * picture.shape[1] / picture.shape[2] + 0.9)
     first, second, third = page.subplots(1, 3)
     _picture(first, picture)
@@ -115,7 +119,7 @@ def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[fl
 
 
 def draw_positions(similarity: Tensor) -> "Figure":
-    """Cosines [h, w, h, w] as a grid of grids: ViT's figure 7, centre."""
+    """Plots cosine similarities [h, w, h, w] as an h × w grid of tiles (ViT, figure 7 centre)."""
     h, w = similarity.shape[:2]
     tiles = mosaic(similarity)
     page = figure(6.4, 0.4 + 5.6 * tiles.shape[0] / tiles.shape[1])
@@ -129,7 +133,7 @@ def draw_positions(similarity: Tensor) -> "Figure":
 
 
 def draw_bands(bands: Tensor) -> "Figure":
-    """Radians per patch [pairs, 2] of each rotary channel pair, downwards and to the right."""
+    """Plots the rotation per patch of each rotary channel pair, vertical and horizontal, in radians [pairs, 2]."""
     page = figure(WIDTH, 3.2)
     axes = page.subplots()
     at = range(1, len(bands) + 1)
@@ -141,7 +145,7 @@ def draw_bands(bands: Tensor) -> "Figure":
 
 
 def draw_filters(components: Tensor) -> "Figure":
-    """Patch filters [K, C, P, P] in [0, 1], seven in a row."""
+    """Plots patch filters [K, C, P, P] in [0, 1], seven per row."""
     K, C = components.shape[:2]
     colour = components.expand(-1, 3, -1, -1) if C == 1 else components[:, :3]
     columns = min(7, K)
@@ -157,7 +161,7 @@ def draw_filters(components: Tensor) -> "Figure":
 
 
 def draw_similarity(values: list[float]) -> "Figure":
-    """Mean cosine between tokens before the first block and after each."""
+    """Plots the mean cosine similarity of tokens before the first block and after each block."""
     page = figure(WIDTH, 2.8)
     axes = page.subplots()
     axes.plot(range(len(values)), values, "o-", color=BLUE, lw=2, ms=5)
@@ -167,7 +171,7 @@ def draw_similarity(values: list[float]) -> "Figure":
 
 
 def draw_cost(rows: list[Cost]) -> "Figure":
-    """Arithmetic by image size, split into what grows with N and with N²; on a logarithmic scale."""
+    """Bar chart of FLOPs by image size, split into parts linear and quadratic in N, on a logarithmic scale."""
     page = figure(WIDTH, 0.9 + 0.42 * len(rows))
     axes = page.subplots()
     y = np.arange(len(rows))[::-1]
@@ -186,7 +190,7 @@ def draw_cost(rows: list[Cost]) -> "Figure":
 
 
 def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
-    """Test images by class [K, K]: right class downwards, answer to the right."""
+    """Plots a confusion matrix [K, K]; rows are true classes, columns predictions."""
     K = len(classes)
     page = figure(6.4, 5.8)
     axes = page.subplots()
@@ -206,7 +210,7 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
 
 
 def draw_published() -> "Figure":
-    """The ViT paper's tables 2, 5 and 6, marked as published."""
+    """Plots tables 2, 5 and 6 of the ViT paper, labelled as published."""
     page = figure(WIDTH, 7.2)
     places = page.add_gridspec(2, 2, height_ratios=(1, 1.5), hspace=0.06)
     top, left, right = (page.add_subplot(place) for place in (places[0, :], places[1, 0], places[1, 1]))
@@ -242,13 +246,13 @@ def draw_published() -> "Figure":
 
 
 def _picture(axes: "Axes", picture: Tensor) -> None:
-    """A picture [C, H, W] in [0, 1]."""
+    """Draws an image [C, H, W] in [0, 1]."""
     axes.imshow(picture.movedim(0, -1).squeeze(-1).cpu().numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axes.axis("off")
 
 
 def _label(axes: "Axes", shape: tuple[int, ...], columns: list[str], rows: list[str]) -> None:
-    """Names of a mosaic's columns and rows."""
+    """Labels the columns and rows of a mosaic."""
     for names, size, put in ((columns, shape[1], axes.set_xticks), (rows, shape[0], axes.set_yticks)):
         step = -(-len(names) // 16)
         put([(i + 0.5) * size / len(names) - 0.5 for i in range(0, len(names), step)], names[::step], color=INK)

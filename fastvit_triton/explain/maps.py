@@ -1,4 +1,4 @@
-"""What attention maps say together: rollout, gradient-weighted rollout, entropy, mean attention distance.
+"""Statistics of attention maps: rollout, gradient-weighted rollout, entropy, mean attention distance.
 
 Sources   Abnar & Zuidema, Quantifying attention flow, arXiv:2005.00928, section 3; ViT, arXiv:2010.11929, figure 6 and
           appendix D.8 (rollout), figure 7 right and appendix D.7 (distance); Chefer et al., arXiv:2103.15679,
@@ -16,12 +16,12 @@ FUSE = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
 
 
 def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -> Tensor:
-    """How much of each input token reaches each output token: the product over layers of (A + I) / 2.
+    """Attention rollout: contribution of input tokens to output tokens, the product over layers of (A + I) / 2.
 
     Args:
-        maps: [B, H, N, N] of each layer, first layer first; a generator keeps one at a time in memory.
-        heads: "mean", "max" or "min" over heads; rows are normalised again.
-        discard: this part of each image's entries, the smallest ones, is set to 0 in each layer, in [0, 1).
+        maps: attention map [B, H, N, N] of each layer, first layer first; pass a generator to hold one at a time.
+        heads: reduction over heads, "mean", "max" or "min"; rows are renormalised.
+        discard: fraction, in [0, 1), of each image's entries to set to 0 in each layer, smallest first.
 
     Returns:
         [B, N, N]; rows sum to 1.
@@ -42,7 +42,7 @@ def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -
             fused = flat.scatter(1, smallest, 0.0).view_as(fused)
         fused = fused / fused.sum(-1, keepdim=True).clamp_min(torch.finfo(fused.dtype).tiny)
         step = fused + torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
-        step = step / step.sum(-1, keepdim=True)  # a row whose keys are all discarded keeps its own token
+        step = step / step.sum(-1, keepdim=True)  # a row with all keys discarded becomes the identity
         total = _then(total, step, step)
     if total is None:
         raise ValueError("maps is empty; give the map of at least one layer")
@@ -50,11 +50,11 @@ def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -
 
 
 def gradient_rollout(maps: Iterable[Tensor], grads: Iterable[Tensor]) -> Tensor:
-    """Relevance of each input token for one output: R ← R + Ā R with Ā the mean over heads of (A ∘ dA)⁺, R₀ = I.
+    """Relevance of each input token for one output: R ← R + Ā R, Ā = mean over heads of (A ∘ dA)⁺, R₀ = I.
 
     Args:
-        maps: [B, H, N, N] of each layer, first layer first.
-        grads: of the output with respect to each map, same shapes.
+        maps: attention map [B, H, N, N] of each layer, first layer first.
+        grads: gradient of the output with respect to each map, same shapes.
 
     Returns:
         [B, N, N]; the class token's row is the relevance of every token for the class.
@@ -72,7 +72,7 @@ def gradient_rollout(maps: Iterable[Tensor], grads: Iterable[Tensor]) -> Tensor:
 
 
 def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> Tensor:
-    """`gradient_rollout` of a model's logits. Forward and backward are the model's own; parameters get no gradient.
+    """`gradient_rollout` for a logit of the model, from one forward and backward pass; parameters get no gradient.
 
     Args:
         model: from images to logits [B, K], or to an object with `logits`.
@@ -83,7 +83,7 @@ def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = N
         [B, N, N].
 
     Raises:
-        ValueError: the model gives no logits, or no attention could be read.
+        ValueError: the model returns no logits, or no attention could be recorded.
     """
     images = images.detach().clone().requires_grad_()
     with torch.enable_grad(), capture(model, gradients=True) as seen:
@@ -95,10 +95,10 @@ def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = N
 
 
 def logits_of(output: object) -> Tensor:
-    """Logits [B, K] of what a model returns: a tensor, or an object with `logits`.
+    """Logits [B, K] in a model's output, which is a tensor or an object with `logits`.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the output has no logits.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() != 2:
@@ -107,10 +107,10 @@ def logits_of(output: object) -> Tensor:
 
 
 def entropy(blocks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Mean over queries of −Σ A ln A, in nats: 0 looks at one token, ln N at all alike.
+    """Attention entropy: mean over queries of −Σ A ln A, in nats; 0 for one-hot attention, ln N for uniform.
 
     Args:
-        blocks: (queries [M], rows [B, H, M, N]) that cover every query once, as `AttentionLayer.blocks` yields.
+        blocks: (queries [M], rows [B, H, M, N]) that cover every query once, from `AttentionLayer.blocks`.
 
     Returns:
         [B, H].
@@ -122,13 +122,13 @@ def entropy(blocks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 def attention_distance(
     blocks: Iterable[tuple[Tensor, Tensor]], grid: tuple[int, int], patch: tuple[float, float]
 ) -> Tensor:
-    """Mean distance between a query patch and what it looks at, Σⱼ Aᵢⱼ ‖pᵢ − pⱼ‖ over patches j, in pixels.
+    """Mean attention distance of query patches i, Σⱼ Aᵢⱼ ‖pᵢ − pⱼ‖ over patches j, in pixels.
 
-    Leading tokens without a place in the image (class token, registers) are left out as queries and as keys, and the
-    rest of each row is normalised again.
+    Prefix tokens (class token, registers), which have no position in the image, are excluded as queries and as keys,
+    and rows are renormalised.
 
     Args:
-        blocks: (queries [M], rows [B, H, M, N]) that cover every query once, as `AttentionLayer.blocks` yields.
+        blocks: (queries [M], rows [B, H, M, N]) that cover every query once, from `AttentionLayer.blocks`.
         grid: patches per column and per row; the last h·w tokens are patches.
         patch: (height, width) of a patch, pixels.
 
@@ -136,7 +136,7 @@ def attention_distance(
         [B, H], mean over queries.
 
     Raises:
-        ValueError: fewer tokens than patches.
+        ValueError: there are fewer tokens than patches.
     """
     total, count = 0.0, grid[0] * grid[1]
     for queries, rows in blocks:
@@ -155,7 +155,7 @@ def attention_distance(
 
 
 def _then(total: Tensor | None, first: Tensor, step: Tensor, add: bool = False) -> Tensor:
-    """step · total, plus total where asked; `first` where there is no total yet."""
+    """step · total, plus total if `add`; `first` if total is None."""
     if total is None:
         return first
     if total.shape != step.shape:

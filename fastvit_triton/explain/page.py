@@ -1,4 +1,4 @@
-"""The report as files: each figure as a PNG, and one HTML page that holds them all and needs nothing else."""
+"""Writes a report: each figure as a PNG, and one self-contained HTML page with all figures."""
 
 import base64
 from collections.abc import Iterable
@@ -19,12 +19,12 @@ class Panel:
     """One figure of the report.
 
     Attributes:
-        name: of its PNG.
-        title: above it.
-        reading: one sentence on how to read it.
-        alt: what a person who cannot see it should know.
-        figure: the drawing.
-        table: rows of text below it, the first a header.
+        name: file name of the PNG, without suffix.
+        title: heading above the figure.
+        reading: one sentence on how to read the figure.
+        alt: alternative text for screen readers.
+        figure: the matplotlib figure.
+        table: rows of the table below the figure; the first is the header.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Panel:
 
 
 def write_report(panels: Iterable[Panel], out: Path, title: str) -> Path:
-    """Writes each panel as a PNG, and `report.html` with all of them inside; returns the page's path.
+    """Writes each panel as a PNG and all of them to `report.html`; returns the path of the page.
 
     Args:
-        panels: drawn one at a time.
-        out: a folder; made if it is not there.
-        title: of the page.
+        panels: figures of the report; a generator keeps one at a time in memory.
+        out: a folder; created if it does not exist.
+        title: title of the page.
     """
     out.mkdir(parents=True, exist_ok=True)
     sections = []

@@ -1,8 +1,8 @@
-"""Published numbers of the ViT paper (Dosovitskiy et al., arXiv:2010.11929), for redraws. None was measured here."""
+"""Published numbers of the ViT paper (Dosovitskiy et al., arXiv:2010.11929), for plots. None was measured here."""
 
 SOURCE = "published: Dosovitskiy et al., arXiv:2010.11929"
 
-# Table 2: accuracy in %, means over three fine-tuning runs; None where the paper gives none.
+# Table 2: accuracy in %, means over three fine-tuning runs; None where the paper reports none.
 TASKS = ("ImageNet", "ReaL", "CIFAR-10", "CIFAR-100", "Pets", "Flowers", "VTAB")
 TABLE_2 = {
     "ViT-H/14, JFT": (88.55, 90.72, 99.50, 94.55, 97.56, 99.68, 77.63),
@@ -20,7 +20,7 @@ TABLE_5 = {
     "JFT-300M": (84.15, 80.73, 87.12, 84.37, 88.04),
 }
 
-# Table 6: pre-training in exaFLOPs; where a model was trained for two lengths, epochs stand behind it.
+# Table 6: pre-training compute in exaFLOPs; models with two training lengths are named with the number of epochs.
 TABLE_6 = {
     "ViT": {"B/32": 55, "L/32": 196, "B/16": 224, "L/16, 7": 783, "L/16, 14": 1567, "H/14": 4262},
     "hybrid": {

@@ -1,10 +1,10 @@
-"""What every attention of a model reads, watched while the fused path runs.
+"""Records the inputs of a model's attention layers, with hooks, and recomputes attention maps from them.
 
 Math      q, k, v = the layer's own projections, norms and rotations of its captured input      (1)
           L = ln Σₙ exp(scale · q kᵀ + bias)    [B, H, N], one `attention(..., return_lse=True)`  (2)
-          A[m] = exp(scale · q[m] kᵀ + bias[m] − L[m])    any rows m, without the others         (3)
-          dA = dO vᵀ with dO = dY pulled back through the output projection                      (4)
-So a map costs one more attention, and the model's own forward and backward never form an N × N matrix.
+          A[m] = exp(scale · q[m] kᵀ + bias[m] − L[m])    for any subset of rows m               (3)
+          dA = dO vᵀ, with dO the gradient of the output projection's input                      (4)
+A map costs one more attention call; the model's own forward and backward pass never form an N × N matrix.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,15 +32,15 @@ ROWS = 256  # queries that `blocks` yields at a time
 
 @dataclass(eq=False)
 class AttentionLayer:
-    """One attention's input, and every map that follows from it.
+    """Recorded input of one attention layer, and the attention maps computed from it.
 
     Attributes:
         path: the module's name in the model.
-        x: what it read, [B, N, D].
-        parts: its projections and numbers.
-        norm: norm between x and the projections; None where x is normed already, or the layer has none.
-        position: module that turns queries into a bias, of our own models.
-        output_grad: gradient of what it returned, [B, N, D]; there after a backward pass with `gradients=True`.
+        x: input of the layer, [B, N, D].
+        parts: its projections and settings.
+        norm: norm between x and the projections; None if x is already normalised, or the layer has no norm.
+        position: module that computes a bias from queries (our models only).
+        output_grad: gradient of the layer's output, [B, N, D]; set by a backward pass with `gradients=True`.
     """
 
     path: str
@@ -53,7 +53,7 @@ class AttentionLayer:
     @cached_property
     @torch.no_grad()
     def qkv(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """(1): q and k as the scores take them and v, [B, H, N, d] each, and the bias [G, H, N, N] or None."""
+        """(1): q and k after norms and rotations, and v, [B, H, N, d] each; and the bias [G, H, N, N] or None."""
         parts = self.parts
         norm = self.norm if parts.first is None else parts.first
         x, folded = fold_or_normalize(self.x, norm, parts.projections)
@@ -70,19 +70,19 @@ class AttentionLayer:
     @cached_property
     @torch.no_grad()
     def attended(self) -> tuple[Tensor, Tensor]:
-        """(2): the heads' outputs [B, H, N, d], and L [B, H, N], fp32."""
+        """(2): outputs of the heads [B, H, N, d], and L [B, H, N] in fp32."""
         q, k, v, bias = self.qkv
         return attention(q, k, v, bias, self.parts.scale, return_lse=True)
 
     @torch.no_grad()
     def rows(self, queries: Tensor | slice | int) -> Tensor:
-        """(3): attention of these queries to all tokens.
+        """(3): attention probabilities of some queries over all tokens.
 
         Args:
-            queries: token numbers, class token first where there is one.
+            queries: token indices; the class token, if any, is 0.
 
         Returns:
-            [B, H, M, N], fp32 (or fp64); rows sum to 1, or to 0 where every key is masked.
+            [B, H, M, N], fp32 (or fp64); rows sum to 1, or to 0 if every key is masked.
         """
         queries = slice(queries, queries + 1 or None) if isinstance(queries, int) else queries
         q, k, _, bias = self.qkv
@@ -96,19 +96,19 @@ class AttentionLayer:
         return (scores - lse).exp().masked_fill(lse == -torch.inf, 0.0)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All rows, a few at a time: (queries [M], rows [B, H, M, N])."""
+        """All rows in chunks of at most `ROWS` queries: (queries [M], rows [B, H, M, N])."""
         for queries in torch.arange(self.x.shape[1], device=self.x.device).split(ROWS):
             yield queries, self.rows(queries)
 
     def map(self) -> Tensor:
-        """The whole matrix, [B, H, N, N]."""
+        """The whole attention map, [B, H, N, N]."""
         return self.rows(slice(None))
 
     def map_grad(self) -> Tensor:
         """(4): gradient of the attention probabilities, [B, H, N, N].
 
         Raises:
-            ValueError: no gradient has come by.
+            ValueError: no backward pass recorded `output_grad`.
         """
         if self.output_grad is None:
             raise ValueError(f"{self.path} saw no gradient; capture with gradients=True and run a backward pass inside")
@@ -124,12 +124,12 @@ class AttentionLayer:
 
 @dataclass
 class Recording:
-    """What one forward pass showed; a second pass replaces it.
+    """Recording of one forward pass; a second pass overwrites it.
 
     Attributes:
         layers: attention layers in the order of their calls.
-        stream: tokens [B, N, D] before the first block and after each, as far as blocks are modules of their own.
-        left: attention that could not be read, by path, and why.
+        stream: tokens [B, N, D] before the first block and after each block, for blocks that are modules.
+        left: reason by path, for attention layers that could not be recorded.
     """
 
     found: dict[str, AttentionLayer] = field(default_factory=dict)
@@ -148,21 +148,21 @@ class Recording:
 
 @contextmanager
 def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
-    """Records what each attention reads while the model runs inside the `with`, in the same thread.
+    """Records the input of each attention layer while the model runs inside the `with`, in the same thread.
 
-    Knows our models, and timm, transformers, torchvision, vit-pytorch and torch.nn attention, optimised or not. The
-    fused path stays on: our blocks stay fused and are watched from outside, a foreign block calls its attention, which
-    runs fused. Outputs are the model's, up to rounding where a seam is called in two parts. No hook is left behind.
+    Supports our models, and timm, transformers, torchvision, vit-pytorch and torch.nn attention, optimised or not.
+    Kernels stay enabled: our blocks stay fused; blocks of other libraries call their attention, which runs fused.
+    Outputs differ at most by rounding, where a fused call is split in two. All hooks are removed at the end.
 
     Args:
-        model: in the mode it should run in; attention dropout hides the map of a layer.
-        gradients: also record the gradient of what each attention returns, for `AttentionLayer.map_grad`.
+        model: in training or evaluation mode; layers with active attention dropout are not recorded.
+        gradients: also record the gradient of each attention layer's output, for `AttentionLayer.map_grad`.
 
     Yields:
         Recording: filled by the forward pass.
 
     Raises:
-        ValueError: the model ran inside, and no attention could be read.
+        ValueError: no attention layer was recorded.
     """
     recording, handles, watched = Recording(), [], set()
     parents = dict(model.named_modules())
@@ -198,14 +198,14 @@ def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
 
 
 def _reader(module: nn.Module) -> Callable[..., tuple[Tensor, AttentionParts, nn.Module | None] | str | None] | None:
-    """Of an attention: a function from its call to (x, parts, position), a reason, or None where it looks elsewhere."""
+    """A function from an attention layer's arguments to (x, parts, position) or a reason; None for other modules."""
     if type(module) is layers.Attention:
         return partial(_own, module)
     if type_name(module) == MULTIHEAD:
         return partial(_multihead, module)
     forward = forward_for(module)
     read = forward.read if isinstance(forward, Forward) else None
-    if read is None or AttentionParts not in get_args(get_type_hints(read)["return"]):  # of an MLP
+    if read is None or AttentionParts not in get_args(get_type_hints(read)["return"]):  # an MLP's
         return None
     return partial(_foreign, module, read)
 
@@ -239,7 +239,7 @@ def _multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ):
-    if query.shape != key.shape or query.data_ptr() != key.data_ptr():  # one sequence looks at another
+    if query.shape != key.shape or query.data_ptr() != key.data_ptr():  # cross-attention
         return None
     if query.dim() != 3 or query.is_nested or (is_causal and attn_mask is None):
         return "unbatched, nested, or causal without a mask"
@@ -248,7 +248,7 @@ def _multihead(
 
 
 def _here(record: Callable[..., None]) -> Callable[..., None]:
-    """The hook for calls in this thread alone; another may run the model while a hook is half registered."""
+    """Wraps a hook so that it ignores other threads, which may call the model while hooks are being registered."""
     thread = get_ident()
     return lambda *call: record(*call) if get_ident() == thread else None
 
@@ -263,10 +263,10 @@ def _enter(
     inputs: tuple,
     named: dict,
 ) -> None:
-    """Before an attention's call: keeps its input."""
+    """Forward pre-hook of an attention layer: stores its input."""
     found = read(*inputs, **named)
     if found is not None:
-        recording.found.pop(path, None)  # a later call takes its place, in the order of calls
+        recording.found.pop(path, None)  # a repeated call moves to the end of the call order
     if isinstance(found, str):
         recording.left[path] = found
     elif found is not None:
@@ -275,7 +275,7 @@ def _enter(
 
 
 def _leave(recording: Recording, path: str, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
-    """After an attention's call: will keep the gradient of what it returned."""
+    """Forward hook of an attention layer: registers a hook that stores the gradient of its output."""
     y, layer = output[0] if isinstance(output, tuple) else output, recording.found.get(path)
     if layer is not None and y.requires_grad:
         turned = isinstance(module, nn.MultiheadAttention) and not module.batch_first
@@ -283,7 +283,7 @@ def _leave(recording: Recording, path: str, module: nn.Module, inputs: tuple, ou
 
 
 def _after(recording: Recording, path: str, module: nn.Module, inputs: tuple, named: dict, output: object) -> None:
-    """After a block's call: keeps the tokens on both sides."""
+    """Forward hook of a block: stores its input and output tokens."""
     x = inputs[0] if inputs else next((v for v in named.values() if isinstance(v, Tensor)), None)
     y = output[0] if isinstance(output, tuple) else output
     recording.blocks.pop(path, None)
@@ -292,7 +292,7 @@ def _after(recording: Recording, path: str, module: nn.Module, inputs: tuple, na
 
 
 def _block(path: str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module | None]:
-    """The nearest module around an attention that is called itself."""
+    """Path and module of the nearest ancestor of an attention layer that is not a ModuleList."""
     while path:
         path = path.rpartition(".")[0]
         if type(modules[path]) is not nn.ModuleList:

@@ -1,4 +1,4 @@
-"""Which figures a report holds, and the sentence on how to read each."""
+"""The figures of a report, each with a sentence on how to read it."""
 
 from collections.abc import Iterator
 
@@ -23,18 +23,18 @@ def explain(
     classes: tuple[str, ...] | None = None,
     query: int | None = None,
 ) -> Iterator[Panel]:
-    """All that one forward pass, and one backward pass where there are logits, shows of these images and this model.
+    """Yields the figures for a model and some images, from a forward pass and, with logits, a backward pass.
 
     Args:
         model: in eval mode, on the device of the images.
         images: [B, C, H, W], normalised.
-        pictures: the same for the eye, [B, C, H, W] in [0, 1].
-        names: of the images.
+        pictures: the same images for display, [B, C, H, W] in [0, 1].
+        names: names of the images.
         classes: names of the logits; None numbers them.
-        query: whose attention to show: a token number; None takes the class token, or where there is none all patches.
+        query: index of the token whose attention to show; None means the class token or, without one, all patches.
 
     Raises:
-        ValueError: no attention could be read, its layers differ in tokens, or there is no such query.
+        ValueError: no attention could be recorded, layers differ in number of tokens, or `query` is out of range.
     """
     with torch.no_grad(), capture(model) as seen:
         output = model(images)
@@ -104,7 +104,7 @@ def explain(
 
 
 def _layers(seen: Recording, where: tokens.Geometry, count: int) -> Iterator[Panel]:
-    """Panels by depth."""
+    """Yields the panels of values per layer."""
     far = torch.stack([attention_distance(x.blocks(), where.grid, where.patch).mean(0) for x in seen.layers])
     spread = torch.stack([entropy(x.blocks()).mean(0) for x in seen.layers])
     over = f"over {count} image{'s' if count > 1 else ''}"
@@ -128,7 +128,7 @@ def _layers(seen: Recording, where: tokens.Geometry, count: int) -> Iterator[Pan
 
 
 def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Tensor) -> Iterator[Panel]:
-    """Panels of the weights alone."""
+    """Yields the panels that depend on weights and image size only."""
     table = tokens.position_table(model, where)
     if table is not None:
         yield Panel(
@@ -164,7 +164,7 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
 
 
 def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, dim: int) -> Panel:
-    """The panel of image sizes."""
+    """The panel of cost by image size."""
     heads, head_dim = seen.layers[0].qkv[0].shape[1::2]
     shape = dict(dim=dim, depth=len(seen.layers), num_heads=heads, head_dim=head_dim, hidden=4 * dim)
     sides = tuple(sorted({images.shape[2], *((8, 16, 32, 64, 224) if images.shape[2] < 64 else (224, 384, 512, 1024))}))
@@ -181,11 +181,11 @@ def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, d
 
 
 def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[str, ...]) -> Iterator[Panel]:
-    """Training curves and the confusion matrix of a run, as far as they are there. Raises nothing.
+    """Yields the training curves and the confusion matrix of a run; skips those without data.
 
     Args:
         history: rows of the log.
-        score: of the test images.
+        score: score on the test images.
         classes: names of the classes.
     """
     if history:
@@ -210,7 +210,7 @@ def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[
 
 
 def published_tables() -> Panel:
-    """The ViT paper's tables 2, 5 and 6, drawn anew."""
+    """The panel with plots of tables 2, 5 and 6 of the ViT paper."""
     return Panel(
         "published",
         "What the paper reports",
@@ -242,13 +242,13 @@ def _bytes(count: int) -> str:
 
 
 def _query(layer: AttentionLayer, query: int | None) -> Tensor:
-    """Attention [B, H, N] of one query, or the mean over all."""
+    """Attention [B, H, N] of one query; None means the mean over all queries."""
     if query is not None:
         return layer.rows(query)[:, :, 0]
     return sum(rows.sum(2) for _, rows in layer.blocks()) / layer.x.shape[1]
 
 
 def _heat(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:
-    """What of [N, N] reaches the query, over the image [h, w]."""
+    """Heat map [h, w]: the query's row of a rollout [N, N], or the mean over rows, without prefix tokens."""
     row = flow.mean(0) if query is None else flow[query]
     return row[where.prefix :].view(where.grid)

@@ -1,4 +1,4 @@
-"""What tokens, positions and patch filters show: principal components, norms, similarity, frequency bands.
+"""Statistics of tokens, positions and patch filters: principal components, similarity, frequency bands.
 
 Sources   ViT, arXiv:2010.11929, figure 7 left and centre; Oquab et al., DINOv2, arXiv:2304.07193, figure 1 (colours);
           Darcet et al., Vision transformers need registers, arXiv:2309.16588 (norms); Zhou et al., DeepViT,
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Geometry:
-    """How tokens lie in an image: `prefix` tokens first, then `grid` = (rows, columns) of patches.
+    """Layout of a token sequence: prefix tokens, then a grid of patches in row order.
 
     Attributes:
-        grid: patches per column and per row.
-        prefix: class token, registers and the like.
-        patch: (height, width) of a patch, pixels.
+        grid: (rows, columns) of patches.
+        prefix: number of prefix tokens, such as class token and registers.
+        patch: (height, width) of a patch in pixels.
     """
 
     grid: tuple[int, int]
@@ -28,17 +28,17 @@ class Geometry:
 
     @property
     def count(self) -> int:
-        """Patches."""
+        """Number of patches."""
         return self.grid[0] * self.grid[1]
 
 
 def geometry(model: nn.Module, images: Tensor, tokens: int) -> Geometry:
-    """Where the tokens of a model lie, read from its patch projection, or from the largest square among them.
+    """Token layout of a model, from its patch projection, else the largest square grid of at most `tokens` patches.
 
     Args:
         model: any ViT.
         images: [B, C, H, W].
-        tokens: N, as its attention sees them.
+        tokens: N, the sequence length in attention.
 
     Raises:
         ValueError: the image has more patches than there are tokens.
@@ -58,11 +58,11 @@ def geometry(model: nn.Module, images: Tensor, tokens: int) -> Geometry:
 
 
 def patch_filters(model: nn.Module, channels: int) -> Tensor | None:
-    """The patch projection as filters [D, C, P, P]; None where the model's first layer is no projection of patches.
+    """The patch projection as filters [D, C, P, P]; None if the model's first layer does not project patches.
 
     Args:
         model: any ViT.
-        channels: C of its images; a linear layer takes patches as (row, column, channel).
+        channels: C of its images; the inputs of a linear layer are in the order (row, column, channel).
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -77,18 +77,18 @@ def patch_filters(model: nn.Module, channels: int) -> Tensor | None:
 
 
 def principal_components(samples: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The directions in which samples differ most.
+    """Principal component analysis.
 
     Args:
         samples: [M, D].
-        count: directions to return, at most min(M, D).
+        count: number of components to return, at most min(M, D).
 
     Returns:
-        Directions [count, D], each of length 1 with its largest entry positive; the centred samples along them
-        [M, count]; and the part of the variance in each [count].
+        Unit directions [count, D], signed so that the entry of largest magnitude is positive; projections of the
+        centred samples [M, count]; and explained variance ratios [count].
 
     Raises:
-        ValueError: `samples` is no matrix, or `count` does not fit it.
+        ValueError: `samples` is not a matrix, or `count` is out of range.
     """
     if samples.dim() != 2 or not 1 <= count <= min(samples.shape):
         raise ValueError(f"count is {count}; samples of shape {list(samples.shape)} have 1 to {min(samples.shape)}")
@@ -103,11 +103,11 @@ def principal_components(samples: Tensor, count: int) -> tuple[Tensor, Tensor, T
 
 
 def filter_components(filters: Tensor, count: int = 28) -> Tensor:
-    """The first principal components of the patch filters as images, each stretched to [0, 1].
+    """The first principal components of the patch filters as images, each rescaled to [0, 1].
 
     Args:
         filters: [D, C, P, P].
-        count: at most; there are no more than C·P·P.
+        count: largest number of components; at most min(D, C·P·P) exist.
 
     Returns:
         [count or fewer, C, P, P].
@@ -118,14 +118,14 @@ def filter_components(filters: Tensor, count: int = 28) -> Tensor:
 
 
 def feature_colours(tokens: Tensor, where: Geometry) -> Tensor:
-    """Patch tokens as colours: their first three principal components over all images together, as DINO shows them.
+    """Patch tokens as RGB: their first three principal components over all images together, as in DINOv2.
 
     Args:
         tokens: [B, N, D].
-        where: how they lie.
+        where: layout of the tokens.
 
     Returns:
-        [B, h, w, 3] in [0, 1]; missing components, of fewer than three patches or channels, are 0.
+        [B, h, w, 3] in [0, 1]; with fewer than three patches or channels, missing components are 0.
     """
     patches = tokens[:, where.prefix :].flatten(0, 1)
     _, along, _ = principal_components(patches, min(3, *patches.shape))
@@ -134,25 +134,25 @@ def feature_colours(tokens: Tensor, where: Geometry) -> Tensor:
 
 
 def stretch(values: Tensor) -> Tensor:
-    """Each row of [M, ...] from its range to [0, 1]; a constant row becomes 0."""
+    """Rescales each row of [M, ...] to [0, 1]; constant rows become 0."""
     flat = values.flatten(1)
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     return ((flat - low) / (high - low).clamp_min(torch.finfo(flat.dtype).tiny)).view_as(values)
 
 
 def token_similarity(tokens: Tensor) -> Tensor:
-    """Mean cosine between two different tokens of an image, [B]; 1 means that all are alike (over-smoothing).
+    """Mean cosine similarity of pairs of different tokens in an image, [B]; 1 means over-smoothing.
 
     Args:
-        tokens: [B, N, D] with N of at least 2.
+        tokens: [B, N, D], N at least 2.
     """
     N, unit = tokens.shape[1], F.normalize(tokens.to(torch.promote_types(tokens.dtype, torch.float32)), dim=-1)
-    own = unit.square().sum((-1, -2))  # N, less what was a zero token
+    own = unit.square().sum((-1, -2))  # N minus the number of zero tokens
     return (unit.sum(1).square().sum(-1) - own) / (N * (N - 1))
 
 
 def position_table(model: nn.Module, where: Geometry) -> Tensor | None:
-    """The absolute position embedding of each patch, [h·w, D]; None where the model has none for this grid."""
+    """The absolute position embedding of each patch, [h·w, D]; None if the model has none for this grid."""
     if hasattr(model, "positions"):
         found = model.positions(where.grid)
         return None if found is None else found[0, -where.count :].detach()
@@ -167,17 +167,17 @@ def position_table(model: nn.Module, where: Geometry) -> Tensor | None:
 
 
 def position_similarity(table: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Cosine of each patch's position embedding with every other one's.
+    """Cosine similarity of the position embeddings of all pairs of patches.
 
     Args:
         table: [h·w, D].
         grid: (h, w).
 
     Returns:
-        [h, w, h, w] in [−1, 1]: entry (i, j) is a picture of what resembles patch (i, j).
+        [h, w, h, w] in [−1, 1]: entry (i, j) is the map of similarities to patch (i, j).
 
     Raises:
-        ValueError: the table has another number of rows than the grid has patches.
+        ValueError: the number of rows differs from the number of patches.
     """
     if table.dim() != 2 or len(table) != grid[0] * grid[1]:
         raise ValueError(
@@ -188,17 +188,17 @@ def position_similarity(table: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def rotary_bands(rope: tuple[Tensor, Tensor, bool], grid: tuple[int, int]) -> Tensor:
-    """How fast rotary positions turn each channel pair from one patch to the next.
+    """Rotation angle of each rotary channel pair between neighbouring patches.
 
     Args:
-        rope: (cos, sin, interleaved) as the attention takes them, tables [..., h·w, D].
+        rope: (cos, sin, interleaved) as passed to attention, tables [..., h·w, D].
         grid: (h, w), each at least 2.
 
     Returns:
-        [..., D/2, 2] radians per patch downwards and to the right, of either sign.
+        [..., D/2, 2] signed radians per patch, downwards and to the right.
 
     Raises:
-        ValueError: a grid of one row or column, or tables of another size.
+        ValueError: the grid has one row or column, or the tables have a different size.
     """
     cos, sin, interleaved = rope
     if min(grid) < 2 or cos.shape[-2] != grid[0] * grid[1]:
@@ -210,5 +210,5 @@ def rotary_bands(rope: tuple[Tensor, Tensor, bool], grid: tuple[int, int]) -> Te
 
 
 def _wrapped(angle: Tensor) -> Tensor:
-    """The same angle in (−π, π]."""
+    """Wraps an angle to (−π, π]."""
     return torch.atan2(angle.sin(), angle.cos())
