@@ -1,4 +1,4 @@
-"""Files appear whole or not at all: write beside the target, fsync, rename."""
+"""Atomic file writes: write a temporary file in the same folder, fsync, rename."""
 
 import os
 import tempfile
@@ -9,10 +9,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike, keep: str | os.PathLike | None = None) -> Iterator[Path]:
-    """Yields a temporary path in the same folder; on success it becomes `path`, on any error it is removed.
+    """Yields a temporary path in the same folder; on success it is renamed to `path`, on any error it is removed.
 
-    The old file, if any, stays complete until the new one is safely on disk; then it goes, or to `keep`. A process
-    that dies between the two renames leaves it there. The folder must exist.
+    An existing file at `path` is replaced, or renamed to `keep`, only after the new file is on disk. If the process
+    dies between these two renames, the old file is at `keep`. The folder must exist.
     """
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
@@ -33,7 +33,7 @@ def replacing(path: str | os.PathLike, keep: str | os.PathLike | None = None) ->
 
 
 def sweep(folder: str | os.PathLike, names: Iterable[str]) -> None:
-    """Removes what a process that died while it was `replacing` these files of a folder has left behind."""
+    """Removes temporary files that a killed process left behind while it was `replacing` these files of a folder."""
     for name in names:
         for left in Path(folder).glob(f".{name}.*{Path(name).suffix}"):
             left.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def _umask() -> int:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Makes the rename itself durable, where the system can open a folder."""
+    """Makes the rename durable, if the operating system can open folders."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -16,11 +16,11 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments; None means `sys.argv[1:]`.
 
     Returns:
-        Exit code: 0, 1 (the machine failed: disk, memory, another process, a check of `selftest`), 2 (invalid input),
-        or 130 (Ctrl-C).
+        Exit code: 0; 1 (disk, memory or another process failed, or a check of `selftest`); 2 (invalid input); or 130
+        (Ctrl-C).
     """
     args = build_parser().parse_args(argv)
-    # Idle threads sleep instead of spinning: on busy cores a small model trains up to 20 times faster.
+    # Idle threads sleep instead of spinning; on busy cores small models train up to 20 times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return args.run(args)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..measure.variants import Case
 
-SECONDS = 100.0  # time limit after the imports; variants that are not ready by then are reported as late
+SECONDS = 100.0  # time limit after the imports; variants not ready by then are reported as late
 COPIES = 2  # sets of images, used in turn
 DTYPES = ("float32", "bfloat16", "float16")
 HELP = "measure the speed of a model on this machine"
@@ -84,7 +84,7 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     from ..models import create_model
 
     if known(name):
-        create_model(name)  # raises with the nearest names
+        create_model(name)  # raises an error that lists similar names
     made = case(Run(name, batch, training), getattr(torch, dtype), device)
     needed, there = least_bytes(made, COPIES), _memory(device)
     if needed > there:
@@ -113,7 +113,7 @@ def _memory(device: "torch.device") -> int:
 
 
 def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
-    """Prints the table, the reasons for missing rows, and how to read it."""
+    """Prints the table, an explanation of it, and the reasons for missing rows."""
     from ..measure.machine import gpu_name
 
     console = Console()
@@ -141,12 +141,12 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
 
 
 def _table(rows: list[dict], gpu: bool) -> "Table":
-    """One row per variant that was measured or is wrong."""
+    """One row per variant that was measured or gave wrong results."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     titles = ["", *["ms"] * gpu, "ratio", *["peak MiB"] * gpu, *["saved MiB"] * ("saved_bytes" in rows[0])]
-    table = Table(*titles, "match", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns hold it
+    table = Table(*titles, "match", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits 80 columns
     for row in rows:
         if "match" not in row:
             continue
@@ -166,7 +166,7 @@ def _mebibytes(count: int | None) -> str:
 
 
 def _write(args: argparse.Namespace, rows: list[dict], gpu: bool) -> None:
-    """Writes rows with their provenance as JSON; on a CPU without absolute times."""
+    """Writes rows with their provenance as JSON; absolute times are left out on a CPU."""
     from ..measure.machine import provenance
 
     kept = [row if gpu else {n: v for n, v in row.items() if n not in ("us", "q1", "q3", "tflops")} for row in rows]

@@ -1,4 +1,4 @@
-"""What commands share: options for the device and for image files, and one-line messages."""
+"""Shared by the commands: options for the device and for image files, and one-line messages."""
 
 import argparse
 import os
@@ -24,16 +24,16 @@ def add_workers_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_skip_option(parser: argparse.ArgumentParser) -> None:
-    """Adds --skip-bad-images; None if it is not given."""
+    """Adds --skip-bad-images, which defaults to None."""
     text = "leave out images that cannot be read"
     parser.add_argument("--skip-bad-images", action="store_true", default=None, help=text)
 
 
 def select_device(name: str) -> "torch.device":
-    """The device of that name, after allocating on it.
+    """The device of that name, after a test allocation; "auto" prefers a GPU.
 
     Raises:
-        ValueError: PyTorch has no such device here.
+        ValueError: PyTorch cannot use this device here.
     """
     import torch
 
@@ -46,7 +46,7 @@ def select_device(name: str) -> "torch.device":
 
 
 def show_warmup(model: "nn.Module", example: object, train: bool, quiet: bool = False) -> None:
-    """Compiles the kernels of a model, see `fastvit_triton.warmup`, with a progress bar on a terminal."""
+    """Compiles the kernels of a model, with `fastvit_triton.warmup`; shows a progress bar on a terminal."""
     from ..warm_up import warmup
 
     console = Console(stderr=True, quiet=quiet)

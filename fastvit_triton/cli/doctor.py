@@ -1,4 +1,4 @@
-"""`doctor`: what runs on this machine, and what a model would cost on a GPU that need not be here."""
+"""`doctor`: which kernels run on this machine, and the predicted cost of a model on any known GPU."""
 
 import argparse
 import dataclasses
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints versions and, for each op, whether its kernel runs here or why not; or what is expected of a model."""
+    """Prints versions and whether each op's kernel runs here, or why not; with --model, predicts its cost on a GPU."""
     import torch
 
     if args.model is not None:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gpu(name: str | None) -> "Gpu":
-    """The GPU of that name; else that of this machine, if the kernels run on it; else the H200."""
+    """The GPU of that name; without a name, this machine's GPU if the kernels run on it, else the H200."""
     import torch
 
     from ..kernels.backend import why_not
@@ -98,7 +98,7 @@ def _gpu(name: str | None) -> "Gpu":
 
 
 def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") -> None:
-    """Prints what conversion does with a model, and converts it."""
+    """Converts a model and prints the conversion report."""
     import torch
 
     from ..convert import optimize
@@ -118,7 +118,7 @@ def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") ->
 
 
 def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
-    """Prints the choices and what is expected for each batch."""
+    """Prints the choices and the predicted cost for each batch size."""
     import torch
 
     from ..convert.count import predict
@@ -131,7 +131,7 @@ def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") 
         positional, keywords = ((images,), {}) if image is None else ((), {image: images})
         try:
             prediction = predict(model, gpu, args.train, *positional, **keywords)
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # other libraries' models may need more
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # some models need other inputs
             first = str(error).splitlines()[0]
             raise ValueError(f"{args.model} cannot be counted from the shape of images alone: {first}") from error
         print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, bfloat16, {phase}\n")
@@ -142,7 +142,7 @@ def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") 
 
 
 def _described(choice: "Choice") -> tuple[str, str, str]:
-    """(what, way, why) of a choice."""
+    """(name of the op or block, chosen way, reason) of a choice."""
     name = f"op {choice.name}"
     if choice.branches:
         name = f"{choice.name} N={choice.branches[0].tokens} C={choice.branches[0].channels}"
@@ -158,7 +158,7 @@ def _described(choice: "Choice") -> tuple[str, str, str]:
 
 
 def _print_table(found: "Prediction", batch: int) -> None:
-    """Prints launches, bytes, saved activations and expected times beside PyTorch's."""
+    """Prints launches, bytes, saved activations and expected times, ours and PyTorch's."""
     counts = {"PyTorch": found.eager, "torch.compile": found.compiled, "by default": found.ours}
     if found.frozen is not None:
         counts["frozen"] = found.frozen

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes one report about a checkpoint and image files: attention, tokens, positions, filters and costs."""
+    """Writes a report on a checkpoint and image files: attention, tokens, positions, filters and costs."""
     import torch
 
     from ..explain import explain, explain_run, published_tables, write_report
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _RunResults(NamedTuple):
-    """Log rows of a run and its score on the test images; None where there are none."""
+    """Log rows of a run and its score on the test images; None if not available."""
 
     history: list[dict] | None
     score: "Score | None"

@@ -1,4 +1,4 @@
-"""Loads trained models and finds the image files that a command is given."""
+"""Loads trained models and finds the image files in a command's arguments."""
 
 import argparse
 import json
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class TrainedModel(NamedTuple):
-    """A model with the settings of its training that evaluation needs; missing ones have defaults.
+    """A model with the training settings that evaluation needs; missing settings have defaults.
 
     Attributes:
         model: on the CPU.
         classes: names, in the order of the logits.
         transform: from an image file to the model's input.
-        data: what it was trained on, "digits" or a path; None if the file does not say.
-        batch_size: of its training.
-        skip_bad_images: bad images were left out.
+        data: training data, "digits" or a path; None if the file does not name it.
+        batch_size: batch size of the training.
+        skip_bad_images: unreadable images were skipped in training.
     """
 
     model: "nn.Module"
@@ -41,7 +41,7 @@ def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_trained(path: Path) -> TrainedModel:
-    """Loads a model that `train` wrote, or any checkpoint of ours.
+    """Loads a checkpoint written by `train` or `save_weights`.
 
     Args:
         path: a file, or the folder of a run.
@@ -71,10 +71,10 @@ def load_trained(path: Path) -> TrainedModel:
 
 
 def find_images(paths: list[Path]) -> list[Path]:
-    """Image files, and those inside folders, in sorted order.
+    """The given files, and all image files inside given folders in sorted order.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no files.
     """
     from ..train.data.folder import is_image
 
@@ -85,7 +85,7 @@ def find_images(paths: list[Path]) -> list[Path]:
 
 
 def readable_images(files: list[Path]) -> Iterator[Path]:
-    """The files that can be decoded; prints one line on stderr about each of the others."""
+    """Yields the files that can be decoded; prints one line on stderr for each of the others."""
     from ..train.data.transform import find_defect
 
     for file in files:

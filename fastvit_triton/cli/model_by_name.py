@@ -1,4 +1,4 @@
-"""Builds models of ours and of other libraries by name, without downloading weights."""
+"""Builds our models and those of other libraries by name, without downloading weights."""
 
 import difflib
 import importlib
@@ -15,13 +15,13 @@ PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name of o
 
 
 class NamedModel(NamedTuple):
-    """A model with random weights, or without any on the meta device.
+    """A model with random weights; on the meta device it has no weights.
 
     Attributes:
         model: in evaluation mode.
-        shape: of an image, [C, H, W].
-        input: name of the images argument of forward; None if it is the first positional argument.
-        ours: it is from `create_model`, and calls the kernels without conversion.
+        shape: shape of an image, [C, H, W].
+        input: name of forward's argument for images; None if it is the first positional argument.
+        ours: the model is from `create_model` and calls the kernels without conversion.
     """
 
     model: "nn.Module"
@@ -36,7 +36,7 @@ def build_model(name: str, side: int | None = None, device: "torch.device | str"
     Args:
         name: timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or one of `list_models()`.
         side: image side in pixels; None means the model's own.
-        device: where it is built; on "meta" it has no weights.
+        device: device to build it on; on "meta" it has no weights.
 
     Raises:
         ValueError: the name is unknown, the package is not installed, or the image size does not fit.
@@ -107,7 +107,7 @@ def _transformers(name: str, side: int | None) -> NamedModel:
 
 
 def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | None]:
-    """A configuration, and the model class if the name or the file gives one."""
+    """A configuration, and the model class if the name or the file specifies one."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         cls = getattr(transformers, name, None) if name.isidentifier() else None
@@ -128,7 +128,7 @@ def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | No
 
 
 def _package(name: str) -> ModuleType:
-    """Imports a package; raises ValueError if it cannot be used."""
+    """Imports a package; raises ValueError if it cannot be imported."""
     from ..measure.variants import absent
 
     if (why := absent(name)) is not None:
@@ -142,7 +142,7 @@ def _unknown(package: str, name: str, names: list[str]) -> str:
 
 
 def _fit(make, side: int | None, *inputs: object, **options: object) -> object:
-    """Calls make(*inputs, **options); with a given image size its errors become ValueError."""
+    """Calls make(*inputs, **options); if an image size is given, converts errors to ValueError."""
     try:
         return make(*inputs, **options)
     except (AssertionError, RuntimeError, ValueError) as error:

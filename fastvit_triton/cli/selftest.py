@@ -1,4 +1,4 @@
-"""`selftest`: whether the kernels are correct on this machine's GPU."""
+"""`selftest`: checks that the kernels are correct on this machine's GPU."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         work = Run(names, Deadline(args.seconds), add, partial(Worker, device))
         try:
             work.run(count(device))
-        except ChildProcessError as error:  # after a check that lost the device for all processes
+        except ChildProcessError as error:  # a check made the device unusable for all processes
             if not rows:
                 raise
             notes.append(str(error))
@@ -109,7 +109,7 @@ def _place(device: "torch.device") -> str:
 
 
 def _why(row: dict) -> str | None:
-    """What is wrong with a check; None if nothing is."""
+    """The reason why a check failed; None if it did not fail."""
     if "error" in row:
         return f"{row['error']}{', and the device was lost' if 'lost' in row else ''}"
     if row.get("match") is False:
@@ -119,7 +119,7 @@ def _why(row: dict) -> str | None:
 
 
 def _sentence(rows: list[dict], passed: list[dict], missed: int, where: str) -> str:
-    """What was found, in one sentence, without where it lies."""
+    """One sentence that summarises the results."""
     wrong = [(row["case"], why) for row in rows if (why := _why(row))]
     skipped = len(rows) - len(wrong) - len(passed)
     if wrong:

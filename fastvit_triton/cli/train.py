@@ -167,7 +167,7 @@ def _check_output(args: argparse.Namespace, out: Path) -> None:
 
 
 def _prepare_output(out: Path, overwrite: bool) -> None:
-    """Creates the output folder and removes temporary files and, to overwrite it, an old run."""
+    """Creates the output folder; removes temporary files and, if `overwrite`, the previous run."""
     from ..files import sweep
     from ..train.outputs import FILES
 
@@ -179,7 +179,7 @@ def _prepare_output(out: Path, overwrite: bool) -> None:
 
 
 def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) -> "nn.Module":
-    """The model to train, on the CPU, with the weights to start from."""
+    """The model to train, on the CPU, with its initial weights."""
     from ..models import create_model
     from ..train.build import build_masked_model, configure_model
     from ..weights import load_weights
@@ -198,7 +198,7 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
 
 
 def _load_teacher(path: str | None, student: "nn.Module", classes: int, device: "torch.device") -> "nn.Module | None":
-    """Loads the teacher, if there is one, and makes the student return both sets of logits."""
+    """Loads the teacher, if any, and sets the student to return class-token and distillation-token logits."""
     if path is None:
         return None
     teacher = load_trained(Path(path))
@@ -213,7 +213,7 @@ def _load_teacher(path: str | None, student: "nn.Module", classes: int, device: 
 
 
 def _print_task(trainer: "Trainer", settings: dict, parallel: str | None) -> None:
-    """Prints the model, where it is trained, and the size of the task."""
+    """Prints the model, the device, and the size of the task."""
     data, world = trainer.data, trainer.step.world
     where = f"{world.world_size} processes, {parallel}, {world.device.type}" if parallel else world.device
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())

@@ -1,4 +1,4 @@
-"""`tune`: measures on this machine's GPU how a model runs fastest, and keeps that for later processes."""
+"""`tune`: finds the fastest way to run a model on this machine's GPU, and saves it for later processes."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "measure how a model runs fastest on this GPU, for all later processes"
 DTYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32")
-TINY = dict(img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=4)  # of a dry run
+TINY = dict(img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=4)  # the model of a dry run
 DRY = "FASTVIT_TRITON_DRY_RUN"  # marks the process of a dry run
 
 
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures launch parameters, and fused, mixed and plain blocks, on this machine's GPU, and keeps the fastest.
+    """Measures launch parameters, and fused, mixed and plain blocks, on this machine's GPU, and saves the fastest.
 
-    Later processes on this machine use the result for all models of the same sizes. It changes speed alone.
+    Later processes on this machine use the result for all models of the same sizes. It affects speed only.
     """
     from ..measure import kept
 
@@ -104,7 +104,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    """Executes all steps with a tiny model in Triton's interpreter, in a process of its own and a folder that goes."""
+    """Runs all steps with a tiny model in Triton's interpreter, in a subprocess with a temporary cache folder."""
     if os.environ.get(DRY) is None:
         words = ["--dry-run", "--dtype", "fp16", "--seconds", f"{args.seconds:g}", *["--train"] * args.train]
         with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +130,7 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _report(found: "Tuned", title: str, timed: bool) -> None:
-    """Prints launch parameters, ways, and the whole model."""
+    """Prints the results for launch parameters, block variants and the whole model."""
     print_line(title)
     console = Console()
     table = Table("launches", "tried", "new", "speedup", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -184,7 +184,7 @@ def _text(config: dict[str, int]) -> str:
 
 
 def _show() -> int:
-    """Prints every file of this machine."""
+    """Prints all tuning results saved on this machine."""
     from ..kernels import measured
     from ..measure import kept
 

@@ -1,7 +1,7 @@
-"""Checkpoints in and out: ours, timm's, transformers', torchvision's, the official PyTorch ones and JAX `.npz`.
+"""Loads and saves checkpoints: ours, timm's, transformers', torchvision's, the official PyTorch ones and JAX `.npz`.
 
 Files are safetensors, `torch.save` files opened with `weights_only=True`, and `.npz` without pickles: none of them can
-run code. A model is changed only after the whole checkpoint has been read, translated and found to fit.
+run code. A model is changed only after the whole checkpoint has been read, converted and checked.
 """
 
 import argparse
@@ -43,13 +43,13 @@ DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
 
 
 class Spelling(NamedTuple):
-    """How the weights of an architecture are spelled elsewhere.
+    """The layouts of an architecture's checkpoints, and functions that convert to and from them.
 
     Attributes:
-        layouts: those that are read, in the order in which their marks are looked for.
-        fit: makes translated tensors fit a model, see `vit.fit`.
-        saved: those that are written, by name; the first that has a class for the model.
-        write: a model's tensors under the names of one of these layouts, see `vit.write`.
+        layouts: layouts that can be read, in the order in which their marks are searched.
+        fit: adapts renamed tensors to a model, see `vit.fit`.
+        saved: layouts that can be written, by name; the first that supports the model is used.
+        write: converts a model's tensors to one of these layouts, see `vit.write`.
     """
 
     layouts: tuple[Layout, ...]
@@ -63,14 +63,14 @@ SPELLINGS = {"vit": Spelling(LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers":
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_weights` did.
+    """Report of `load_weights`.
 
     Attributes:
-        family: whose checkpoint it was, and the entry of the file it was found under.
-        tensors: how many tensors of the model were filled from it.
-        positions: what happened to the position table; empty when it was taken as it was.
+        family: layout of the checkpoint, and the entry of the file that contained it.
+        tensors: number of the model's tensors that were loaded.
+        positions: changes to the position table; empty if there were none.
         reinitialised: head tensors that were set to zero.
-        dropped: keys of the checkpoint that the model has no use for.
+        dropped: unused keys of the checkpoint.
     """
 
     family: str
@@ -87,29 +87,29 @@ class LoadReport:
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike | Mapping, *, resize: str | None = None) -> LoadReport:
-    """Copies a checkpoint into a model, whoever wrote it; dtype, device and `requires_grad` of the model stay.
+    """Copies a checkpoint of any supported library into a model; keeps the model's dtype, device and `requires_grad`.
 
-    Positions are interpolated to the model's grid in the way of the checkpoint's family. The head is set to zero when
-    the checkpoint has none or one for another number of classes (ViT, arXiv:2010.11929, section 3.2).
+    Positions are interpolated to the model's grid as in the checkpoint's library. The head is set to zero if the
+    checkpoint has none or one for a different number of classes (ViT, arXiv:2010.11929, section 3.2).
 
     Args:
         model: a model from `create_model`.
         source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a folder with `model.safetensors`, or a
             state dict.
-        resize: interpolation in place of the family's own; a mode of `resize_pos_embed`.
+        resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
 
     Returns:
-        What was recognised, resized, zeroed and dropped; print it.
+        A printable report: the layout, and tensors that were resized, zeroed or dropped.
 
     Raises:
-        WeightsError: the file is missing, damaged, or a pickle that wants to run code; the checkpoint is of no known
-            family, of another architecture or of other shapes. The model is then as it was.
+        WeightsError: the file is missing, damaged, or a pickle that would run code; the checkpoint has an unknown
+            layout, a different architecture or different shapes. The model is then unchanged.
     """
     return _load(model, *_read(source), resize)
 
 
 def load_model(path: str | os.PathLike) -> tuple[nn.Module, dict[str, str]]:
-    """Rebuilds a model from what `save_weights` wrote.
+    """Rebuilds a model from a file of `save_weights`.
 
     Args:
         path: the file, or a folder that holds `model.safetensors`.
@@ -118,7 +118,7 @@ def load_model(path: str | os.PathLike) -> tuple[nn.Module, dict[str, str]]:
         The model in float32 and training mode on the CPU, and the file's metadata.
 
     Raises:
-        WeightsError: as for `load_weights`, or the file does not say which model it belongs to.
+        WeightsError: as for `load_weights`, or the file does not name its model.
     """
     tensors, metadata = _read(path)
     if not {"variant", "config"} <= metadata.keys():
@@ -140,20 +140,20 @@ def save_weights(
     layout: str = "fastvit_triton",
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Writes a model as safetensors; the file appears whole or not at all.
+    """Writes a model as safetensors, atomically.
 
-    For transformers these are the names that its class for such a model loads strictly: the classification class
-    (CLIP's with projection) when the model has a head, otherwise the base class without pooler. That class needs a
-    config with the same activation and epsilon.
+    With layout "transformers", names and shapes match strictly a transformers class: the classification class (CLIP's
+    with projection) if the model has a head, otherwise the base class without pooler. Its config must have the same
+    activation and epsilon.
 
     Args:
         model: a model from `create_model`.
-        path: where to; ends in `.safetensors`.
+        path: file to write; ends in `.safetensors`.
         layout: "fastvit_triton", "timm" or "transformers".
-        metadata: more entries for the header, beside format, layout, variant and config.
+        metadata: header entries in addition to format, layout, variant and config.
 
     Raises:
-        WeightsError: the layout is unknown or has no place for this model, or the file cannot be written.
+        WeightsError: the layout is unknown or does not support this model, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -175,7 +175,7 @@ def save_weights(
 
 
 def _read(source: str | os.PathLike | Mapping) -> tuple[Mapping, dict[str, str]]:
-    """What the file holds, and its metadata."""
+    """Contents of the file, and its metadata."""
     if isinstance(source, Mapping):
         return source, {}
     path = Path(source)
@@ -190,7 +190,7 @@ def _read(source: str | os.PathLike | Mapping) -> tuple[Mapping, dict[str, str]]
             with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
                 return {key: file[key] for key in file.files}, {}
         if path.suffix in (".pt", ".pth", ".bin"):
-            with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts keep their arguments so
+            with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts save their arguments
                 return torch.load(path, map_location="cpu", weights_only=True), {}
     except DAMAGE as error:
         if wanted := re.search(r"GLOBAL (\S+)|(Object arrays)|(pickled data)", str(error)):
@@ -205,7 +205,7 @@ def _read(source: str | os.PathLike | Mapping) -> tuple[Mapping, dict[str, str]]
 
 
 def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: str | None) -> LoadReport:
-    """Unwrap, translate, adapt, check, and only then copy."""
+    """Unwraps, renames, adapts and checks the tensors before it copies them into the model."""
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
     spelling = _spelling(model)
@@ -232,7 +232,7 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
 
 
 def _unwrap(held: Mapping) -> tuple[State, str]:
-    """The tensors, and where they were found."""
+    """The tensors of a checkpoint, and the entries in which they were nested, such as " (model)"."""
     path = ""
     for _ in range(4):
         if inner := next((w for w in WRAPPERS if isinstance(held, Mapping) and isinstance(held.get(w), Mapping)), None):
@@ -244,7 +244,7 @@ def _unwrap(held: Mapping) -> tuple[State, str]:
 
 
 def _tensor(array: np.ndarray) -> Tensor | None:
-    """An array as a tensor; numpy knows no bfloat16 and keeps its two bytes as raw data. None for what is no number."""
+    """Converts an array to a tensor; None if it is not floating-point. NumPy loads bfloat16 as 2-byte raw data."""
     if array.dtype.kind == "V" and array.dtype.itemsize == 2:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.ascontiguousarray(array, np.float32)) if array.dtype.kind == "f" else None
@@ -257,7 +257,7 @@ def _spelling(model: nn.Module) -> Spelling:
 
 
 def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layout, str] | None:
-    """The first layout whose mark is among the keys, and the prefix before it; a teacher's before a student's."""
+    """The first layout whose mark is in the keys, and the mark's prefix; prefers a prefix that contains "teacher"."""
     for layout in layouts:
         prefixes = [key.removesuffix(layout.mark) for key in keys if f".{key}".endswith(f".{layout.mark}")]
         if prefixes := [prefix for prefix in prefixes if not layout.beside or prefix + layout.beside in keys]:
@@ -266,7 +266,7 @@ def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layo
 
 
 def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State, dict[str, str]]:
-    """The layout, the tensors under our names, and our names → the checkpoint's own spelling."""
+    """The layout, the tensors under our names, and a map from our names to the checkpoint's keys."""
     dotted = {key.replace("/", "."): key for key in found}
     if (match := _recognise(dotted, layouts)) is None:
         raise WeightsError(
@@ -275,7 +275,7 @@ def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State
         )
     layout, prefix = match
     state = {key.removeprefix(prefix): found[spelling] for key, spelling in dotted.items()}
-    leaf = re.compile(r"\b(kernel|scale)$")  # JAX's words for weight
+    leaf = re.compile(r"\b(kernel|scale)$")  # JAX's names for weight
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
     try:
         state = {layout.ours(key): tensor for key, tensor in layout.read(state).items()}

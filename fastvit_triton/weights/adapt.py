@@ -1,4 +1,4 @@
-"""Makes a checkpoint's tensors fit a model: packed projections, head, stem, positions; and says what does not fit."""
+"""Converts a checkpoint's tensors to our shapes (packed projections, JAX, head), and checks them against a model."""
 
 import re
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 State = dict[str, Tensor]
 
-TOKENS = ("cls_token", "dist_token", "reg_token")  # prefix tokens in their order
+TOKENS = ("cls_token", "dist_token", "reg_token")  # prefix tokens, in order
 PARTS = {
     "attn.qkv": ("attn.q", "attn.k", "attn.v"),
     "attn_pool.qkv": ("attn_pool.q", "attn_pool.k", "attn_pool.v"),
@@ -18,11 +18,11 @@ PARTS = {
 
 
 class WeightsError(ValueError):
-    """A checkpoint that cannot be read, does not fit or cannot be written; the message says why and what would do."""
+    """A checkpoint cannot be read, loaded into the model, or written; the message states the cause and a remedy."""
 
 
 def join(state: State, *wholes: str) -> State:
-    """Stacks parts, such as q, k and v [H·d, D] to qkv [3·H·d, D], wherever all parts are there."""
+    """Concatenates parts, such as q, k and v [H·d, D] to qkv [3·H·d, D], if all parts are present."""
     state = dict(state)
     for whole in wholes:
         first, *_ = parts = PARTS[whole]
@@ -46,7 +46,7 @@ def split(state: State, *wholes: str) -> State:
 
 
 def read_jax(tensors: State) -> State:
-    """Kernels [in, out], [D, H, d], [H, d, D] and [P, P, C, D] → weights; stacked blocks → single ones."""
+    """Converts JAX kernels [in, out], [D, H, d], [H, d, D] and [P, P, C, D] to weights, and unstacks blocks."""
     single = {}
     for key, tensor in _name_resnet(tensors).items():
         stacked = ".encoderblock." in key
@@ -66,7 +66,7 @@ def read_jax(tensors: State) -> State:
 
 
 def _name_resnet(tensors: State) -> State:
-    """The names of a hybrid's ResNet; block1.unit1 is our stages.0.blocks.0."""
+    """Renames the tensors of a hybrid model's ResNet; block1.unit1 becomes our stages.0.blocks.0."""
     deep = any(key.startswith("block1.") for key in tensors)
     root = "patch_embed.backbone.stem." if deep else "patch_embed.backbone."
     out = {}
@@ -82,18 +82,18 @@ def _name_resnet(tensors: State) -> State:
 
 
 def write_tower(tensors: State) -> State:
-    """Positions and class token without leading axes of one: [N, D] and [D]."""
+    """Removes leading axes of length 1 from positions, to [N, D], and class token, to [D]."""
     keep = {"embeddings.position_embedding.weight": (0, 1), "embeddings.class_embedding": (0, 2)}
     return {key: tensor.flatten(*keep[key]) if key in keep else tensor for key, tensor in tensors.items()}
 
 
 def write_clip(tensors: State) -> State:
-    """The projection has no bias; ours is zero, as `needs` asks."""
+    """`write_tower` without the bias of the projection, which CLIP lacks; ours is zero, see `CLIP.needs`."""
     return {key: tensor for key, tensor in write_tower(tensors).items() if key != "visual_projection.bias"}
 
 
 def read_dinov2(tensors: State) -> State:
-    """The classifier [K, 2·D] reads the class token and the patch mean; ours [K, D] the class token."""
+    """Reduces the classifier [K, 2·D] to the class token's half [K, D] if the patch mean's half is zero."""
     weight, width = tensors.get("classifier.weight"), tensors["embeddings.cls_token"].shape[-1]
     if weight is None or weight.shape[1] != 2 * width or weight[:, width:].any():
         return tensors
@@ -101,7 +101,7 @@ def read_dinov2(tensors: State) -> State:
 
 
 def write_dinov2(tensors: State) -> State:
-    """The inverse: zeros for the patch mean, and the mask token of pre-training."""
+    """The inverse of `read_dinov2`: adds a zero half for the patch mean, and a zero mask token."""
     tensors = {**tensors, "embeddings.mask_token": torch.zeros_like(tensors["embeddings.cls_token"][0])}
     if (weight := tensors.get("classifier.weight")) is not None:
         tensors["classifier.weight"] = torch.cat((weight, torch.zeros_like(weight)), 1)
@@ -109,13 +109,17 @@ def write_dinov2(tensors: State) -> State:
 
 
 def read_naflex(tensors: State) -> State:
-    """Positions [1, h, w, D] → [1, h·w, D]."""
+    """Flattens positions [1, h, w, D] to [1, h·w, D]."""
     key = "embeds.pos_embed"
     return {**tensors, key: tensors[key].flatten(1, 2)} if tensors[key].dim() == 4 else tensors
 
 
 def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
-    """Takes out of `state` heads for other classes, and what only leads to a head; completes a head without bias."""
+    """Removes from `state` heads of another size and layers used only by a head; adds missing biases of zero.
+
+    Returns:
+        The removed keys.
+    """
     useless = []
     for head in heads:
         weight, bias = f"{head}.weight", f"{head}.bias"
@@ -154,11 +158,11 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
 
 
 def some(names: tuple[str, ...], most: int = 4) -> str:
-    """The first names, and how many more."""
+    """The first `most` names, comma-separated, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def variant(model: nn.Module) -> str:
-    """The name the model was created by, else its class."""
+    """The model's name in `create_model`, else its class name."""
     return getattr(model, "variant", type(model).__name__)

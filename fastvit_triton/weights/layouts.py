@@ -1,8 +1,8 @@
-"""How other libraries spell a plain ViT: one table per layout, and the few tensors that change shape.
+"""Parameter names of plain ViTs in other libraries: one table per layout, and functions that convert shapes.
 
-Our names are timm's; the parts that others keep apart are named in `adapt.PARTS`. A table maps ours to theirs, modules
-standing without .weight and .bias, braces as in a shell. Where a library changed its mind the spellings stand side by
-side: the first is written, all are read.
+Our names are timm's; `adapt.PARTS` names tensors that other libraries store separately. A table maps our names to
+theirs; module names stand for their .weight and .bias, and braces expand as in a shell. Names that differ between
+versions of a library are separated by spaces: all are read, the first is written.
 
 Sources: state dicts of transformers 4.56 and 5.23, torchvision 0.28 and timm 1.0.31; google-research/vision_transformer
 (vit_jax/models_vit.py, checkpoint.py), google-research/big_vision (models/vit.py), facebookresearch/deit (models.py),
@@ -22,20 +22,20 @@ def _same(tensors: State) -> State:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One library's way of writing a ViT.
+    """Parameter names and shapes of a ViT in one library.
 
     Attributes:
-        name: for reports and errors.
-        mark: a key by which this layout is known from those after it in `LAYOUTS`; what stands before it is a prefix.
-        beside: another key after the same prefix, where other architectures have the mark too.
-        resize: how this library's code interpolates positions; a mode of `resize_pos_embed`, or "dinov2".
-        stem: ours → theirs, outside the blocks.
-        blocks: their paths of one block, {} for its number.
-        block: ours → theirs, inside a block.
-        read: their tensors → tensors of our shapes, under their names.
+        name: name in reports and errors.
+        mark: key that distinguishes this layout from those after it in `LAYOUTS`; it may follow a prefix.
+        beside: second required key after the same prefix, if other architectures also have the mark.
+        resize: interpolation of positions in this library: a mode of `resize_pos_embed`, or "dinov2".
+        stem: our name → theirs, outside the blocks.
+        blocks: their paths of a block; {} is its number.
+        block: our name → theirs, inside a block.
+        read: converts their tensors to our shapes, under their names.
         write: the inverse of `read`.
-        base: what the class with a classifier puts before everything but the classifier.
-        needs: what a model must be for this library to have a class for it; a tuple holds alternatives.
+        base: prefix of all keys except the classifier's in the class with a classifier.
+        needs: settings of the models that this library supports; a tuple lists alternatives.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Layout:
     needs: dict[str, object] = field(default_factory=dict)
 
     def ours(self, key: str) -> str:
-        """Their key without prefix → ours; a key that stands in no table keeps its name."""
+        """Converts their key, without prefix, to ours; keys that are in no table are unchanged."""
         for path in self.blocks.split():
             pattern = re.escape(path).replace(r"\{\}", r"(\d+)") + r"\.(.+)"
             if found := re.fullmatch(pattern, key):
@@ -60,7 +60,7 @@ class Layout:
         return _look_up({their: our for our, their in _rows(self.stem)}, key)
 
     def theirs(self, key: str) -> str:
-        """Our key → theirs without prefix, in the first spelling."""
+        """Converts our key to theirs, without prefix; uses the first of several names."""
         if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", key):
             return (
                 f"{self.blocks.split()[0].format(found[1])}.{_look_up(dict(reversed([*_rows(self.block)])), found[2])}"
@@ -68,28 +68,28 @@ class Layout:
         return _look_up(dict(reversed([*_rows(self.stem)])), key)
 
     def unmet(self, facts: dict[str, object]) -> list[str]:
-        """The needs that a model does not meet."""
+        """Descriptions of the entries of `needs` that a model does not satisfy."""
         needs = {key: need if isinstance(need, tuple) else (need,) for key, need in self.needs.items()}
         wrong = {key: need for key, need in needs.items() if facts[key] not in need}
         return [f"{key}={' or '.join(map(repr, need))}, not {facts[key]!r}" for key, need in wrong.items()]
 
 
 def _rows(table: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """(ours, theirs) for each spelling and each pair of options in braces."""
+    """Yields (our name, their name) for each of their names and each option in braces."""
     for our, spellings in table.items():
         for their in spellings.split():
             yield from zip(_expand(our), _expand(their), strict=True)
 
 
 def _expand(name: str) -> list[str]:
-    """norm{1,2} → norm1, norm2."""
+    """Expands braces: norm{1,2} → norm1, norm2."""
     head, _, rest = name.partition("{")
     options, _, tail = rest.partition("}")
     return [f"{head}{option}{tail}" for option in options.split(",")]
 
 
 def _look_up(table: dict[str, str], key: str) -> str:
-    """The whole key if it stands in the table, otherwise its module with the last part kept."""
+    """Looks up the whole key, else its module, and keeps the last component; unknown keys are unchanged."""
     if key in table:
         return table[key]
     module, _, leaf = key.rpartition(".")
@@ -107,7 +107,7 @@ TIMM = Layout(
     mark="patch_embed.proj.weight",
     beside="blocks.0.norm1.weight",
     resize="bicubic_antialias",
-    block={"ls{1,2}.gamma": "ls{1,2}.gamma gamma_{1,2}"},  # gamma_1: the official DeiT III
+    block={"ls{1,2}.gamma": "ls{1,2}.gamma gamma_{1,2}"},  # gamma_1 in the official DeiT III
     needs=dict(BASIC, pos_embed=("learned", "sincos1d", "sincos2d", "none")),
 )
 JAX = Layout(
@@ -257,7 +257,7 @@ DINO = replace(
     beside="",
     resize="dinov2",
     stem={"reg_token": "register_tokens"},
-    blocks="blocks.{}.{} blocks.{}",  # in chunks, for sharding, the second number still counts all blocks
+    blocks="blocks.{}.{} blocks.{}",  # in FSDP chunks, the second number is the block's index over all chunks
     block={"mlp.fc{1,2}": "mlp.w{12,3}"},
 )
 TIMM_NAFLEX = replace(

@@ -1,4 +1,4 @@
-"""Weights of plain ViTs: what differs between their checkpoints beside names, and how they are written elsewhere."""
+"""Weights of plain ViTs: adapts norm, stem and positions of a checkpoint to a model, and converts to other layouts."""
 
 import dataclasses
 import json
@@ -19,14 +19,14 @@ def fit(model: nn.Module, target: State, state: State, metadata: Mapping[str, st
     """Makes the tensors of `state` fit the model's norm, stem and positions.
 
     Args:
-        model: of class `VisionTransformer`.
+        model: a `VisionTransformer`.
         target: its state dict.
         state: the checkpoint's tensors under our names; changed in place.
-        metadata: of the checkpoint's file.
+        metadata: metadata of the checkpoint's file.
         mode: interpolation of positions, see `resize_pos_embed`.
 
     Returns:
-        Keys that were taken out of `state`, and what happened to the position table.
+        Keys removed from `state`, and a description of the changes to the position table.
     """
     useless = fit_norm(target, state)
     fit_stem(model, state)
@@ -34,9 +34,9 @@ def fit(model: nn.Module, target: State, state: State, metadata: Mapping[str, st
 
 
 def fit_norm(target: State, state: State) -> list[str]:
-    """Takes the final norm out of a checkpoint without a head, for a model that pools before it normalises.
+    """Removes the final norm of a checkpoint without a head if the model pools before its norm; returns its keys.
 
-    The model's own norm starts as it is, as in MAE's fine-tuning (facebookresearch/mae, main_finetune.py).
+    The model's own norm keeps its initial values, as in MAE's fine-tuning (facebookresearch/mae, main_finetune.py).
     """
     moved = "fc_norm.weight" in target and "fc_norm.weight" not in state and "norm.weight" not in target
     useless = [key for key in ("norm.weight", "norm.bias") if key in state and moved and "head.weight" not in state]
@@ -47,7 +47,7 @@ def fit_norm(target: State, state: State) -> list[str]:
 
 
 def fit_stem(model: nn.Module, state: State) -> None:
-    """A convolution's weight [D, C, P, P] for a stem that projects flattened patches [D, P·P·C], or the other way."""
+    """Converts the weight of the patch projection between convolution [D, C, P, P] and linear layer [D, P·P·C]."""
     weight, config, convolves = state.get("patch_embed.proj.weight"), model.config, model.config.patch_embed == "conv"
     if weight is None or weight.dim() != (2 if convolves else 4):
         return
@@ -59,23 +59,23 @@ def fit_stem(model: nn.Module, state: State) -> None:
 
 
 def fit_positions(model: nn.Module, state: State, metadata: Mapping[str, str], mode: str) -> str:
-    """Brings `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; says what was done."""
+    """Converts `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; returns a description."""
     own, pos = model.pos_embed, state.get("pos_embed")
     if not isinstance(own, Tensor) or pos is None or pos.shape[::2] != own.shape[::2]:
-        return ""  # nothing to fit, or a mismatch that `check` names
+        return ""  # nothing to convert, or a mismatch that `check` reports
     (h, w), notes = model.patch_embed.grid_size, []
     wanted = own.shape[1] - h * w
     given, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
     rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
     if wanted < given and rows < given:
-        return ""  # a token is missing or has another width: likewise
+        return ""  # a token is missing or has a different width, which `check` reports
     if given != wanted:
         state |= move_prefix(state, given, wanted)
         notes.append(f"prefix rows {given} to {wanted}, the difference moved into the tokens")
     if old != (h, w):
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], old, (h, w), wanted, mode)
         notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
-    if not isinstance(own, nn.Parameter):  # a fixed table: nothing to load if both are the same in the coarser dtype
+    if not isinstance(own, nn.Parameter):  # a fixed table is not loaded if both are equal in the coarser dtype
         pos = state["pos_embed"]
         if torch.allclose(pos.to(own).to(pos).float(), own.to(pos).float(), atol=1e-5):
             del state["pos_embed"]
@@ -85,8 +85,8 @@ def fit_positions(model: nn.Module, state: State, metadata: Mapping[str, str], m
 def _source_grid(
     rows: int, grid: tuple[int, int], prefixes: tuple[int, ...], metadata: Mapping[str, str]
 ) -> tuple[int, tuple[int, int]]:
-    """Prefix rows and (h, w) of a table: as its config says, else the model's own grid, else a square."""
-    with suppress(ValueError, LookupError, TypeError):  # absent, or somebody else's
+    """Prefix rows and (h, w) of a table: from its config, else the model's own grid, else a square."""
+    with suppress(ValueError, LookupError, TypeError):  # no config, or one of another library
         config = json.loads(metadata["config"])
         h, w = (side // patch for side, patch in zip(config["img_size"], config["patch_size"], strict=True))
         if rows - h * w in prefixes:
@@ -105,7 +105,7 @@ def _source_grid(
 
 
 def move_prefix(state: State, given: int, wanted: int) -> State:
-    """Exactly the same sum of tokens and positions with `wanted` instead of `given` prefix rows in pos_embed."""
+    """Changes the prefix rows of pos_embed from `given` to `wanted`; the sums of tokens and positions are unchanged."""
     pos = state["pos_embed"]
     if wanted >= given:
         zeros = pos.new_zeros(1, wanted - given, pos.shape[2])
@@ -118,10 +118,10 @@ def move_prefix(state: State, given: int, wanted: int) -> State:
 
 
 def write(model: nn.Module, state: State, layouts: tuple[Layout, ...]) -> State:
-    """Our tensors of a plain ViT under the names of the layout that has a class for the model.
+    """Converts our tensors of a plain ViT to the names and shapes of the first layout that supports the model.
 
     Raises:
-        WeightsError: none of the layouts has one.
+        WeightsError: none of the layouts supports the model.
     """
     config = model.config
     facts = dataclasses.asdict(config) | {
