@@ -23,7 +23,7 @@ def explain(
     classes: tuple[str, ...] | None = None,
     query: int | None = None,
 ) -> Iterator[Panel]:
-    """Yields the figures for a model and some images, from a forward pass and, with logits, a backward pass.
+    """Yields the panels for a model and some images, from a forward pass and, if there are logits, a backward pass.
 
     Args:
         model: in eval mode, on the device of the images.

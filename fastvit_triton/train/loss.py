@@ -86,7 +86,7 @@ def token_label_loss(
     """Token labelling: w CE(class token, y) + w' mean_i CE(token_i, y_i) (Jiang et al., arXiv:2104.10858).
 
     The default weights are those of the authors' code (TokenLabeling, tlt/loss/cross_entropy.py). After `mix_tokens`,
-    mix the class targets by area and apply `mix_tokens` with the same box to the token logits, which restores them.
+    mix the class targets by area and apply `mix_tokens` with the same box to the token logits to undo the mixing.
 
     Args:
         logits: of the class token [B, K].

@@ -17,7 +17,7 @@ def random_affine(
     shear: Probability = 0.0,
     shift: NonNegative = 0.0,
 ) -> Tensor:
-    """Rotates, zooms, shears and shifts each image by its own random amounts, in one `grid_sample`.
+    """Rotates, zooms, shears and shifts each image by independent random amounts, in one `grid_sample`.
 
     Pixels from outside the image are 0, so call this before normalisation, on images with background 0.
 

@@ -70,7 +70,7 @@ class Data:
 
 
 class TensorBatches:
-    """Batches of images held in memory; with `augment`, shuffled and augmented one batch at a time.
+    """Batches of in-memory images; with `augment`, shuffled and augmented one batch at a time.
 
     Args:
         images: [N, C, H, W] in [0, 1].

@@ -38,7 +38,7 @@ class RepeatedAugmentation(Sampler[int]):
         self.count, self.repeats, self.rank, self.world_size, self.epoch = count, repeats, rank, world_size, 0
 
     def __len__(self) -> int:
-        if self.count < 256:  # timm's rule for small data sets, for which DeiT's gives 0
+        if self.count < 256:  # timm's rule for small data sets; DeiT's rule returns 0 for them
             return -(-self.count // self.world_size)
         return self.count // 256 * 256 // self.world_size
 
