@@ -831,6 +831,24 @@ def damaged(tmp_path, kind: str):
         return state, r"encoder_layer_0.mlp.0.weight is \[96, 48\].*blocks.0.mlp.fc1.weight is \[192, 48\]"
     if kind == "integers":
         return state | {"norm.bias": torch.zeros(48, dtype=torch.int8)}, "norm.bias holds torch.int8"
+    if kind == "sparse":
+        torch.save(state | {"blocks.1.mlp.fc2.bias": torch.ones(48).to_sparse()}, tmp_path / "b.pt")
+        return tmp_path / "b.pt", "checkpoint's blocks.1.mlp.fc2.bias is sparse_coo; save it as a dense tensor"
+    if kind == "without values":
+        return {key: t.to("meta") for key, t in state.items()}, "has no values; save it as a dense tensor"
+    if kind == "not finite":
+        state = state | {"norm.bias": torch.full((48,), torch.nan)}
+        return state, r"checkpoint's norm.bias has values that are not finite; verify=False loads it"
+    if kind == "no checksums":
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(state, tmp_path / "b.pt")
+        finally:
+            torch.serialization.set_crc32_options(True)
+        return (
+            tmp_path / "b.pt",
+            r"without checksums, after torch.serialization.set_crc32_options\(False\); verify=False",
+        )
     if kind == "no token":
         state = build("vit_tiny_patch16_224").state_dict()
         del state["cls_token"]
@@ -848,7 +866,21 @@ def damaged(tmp_path, kind: str):
 
 CUTS = [f"{name} {part}" for name in ("a.safetensors", "a.pt", "old.pt", "a.npz") for part in (0, 0.001, 0.5, 0.999)]
 FAULTS = ["missing", "folder", "suffix", "page", "hostile", "hostile legacy", "hostile npz", "list", "resnet", "empty"]
-FAULTS += ["deeper", "post-norm", "channels", "width", "foreign width", "integers", "no token", "odd shapes", *CUTS]
+FAULTS += [
+    "sparse",
+    "without values",
+    "not finite",
+    "no checksums",
+    "deeper",
+    "post-norm",
+    "channels",
+    "width",
+    "foreign width",
+    "integers",
+    "no token",
+    "odd shapes",
+    *CUTS,
+]
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -863,6 +895,52 @@ def test_invalid_checkpoints_raise_and_change_nothing(kind, no_embed_class, tmp_
     assert "\n" not in str(caught.value) and not (tmp_path / "pwned").exists()
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[key])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_one_flipped_bit_is_noticed(suffix, tmp_path):
+    """Oracle: the model; 200 bits anywhere in the file, one at a time, load exactly or raise."""
+    model, path = build("vit_tiny_patch16_224", depth=1, embed_dim=12), tmp_path / f"a.{suffix}"
+    if suffix == "pt":
+        torch.save(model.state_dict(), path)
+    else:
+        save_weights(model, path)
+    wanted, content, rng, refused = model.state_dict(), path.read_bytes(), np.random.default_rng(0), 0
+    for position in rng.integers(0, len(content), 200):
+        changed = bytearray(content)
+        changed[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(changed)
+        found = build("vit_tiny_patch16_224", depth=1, embed_dim=12)
+        try:
+            load_weights(found, path)
+        except WeightsError:
+            refused += 1
+        else:
+            assert all(torch.equal(t, wanted[key]) for key, t in found.state_dict().items())
+    assert refused > 100  # most bits are values
+
+
+@pytest.mark.parametrize("kind", ["not finite", "no checksums"])
+def test_files_load_unverified(kind, tmp_path):
+    """Oracle: the state dict."""
+    source, _ = damaged(tmp_path, kind)
+    model = build("vit_tiny_patch16_224")
+    load_weights(model, source, verify=False)
+    wanted = torch.load(tmp_path / "a.pt")["norm.bias"] if kind == "no checksums" else source["norm.bias"]
+    assert torch.equal(model.norm.bias.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def test_a_changed_value_of_ours_loads_unverified(tmp_path):
+    """Oracle: the message; then the file, whose header says nothing of the change."""
+    model, path = build("vit_tiny_patch16_224"), tmp_path / "a.safetensors"
+    save_weights(model, path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for load in (lambda **how: load_model(path, **how), lambda **how: load_weights(model, path, **how)):
+        with pytest.raises(WeightsError, match="its checksum is wrong; verify=False loads it"):
+            load()
+        load(verify=False)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", "npz"])

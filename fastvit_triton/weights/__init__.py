@@ -4,16 +4,10 @@ Files are safetensors, `torch.save` files opened with `weights_only=True`, and `
 run code. A model is changed only after the whole checkpoint has been read, converted and checked.
 """
 
-import argparse
 import dataclasses
 import json
 import os
-import pickle
 import re
-import struct
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -31,15 +25,13 @@ from ..models import create_model
 from . import adapt, vit
 from .adapt import State, WeightsError, some, variant
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
+from .reading import CHECKSUM, checksum, is_finite, read, why_unusable
 
 WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
     r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
     r"|dino_head|ibot_head|student|opt)(\.|$)|(^|\.)[tb]$"
 )
-DAMAGE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-DAMAGE += (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
-DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
 
 
 class Spelling(NamedTuple):
@@ -86,7 +78,9 @@ class LoadReport:
         return "\n".join([f"{self.tensors} tensors from a {self.family} checkpoint", *lines])
 
 
-def load_weights(model: nn.Module, source: str | os.PathLike | Mapping, *, resize: str | None = None) -> LoadReport:
+def load_weights(
+    model: nn.Module, source: str | os.PathLike | Mapping, *, resize: str | None = None, verify: bool = True
+) -> LoadReport:
     """Copies a checkpoint of any supported library into a model; keeps the model's dtype, device and `requires_grad`.
 
     Positions are interpolated to the model's grid as in the checkpoint's library. The head is set to zero if the
@@ -97,22 +91,25 @@ def load_weights(model: nn.Module, source: str | os.PathLike | Mapping, *, resiz
         source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a folder with `model.safetensors`, or a
             state dict.
         resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
+        verify: compare the checksums of the file, and require finite values.
 
     Returns:
         A printable report: the layout, and tensors that were resized, zeroed or dropped.
 
     Raises:
         WeightsError: the file is missing, damaged, or a pickle that would run code; the checkpoint has an unknown
-            layout, a different architecture or different shapes. The model is then unchanged.
+            layout, a different architecture or different shapes, or values that are not finite. The model is then
+            unchanged.
     """
-    return _load(model, *_read(source), resize)
+    return _load(model, *read(source, verify), resize, verify)
 
 
-def load_model(path: str | os.PathLike) -> tuple[nn.Module, dict[str, str]]:
+def load_model(path: str | os.PathLike, *, verify: bool = True) -> tuple[nn.Module, dict[str, str]]:
     """Rebuilds a model from a file of `save_weights`.
 
     Args:
         path: the file, or a folder that holds `model.safetensors`.
+        verify: as for `load_weights`.
 
     Returns:
         The model in float32 and training mode on the CPU, and the file's metadata.
@@ -120,7 +117,7 @@ def load_model(path: str | os.PathLike) -> tuple[nn.Module, dict[str, str]]:
     Raises:
         WeightsError: as for `load_weights`, or the file does not name its model.
     """
-    tensors, metadata = _read(path)
+    tensors, metadata = read(path, verify)
     if not {"variant", "config"} <= metadata.keys():
         raise WeightsError(
             f"{path} does not say which model it holds, so save_weights did not write it; "
@@ -130,7 +127,7 @@ def load_model(path: str | os.PathLike) -> tuple[nn.Module, dict[str, str]]:
         model = create_model(metadata["variant"], **json.loads(metadata["config"]))
     except (ValueError, TypeError) as error:
         raise WeightsError(f"{path} holds a model that this version cannot build: {error}") from error
-    _load(model, tensors, metadata, None)
+    _load(model, tensors, metadata, None, verify)
     return model, metadata
 
 
@@ -167,6 +164,7 @@ def save_weights(
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     config = json.dumps(dataclasses.asdict(model.config))
     header = {**(metadata or {}), "format": "pt", "layout": layout, "variant": variant(model), "config": config}
+    header[CHECKSUM] = checksum(state, header)
     try:
         with replacing(path) as temporary:
             save_file(state, temporary, header)
@@ -174,43 +172,16 @@ def save_weights(
         raise WeightsError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _read(source: str | os.PathLike | Mapping) -> tuple[Mapping, dict[str, str]]:
-    """Contents of the file, and its metadata."""
-    if isinstance(source, Mapping):
-        return source, {}
-    path = Path(source)
-    path = path / "model.safetensors" if path.is_dir() else path
-    if not path.is_file():
-        raise WeightsError(f"there is no checkpoint {path}")
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
-        if path.suffix == ".npz":
-            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-                return {key: file[key] for key in file.files}, {}
-        if path.suffix in (".pt", ".pth", ".bin"):
-            with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts save their arguments
-                return torch.load(path, map_location="cpu", weights_only=True), {}
-    except DAMAGE as error:
-        if wanted := re.search(r"GLOBAL (\S+)|(Object arrays)|(pickled data)", str(error)):
-            name = wanted[1] or "a pickled object"
-            raise WeightsError(
-                f"{path} was refused: it is a pickle that wants to run code ({name}); "
-                "ask for a safetensors file, or save only model.state_dict() where it comes from"
-            ) from error
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}") from error
-    raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
-
-
-def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: str | None) -> LoadReport:
+def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: str | None, verify: bool) -> LoadReport:
     """Unwraps, renames, adapts and checks the tensors before it copies them into the model."""
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
     spelling = _spelling(model)
     found, wrapper = _unwrap(held)
     layout, state, spelled = _translate(found, spelling.layouts)
+    for key, tensor in state.items():
+        if (why := why_unusable(tensor)) is not None:
+            raise WeightsError(f"the checkpoint's {spelled.get(key, key)} {why}; save it as a dense tensor of numbers")
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
@@ -224,6 +195,10 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
     reinitialised = tuple(key for key in target if key.startswith(heads) and key not in state)
     state |= {key: torch.zeros_like(target[key]) for key in reinitialised}
     adapt.check(model, target, state, spelled, family)
+    wrong = next((key for key in target if verify and not is_finite(state[key])), None)
+    if wrong is not None:
+        name = spelled.get(wrong, wrong)
+        raise WeightsError(f"the checkpoint's {name} has values that are not finite; verify=False loads it")
     with torch.no_grad():
         for key, tensor in target.items():
             tensor.copy_(state[key])

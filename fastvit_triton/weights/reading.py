@@ -1,0 +1,124 @@
+"""Reads checkpoint files, and checks that they hold what was written: checksums, dense tensors, finite values."""
+
+import argparse
+import os
+import pickle
+import re
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .adapt import WeightsError
+
+DAMAGE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+DAMAGE += (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
+DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
+CHECKSUM = "checksum"  # metadata entry of our safetensors files
+
+
+def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, dict[str, str]]:
+    """Contents of a checkpoint file, or of a state dict, and its metadata.
+
+    Args:
+        source: as for `load_weights`.
+        verify: compare checksums.
+
+    Raises:
+        WeightsError: the file is missing, damaged, or a pickle that would run code.
+    """
+    if isinstance(source, Mapping):
+        return source, {}
+    path = Path(source)
+    path = path / "model.safetensors" if path.is_dir() else path
+    if not path.is_file():
+        raise WeightsError(f"there is no checkpoint {path}")
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                state, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+            if verify:
+                check_safetensors(state, metadata)
+            return state, metadata
+        if path.suffix == ".npz":
+            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+                return {key: file[key] for key in file.files}, {}
+        if path.suffix in (".pt", ".pth", ".bin"):
+            if verify:
+                check_zip(path)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts save their arguments
+                return torch.load(path, map_location="cpu", weights_only=True), {}
+    except DAMAGE as error:
+        if wanted := re.search(r"GLOBAL (\S+)|(Object arrays)|(pickled data)", str(error)):
+            name = wanted[1] or "a pickled object"
+            raise WeightsError(
+                f"{path} was refused: it is a pickle that wants to run code ({name}); "
+                "ask for a safetensors file, or save only model.state_dict() where it comes from"
+            ) from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        remedy = "; verify=False loads it" if "checksum" in reason else ""
+        raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}{remedy}") from error
+    raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
+
+
+def checksum(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """CRC-32 of names, dtypes, shapes and values of all tensors, and of the metadata except the checksum itself."""
+    total = 0
+    for name, text in sorted(metadata.items()):
+        if name != CHECKSUM:
+            total = zlib.crc32(f"{name}\0{text}\0".encode(), total)
+    for name in sorted(state):
+        tensor = state[name].contiguous()
+        total = zlib.crc32(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode(), total)
+        total = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), total)
+    return f"crc32:{total:08x}"
+
+
+def check_safetensors(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Compares the checksum of a file of ours; files of other programs have none.
+
+    Raises:
+        ValueError: the checksum differs.
+    """
+    if CHECKSUM in metadata and checksum(state, metadata) != metadata[CHECKSUM]:
+        raise ValueError("its checksum is wrong")
+
+
+def check_zip(path: Path) -> None:
+    """Compares the checksums in a file of torch.save, which writes them but does not read them.
+
+    Files in PyTorch's old format, which is not a zip archive, have no checksums.
+
+    Raises:
+        ValueError: a checksum is wrong or missing.
+        zipfile.BadZipFile: the archive is damaged.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        records = [record for record in archive.infolist() if record.file_size]
+        if records and not any(record.CRC for record in records):
+            raise ValueError("it was saved without checksums, after torch.serialization.set_crc32_options(False)")
+        if bad := archive.testzip():
+            raise ValueError(f"the checksum of {bad} is wrong")
+
+
+def why_unusable(tensor: Tensor) -> str | None:
+    """Why a tensor of a checkpoint cannot be copied into a parameter; None if it can."""
+    if tensor.layout is not torch.strided:
+        return f"is {tensor.layout}".replace("torch.", "")
+    if tensor.is_meta:
+        return "has no values"
+    return f"is {tensor.dtype}".replace("torch.", "") if tensor.is_complex() or tensor.is_quantized else None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """True if all values are finite."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
