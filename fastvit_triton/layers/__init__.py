@@ -1,4 +1,4 @@
-"""What is learned: modules that own parameters under timm's names and call the kernels."""
+"""Layers: modules that call the kernels; parameters have timm's names."""
 
 from .attention import Attention, AttentionPool, RelativePosition
 from .block import Block, Blocks, PostNormBlock

@@ -18,7 +18,7 @@ from .ways import way_alone
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention on a packed projection (ViT, arXiv:2010.11929, eq. 5-8, with biases as in its code).
+    """Multi-head self-attention with packed qkv projection (ViT, arXiv:2010.11929, eq. 5-8, and biases as in its code).
 
     Args:
         dim: D, channels per token.
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         qk_norm: epsilon of a LayerNorm on every head's queries and keys; None for no norm.
         attn_drop: dropout on the attention probabilities.
         proj_drop: dropout after the output projection.
-        position: module that turns queries [B, H, N, d] into a bias [B, H, N, N], such as `RelativePosition`.
+        position: module that maps queries [B, H, N, d] to a bias [B, H, N, N], such as `RelativePosition`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         self.position = position
 
     def entering(self) -> tuple[nn.Linear, ...]:
-        """The linear layers that read x."""
+        """The linear layers applied to x."""
         return (self.qkv,)
 
     def sizes(self) -> Sizes:
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         way: str | None = None,
         **end: object,
     ) -> Tensor | tuple[Tensor, Given | None]:
-        """x [B, N, D] → [B, N, D], as a `layers.body.Body`."""
+        """x [B, N, D] → [B, N, D]; for the arguments see `layers.body.Body`."""
         if way is None:
             way = way_alone(self, x)
         if way == "plain":
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         return finish(o, self.proj, drop=self.proj_drop, way=way, **end)
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]; what a subclass overrides."""
+        """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]; a subclass may override it."""
         dropout = self.attn_drop.p if self.attn_drop.training else 0.0
         fused = not ways.state.inside_plain and can_fuse(qkv) and kernels_available(qkv, self.head_dim)
         simple = fused and self.position is None and dropout == 0.0
@@ -108,21 +108,21 @@ class Attention(nn.Module):
 
 
 class RelativePosition(nn.Module):
-    """Key embeddings of 1-D offsets between patches; q · r is added to q · k.
+    """Relative position embeddings r of 1-D offsets between patches; q · r is added to q · k.
 
-    Source: ViT, arXiv:2010.11929, appendix D.4; the table is shared by heads as in Shaw et al., arXiv:1803.02155,
+    Source: ViT, arXiv:2010.11929, appendix D.4; the heads share the table, as in Shaw et al., arXiv:1803.02155,
     section 3.2. Prefix tokens have no position and get no bias.
 
     Args:
-        num_patches: N, tokens that have a position.
+        num_patches: N, maximum number of patch tokens.
         head_dim: d.
-        prefix_tokens: leading tokens without a position.
+        prefix_tokens: number of leading tokens without a position.
     """
 
     def __init__(self, num_patches: int, head_dim: int, prefix_tokens: int) -> None:
         super().__init__()
         self.num_patches, self.prefix_tokens = num_patches, prefix_tokens
-        self.weight = nn.Parameter(torch.empty(2 * num_patches - 1, head_dim))  # row i is offset i − (N − 1)
+        self.weight = nn.Parameter(torch.empty(2 * num_patches - 1, head_dim))  # row i: offset i − (N − 1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -141,7 +141,7 @@ class RelativePosition(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """One learned query attends to all tokens, then an MLP: "map" pooling (SigLIP; timm's AttentionPoolLatent).
+    """Attention pooling ("map"): a learned query attends to all tokens, then an MLP (SigLIP; timm's AttentionPoolLatent).
 
     Args:
         dim: D, channels per token.

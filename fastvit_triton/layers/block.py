@@ -1,4 +1,4 @@
-"""The Transformer block: two residual branches, each given as a module. Names are timm's."""
+"""Transformer blocks: attention and MLP as residual branches. Parameter names are timm's."""
 
 from torch import Tensor, nn
 
@@ -16,8 +16,8 @@ class Block(nn.Module):
 
     Args:
         dim: D, channels per token.
-        attn: maps [B, N, D] to [B, N, D]; fused with what stands around it if it is a `layers.body.Body`.
-        mlp: the same.
+        attn: maps [B, N, D] to [B, N, D]; fused with its norm, LayerScale and residual if it is a `layers.body.Body`.
+        mlp: as attn.
         eps: LayerNorm epsilon.
         init_values: initial LayerScale; None for none.
         drop_path: probability of skipping each branch.
@@ -64,7 +64,7 @@ class Block(nn.Module):
         return attn, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2)
 
     def _plain(self, x: Tensor) -> Tensor:
-        if self.training:  # stochastic depth may work on some of the images alone
+        if self.training:  # stochastic depth may compute a branch for a subset of the images
             return add_branches(x, *self._branches())
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
@@ -74,13 +74,13 @@ class PostNormBlock(Block):
     """Post-norm block: LN(x + f(x)), as in the original Transformer (arXiv:1706.03762, section 3.1)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, N, D]; its branches read x without a norm, so there are no statistics to hand on."""
+        """[B, N, D] → [B, N, D]; no norm precedes the branches, so no row statistics are passed between them."""
         x = normalize(add_branches(x, Branch(self.attn, None, self.ls1, self.drop_path1)), self.norm1)
         return normalize(add_branches(x, Branch(self.mlp, None, self.ls2, self.drop_path2)), self.norm2)
 
 
 class Blocks(nn.Sequential):
-    """Blocks one after another, each taking what the one before left for its norm."""
+    """Sequence of blocks; each passes the row statistics of its output to the next block's norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""

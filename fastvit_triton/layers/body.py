@@ -1,6 +1,6 @@
-"""Bodies of residual branches, attention and MLP, from the parts of their modules.
+"""Bodies of residual branches: attention and MLP, described by their submodules (`AttentionParts`, `MlpParts`).
 
-A part that can be read becomes an argument of a kernel; one that cannot is called.
+A submodule whose weights can be read is fused into a kernel call; any other is called as a module.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ Given = Tensor | Normalized
 
 
 class Body(Protocol):
-    """What a branch can be fused with: `AttentionParts`, `MlpParts`, and our modules, with a method `entering`."""
+    """A body that supports fusion: `AttentionParts`, `MlpParts`, and our modules with a method `entering`."""
 
     def entering(self) -> tuple[Layer, ...]:
-        """The linear layers that read x, into which a norm may be folded; none where x is read otherwise."""
+        """The linear layers applied to x, into which a norm may be folded; empty if x has other readers."""
 
     def sizes(self) -> Branch:
-        """What the cost of the branch depends on; numbers of images and tokens are left at 0."""
+        """Sizes for the cost model; the numbers of images and tokens are 0."""
 
     def __call__(
         self,
@@ -46,19 +46,19 @@ class Body(Protocol):
         way: str = "reference",
         **end: object,
     ) -> Tensor | tuple[Tensor, Given | None]:
-        """The body of x [B, ..., D] behind a norm.
+        """Applies the body to x [B, ..., D], after the norm.
 
         Args:
             x: [B, ..., D].
-            norm: folded into the projections, or for the mixed way its parameters; None for no norm.
-            stats: what the branch before left of x: row statistics, or for the mixed way its norm.
+            norm: the norm folded into the projections; for "mixed" its parameters; None for no norm.
+            stats: from the previous branch: row statistics of x; for "mixed" the normalized x.
             way: "fused" or "mixed" where the kernels run, else "reference".
             end: see `finish`.
         """
 
 
 class AttentionParts(NamedTuple):
-    """A self-attention's parts and numbers.
+    """Submodules and settings of a self-attention.
 
     Attributes:
         projections: one projection packed as [3, H, D], or those of queries, keys and values.
@@ -66,7 +66,7 @@ class AttentionParts(NamedTuple):
         num_heads: H.
         scale: softmax scale.
         bias: added to the scores, or boolean with True for "attend"; see `kernels.attention`.
-        rope: (cos, sin, interleaved), tables that broadcast to [B, H, N − T, D] and leave the first T tokens alone.
+        rope: (cos, sin, interleaved), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated.
         norms: norms of each head's queries and keys.
         first: norm inside the module, before the projections.
         last: norm before the output projection.
@@ -108,7 +108,7 @@ class AttentionParts(NamedTuple):
         return finish(o, self.proj, self.last, *self.drops, way=way, **end)
 
     def _attend(self, qkv: Tensor) -> Tensor:
-        """[B, N, 3·H·d] → [B, N, H·d]."""
+        """Attention without projections: [B, N, 3·H·d] → [B, N, H·d]."""
         norms = (None, None) if self.norms is None else tuple(norm_of(norm) for norm in self.norms)
         prefix = 0 if self.rope is None else qkv.shape[1] - self.rope[0].shape[-2]
         if self.norms is None or all(norm is not None for norm in norms):
@@ -121,7 +121,7 @@ class AttentionParts(NamedTuple):
 
 
 class MlpParts(NamedTuple):
-    """An MLP's parts.
+    """Submodules of an MLP.
 
     Attributes:
         fc1: one layer, or the gate and value layers of a SwiGLU.
@@ -175,7 +175,7 @@ class MlpParts(NamedTuple):
 
 
 def late_bias_of(body: object) -> Tensor | None:
-    """The bias that ends a mixed MLP, if its last product may add to the residual in place; None for other bodies."""
+    """Bias of fc2 if a mixed MLP may accumulate fc2 into the residual in place; None otherwise."""
     parts = body if isinstance(body, MlpParts) else getattr(body, "parts", lambda: None)()
     if not isinstance(parts, MlpParts) or not isinstance(parts.act, str):
         return None
@@ -187,13 +187,13 @@ def late_bias_of(body: object) -> Tensor | None:
 
 
 def _width(layers: tuple[Layer, ...]) -> tuple[int, int]:
-    """(outputs of linear layers side by side, inputs); 0 where a layer does not say."""
+    """(total output features of these linear layers, input features); 0 where a layer has no weight."""
     shapes = [getattr(getattr(layer, "weight", None), "shape", (0, 0)) for layer in layers]
     return sum(shape[0] for shape in shapes), shapes[0][1]
 
 
 def _called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> object:
-    """`linear` or `mlp` in its way; `op` is the public function, `run` the kernels."""
+    """Calls `linear` or `mlp`: `op`, the public function, for "reference", else `run`, which launches the kernels."""
     next_norm = named.pop("next_norm", None)
     if way == "reference":
         return op(*operands, **named)
@@ -211,7 +211,7 @@ def _pair(layers: tuple[Layer, ...]) -> tuple:
 
 
 def activate(h: Tensor, act: str | nn.Module) -> Tensor:
-    """The activation by name or by module."""
+    """Applies an activation given by name or as a module."""
     if act == "swiglu":
         gate, value = h.chunk(2, -1)
         return nn.functional.silu(gate) * value
@@ -225,7 +225,7 @@ def project(
     stats: Given | None = None,
     way: str | None = None,
 ) -> Tensor:
-    """The layers' outputs side by side, [..., K] → [..., F], as one product where all of them can be read."""
+    """Concatenated outputs of linear layers, [..., K] → [..., F]; one matmul if all their weights can be read."""
     if isinstance(norm, FoldedNorm):
         return linear_file.run(x, norm.folded, None, (None, None, norm.eps), stats)
     if not all(is_readable(layer) for layer in layers):
@@ -249,19 +249,19 @@ def finish(
     next_norm: NextNorm | None = None,
     way: str = "reference",
 ) -> Tensor | tuple[Tensor, Given | None]:
-    """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also for the next branch.
+    """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also its row statistics.
 
     Args:
         x: [B, ..., K].
         layer: linear layer K → D; None for none.
-        norm: norm of x before it.
-        drop: dropout after it.
+        norm: applied to x before the layer.
+        drop: dropout after the layer.
         layer_scale: [D].
         sample_scale: [B], drop-path factor of each image.
         residual: [B, ..., D].
-        return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or for the mixed way its norm; None
-            where they are not cheap.
-        next_norm: for the mixed way, what the next branch asks of the result.
+        return_stats: also return row statistics of the result, [M, tiles, 2] fp32, or for "mixed" the normalized
+            result; None if that takes another pass over it.
+        next_norm: for "mixed", the norm of the next branch.
         way: "fused" or "mixed" where the kernels run, else "reference".
     """
     end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)
@@ -283,7 +283,7 @@ def finish(
 def fold_or_normalize(
     x: Tensor, norm: nn.Module | None, layers: tuple[Layer, ...], way: str = "fused"
 ) -> tuple[Tensor, Before | None]:
-    """(x, the norm before these layers, as a body takes it) or (norm(x), None)."""
+    """(x, norm to fuse into these layers), or (norm(x), None) if it cannot be fused."""
     entry = None if norm is None else entry_of(norm, layers)
     if entry is None:
         return x if norm is None else norm(x), None
@@ -294,6 +294,6 @@ def fold_or_normalize(
 
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
-    """norm(x), by the LayerNorm kernel where that is the same; [..., D] → [..., D]."""
+    """norm(x), with the LayerNorm kernel where it gives the same result; [..., D] → [..., D]."""
     weights = norm_of(norm) if can_fuse(x) and "forward" not in norm.__dict__ else None
     return norm(x) if weights is None else layer_norm(x, *weights[:3])

@@ -1,8 +1,9 @@
 """Residual branches: x + drop_path(layer_scale · dropout(body(norm(x)))), in as few launches as the modules allow.
 
-A body is an attention or an MLP: one of our modules, or the parts of a foreign one (`AttentionParts`, `MlpParts`). The
-LayerNorm before it is folded into its first product; LayerScale, stochastic depth and the addition end its last one. A
-module that cannot be read is called instead, so its hooks fire and a replaced layer does its work.
+A body is an attention or an MLP: one of our modules, or the parts of a third-party one (`AttentionParts`, `MlpParts`).
+The LayerNorm before it is folded into its first matmul; LayerScale, stochastic depth and the residual addition are
+fused into the epilogue of its last one. A module whose weights cannot be read is called instead, so hooks fire and
+replaced layers run.
 """
 
 from typing import NamedTuple
@@ -23,16 +24,16 @@ from .ways import choose_way, plainly
 
 
 class Branch(NamedTuple):
-    """What a block adds to its stream: drop_path(layer_scale · scale(drop(body(norm(x), **call)))).
+    """A residual branch: drop_path(layer_scale · scale(drop(body(norm(x), **call)))).
 
     Attributes:
         body: attention or MLP, or its parts.
         norm: module applied to x first.
-        scale: LayerScale, as a module.
+        scale: LayerScale as a module.
         drop_path: stochastic depth.
-        layer_scale: LayerScale, as the block's own parameter [D].
-        drop: dropout of the branch that the block, not the body, holds.
-        call: the rest of the body's arguments.
+        layer_scale: LayerScale as a parameter [D] of the block.
+        drop: dropout that belongs to the block, not the body.
+        call: further arguments of the body.
     """
 
     body: nn.Module | Body
@@ -51,17 +52,17 @@ def add_branches(
     stats: Given | None = None,
     next_norm: nn.Module | None = None,
 ) -> Tensor | tuple[Tensor, Given | None]:
-    """x [B, ..., D] plus each branch in turn.
+    """Adds each branch to x [B, ..., D] in turn.
 
     Args:
         x: [B, ..., D].
-        *branches: attention and MLP of one block after another; the two LayerNorms of a block are folded in one launch.
-        block: the module that they belong to, which keeps what the choice of their way needs.
-        stats: what the block before left of x, see `layers.body.Body`.
-        next_norm: the norm of the block that follows, which reads what this one leaves.
+        *branches: attention and MLP of each block in order; the two LayerNorms of a block are folded in one launch.
+        block: the module that they belong to; it caches their sizes for `choose_way`.
+        stats: from the previous block, see `layers.body.Body`.
+        next_norm: the norm of the next block, for which this one also returns the statistics.
 
     Returns:
-        [B, ..., D]; with `next_norm` also what the next block takes as `stats`, or None.
+        [B, ..., D]; with `next_norm` also the next block's `stats`, or None.
     """
     if ways.state.inside_plain:
         x = _add_plainly(x, *branches)
@@ -83,7 +84,7 @@ def add_branches(
         else:
             norms = fold_norms(x, *entries)
             after = norms[0] if next_norm is not None or i + 2 < len(branches) else None
-        readers = [*norms[1:], after]  # of what each branch leaves
+        readers = [*norms[1:], after]  # the norm that reads each branch's output
         for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
             x, stats = _add(x, branch, body, norm, stats, reader, way)
     return x if next_norm is None else (x, stats)
@@ -100,7 +101,7 @@ def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodie
 
 
 def _scales(branch: Branch) -> int:
-    """How many factors multiply the branch in this call."""
+    """Number of factors that scale the branch in this call (LayerScale, stochastic depth)."""
     known, factors = layer_scale_of(branch.scale)
     depth = branch.drop_path
     drops = depth is not None and depth.training and (getattr(depth, "p", None) or getattr(depth, "drop_prob", None))
@@ -108,7 +109,7 @@ def _scales(branch: Branch) -> int:
 
 
 def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
-    """The bias that the branch before may add, so that this one ends in a product that adds to it in place."""
+    """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return None
     bare = not _scales(branch) and is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no numbers
@@ -122,7 +123,7 @@ def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:
 
 
 def _body(branch: Branch, x: Tensor) -> Body | None:
-    """The body that the branch can be fused with; None where the body must be called as it is."""
+    """The body in a form that supports fusion; None where the module must be called."""
     body = branch.body
     if not isinstance(body, nn.Module):
         return body
@@ -131,13 +132,13 @@ def _body(branch: Branch, x: Tensor) -> Body | None:
     forward = body.__dict__.get("forward")
     if forward is None:
         return body if hasattr(type(body), "entering") and can_fuse(x) else None
-    read = getattr(forward.func, "read", None)  # what `optimize` gave it
+    read = getattr(forward.func, "read", None)  # bound by `optimize`
     parts = None if read is None else read(body, **branch.call or {})
     return None if isinstance(parts, str) else parts
 
 
 def _entry(branch: Branch, body: Body | None) -> Entry | None:
-    """The LayerNorm of a branch and the layers behind it; None where there is none to fold."""
+    """The LayerNorm of a branch and the linear layers after it; None if there is nothing to fold."""
     inside = getattr(body, "first", None)
     if body is None or (branch.norm is not None and inside is not None):
         return None
@@ -153,7 +154,7 @@ def _add(
     reader: Before | NextNorm | None,
     way: str,
 ) -> tuple[Tensor, Given | None]:
-    """The sum, and what `reader`, the norm of the next branch, takes of it where that is cheap."""
+    """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
     module, norm, scale, drop_path, layer_scale, drop, call = branch
     if type(drop_path) is DropPath and (kept := drop_path.kept_images(x)) is not None:
         return _add_to(kept, x, branch, body, before, way), None
@@ -168,7 +169,7 @@ def _add(
         y = y[0] if isinstance(y, tuple) else y
     else:
         known, factors = layer_scale_of(scale)
-        drops = (*getattr(body, "drops", ()), drop)  # an active one draws its random numbers before stochastic depth
+        drops = (*getattr(body, "drops", ()), drop)  # active dropout draws random numbers before stochastic depth
         ends = known and are_plain_tensors(layer_scale) and has_sample_scale(drop_path)
         if ends and all(is_inactive(d) for d in drops):
             y = body(
@@ -190,9 +191,9 @@ def _add(
 
 
 def _add_to(kept: Tensor, x: Tensor, branch: Branch, body: Body | None, before: Before | None, way: str) -> Tensor:
-    """x plus the branch of the images `kept` alone."""
+    """Adds the branch to x for the images with indices `kept` only."""
     factor = 1 / (1 - branch.drop_path.p)
-    if not len(kept):  # one image, times 0: every parameter has a gradient, as DDP and weight decay expect
+    if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
         kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
     part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
     return x.index_copy(0, kept, part)

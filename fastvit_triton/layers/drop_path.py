@@ -1,19 +1,18 @@
-"""Stochastic depth: residual branches that skip whole images while training."""
+"""Stochastic depth: skips residual branches per image during training."""
 
 import torch
 from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: skips a residual branch for whole images while training (Huang et al., arXiv:1603.09382).
+    """Stochastic depth: skips a residual branch per image during training (Huang et al., arXiv:1603.09382).
 
-    Kept images are divided by 1 − p, so the expectation is unchanged.
+    The branch of kept images is divided by 1 − p, so its expectation is unchanged.
 
     Args:
         p: probability of skipping, in [0, 1).
-        skip: leave dropped images out of the branch's work, not only out of its sum (DINOv2, arXiv:2304.07193,
-            section 5). Drawn on the host, so that nothing waits for a GPU; a compiled model, of fixed shapes, ignores
-            it.
+        skip: do not compute the branch for dropped images (DINOv2, arXiv:2304.07193, section 5). They are drawn on the
+            host, which avoids a GPU synchronization. Compiled models have fixed shapes and ignore it.
     """
 
     def __init__(self, p: float = 0.0, skip: bool = False) -> None:
@@ -21,7 +20,7 @@ class DropPath(nn.Module):
         self.p, self.skip = p, skip
 
     def kept_images(self, x: Tensor) -> Tensor | None:
-        """Which images of x [B, ...] are worked on, [kept]; None for all, those that are dropped among them."""
+        """Indices [kept] of the images of x [B, ...] to compute; None to compute all, including dropped ones."""
         if not (self.skip and self.training and self.p) or torch.compiler.is_compiling():
             return None
         return (torch.rand(x.shape[0]) >= self.p).nonzero().flatten().to(x.device, non_blocking=True)
@@ -42,7 +41,7 @@ class DropPath(nn.Module):
 
 
 class ConstantScale(nn.Module):
-    """One factor for every image: what `DropPath` multiplies the images by that it keeps.
+    """Multiplies every image by one factor; stands in for `DropPath` when only kept images are computed.
 
     Args:
         factor: for every image.

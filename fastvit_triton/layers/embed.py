@@ -1,4 +1,4 @@
-"""From image to tokens: patch projections, position tables, dropping patches. Parameter names are timm's."""
+"""Image to tokens: patch embeddings, position embeddings, patch dropout. Parameter names are timm's."""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ class PatchEmbed(nn.Module):
         in_chans: C, image channels.
         embed_dim: D.
         bias: bias of the projection.
-        strict_img_size: refuse images of another size; False takes any size that the patch divides.
+        strict_img_size: raise for images of another size; False accepts any multiple of the patch size.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class PatchEmbed(nn.Module):
         self.build(embed_dim, bias)
 
     def build(self, embed_dim: int, bias: bool) -> None:
-        """Makes the projection."""
+        """Creates the projection."""
         self.proj = nn.Conv2d(self.in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias)
 
     def grid_of(self, image: Tensor) -> tuple[int, int]:
-        """Patches per column and row of image [B, C, H, W].
+        """(rows, columns) of patches of image [B, C, H, W].
 
         Raises:
-            ValueError: the image has other channels or another size than this embedding takes.
+            ValueError: the image has the wrong number of channels or the wrong size.
         """
         if image.dim() != 4 or image.shape[1] != self.in_chans:
             raise ValueError(f"image must have axes [B, {self.in_chans}, H, W], got shape {list(image.shape)}")
@@ -92,7 +92,7 @@ class NormPatchEmbed(LinearPatchEmbed):
 
 
 class Learned2d(nn.Module):
-    """Learned positions from a row table and a column table of D/2 channels each (ViT paper, appendix D.4).
+    """Learned position embeddings: a row table and a column table of D/2 channels each (ViT paper, appendix D.4).
 
     Args:
         grid_size: (rows, columns) of patches.
@@ -110,7 +110,7 @@ class Learned2d(nn.Module):
         nn.init.trunc_normal_(self.column, std=0.02)
 
     def forward(self) -> Tensor:
-        """[1, rows · columns, D], the column's half first."""
+        """[1, rows · columns, D]; the first D/2 channels are the column's."""
         rows, columns = len(self.row), len(self.column)
         column, row = self.column[None].expand(rows, -1, -1), self.row[:, None].expand(-1, columns, -1)
         return torch.cat((column, row), -1).flatten(0, 1)[None]
@@ -132,7 +132,7 @@ def sincos2d(grid_size: tuple[int, int], dim: int) -> Tensor:
     return torch.cat((x.sin(), x.cos(), y.sin(), y.cos()), 1)[None].float()
 
 
-# How each family's code interpolates; DINOv2's passes a scale, (new + 0.1) / old, in place of the new size.
+# Interpolation in each family's code; DINOv2 passes a scale factor, (new + 0.1) / old, instead of the new size.
 INTERPOLATION = {
     "bilinear": dict(mode="bilinear", align_corners=False),
     "bilinear_align_corners": dict(mode="bilinear", align_corners=True),
@@ -146,12 +146,12 @@ INTERPOLATION = {
 def resize_pos_embed(
     pos: Tensor, old: tuple[int, int], new: tuple[int, int], prefix_tokens: int = 0, mode: str = "bicubic_antialias"
 ) -> Tensor:
-    """Interpolates a position table to another grid, keeping the prefix rows.
+    """Interpolates a position table to another grid; prefix rows are copied.
 
     Args:
         pos: [1, T + h·w, D].
         old: (h, w) of the table.
-        new: (h', w') wanted.
+        new: (h', w') of the result.
         prefix_tokens: T.
         mode: a name in `INTERPOLATION`. The ViT paper's code is "bilinear_align_corners", timm and DeiT are
             "bicubic_antialias" (DINOv2 with registers too), torchvision is "bicubic_align_corners", transformers is
@@ -174,7 +174,7 @@ def resize_pos_embed(
 
 
 class PatchDropout(nn.Module):
-    """Keeps a random part of the patch tokens while training (arXiv:2212.00794); prefix tokens stay.
+    """Keeps a random subset of the patch tokens during training (arXiv:2212.00794), and all prefix tokens.
 
     Args:
         p: fraction dropped, in [0, 1).

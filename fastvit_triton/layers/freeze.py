@@ -1,7 +1,7 @@
-"""LayerNorms folded into the projections behind them: within each call, or once for a model whose weights are final.
+"""Folds LayerNorms into the projections after them: in each call, or once for a model whose weights are final.
 
-PyTorch counts writes to a tensor in `_version`, but not those through `.data`, NumPy, DLPack or the storage, so a fold
-that outlives its call can be wrong unnoticed. It does so only in a model that `freeze` has marked.
+PyTorch counts writes to a tensor in `_version`, but not those through `.data`, NumPy, DLPack or the storage, so a
+cached fold can become stale without detection. Folds are cached only in a model that `freeze` has marked.
 """
 
 import weakref
@@ -16,25 +16,25 @@ from ..kernels.backend import kernels_available
 from ..kernels.fold import Folded, Group, fold_groups, packed, pays
 from ..kernels.op import can_fold_norm
 
-PROGRAMS = "_fastvit_triton_programs"  # key in a module's __dict__: what `replay` recorded, which holds kept folds
+PROGRAMS = "_fastvit_triton_programs"  # key in a module's __dict__: recordings of `replay`, which hold cached folds
 _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → its folds by dtype and weights
 
 
 class FoldedNorm(NamedTuple):
-    """A LayerNorm folded into the projections behind it."""
+    """A LayerNorm folded into the projections after it."""
 
     folded: Folded
     eps: float
 
 
 class Entry(NamedTuple):
-    """A LayerNorm and the projections behind it.
+    """A LayerNorm and the projections after it.
 
     Attributes:
         norm: the module.
         group: its parameters and those of the projections.
         eps: of the norm.
-        sources: the tensors that the group was made from.
+        sources: the tensors that the group is computed from.
     """
 
     norm: nn.Module
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A fold, the tensors it was made from, and what is compared of them."""
+    """A cached fold, weak references to its source tensors, and their state for the staleness check."""
 
     folded: Folded
     sources: tuple[weakref.ref, ...]
@@ -59,14 +59,14 @@ class Kept(NamedTuple):
 def freeze(model: nn.Module) -> None:
     """Marks a model's weights as final: its LayerNorms are folded once, in the next inference call, and stay folded.
 
-    In blocks that run fused this saves the launch that otherwise folds both LayerNorms in each call, or the two
-    LayerNorms where a batch has few rows; others have nothing to fold. Each call compares the weights with those that
-    were folded: the same tensors at the same addresses, no write counted by PyTorch, the same dtype. If they differ it
-    folds again, into the same memory. Writes that PyTorch does not count (through `.data`, NumPy, DLPack, the storage,
-    or to inference tensors) are not noticed: call `freeze` again after them. Calls in training mode or with gradients
-    for the weights fold within the call.
+    In fused blocks this saves the launch that otherwise folds both LayerNorms in each call, or the two LayerNorm
+    launches of a batch with few rows; other blocks have nothing to fold. Each call checks that the weights are the
+    same tensors at the same addresses, with the same dtype and no writes counted by PyTorch. If not, it folds again,
+    into the same memory. Writes that PyTorch does not count (through `.data`, NumPy, DLPack, the storage, or to
+    inference tensors) are not detected: call `freeze` again after them. Calls in training mode or with gradients for
+    the weights fold in each call.
 
-    The folds take about 58 % of the memory of a block's weights until `unfreeze`. A CUDA graph reads them at fixed
+    Until `unfreeze`, the folds take about 58 % of the memory of a block's weights. A CUDA graph reads them at fixed
     addresses: run the frozen model once before the capture, and do not unfreeze it while the graph is in use. Copies
     and pickles of a model are not frozen, and a compiled model folds in each call. Where the kernels do not run, as on
     a CPU, nothing is folded.
@@ -90,7 +90,7 @@ def is_frozen(model: nn.Module) -> bool:
 
 
 def fold_again(model: nn.Module) -> None:
-    """Has the next call fold kept folds again, in place."""
+    """Invalidates cached folds; the next call recomputes them in place."""
     for module in model.modules():
         kept = _frozen.get(module, {})
         for key, entry in kept.items():
@@ -98,10 +98,10 @@ def fold_again(model: nn.Module) -> None:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Ends `freeze` and frees the folds; CUDA graphs that were captured meanwhile must not be replayed.
+    """Ends `freeze` and frees the folds; CUDA graphs captured while the model was frozen must not be replayed.
 
     Args:
-        model: as for `freeze`; one that is not frozen stays as it is.
+        model: as for `freeze`; no effect if it is not frozen.
 
     Raises:
         TypeError: model is no nn.Module.
@@ -122,20 +122,20 @@ def operands(
     bias: Tensor | tuple[Tensor | None, ...] | None,
     norm: FoldedNorm | Norm | None,
 ) -> tuple:
-    """(weight, bias, norm) for `linear` and `mlp`: as they are, or what the norm was folded into."""
+    """(weight, bias, norm) for `linear` and `mlp`: unchanged, or the folded weights."""
     return (norm.folded, None, (None, None, norm.eps)) if isinstance(norm, FoldedNorm) else (weight, bias, norm)
 
 
 def of_dtype(norm: FoldedNorm | Norm | None, x: Tensor) -> FoldedNorm | Norm | None:
-    """The norm, unless it is folded for another dtype than x's, which a float32 LayerScale before it changes."""
+    """The norm; None if it is folded for a dtype other than x's (a float32 LayerScale can promote x)."""
     return None if isinstance(norm, FoldedNorm) and norm.folded.weight.dtype != x.dtype else norm
 
 
 def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
-    """Each LayerNorm of x [..., K] folded into its projections; None where a LayerNorm of its own is to run.
+    """Folds each LayerNorm of x [..., K] into its projections; None where a separate LayerNorm is to run.
 
-    Frozen ones are kept. Others are folded in one launch where x has as many rows as the widest packed projection has
-    outputs; where weights get gradients they come with their source.
+    Frozen folds are cached. Others are computed in one launch if x has at least as many rows as the widest packed
+    projection has outputs; if the weights require gradients, the fold carries its source.
     """
     given = [e for e in entries if e is not None and _same_dtype(x, e.group.weights)]
     if not (given and kernels_available(x) and can_fold_norm(x)):
@@ -152,36 +152,36 @@ def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
 
 
 def _same_dtype(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
-    """The product would not raise for its dtypes: they are equal, or autocast makes them so."""
+    """True if a matmul accepts these dtypes: they are equal, or autocast is on."""
     return torch.is_autocast_enabled(x.device.type) or all(w.dtype == x.dtype for w in weights)
 
 
 def _learns(entry: Entry) -> bool:
-    """Gradients are on, and a source of this fold gets one."""
+    """True if gradients are enabled and a source of this fold requires one."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in entry.sources)
 
 
 def _source(group: Group) -> Group:
-    """The group with its projections packed into one, through which gradients flow."""
+    """The group with its projections packed into one, differentiably."""
     weight, bias = packed(group.weights, group.biases)
     return Group((weight,), (bias,), group.norm_weight, group.norm_bias)
 
 
 def _is_final(entry: Entry) -> bool:
-    """A fold of this entry may outlive the call: the model is not being trained."""
+    """True if a fold of this entry may be cached: the model is not being trained."""
     return not (entry.norm.training or _learns(entry))
 
 
 def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
-    """The folds that these frozen entries keep, after folding those whose sources have changed."""
+    """The cached folds of these frozen entries; recomputes those whose sources have changed."""
     keys = [(x.dtype, *map(id, e.group.weights)) for e in entries]
-    places = [_frozen.get(e.norm, {}) for e in entries]  # another thread may unfreeze meanwhile
+    places = [_frozen.get(e.norm, {}) for e in entries]  # another thread may unfreeze concurrently
     todo = zip(places, keys, entries, strict=True)
     stale = [(kept, key, e) for kept, key, e in todo if not _is_fresh(kept.get(key), e)]
     if stale and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return fold_groups([e.group for e in entries], x.dtype)  # what a graph captures has not run yet
+        return fold_groups([e.group for e in entries], x.dtype)  # captured launches have not run yet
     if stale:
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be written to again
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be updated in place later
             made = fold_groups([e.group for *_, e in stale], x.dtype)
             for (kept, key, entry), new in zip(stale, made, strict=True):
                 old = kept.pop(key, None)
@@ -193,24 +193,24 @@ def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
                     del kept[other]
                 kept[key] = Kept(new, tuple(map(weakref.ref, entry.sources)), _state(entry))
         if x.is_cuda:
-            torch.cuda.current_stream().synchronize()  # other streams and threads read these folds, too
+            torch.cuda.current_stream().synchronize()  # other streams and threads may read these folds
     return [kept[key].folded for kept, key in zip(places, keys, strict=True)]
 
 
 def kept_folds(modules: Iterable[nn.Module]) -> list[Kept]:
-    """The folds that these modules keep."""
+    """The cached folds of these modules."""
     return [kept for module in modules for kept in _frozen.get(module, {}).values()]
 
 
 def _is_fresh(kept: Kept | None, entry: Entry) -> bool:
-    """A kept fold was made from these tensors, and nothing that PyTorch tells of them has changed."""
+    """True if a cached fold was computed from these tensors and PyTorch records no change of them."""
     if kept is None or kept.state != _state(entry):
         return False
     return all(ref() is t for ref, t in zip(kept.sources, entry.sources, strict=True))
 
 
 def _state(entry: Entry) -> tuple:
-    """Address, counted writes, dtype and device of each source; writes to inference tensors are not counted."""
+    """(address, version, dtype, device) of each source; inference tensors have no version."""
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for t in entry.sources)
 
 

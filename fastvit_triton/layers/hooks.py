@@ -1,8 +1,8 @@
-"""Whether calling a module runs what its class defines, so that its weights may be read instead.
+"""Detects hooks and patched forwards; without them a module's weights may be read instead of calling it.
 
-Three things change a call without changing a weight: hooks of the module, hooks of all modules (profilers and counters
-use those), and another `forward`, put on the instance or on the class. Types are compared by name, so that no package
-is imported to recognise its modules, and exactly: a LoRA, quantised or parametrised layer has another type.
+Three things change a call without changing a weight: hooks of the module, global hooks (of profilers and counters), and
+a `forward` patched on the instance or the class. Types are compared by exact name, so that no package is imported to
+recognise its modules; a LoRA, quantised or parametrised layer has another type.
 """
 
 from collections.abc import Callable, Collection
@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 PACKAGE = __package__.partition(".")[0]
-# whose modules call PyTorch's operators alone, and keep what they depend on in their attributes
+# packages whose modules call only PyTorch operators and depend only on their inputs and attributes
 KNOWN = tuple(
     f"{name}."
     for name in (
@@ -29,15 +29,15 @@ KNOWN = tuple(
         "torchvision.ops", "vit_pytorch", "builtins", "collections", PACKAGE,
     )
 )  # fmt: skip
-ATTENTIONS = None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", PACKAGE  # of transformers
-PASSIVE = "transformers.utils.output_capturing"  # its hooks stay registered, and read outputs only while asked to
+ATTENTIONS = None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", PACKAGE  # in transformers
+PASSIVE = "transformers.utils.output_capturing"  # its hooks stay registered but read outputs only on request
 
-_forwards: dict[type, Callable] = {}  # class → the forward that it was defined with, as last found
+_forwards: dict[type, Callable] = {}  # class → its original forward, cached
 _names: dict[type, str] = {}
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Our own modules may run fused on x: the kernels are available, and no hook expects every module's call."""
+    """True if our modules may run fused on x: the kernels are available and there are no global hooks."""
     return kernels_available(x) and not has_global_hooks()
 
 
@@ -54,14 +54,14 @@ def _name(cls: type) -> str:
 
 
 def is_plain_module(module: nn.Module, names: Collection[str]) -> bool:
-    """The module is exactly of one of these types, holds plain parameters, and its calls run what its class defines."""
+    """True if the module's exact type is listed, its parameters are plain tensors, and it has no hooks or patches."""
     if _name(type(module)) not in names:
         return False
     return are_plain_tensors(*module.__dict__["_parameters"].values()) and not has_hooks(module)
 
 
 def are_plain_tensors(*tensors: Tensor | None) -> bool:
-    """Plain tensors and parameters: not quantised, sharded, traced or otherwise a class of their own."""
+    """True for plain tensors and parameters; False for subclasses (quantised, sharded, traced)."""
     for t in tensors:
         if t is not None and type(t) is not nn.Parameter and type(t) is not Tensor:
             return False
@@ -69,8 +69,8 @@ def are_plain_tensors(*tensors: Tensor | None) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """The module has hooks, or another forward is in place of its own: the instance's or its class's."""
-    facts = module.__dict__  # every call reads some twenty modules, and nn.Module's attributes are slow
+    """True if the module has hooks, or its forward is patched on the instance or the class."""
+    facts = module.__dict__  # each call checks about twenty modules, and nn.Module's attribute access is slow
     if facts["_forward_pre_hooks"] or facts["_backward_hooks"] or facts["_backward_pre_hooks"]:
         return True
     if facts["_forward_hooks"] and any(
@@ -81,26 +81,26 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_repeatable(module: nn.Module) -> bool:
-    """Calls of the modules in this one run code of known packages on plain tensors: nothing is hooked or patched."""
+    """True if this module and all its submodules pass `runs_known_code`."""
     return all(runs_known_code(m, hooks_count=m is not module) for m in module.modules())
 
 
 def runs_known_code(module: nn.Module, hooks_count: bool = True) -> bool:
-    """The module's forward does, whatever its children are; its hooks count unless they run around what is asked."""
+    """True if the module has only plain tensors and known packages' code and, if `hooks_count`, no hooks or patches."""
     facts = module.__dict__
     if not are_plain_tensors(*facts["_parameters"].values(), *facts["_buffers"].values()):
         return False
-    if hooks_count and (facts["_forward_hooks"] or has_hooks(module)):  # passive ones are called, too
+    if hooks_count and (facts["_forward_hooks"] or has_hooks(module)):  # passive hooks count here, too
         return False
     return _is_known(type(module).__module__) and all(map(_is_known_value, facts.values()))
 
 
 def _is_known_value(value: object) -> bool:
-    """A function or an object that a module holds is one of a known package."""
+    """True if an attribute of a module is a function or an object of a known package."""
     while isinstance(value, partial):
         value = value.func
     value = getattr(value, "__func__", value)
-    if getattr(value, "_attn_implementation", None) not in ATTENTIONS:  # a function that the user registered
+    if getattr(value, "_attn_implementation", None) not in ATTENTIONS:  # registered by the user
         return False
     return _is_known(_home(value) if isinstance(value, FunctionType) else type(value).__module__)
 
@@ -110,20 +110,20 @@ def _is_known(package: str) -> bool:
 
 
 def is_our_forward(forward: object) -> bool:
-    """This instance's forward is one that `optimize` put there."""
+    """True if `optimize` set this instance's forward."""
     return type(forward) is partial and str(getattr(forward.func, "__module__", "")).partition(".")[0] == PACKAGE
 
 
 def is_patched(cls: type[nn.Module]) -> bool:
-    """The class's forward is another one than it was defined with; a lookup, unless it changed since the last call."""
+    """True if the class's forward is not the original one; cached until it changes."""
     return _forwards.get(cls) is not cls.forward and not _is_defined(cls)
 
 
 def _is_defined(cls: type[nn.Module]) -> bool:
-    """The forward found is the one written in the body of the class that holds it, decorators of its package included.
+    """True if the forward was defined in the body of its class; decorators of the same package are allowed.
 
-    A copied name proves nothing (functools.wraps copies names): a function's globals are those of the module that
-    it was written in, and cannot be changed. Decorators of torch itself wrap anything, so they count as a patch.
+    Names do not prove it, as functools.wraps copies them; a function's globals do: they are those of its defining
+    module and read-only. Torch's decorators can wrap any function, so they count as a patch.
     """
     owner = next(base for base in cls.__mro__ if "forward" in base.__dict__)
     forward, package = owner.__dict__["forward"], owner.__module__.partition(".")[0]
@@ -138,7 +138,7 @@ def _is_defined(cls: type[nn.Module]) -> bool:
 
 
 def _home(function: Callable) -> str:
-    """The module that a Python function was written in; "" for other callables."""
+    """Name of the module that defines a Python function; "" for other callables."""
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 

@@ -1,4 +1,4 @@
-"""LayerScale, a learned factor per channel."""
+"""LayerScale: a learned factor per channel."""
 
 import torch
 from torch import Tensor, nn

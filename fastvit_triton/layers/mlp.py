@@ -9,11 +9,11 @@ from .ways import way_alone
 
 
 class Mlp(nn.Module):
-    """fc1, activation, fc2 (ViT, arXiv:2010.11929, eq. 3); for "swiglu" fc1 holds gate and value (arXiv:2002.05202).
+    """fc1, activation, fc2 (ViT, arXiv:2010.11929, eq. 3); for "swiglu" fc1 packs gate and value (arXiv:2002.05202).
 
     Args:
         dim: D, channels per token.
-        hidden: outputs of fc1; for "swiglu" gate and value together, so that fc2 reads half of them.
+        hidden: output features of fc1; for "swiglu" gate and value together, so fc2 has half as many inputs.
         act: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu" or "swiglu".
         bias: biases on both layers.
         drop: dropout after the activation and after fc2.
@@ -30,7 +30,7 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def entering(self) -> tuple[nn.Linear, ...]:
-        """The linear layers that read x."""
+        """The linear layers applied to x."""
         return (self.fc1,)
 
     def sizes(self) -> Branch:
@@ -46,7 +46,7 @@ class Mlp(nn.Module):
         way: str | None = None,
         **end: object,
     ) -> Tensor | tuple[Tensor, Given | None]:
-        """x [B, ..., D] → [B, ..., D], as a `layers.body.Body`."""
+        """x [B, ..., D] → [B, ..., D]; for the arguments see `layers.body.Body`."""
         if way is None:
             way = way_alone(self, x)
         if way == "plain":
@@ -54,7 +54,7 @@ class Mlp(nn.Module):
         return self.parts()(x, norm, stats, way, **end)
 
     def parts(self) -> MlpParts:
-        """Its parts, as a `layers.body.Body`."""
+        """Its submodules as `MlpParts`."""
         return MlpParts((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
-"""Reads modules: the weights and settings that stand for a call of a norm, an activation, a dropout, a LayerScale.
+"""Extracts weights and settings from norm, activation, dropout and LayerScale modules.
 
-The tables hold the types of torch and of this package; `convert` adds those of timm and transformers.
+The tables list the types of torch and this package; `convert` adds those of timm and transformers.
 """
 
 import itertools
@@ -29,12 +29,12 @@ ACTIVATIONS = {  # type → its name in `kernels.activation.ACTIVATIONS`
 
 
 class Packed(NamedTuple):
-    """A weight and a bias that their owner uses without a layer of their own.
+    """Weight and bias of a linear map that is not a module.
 
     Attributes:
         weight: [F, K].
         bias: [F], or None.
-        sources: the tensors that the two were made from in this call; None where they are parameters themselves.
+        sources: the tensors that both were computed from in this call; None if both are parameters.
     """
 
     weight: Tensor
@@ -46,7 +46,7 @@ Layer = nn.Module | Packed
 
 
 def is_readable(layer: Layer) -> bool:
-    """Weight and bias of this linear layer may be read in place of calling it."""
+    """True if this linear layer's weight and bias may be read instead of calling it."""
     if type(layer) is Packed:
         return are_plain_tensors(layer.weight, layer.bias)
     return is_plain_module(layer, LINEARS)
@@ -58,14 +58,14 @@ def norm_of(norm: nn.Module) -> Norm | None:
 
 
 def last_axis_norm(norm: nn.Module) -> Norm | None:
-    """`norm_of` a module known to be a LayerNorm, with hooks or without."""
+    """As `norm_of`, for a module known to be a LayerNorm; hooks are not checked."""
     if not are_plain_tensors(norm.weight, norm.bias) or len(norm.normalized_shape) != 1:
         return None
     return None if getattr(norm, "_fast_norm", False) else Norm(norm.weight, norm.bias, norm.eps)
 
 
 def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
-    """A LayerNorm and the linear layers behind it, for `fold_norms`; None where one of them must be called."""
+    """A LayerNorm and the linear layers after it, for `fold_norms`; None if one of them must be called."""
     weights = None if norm is None else norm_of(norm)
     if weights is None or not layers or not all(is_readable(layer) for layer in layers):
         return None
@@ -76,7 +76,7 @@ def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
 
 
 def activation_of(module: nn.Module) -> str | nn.Module:
-    """The kernels' name for this activation; the module itself where it has none or has hooks."""
+    """The kernels' name for this activation; the module itself if it has no such name or has hooks."""
     if has_hooks(module):
         return module
     name = type_name(module)
@@ -86,19 +86,19 @@ def activation_of(module: nn.Module) -> str | nn.Module:
 
 
 def is_identity(module: nn.Module) -> bool:
-    """An nn.Identity without hooks."""
+    """True for an nn.Identity without hooks."""
     return is_plain_module(module, IDENTITIES)
 
 
 def is_inactive(dropout: nn.Module | None) -> bool:
-    """No dropout, or one that would drop nothing now."""
+    """True if there is no dropout, or it is off (evaluation mode or p = 0)."""
     if dropout is None or is_identity(dropout):
         return True
     return is_plain_module(dropout, DROPOUTS) and not (dropout.training and dropout.p > 0)
 
 
 def layer_scale_of(module: nn.Module | None) -> tuple[bool, Tensor | None]:
-    """(the module may be read, its factors [D]) of a LayerScale; an identity has no factors."""
+    """(True if the LayerScale may be read, its factors [D]); an identity has no factors."""
     if module is None or is_identity(module):
         return True, None
     name = type_name(module)
@@ -107,12 +107,12 @@ def layer_scale_of(module: nn.Module | None) -> tuple[bool, Tensor | None]:
 
 
 def has_sample_scale(drop_path: nn.Module | None) -> bool:
-    """`sample_scale_of` knows this stochastic depth."""
+    """True if `sample_scale_of` supports this stochastic depth."""
     return drop_path is None or is_identity(drop_path) or is_plain_module(drop_path, DROP_PATHS)
 
 
 def sample_scale_of(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
-    """The factors [B] that this stochastic depth draws for the images of x [B, ...], from the same random numbers."""
+    """Drop-path factors [B] for the images of x [B, ...], from the same random numbers as the module's own; or None."""
     if isinstance(drop_path, DropPath | ConstantScale):
         return drop_path.sample_scale(x)
     if drop_path is None or not drop_path.training or getattr(drop_path, "drop_prob", 0.0) == 0.0:

@@ -27,7 +27,7 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 
 
 class GroupNorm(nn.GroupNorm):
-    """GroupNorm(32), with ReLU unless told otherwise."""
+    """GroupNorm(32), by default followed by ReLU."""
 
     def __init__(self, channels: int, relu: bool = True) -> None:
         super().__init__(32, channels, eps=1e-5)
@@ -40,7 +40,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Root(nn.Module):
-    """7x7 convolution and 3x3 maximum, stride 2 each: [B, C, H, W] → [B, 64, H/4, W/4]."""
+    """7x7 convolution and 3x3 max pooling, stride 2 each: [B, C, H, W] → [B, 64, H/4, W/4]."""
 
     def __init__(self, in_chans: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Root and stages of 256, 512, 1024, 2048 channels; the first keeps the size, the others halve it."""
+    """Root and stages of 256, 512, 1024, 2048 channels; each stage after the first halves height and width."""
 
     def __init__(self, in_chans: int, layers: tuple[int, ...]) -> None:
         super().__init__()

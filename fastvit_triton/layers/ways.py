@@ -1,8 +1,8 @@
-"""How a block runs, "fused", "mixed" or "plain": one lookup in each call, see `kernels.plan`.
+"""Selects how a block runs ("fused", "mixed" or "plain"): one cached lookup per call, see `kernels.plan`.
 
-In plain blocks the modules run as they are, and what they hold does not ask again. What a block is made of is read when
-it first runs, and only its sizes are kept: a module that was replaced, hooked or patched later changes what can be
-fused, which every fused or mixed call checks, and the plain way is right for all of them.
+In a plain block the original modules run, and modules inside it do not select again. A block's sizes are read on its
+first call and cached. Modules that are replaced, hooked or patched later change what can be fused: every fused or mixed
+call checks for that, and the plain way is always correct.
 """
 
 import os
@@ -25,11 +25,11 @@ MAX_WAYS = 4096  # cached answers
 
 
 class Sizes(NamedTuple):
-    """What the way of a module depends on besides its input.
+    """What the selection depends on besides the input.
 
     Attributes:
         branches: sizes, for any number of images and tokens.
-        replayed: its calls are replayed, see `replay`; as found when it first ran, for it decides on speed alone.
+        replayed: its calls can be replayed, see `replay`; found on the first call, as it affects only speed.
     """
 
     branches: tuple[Branch, ...]
@@ -37,10 +37,10 @@ class Sizes(NamedTuple):
 
 
 class State(threading.local):
-    """What holds for the calls of one thread.
+    """Thread-local state.
 
     Attributes:
-        inside_plain: a plain block runs.
+        inside_plain: True while a plain block runs.
     """
 
     inside_plain = False
@@ -51,20 +51,20 @@ _ways: dict[tuple, str] = {}
 
 
 def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, tuple | None]:
-    """(way, settings) of a call of a module that ran before; None for one that did not, and where no kernel runs.
+    """(way, settings) for a module that has run before; (None, None) on its first call or if no kernel is available.
 
-    The settings are all that the way depends on: sizes of the module and of x, and what is set globally.
+    The settings are the cache key: sizes of the module, shape, dtype and device of x, and global state.
     """
     if SIZES not in module.__dict__ or torch.compiler.is_compiling():
         return None, None
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    precision = torch._C._get_float32_matmul_precision()  # the stream may turn float32 after a 16-bit x
+    precision = torch._C._get_float32_matmul_precision()  # the residual stream may become float32 after a 16-bit x
     settings = (
         module.__dict__[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, precision,
         plan.forced, plan.assumed, backend._switch, launch.target, measured.in_use,
     )  # fmt: skip
-    if settings in _ways and plan._observer is None:  # which is told of each choice
+    if settings in _ways and plan._observer is None:  # an observer must see each choice
         return _ways[settings], settings
     if not kernels_available(x):
         return None, None
@@ -75,13 +75,13 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, tuple | None]:
 
 
 def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], replays: bool = False) -> str:
-    """The way of these branches of x [B, ..., C], where the kernels run.
+    """Selects the way for these branches of x [B, ..., C]; the kernels must be available.
 
     Args:
-        module: the block that they belong to, which keeps their sizes; None for none.
-        x: what they are added to.
-        branches: their sizes; numbers of images and tokens are those of x.
-        replays: calls of the module are given to `replay`.
+        module: the block that they belong to, which caches their sizes; or None.
+        x: the residual.
+        branches: their sizes; the numbers of images and tokens come from x.
+        replays: True if calls of the module go through `replay`.
     """
     if torch.compiler.is_compiling():
         return _way(x, branches, False)
@@ -94,7 +94,7 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
 
 
 def way_alone(body: nn.Module, x: Tensor) -> str:
-    """The way of a `layers.body.Body` that is called by itself; "plain" also where the kernels do not run."""
+    """Selects the way for a `layers.body.Body` called outside a block; "plain" if the kernels are not available."""
     if state.inside_plain or not can_fuse(x):
         return "plain"
     way, _ = known_way(body, x)
@@ -109,11 +109,11 @@ def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:
         size = 2 if torch.is_autocast_enabled(x.device.type) else x.element_size()
         branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
     way = plan.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS)
-    return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors are for registered ops
+    return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors need registered ops
 
 
 def plainly(forward: Callable, *inputs: object, **named: object) -> object:
-    """forward(*inputs, **named), a block's own code, in which nothing asks for a way."""
+    """Runs forward(*inputs, **named) with all modules inside it plain."""
     before, state.inside_plain = state.inside_plain, True
     try:
         return forward(*inputs, **named)

@@ -1,14 +1,13 @@
-"""Replays the launches of a block without the Python that chose them.
+"""Replays the kernel launches of a block without the Python code that selected them.
 
-A module's call is recorded once it has been seen with the same inputs and settings before; from then on its launches
-and PyTorch operators are called again in the same order, on the same places of memory: those of the inputs, of the
-module's tensors, and of one buffer for what launches leave to each other. With gradients the backward pass is recorded
-with it, and both are one node of autograd's graph.
+The second call of a module with the same input layouts and settings is recorded. Later calls repeat its launches and
+PyTorch operators in the same order, on the inputs, the module's tensors, and one buffer for intermediate results. With
+gradients the backward pass is recorded too, and both passes are one node of the autograd graph.
 
-A replay needs all that decided the recorded call to be as it was: layouts of inputs and parameters, global settings,
-and what the modules hold; each call checks them (`guard`). A call is not recorded if a module in it comes from an
-unknown package or has hooks, or if the call reads a value on the host or writes to a tensor that was there before.
-FASTVIT_TRITON_REPLAY=0 turns replays off.
+Each call checks that nothing the recording depends on has changed: layouts of inputs and parameters, global settings,
+and the state of the modules (`guard`). A call is not recorded if a module in it has hooks or comes from an unknown
+package, or if it reads a value on the host or writes to a tensor that existed before the call.
+FASTVIT_TRITON_REPLAY=0 disables replays.
 """
 
 from .calls import call

@@ -1,4 +1,4 @@
-"""Makes a program of a recorded call: gives each of its tensors a place in the table, and memory that others had."""
+"""Builds a program from a recorded call: assigns each tensor a slot in the table, and reuses buffer memory."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,12 +13,12 @@ ALIGNMENT = 256  # bytes, of tensors in a buffer
 
 
 class _Builder:
-    """Gives each tensor of a recording its place in the table.
+    """Assigns each tensor of a recording a slot in the table.
 
     Args:
         recorder: of the call.
-        given: tensors that lie in the first slots.
-        marks: numbers of steps and of reservations of the forward pass.
+        given: input tensors, which occupy the first slots.
+        marks: numbers of steps and of allocations in the forward pass.
         returned: tensors that the forward pass returns, and the gradients.
     """
 
@@ -33,8 +33,8 @@ class _Builder:
         self.buffers: tuple[list, list] = [], []  # of the forward and the backward pass, as are the next two
         self.outputs: tuple[list, list] = [], []
         self.viewed: tuple[dict, dict] = {}, {}
-        self.bases: dict[int, tuple[int, Place]] = {}  # storage → slot and the tensor there
-        self.parts: dict[int, tuple[int, int, int]] = {}  # storage → slot of a buffer, offset in it, address
+        self.bases: dict[int, tuple[int, Place]] = {}  # storage → its slot and tensor
+        self.parts: dict[int, tuple[int, int, int]] = {}  # storage → buffer slot, offset in the buffer, address
         self.views: dict[tuple[int, torch.dtype], int] = {}
         self.last: dict[int, int] = {}  # storage → last step that reads or writes it
         for i, step in enumerate(self.steps):
@@ -49,7 +49,7 @@ class _Builder:
         return self.slots - 1
 
     def _reserve(self, leaving: list[set[int]]) -> None:
-        """Places what was reserved: as an output, in the buffer kept for the backward pass, or in one of a segment."""
+        """Places allocations: as an output, in the buffer saved for the backward pass, or in a segment's buffer."""
         steps, reservations = self.marks
         kept, own = [], ([], [])
         for i, (storage, (t, born)) in enumerate(self.recorder.reserved.items()):
@@ -71,7 +71,7 @@ class _Builder:
                     self.parts[storage] = slot, offset, t.data_ptr()
 
     def ref(self, t: Tensor, phase: int) -> Ref:
-        """Where a tensor of the recording lies in a replay."""
+        """The `Ref` of a recorded tensor in a replay."""
         place = place_of(t)
         if place.storage in self.parts:
             buffer, offset, start = self.parts[place.storage]
@@ -80,7 +80,7 @@ class _Builder:
                 self.views[key] = self._slot()
             slot = self.views[key]
             self.viewed[phase][slot] = key
-            nbytes = offset + (place.address - start if t.numel() else 0)  # tensors of no elements have no address
+            nbytes = offset + (place.address - start if t.numel() else 0)  # empty tensors have no address
             return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
         if place.storage in self.bases:
             candidates = [self.bases[place.storage]]
@@ -98,7 +98,7 @@ class _Builder:
         return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
 
     def refs(self, held: Sequence[object], phase: int) -> tuple:
-        """The arguments with a `Ref` for each tensor."""
+        """The arguments with each tensor replaced by its `Ref`."""
         found = []
         for value in held:
             if isinstance(value, Tensor):
@@ -111,7 +111,7 @@ class _Builder:
         return tuple(found)
 
     def fill(self, phase: int, steps: list[Step]) -> Segment:
-        """The segment of these steps; what it returns must have its place before."""
+        """Builds the segment of these steps; the tensors it returns must already have slots."""
         done, kernels = [], {}
         for step in steps:
             arguments = self.refs(step.arguments, phase)
@@ -135,7 +135,7 @@ def _holds_tensors(held: object) -> bool:
 
 
 def _pack(spans: list[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets of tensors in one buffer, and its size.
+    """(offsets of tensors in one buffer, its size in bytes).
 
     Args:
         spans: (first step, last step, bytes) of each tensor; those whose steps overlap do not share memory.
@@ -166,10 +166,10 @@ def build(
 
     Args:
         recorder: of the call.
-        given: tensors that each replay is given.
+        given: tensors that each replay receives.
         result: what the call returned: tensors and None, in tuples.
         marks: numbers of steps and reservations in the forward pass; None without gradients.
-        incoming: gradient that was given to the backward pass.
+        incoming: input gradient of the recorded backward pass.
         gradients: of the given tensors.
 
     Raises:
@@ -182,7 +182,7 @@ def build(
     builder = _Builder(recorder, [*given, *arriving], marks, (outputs, list(tensors_in(gradients))))
     returned = tuple(builder.ref(t, 0) for t in outputs)
     if not all(r.shape is None or (t.is_contiguous() and not r.nbytes) for r, t in zip(returned, outputs, strict=True)):
-        raise Refusal("an output is a part of another tensor")  # to write to it would not be the same
+        raise Refusal("an output is a part of another tensor")  # in-place writes to it would differ
     forward = builder.fill(0, recorder.steps[: marks[0]])
     places = {id(t): i for i, t in enumerate(outputs)}
     structure = _mapped(result, places)
@@ -191,7 +191,7 @@ def build(
         grads = tuple(None if t is None else builder.ref(t, 1) for t in gradients)
         parts = [(r.slot, r.nbytes) for r in grads if r is not None]
         if len(set(parts)) < len(parts):
-            raise Refusal("two gradients share memory")  # each parameter would take it for its own
+            raise Refusal("two gradients share memory")  # each parameter would own the same .grad
         backward = builder.fill(1, recorder.steps[marks[0] :])
         filled = (*backward.buffers, *backward.views, *backward.outputs)
         own = {slot for slot, *_ in filled}
@@ -209,7 +209,7 @@ def build(
 
 
 def _last(segment: Segment, kept: set[int]) -> dict[int, list[int]]:
-    """Step → slots of results that no later step reads and that are not kept."""
+    """Maps each step to the slots of operator results that can be freed after it; `kept` slots are not freed."""
     last: dict[int, int] = {}
     for i, step in enumerate(segment.steps):
         if type(step) is Call:

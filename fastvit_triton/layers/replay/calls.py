@@ -1,4 +1,4 @@
-"""Calls a block, or replays what it did when it was called with the same inputs and settings before."""
+"""Calls a block, or replays its recording for the same input layouts and settings."""
 
 import weakref
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from ..hooks import has_global_hooks
 from .guard import Uncompared
 from .record import Record, record
 
-MAX_PROGRAMS = 32  # of a module: one for each layout of its inputs and each global setting
-MAX_ATTEMPTS = 4  # calls until one of them must be recorded; the first is not
-MAX_CHANGES = 16  # of a module that is recorded anew
+MAX_PROGRAMS = 32  # per module: one for each combination of input layouts and settings
+MAX_ATTEMPTS = 4  # calls that ran without a recording, after which none is tried
+MAX_CHANGES = 16  # of a module, after which it is not recorded again
 
 _call_of_modules = nn.Module.__call__
 
 
 class Programs(Uncompared):
-    """What is known of a module's calls; never copied or pickled with it.
+    """Recordings of a module's calls; not copied or pickled with the module.
 
     Attributes:
-        owner: reference to the module; shallow copies, such as replicas of DataParallel, come with the same `Programs`.
-        found: inputs and settings → a `Recorded`, or how often the call was not replayed.
-        changes: how often what a `Recorded` depends on had changed.
+        owner: weak reference to the module; shallow copies (DataParallel replicas) share this object but do not own it.
+        found: input layouts and settings → a `Recorded`, or the number of calls that were not replayed.
+        changes: number of times that a `Recorded` was found stale.
     """
 
     __slots__ = ("changes", "found", "owner")
@@ -41,18 +41,18 @@ class Programs(Uncompared):
 
 
 class Recorded:
-    """A program, and what must be as it was for it to be replayed.
+    """A program and the state in which it may be replayed.
 
     Attributes:
         program: of the call.
-        guard: the modules.
-        held: tensors that the program is given after the inputs.
-        layouts: of these.
-        alignments: of their addresses.
-        sources: tensors that kept folds were made from.
-        versions: of these.
-        kernels: those that are launched directly.
-        direct: state of Triton in which they may be, see `launch.direct_state`.
+        guard: checks the modules.
+        held: tensors passed to the program after the inputs.
+        layouts: of the held tensors.
+        alignments: their addresses modulo 16.
+        sources: tensors that cached folds were computed from.
+        versions: of the sources.
+        kernels: those launched directly.
+        direct: state of Triton that direct launches require, see `launch.direct_state`.
         sdpa: PyTorch's settings for attention; None without operators of PyTorch.
     """
 
@@ -67,7 +67,7 @@ class Recorded:
         self.sdpa = _sdpa_settings() if made.operators else None
 
     def addresses(self, module: nn.Module) -> list[int] | None:
-        """Addresses of the tensors held; None if the modules, their tensors or the launcher are not as they were."""
+        """Addresses of the held tensors; None if the modules, their tensors or the launcher's state have changed."""
         addresses = [t.data_ptr() for t in self.held]
         same = (
             self.guard.holds(module)
@@ -84,17 +84,17 @@ class Recorded:
         return launch.direct_state(-1 if index is None else index, self.kernels) if self.kernels else None
 
     def _versions(self) -> list[tuple]:
-        """Address, counted writes, dtype and device of the sources; writes to inference tensors are not counted."""
+        """(address, version, dtype, device) of each source; inference tensors have no version."""
         return [(t.data_ptr(), t._version if counts else 0, t.dtype, t.device) for t, counts in self.sources]
 
 
 def _layouts(tensors: list[Tensor]) -> list[tuple]:
-    """All that a launch or an operator of these tensors depends on but addresses and values."""
+    """Everything about these tensors that a launch or an operator depends on, except addresses and values."""
     return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
 def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> object:
-    """forward(module, *inputs, **named), for a module that runs fused or mixed; for `settings` see `ways.known_way`."""
+    """Runs or replays forward(module, *inputs, **named), fused or mixed; for `settings` see `ways.known_way`."""
     if not (ways.REPLAYS and _is_quiet()):
         return forward(module, *inputs, **named)
     tensors: list[Tensor] = []
@@ -115,7 +115,7 @@ def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object,
     if type(known) is Recorded:
         if (held := known.addresses(module)) is not None:
             return known.program(tensors + known.held, addresses + held)
-        programs.found.clear()  # others hold what this one held
+        programs.found.clear()  # the others depend on the same state
         programs.changes += 1
         known = 0 if programs.changes <= MAX_CHANGES else MAX_ATTEMPTS
     if len(programs.found) >= MAX_PROGRAMS:
@@ -132,7 +132,7 @@ def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object,
 
 
 def _sdpa_settings() -> tuple:
-    """What PyTorch chooses a backend of scaled_dot_product_attention by, besides its inputs."""
+    """Global settings by which PyTorch selects a backend of scaled_dot_product_attention."""
     return (
         torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order(),
@@ -140,7 +140,7 @@ def _sdpa_settings() -> tuple:
 
 
 def _is_quiet() -> bool:
-    """No mode, transform or tracer sees the operators of this call, and nothing expects every module's call."""
+    """True if no dispatch mode, transform, tracer or global hook observes this call."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -157,7 +157,7 @@ def _is_quiet() -> bool:
 
 
 def _described(value: object, tensors: list[Tensor]) -> object:
-    """A hashable description of an argument; its tensors are appended to the list. TypeError for what is not known."""
+    """A hashable description of an argument; appends its tensors to the list. Raises TypeError for other types."""
     kind = type(value)
     if kind is Tensor:
         tensors.append(value)

@@ -1,7 +1,7 @@
-"""Whether modules are as they were: everything that their calls depend on, compared in a few microseconds.
+"""Detects changes of modules: compares everything that their calls depend on, in a few microseconds.
 
 A module's state is its type, the forward of that type, and its `__dict__`: parameters and buffers by identity, hooks,
-children, settings, an instance's own forward. Of objects that it holds, such as a configuration, the attributes count.
+children, settings, a forward set on the instance. Objects in it, such as a configuration, are compared by attributes.
 Other methods of a class, its attributes and global variables are not compared.
 """
 
@@ -15,16 +15,16 @@ _PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, ModuleTyp
 
 
 class Guard:
-    """What was found of some modules.
+    """Snapshot of the state of some modules.
 
     Args:
-        root: the module that is called; it is not kept alive.
-        inside: those in it, and others that the call is given.
+        root: the module that is called; held by a weak reference.
+        inside: its submodules, and modules among the call's arguments.
 
     Attributes:
-        root: a reference.
-        inside: as given.
-        tensors: parameters, buffers and other tensors of all of them, each once.
+        root: weak reference.
+        inside: as in Args.
+        tensors: parameters, buffers and other tensors of all modules, each once.
     """
 
     def __init__(self, root: nn.Module, inside: list[nn.Module]) -> None:
@@ -38,7 +38,7 @@ class Guard:
         self.tensors = list({id(t): t for module in modules for t in _tensors(module)}.values())
 
     def holds(self, root: nn.Module) -> bool:
-        """Nothing has changed since."""
+        """True if nothing has changed since the snapshot."""
         try:
             for module, (cls, facts) in zip((root, *self.inside), self.facts, strict=True):
                 if module.__class__ is not cls or module.__dict__ != facts:
@@ -49,13 +49,13 @@ class Guard:
             for value, facts in self.objects:
                 if value.__dict__ != facts:
                     return False
-        except (RuntimeError, ValueError, TypeError):  # tensors and arrays that do not compare
+        except (RuntimeError, ValueError, TypeError):  # tensors and arrays that cannot be compared
             return False
         return True
 
 
 class Uncompared:
-    """What a module holds and its calls do not depend on: it equals every other, and copies of facts do not keep it."""
+    """Base of attributes that calls do not depend on: all instances are equal, and snapshots store an empty one."""
 
     __slots__ = ()
 
@@ -66,7 +66,7 @@ class Uncompared:
 
 
 def _copied(value: object) -> object:
-    """A copy for comparison: what may be changed in place is copied, at any depth, and all else is the same object."""
+    """A copy for comparison: copies dicts, lists, tuples and sets at any depth, and shares all other objects."""
     if isinstance(value, dict):
         return {name: _copied(v) for name, v in value.items()}
     if type(value) in (list, tuple):
@@ -77,7 +77,7 @@ def _copied(value: object) -> object:
 
 
 def _collect(value: object, objects: dict[int, object]) -> None:
-    """Adds the objects that a value holds, at any depth, and that have attributes."""
+    """Adds the objects with attributes that a value contains, at any depth."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple, set)):

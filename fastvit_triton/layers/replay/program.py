@@ -1,4 +1,4 @@
-"""What a recorded call does, with its tensors as parts of those in a table, which each replay fills anew."""
+"""A recorded call as a program on a table of tensors, which each replay fills anew."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ BATCHED = "blocks that are replayed take one gradient at a time; FASTVIT_TRITON_
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor of a replay: the one in a slot of the table, or a part of it.
+    """Reference to the tensor in a slot of the table, or to a view of it.
 
     Attributes:
-        slot: in the table.
-        nbytes: distance from the start of the tensor in the slot.
+        slot: index in the table.
+        nbytes: offset from the start of the tensor in the slot.
         start: the same in elements.
-        shape: sizes; None for the tensor in the slot as it is.
+        shape: sizes; None for the whole tensor in the slot.
         stride: strides in elements.
     """
 
@@ -33,14 +33,14 @@ class Ref:
     stride: tuple[int, ...] = ()
 
     def tensor(self, table: list[Tensor | None]) -> Tensor:
-        """The tensor itself."""
+        """Looks up the tensor."""
         base = table[self.slot]
         if self.shape is None:
             return base
         return base.as_strided(self.shape, self.stride, base.storage_offset() + self.start)
 
     def output(self, table: list[Tensor | None]) -> Tensor:
-        """The tensor for the caller, who may write to it: if it is all of its storage, no view in autograd's sense."""
+        """The tensor to return; not a view for autograd if it covers its storage, so the caller may write to it."""
         base, part = table[self.slot], self.tensor(table)
         if part is base or self.nbytes or part.numel() != base.numel():
             return part
@@ -48,18 +48,18 @@ class Ref:
 
 
 class Refs(tuple):
-    """A tuple or list among the arguments that holds a `Ref`."""
+    """A tuple or list argument that contains a `Ref`."""
 
 
 class DirectLaunch(NamedTuple):
-    """A launch whose binary is known.
+    """A launch of a known binary, without Triton's dispatch.
 
     Attributes:
         grid: three numbers of programs.
-        binary: what is launched.
-        arguments: all of them, compile-time ones included.
-        addresses: (position, slot, bytes from there) of those that are addresses.
-        tuples: (position, arguments) of those that are tuples with addresses.
+        binary: the compiled kernel.
+        arguments: all arguments, including compile-time ones.
+        addresses: (position, slot, offset in bytes) of pointer arguments.
+        tuples: (position, elements) of tuple arguments that contain pointers.
     """
 
     grid: tuple[int, int, int]
@@ -70,20 +70,20 @@ class DirectLaunch(NamedTuple):
 
     @classmethod
     def of(cls, grid: tuple[int, ...], binary: Binary, arguments: tuple) -> "DirectLaunch":
-        """The launch with these run-time arguments, a `Ref` for each tensor."""
+        """Builds the launch from run-time arguments, with a `Ref` for each tensor."""
         addresses = tuple((i, a.slot, a.nbytes) for i, a in enumerate(arguments) if type(a) is Ref)
         tuples = tuple((i, a) for i, a in enumerate(arguments) if type(a) is Refs)
         return cls((*grid, 1, 1)[:3], binary, [*arguments, *binary.constants], addresses, tuples)
 
 
 class Call(NamedTuple):
-    """An operator, or a launch whose binary Triton chooses.
+    """A call of an operator, or a launch for which Triton selects the binary.
 
     Attributes:
         function: to call.
-        arguments: with a `Ref` for each tensor.
-        named: without tensors.
-        results: (slot, position) of what it makes.
+        arguments: positional, with a `Ref` for each tensor.
+        named: keyword arguments, without tensors.
+        results: (slot, position) of its new tensors.
     """
 
     function: Callable
@@ -93,15 +93,15 @@ class Call(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Steps that run one after another, and the memory that is allocated for them first.
+    """Steps that run in order, and the memory allocated before them.
 
     Attributes:
         buffers: (slot, bytes).
         views: (slot, slot of a buffer, dtype).
-        outputs: (slot, shape, stride, dtype) of tensors that are returned.
+        outputs: (slot, shape, stride, dtype) of returned tensors.
         steps: in order.
-        kernels: those that are launched directly.
-        last: step → slots of results that no later one reads.
+        kernels: those launched directly.
+        last: step → slots that can be freed after it.
     """
 
     buffers: tuple[tuple[int, int], ...]
@@ -112,7 +112,7 @@ class Segment(NamedTuple):
     last: dict[int, list[int]]
 
     def run(self, table: list[Tensor | None], address: list[int], device: torch.device) -> None:
-        """Runs the steps on a table that holds what was given, and the addresses of its tensors."""
+        """Runs the steps on a table filled with the inputs, and the addresses of its tensors."""
         for slot, nbytes in self.buffers:
             table[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
             address[slot] = table[slot].data_ptr()
@@ -143,7 +143,7 @@ class Segment(NamedTuple):
 
 
 def _tensors(held: Sequence[object], table: list[Tensor | None]) -> list[object]:
-    """The arguments with tensors for each `Ref`."""
+    """The arguments with each `Ref` replaced by its tensor."""
     return [
         (table[a.slot] if a.shape is None else a.tensor(table)) if type(a) is Ref
         else tuple(_tensors(a, table)) if type(a) is Refs else a
@@ -152,19 +152,19 @@ def _tensors(held: Sequence[object], table: list[Tensor | None]) -> list[object]
 
 
 class Program(NamedTuple):
-    """A recorded call, with its backward pass if there are gradients.
+    """A recorded call, with its backward pass if it has gradients.
 
     Attributes:
-        forward: its first slots are those of the given tensors.
+        forward: the forward segment; the first slots hold the input tensors.
         outputs: tensors that the call returns, in order.
         structure: what the call returns, with the position of each tensor in `outputs`.
-        backward: None without gradients; gradient of the one output that has one comes in the slot `incoming`.
-        saved: slots that the backward pass needs.
-        gradients: of the given tensors, in order; None for those without one.
+        backward: the backward segment, or None; it reads the gradient of the one differentiable output.
+        saved: slots saved for the backward pass.
+        gradients: those of the input tensors, in order; None for tensors without one.
         slots: length of the table.
-        incoming: a slot.
-        learns: position of the output that has a gradient.
-        unused: positions of given tensors that require a gradient and get none: they are no part of the graph.
+        incoming: slot of the output's gradient.
+        learns: position of the differentiable output.
+        unused: positions of inputs that require a gradient but are not used; they are detached.
         device: of all tensors.
     """
 
@@ -181,11 +181,11 @@ class Program(NamedTuple):
     device: torch.device
 
     def __call__(self, given: list[Tensor], addresses: list[int]) -> object:
-        """What the call returns.
+        """Replays the call and returns its result.
 
         Args:
-            given: inputs of the call, then what the modules hold.
-            addresses: of these.
+            given: inputs of the call, then the held tensors of the modules.
+            addresses: of the given tensors.
         """
         if self.backward is not None:
             for i in self.unused:
@@ -195,7 +195,7 @@ class Program(NamedTuple):
         return _rebuilt(self.structure, [ref.output(table) for ref in self.outputs])
 
     def run(self, segment: Segment, table: list[Tensor | None], addresses: list[int]) -> list[Tensor | None]:
-        """Runs a segment on the first slots of a table; returns the whole. Its operators are what autocast called."""
+        """Runs a segment on the filled first slots; returns the full table. Autocast is off, as casts were recorded."""
         rest = self.slots - len(table)
         table, addresses, kind = table + [None] * rest, addresses + [0] * rest, self.device.type
         if not torch.is_autocast_enabled(kind):
@@ -219,7 +219,7 @@ def _rebuilt(structure: object, outputs: Sequence[Tensor]) -> object:
 
 
 class _Function(torch.autograd.Function):
-    """A program and its backward pass as one node of the graph."""
+    """Autograd node of a program: its forward and backward pass."""
 
     @staticmethod
     def forward(ctx, program, addresses, *given):
@@ -243,7 +243,7 @@ class _Function(torch.autograd.Function):
 
 
 def _gradients(program: Program, saved: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
-    """Gradients of the given tensors for that of the output."""
+    """Gradients of the input tensors from the output's gradient dy."""
     dy, table = dy.contiguous(), [None] * program.slots
     table[program.incoming] = dy if dy.data_ptr() % 16 == 0 else dy.clone()
     for slot, t in zip(program.saved, saved, strict=True):

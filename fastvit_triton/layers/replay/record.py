@@ -1,4 +1,4 @@
-"""Runs a call to record it, with its backward pass if there are gradients."""
+"""Records a call by running it, with its backward pass if it has gradients."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,11 +20,11 @@ class Record(NamedTuple):
 
     Attributes:
         program: of the call.
-        guard: the modules, as they were.
-        held: tensors that the program is given after the inputs: the modules', and those that `freeze` keeps.
-        folds: kept by `freeze`.
-        operators: PyTorch's are among the steps.
-        result: what the recorded call returned; None if it had gradients.
+        guard: snapshot of the modules.
+        held: tensors passed to the program after the inputs: those of the modules and the cached folds of `freeze`.
+        folds: cached by `freeze`.
+        operators: True if the steps include PyTorch operators.
+        result: return value of the recorded call; None if it had gradients.
     """
 
     program: Program
@@ -38,16 +38,16 @@ class Record(NamedTuple):
 def record(
     forward: Callable, module: nn.Module, inputs: tuple, named: dict[str, object], tensors: list[Tensor]
 ) -> Record | None:
-    """Runs forward(module, *inputs, **named) to record it; None if it cannot be replayed.
+    """Records forward(module, *inputs, **named) by running it; None if it cannot be replayed.
 
-    Unless its result is returned, random numbers are drawn afterwards as if it had not run.
+    If its result is not returned, the state of the random number generators is restored.
 
     Args:
-        forward: of the module.
-        module: its guard holds all modules in it.
+        forward: the function to record.
+        module: the module that it runs; checked with all its submodules by the guard.
         inputs: tensors, numbers, modules and tuples of these.
-        named: the same.
-        tensors: those among them.
+        named: keyword arguments of the same types.
+        tensors: the tensors in `inputs` and `named`.
     """
     device = tensors[0].device
     given = [m for m in tree_leaves((inputs, named)) if isinstance(m, nn.Module)]
@@ -78,13 +78,13 @@ def record(
 
 
 def _refuse_tensors(held: list[Tensor], inputs: list[Tensor]) -> None:
-    """Raises Refusal for tensors that no program can be given."""
+    """Raises Refusal for tensors that a program cannot take."""
     if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *held)):
         raise Refusal("a tensor has hooks or is on another device")
     if any(t.grad_fn is not None for t in held):
-        raise Refusal("a weight is computed")  # from others, which the backward pass would reach
+        raise Refusal("a weight is computed")  # from other tensors, to which gradients would flow
     if any(t.numel() < 2 for t in held):
-        raise Refusal("a tensor has one element")  # in comparisons of facts it goes by its value
+        raise Refusal("a tensor has one element")  # the guard's == would compare its value
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -98,7 +98,7 @@ def _restore(states: list[Tensor], device: torch.device) -> None:
 
 
 def _record_backward(recorder: Recorder, given: list[Tensor], result: object) -> tuple:
-    """(numbers of steps and reservations before, incoming gradient, gradients by tensor); nothing without gradients."""
+    """((steps, allocations) of the forward pass, incoming gradient, gradients by id), or (None, None, {}) without any."""
     ends = list({id(t): t for t in tensors_in(result) if t.requires_grad}.values())
     if not ends:
         return None, None, {}
@@ -121,7 +121,7 @@ def _made(
     incoming: Tensor | None,
     gradients: dict[int, Tensor | None],
 ) -> Record:
-    """What was recorded, with those tensors alone that a replay depends on; raises Refusal."""
+    """The record, reduced to the tensors that a replay depends on; raises Refusal."""
     if not guard.holds(guard.root()):
         raise Refusal("the call changed what it depends on")
     read = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}

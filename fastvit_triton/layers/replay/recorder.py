@@ -1,4 +1,4 @@
-"""Records what a call does: its launches and PyTorch's operators, and the memory that each of them reads and writes."""
+"""Records the launches and PyTorch operators of a call, and the memory that each reads and writes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from ...kernels import launch
 from ...kernels.op import REGISTERED
 
 ALLOCATE = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-READERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")  # the host waits for their values
+READERS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")  # the host waits for values
 
 
 class Refusal(RuntimeError):
-    """Why a call cannot be replayed."""
+    """Raised if a call cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of the recorded call.
+    """Location and layout of a tensor of the recorded call.
 
     Attributes:
         storage: identity of its storage.
-        address: of its first element.
+        address: address of its first element.
         shape: sizes.
         stride: strides in elements.
-        dtype: of its elements.
+        dtype: dtype.
     """
 
     storage: int
@@ -39,14 +39,14 @@ class Place:
 
 
 class Step(NamedTuple):
-    """A launch or an operator.
+    """A launch, or a call of an operator.
 
     Attributes:
         function: kernel or operator.
-        grid: of a launch; None for an operator.
-        arguments: as they were given.
-        named: compile-time arguments and options of a launch, or named arguments of an operator.
-        results: new tensors that an operator made, and the position of each among its results.
+        grid: grid of a launch; None for an operator.
+        arguments: positional arguments.
+        named: compile-time arguments and options of a launch, or keyword arguments of an operator.
+        results: (new tensor, its position among the results) of an operator.
     """
 
     function: Callable
@@ -57,13 +57,13 @@ class Step(NamedTuple):
 
 
 class Recorder(launch.Recorder):
-    """In this context launches and operators run, and are written down.
+    """Context in which launches and operators run and are recorded.
 
     Attributes:
         steps: in order.
         device: of all tensors.
-        draws: an operator draws random numbers.
-        reserved: storage → tensor whose memory was only reserved, and the number of steps before that.
+        draws: True if an operator draws random numbers.
+        reserved: storage → tensor that was allocated uninitialized, and the number of steps before that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,11 +71,11 @@ class Recorder(launch.Recorder):
         self.device, self.draws = device, False
         self.steps: list[Step] = []
         self.reserved: dict[int, tuple[Tensor, int]] = {}
-        self._made: set[int] = set()  # storages of this call
-        self._alive: list[object] = []  # so that no memory is given twice
+        self._made: set[int] = set()  # storages allocated by this call
+        self._alive: list[object] = []  # so that the allocator does not reuse an address
 
     def __torch_dispatch__(self, function: OpOverload, kinds: object, arguments: tuple = (), named: dict | None = None):
-        """Runs an operator; one of ours is entered."""
+        """Runs an operator and records it; of our own operators, the launches inside are recorded."""
         named, name = named or {}, function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
             if named:
@@ -101,23 +101,23 @@ class Recorder(launch.Recorder):
         self._made |= storages
         if name in ALLOCATE:
             self.reserved |= {storage_of(t): (t, len(self.steps)) for t, _ in new}
-        elif new or function._schema.is_mutable:  # others are views
+        elif new or function._schema.is_mutable:  # the rest are views
             self.steps.append(Step(function, None, arguments, named, new))
         return results
 
     def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> None:
-        """Takes a launch, which follows."""
+        """Records a launch, before it runs."""
         self.steps.append(Step(kernel, grid, arguments, fixed, ()))
 
     def _writes_own(self, function: OpOverload, arguments: tuple, named: dict) -> bool:
-        """The operator writes to memory of this call alone."""
+        """True if the operator writes only to memory that this call allocated."""
         given = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | named
         written = [given.get(a.name) for a in function._schema.arguments if a.alias_info and a.alias_info.is_write]
         return all(storage_of(t) in self._made for t in tensors_in(written))
 
 
 def _reads_values(function: OpOverload, name: str, arguments: tuple) -> bool:
-    """The host waits for values, or shapes depend on them."""
+    """True if the host waits for values, or shapes depend on values."""
     if name == "index":
         return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in arguments[1])
     tags = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
@@ -125,17 +125,17 @@ def _reads_values(function: OpOverload, name: str, arguments: tuple) -> bool:
 
 
 def storage_of(t: Tensor) -> int:
-    """Identity of a tensor's storage while it lives."""
+    """Identity of a tensor's storage, unique while the storage exists."""
     return t.untyped_storage()._cdata
 
 
 def place_of(t: Tensor) -> Place:
-    """Where a tensor lies."""
+    """Location and layout of a tensor."""
     return Place(storage_of(t), t.data_ptr(), tuple(t.shape), t.stride(), t.dtype)
 
 
 def tensors_in(held: object) -> Iterator[Tensor]:
-    """The tensors in tuples, lists and dictionaries."""
+    """Yields the tensors in nested tuples, lists and dictionaries."""
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, (tuple, list, dict)):
