@@ -1,10 +1,10 @@
-"""Models that are not ours: fused forwards for their modules, and a compile backend for their graphs."""
+"""Support for third-party models: fused forwards for their modules, and a torch.compile backend for their graphs."""
 
 import importlib
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-# Loaded on first use: the backend brings all of Dynamo, and `modules` reads every family.
+# Imported on first use: the backend imports Dynamo, and `modules` imports every family.
 _PUBLIC = {"optimize": "modules", "revert": "modules", "report": "backend", "Report": "reporting", "Row": "reporting"}
 
 __all__ = ["Report", "Row", "optimize", "report", "revert"]
@@ -21,6 +21,6 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
 
 
-# torch.compile finds an installed package by its entry point; in a source tree the backend registers itself, here.
+# torch.compile finds the backend of an installed package by its entry point; in a source tree it is registered here.
 if not entry_points(group="torch_dynamo_backends", name="fastvit_triton"):
     importlib.import_module(".backend", __name__)

@@ -1,4 +1,4 @@
-"""The patterns of attention: PyTorch's own, or written out; alone, or with its heads split and merged."""
+"""Attention patterns: scaled_dot_product_attention or written-out softmax, with or without the split of heads."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from .patterns import Call, Match
 
 
 class AttentionPattern(NamedTuple):
-    """softmax(scale · q kᵀ + bias) v as a graph spells it."""
+    """softmax(scale · q kᵀ + bias) v as matched in a graph."""
 
     q: fx.Node
     k: fx.Node
@@ -24,7 +24,7 @@ class AttentionPattern(NamedTuple):
 
 
 def attend(anchor: fx.Node) -> Iterator[Match | str]:
-    """Attention: PyTorch's own, or two products with a softmax between."""
+    """Matches of attention: scaled_dot_product_attention, or matmul, softmax, matmul."""
     found = _attention(anchor)
     if isinstance(found, AttentionPattern):
         options = dict(bias=found.bias, scale=found.scale)
@@ -34,7 +34,7 @@ def attend(anchor: fx.Node) -> Iterator[Match | str]:
 
 
 def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
-    """Attention with its heads split from one projection and merged again: [B, N, 3·H·D] → [B, N, H·D]."""
+    """Matches of attention with heads split from a packed projection and merged: [B, N, 3·H·D] → [B, N, H·D]."""
     inner: list[fx.Node] = []
     if kind(anchor) != "reshape" or len(shape(anchor)) != 3:
         return
@@ -55,11 +55,11 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
 
 def _head_dim(found: AttentionPattern) -> int:
     widths = [shape(t)[-1] for t in (found.q, found.v)]
-    return max(w if isinstance(w, int) else 257 for w in widths)  # a width that varies has no tile
+    return max(w if isinstance(w, int) else 257 for w in widths)  # a symbolic width has no tile
 
 
 def _attention(node: fx.Node) -> AttentionPattern | str | None:
-    """Attention whose output is this node; a sentence where it is of another kind; None where there is none."""
+    """The attention whose output is this node; a reason (str) if it is unsupported; None if it is no attention."""
     if kind(node) == "scaled_dot_product_attention":
         given, inner = read(node), []
         q, k, v = (given[name] for name in ("query", "key", "value"))
@@ -94,9 +94,9 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
 
 
 def _written_out(node: fx.Node) -> tuple | None:
-    """dropout(softmax(scale · q kᵀ + bias)) v, where the dropout drops nothing.
+    """Matches dropout(softmax(scale · q kᵀ + bias)) v with inactive dropout.
 
-    A row whose keys are all masked by −inf is NaN when written out, and 0 in the kernel.
+    If all keys of a row are masked by −inf, the written-out form gives NaN, and the kernel gives 0.
     """
     inner: list[fx.Node] = []
     weights, v = read(node)["input"], read(node)["other"]
@@ -136,7 +136,7 @@ def _written_out(node: fx.Node) -> tuple | None:
 
 
 def _windows(scores: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
-    """The scores [B, H, Nq, Nk] before windows got masks [1, W, 1, Nq, Nk], and the masks: Swin's shifted windows."""
+    """(scores [B, H, Nq, Nk] before masking, window masks [1, W, 1, Nq, Nk] or None), as in Swin's shifted windows."""
     passed: list[fx.Node] = []
     added = up(scores.args[0], passed) if kind(scores) == "reshape" else None
     if kind(added) != "add" or read(added).get("alpha", 1) != 1 or len(shape(added)) != 5:
@@ -157,7 +157,7 @@ def _windows(scores: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | 
 
 
 def _scaled_by(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float]:
-    """A node without the numbers it is multiplied with, and their product."""
+    """(the node without scalar factors, product of these factors)."""
     factor = 1.0
     while kind(node) in ("mul", "div"):
         a, b = read(node)["input"], read(node)["other"]
@@ -171,7 +171,7 @@ def _scaled_by(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float]:
 
 
 def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | None:
-    """A matrix product and the number it is scaled by; None where this node is none."""
+    """(the matmul node, its scalar factor); None if this node is no matmul."""
     passed: list[fx.Node] = []
     node, factor = _scaled_by(up(node, passed), passed)
     node = up(node, passed)
@@ -182,7 +182,7 @@ def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | Non
 
 
 def _bias(mask: fx.Node, sizes: tuple) -> fx.Node | Call | None:
-    """A mask with the axes [G, H, Nq, Nk] that `attention` takes; None where it has others."""
+    """The mask with axes [G, H, Nq, Nk], as `attention` takes it; None if its shape does not fit."""
     got = shape(mask)
     if not 2 <= len(got) <= 4 or not all(known(a == 1) or known(a == b) for a, b in zip(got[::-1], sizes[::-1])):  # noqa: B905
         return None
@@ -192,7 +192,7 @@ def _bias(mask: fx.Node, sizes: tuple) -> fx.Node | Call | None:
 
 
 def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
-    """The projection [B, N, 3·H·D], ordered as [3, H, D], that q, k and v were split from."""
+    """The packed projection [B, N, 3·H·D], ordered as [3, H, D], from which q, k and v are split; or None."""
     parts, sources = [up(t, inner) for t in found[:3]], []
     for i, part in enumerate(parts):
         path = [part]
@@ -240,7 +240,7 @@ def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
 
 
 def unlike_self_attention(node: fx.Node) -> str | None:
-    """Why a call of `F.multi_head_attention_forward` stays; None where it is self-attention and nothing else."""
+    """Why a call of `F.multi_head_attention_forward` is not rewritten; None for plain self-attention."""
     given = read(node)
     query, E, weight = given["query"], given["embed_dim_to_check"], given["in_proj_weight"]
     if given["key"] is not query or given["value"] is not query or len(shape(query)) != 3 or weight is None:

@@ -1,8 +1,8 @@
-"""`torch.compile(model, backend="fastvit_triton")`: the kernels where they are the same, Inductor for everything else.
+"""`torch.compile(model, backend="fastvit_triton")`: our kernels for matching subgraphs, Inductor for the rest.
 
-The graph that Dynamo captured is rewritten before autograd is traced, so gradients flow through the kernels' own; the
-rest goes to Inductor with the caller's mode and options. A graph in which no kernel would run is handed on untouched.
-Every decision is in the log "fastvit_triton.convert.backend" at level INFO, and in `report`.
+The graph captured by Dynamo is rewritten before autograd is traced, so the kernels' own backward passes run; the rest
+goes to Inductor with the caller's mode and options. A graph in which no kernel can run is passed on unchanged.
+Every decision is logged to "fastvit_triton.convert.backend" at level INFO, and is in `report`.
 """
 
 import copy
@@ -38,14 +38,14 @@ def backend(
     options: dict | None = None,
     inner: Compile | None = None,
 ) -> Callable:
-    """Compiles a captured graph; what `torch.compile` calls.
+    """Compiles a captured graph; called by `torch.compile`.
 
     Args:
-        graph: as Dynamo captured it, with the traced values in its nodes; rewritten in place.
-        inputs: its inputs, traced.
-        mode: Inductor's, as `torch.compile` takes it.
-        options: Inductor's.
-        inner: compiles the rewritten graph in Inductor's place; called with graph and inputs.
+        graph: as captured by Dynamo, with example values in its nodes; rewritten in place.
+        inputs: its example inputs (fake tensors).
+        mode: Inductor's mode, as in `torch.compile`.
+        options: Inductor's options.
+        inner: compiler of the rewritten graph, called with graph and inputs; None for Inductor.
 
     Returns:
         The compiled function.
@@ -59,7 +59,7 @@ def backend(
 
 
 def _reset() -> None:
-    """What `torch._dynamo.reset` does for Inductor: forget recorded CUDA graphs, where there are any."""
+    """Drops Inductor's recorded CUDA graphs, as `torch._dynamo.reset` does for backend "inductor"."""
     if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
         trees.reset_cudagraph_trees()
 
@@ -68,7 +68,7 @@ backend.reset = _reset
 
 
 def rewrite(graph: fx.GraphModule) -> Report:
-    """Rewrites a captured graph in place, and the checkpointed parts in it; leaves alone what no kernel could run."""
+    """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels can run."""
     rows = [row for part in _bodies(graph) for row in rewrite(part).rows]
     candidates = [(node.name, _path(node), kind(node)) for node in graph.graph.nodes if kind(node) in CANDIDATES]
     found = [t for node in graph.graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
@@ -88,21 +88,21 @@ def rewrite(graph: fx.GraphModule) -> Report:
 
 
 def _bodies(graph: fx.GraphModule) -> list[fx.GraphModule]:
-    """The parts that `torch.utils.checkpoint` runs, each a graph of its own."""
+    """The subgraphs that `torch.utils.checkpoint` runs."""
     calls = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
     return [graph.get_submodule(node.args[0].target) for node in calls]
 
 
 def _path(node: fx.Node) -> str:
-    """The innermost module that a node comes from, by its name in the model."""
+    """Path in the model of the innermost module that a node comes from."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return re.sub(r"^L\['\w+'\]\.?|^.*__closure__\S*\.?", "", stack[-1][0]) if stack else ""
 
 
 def report(model: nn.Module, *inputs: object, **options: object) -> Report:
-    """What the backend would do with a model, found by one call of model(*inputs, **options) that compiles nothing.
+    """Reports what the backend would do with a model, from one call of model(*inputs, **options) without compilation.
 
-    Kernels are chosen for the device, dtype and autocast of that call, and for training where gradients are on.
+    Kernels are chosen for the device, dtype and autocast of that call, and for training if gradients are enabled.
     """
     found: list[Row] = []
 
@@ -114,12 +114,12 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Report:
     def call(*inputs, **options):
         return model(*inputs, **options)
 
-    fresh = call.__code__.replace()  # Dynamo keeps what it compiled by code object
+    fresh = call.__code__.replace()  # Dynamo caches compiled code by code object
     run = types.FunctionType(fresh, call.__globals__, "call", None, call.__closure__)
     torch.compile(run, backend=look)(*inputs, **options)
     return Report(tuple(found), unfused=UNFUSED)
 
 
-# An installed package is found by its entry point; one in a source tree registers itself.
+# The backend of an installed package is found by its entry point; in a source tree it is registered here.
 if NAME not in torch._dynamo.list_backends(exclude_tags=()):
     torch._dynamo.register_backend(backend, name=NAME)

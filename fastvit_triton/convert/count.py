@@ -1,4 +1,4 @@
-"""What a model costs on a GPU that need not be here, from its shapes: launches, bytes, flops, and the time expected."""
+"""Predicts a model's cost on any GPU from its shapes: launches, bytes, flops and time. No GPU is needed."""
 
 import contextlib
 import copy
@@ -22,16 +22,16 @@ from .trace import Count, Trace, reserved, tracing
 
 @dataclass(frozen=True)
 class Prediction:
-    """A call of a model on a GPU, or a training step without optimiser; nothing of it is measured.
+    """Predicted cost of an inference call, or of a training step without optimiser; nothing is measured.
 
     Attributes:
-        eager: PyTorch's operators.
-        compiled: what torch.compile makes of them, by the rule of `inductor_rule`.
-        ours: what runs by default.
+        eager: with PyTorch's operators.
+        compiled: under torch.compile, estimated by `inductor_rule`.
+        ours: with this package's defaults.
         frozen: the same after `freeze`; None in training.
-        choices: of branches and ops in the order of their calls.
+        choices: for branches and ops, in call order.
         gpu: its rates.
-        training: with the backward pass.
+        training: True if it includes the backward pass.
     """
 
     eager: Count
@@ -52,11 +52,11 @@ class Prediction:
         return sum(self._us(choice, "plain", False, 0) for choice in self.blocks)
 
     def compiled_us(self) -> float:
-        """Expected microseconds of the blocks under torch.compile: as mixed, its attention PyTorch's, no host time."""
+        """Expected microseconds of the blocks under torch.compile: as mixed, with PyTorch's attention, no host time."""
         return sum(compiled_us(self.gpu, choice.branches, self.training) for choice in self.blocks)
 
     def ours_us(self, frozen: bool = False) -> tuple[float, float, float]:
-        """Expected microseconds of the blocks by default, with the pessimistic, expected and best rates of kernels."""
+        """Expected microseconds of the blocks by default, at the kernels' pessimistic, expected and best rates."""
         return tuple(sum(self._us(c, c.way, frozen, ratio) for c in self.blocks) for ratio in (0, 1, 2))
 
     def _us(self, choice: Choice, way: str, frozen: bool, ratio: int) -> float:
@@ -64,7 +64,7 @@ class Prediction:
         return max(block_us(self.gpu, choice.branches, way, self.training, frozen, ratio), host)
 
     def saved_bytes(self, way: str | None = None) -> int:
-        """Bytes that the blocks keep for the backward pass in one way, or by default; see `cost.saved_values`."""
+        """Bytes that the blocks save for the backward pass in one way, or by default; see `cost.saved_values`."""
         return sum(
             b.images * b.tokens * b.itemsize * saved_values(b, way or choice.way)
             for choice in self.blocks
@@ -73,7 +73,7 @@ class Prediction:
 
 
 def count(function: Callable, *inputs: object, **named: object) -> Count:
-    """The cost of function(*inputs, **named) on tensors of the CPU, which are not read.
+    """Counts the cost of function(*inputs, **named) on CPU tensors, whose values are not read.
 
     Raises:
         RuntimeError: the function reads a value.
@@ -84,14 +84,14 @@ def count(function: Callable, *inputs: object, **named: object) -> Count:
 
 
 def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named: object) -> Prediction:
-    """What a model without data costs on a GPU, as PyTorch runs it and as it runs by default.
+    """Predicts the cost of a model on a GPU, in PyTorch and with this package's defaults.
 
     Args:
-        model: optimised, or one of ours; on the meta device. It stays as it is.
-        gpu: in `cost.gpus()`.
-        training: with the backward pass of every output.
+        model: converted by `optimize`, or one of ours; on the meta device. It is not changed.
+        gpu: one of `cost.gpus()`.
+        training: include the backward pass of every output.
         inputs: its inputs on the meta device, in the dtype of the weights.
-        named: more of them.
+        named: keyword inputs.
 
     Raises:
         RuntimeError: the model reads a value.
@@ -107,7 +107,7 @@ def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named
             if not training:
                 net = _without_data(model, training)
                 freeze(net)
-                _traced(net, inputs, named)  # folds
+                _traced(net, inputs, named)  # computes the folds
                 frozen = _traced(_unplanned(net), inputs, named).count
     return Prediction(eager.count, inductor_count(eager.events), ours, frozen, tuple(choices), gpu, training)
 
@@ -127,7 +127,7 @@ def _without_data(model: nn.Module, training: bool) -> nn.Module:
 
 
 def _unplanned(model: nn.Module) -> nn.Module:
-    """The model, whose blocks ask the plan at their next call: ways that `layers.ways` knows name no assumed GPU."""
+    """Clears the blocks' cached sizes so that the plan is consulted again: cached ways ignore the assumed GPU."""
     for module in model.modules():
         module.__dict__.pop(SIZES, None)
     return model
@@ -135,7 +135,7 @@ def _unplanned(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _triton() -> Iterator[None]:
-    """In this context Triton counts as installed, because nothing is compiled."""
+    """Context in which Triton counts as installed; nothing is compiled in it."""
     before, tile.MISSING = tile.MISSING, None
     try:
         yield

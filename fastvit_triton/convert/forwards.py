@@ -1,8 +1,7 @@
 """Registry: module type → fused forward, with the attributes that it requires, which differ between releases.
 
-A name says little about the parts: packages rename them, nest them and pass them other arguments from release to
-release. So a forward declares what it reads and takes; `optimize` compares that with the instance once, and no call
-needs to ask again.
+Between releases, packages rename and nest submodules and change their arguments. So a forward declares the attributes
+that it reads and the arguments that it takes, and `optimize` checks them against each instance once.
 """
 
 import functools
@@ -26,17 +25,17 @@ Folds = Callable[[nn.Module], Iterable[tuple[nn.Module | None, nn.Module | None]
 
 
 class Forward(NamedTuple):
-    """A fused forward of some types.
+    """A fused forward for some module types.
 
     Attributes:
-        run: what `optimize` binds to an instance.
-        needs: attributes that it reads, "a b.c d|e": a, c of b, and d or else e.
-        takes: arguments after the first that it knows, "a b"; None where its types have always had the same.
-        read: reads a body, called with it and the rest of its arguments; None for types that are no bodies.
-        became: what a report calls it; None where the parts say so.
-        reason: why a module must run its own forward now; None where it need not.
-        call: named arguments that every call of this module has, as far as its own facts tell.
-        folds: pairs of a norm and the body or layer behind it, which takes the norm in where it can be read.
+        run: the function that `optimize` binds to an instance.
+        needs: attributes that it reads; "a b.c d|e" means a, b.c, and d or else e.
+        takes: supported arguments after the first, "a b"; None if they are the same in all releases.
+        read: extracts the parts of a body from the module and its further arguments; None for types that are no bodies.
+        became: its name in reports; None to derive it from the parts.
+        reason: returns why a module must run its own forward now, or None.
+        call: returns the keyword arguments that every call of the module has, as known from its attributes.
+        folds: returns pairs of a norm and the body or layer after it, into which it is folded where possible.
     """
 
     run: Callable
@@ -49,13 +48,13 @@ class Forward(NamedTuple):
     folds: Folds | None = None
 
     def lacks(self, module: nn.Module) -> str | None:
-        """What it would read and this instance does not have; None where that is nothing."""
+        """Message that names a required attribute this instance lacks; None if it has all."""
         missing = (n for n in self.needs.split() if not any(_has(module, path) for path in n.split("|")))
         name = next(missing, None)
         return None if name is None else f"it has no {name.replace('|', ' or ')}, which its fused forward reads"
 
     def ignores(self, module: nn.Module) -> str | None:
-        """What the instance's own forward takes and this one does not know; None where that is nothing."""
+        """Message that names an argument of the instance's own forward that is not supported; None if all are."""
         if self.takes is None:
             return None
         name = next((n for n in _arguments(type(module)) if n not in self.takes.split()), None)
@@ -63,14 +62,14 @@ class Forward(NamedTuple):
 
 
 def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The names of what a class's own forward takes after its first input; a lookup from the second time."""
+    """Names of the arguments of a class's own forward after the first input; cached."""
     if cls not in _taken:
         _taken[cls] = _arguments(cls)
     return _taken[cls]
 
 
 def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
-    if not isinstance(cls.forward, FunctionType):  # a patch, which runs in any case
+    if not isinstance(cls.forward, FunctionType):  # a patch, which always runs
         return ()
     rest = list(signature(cls.forward).parameters.values())[2:]  # after the module and its first input
     return tuple(p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
@@ -78,17 +77,17 @@ def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 
 arguments._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
 _taken: dict[type[nn.Module], tuple[str, ...]] = {}
-FORWARDS: dict[str, list[Forward]] = {}  # type → what its instances may be given, the newest release's first
+FORWARDS: dict[str, list[Forward]] = {}  # type → its fused forwards, the newest release's first
 
 
 def register(names: tuple[str, ...], forward: Forward) -> None:
-    """Adds what instances of these types may be given."""
+    """Registers a fused forward for these types."""
     for name in names:
         FORWARDS.setdefault(name, []).append(forward)
 
 
 def forward_for(module: nn.Module) -> Forward | str | None:
-    """The fused forward that fits this instance, in one sentence why none does, or None for unknown types."""
+    """The fused forward that fits this instance; a reason (str) if none fits; None for unknown types."""
     known = FORWARDS.get(type_name(module))
     if known is None:
         return None
@@ -104,7 +103,7 @@ def fused_forward(
     reason: Callable[[nn.Module], str | None] | None = None,
     folds: Folds | None = None,
 ) -> Callable[[Callable], Callable]:
-    """Declares the fused forward of these types; for the arguments see `Forward`."""
+    """Decorator: registers the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
         chosen = _chosen(forward)
@@ -115,7 +114,7 @@ def fused_forward(
 
 
 def _chosen(forward: Callable) -> Callable:
-    """The fused forward, or the original's where the module runs plain or stands in a block that does."""
+    """Wraps a fused forward: runs the original if the module, or a block around it, runs plain."""
 
     @functools.wraps(forward)
     def run(module: nn.Module, *inputs: object, **named: object) -> object:
@@ -134,18 +133,18 @@ def _chosen(forward: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class FusedBody:
-    """Runs a body by its parts where they can be read, else its own forward.
+    """Fused forward of a body: runs its parts if they can be read, else the module's own forward.
 
     Attributes:
-        read: gives the parts of a module, called with it and its arguments after the first, or why there are none.
-        weights: the module returns (y, attention weights or None).
+        read: (module, arguments after the first) → its parts, or a reason (str) why there are none.
+        weights: True if the module returns (y, attention weights or None).
     """
 
     read: Reader
     weights: bool = False
 
     def __call__(self, module: nn.Module, *inputs: object, **named: object) -> Tensor | tuple[Tensor, None]:
-        """The module of its inputs; [B, N, D] → [B, N, D]."""
+        """Runs the module on its inputs; [B, N, D] → [B, N, D]."""
         if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
         if not inputs and "hidden_states" in named:
@@ -181,7 +180,7 @@ def fused_body(
     call: Callable[[nn.Module], dict[str, object]] | None = None,
     weights: bool = False,
 ) -> Callable[[Reader], Reader]:
-    """Declares a reader of these types, see `Forward`; `weights` for bodies that return (y, weights or None)."""
+    """Decorator: registers a reader of these types, see `Forward`; `weights` if they return (y, weights or None)."""
 
     def decorate(read: Reader) -> Reader:
         register(names, Forward(FusedBody(read, weights), needs, takes, read, call=call))
@@ -191,7 +190,7 @@ def fused_body(
 
 
 def original(module: nn.Module, *inputs: object, **named: object) -> object:
-    """The forward of the module's own class."""
+    """Runs the forward of the module's own class."""
     return type(module).forward(module, *inputs, **named)
 
 

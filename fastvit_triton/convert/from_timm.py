@@ -1,6 +1,6 @@
-"""timm's attention and MLPs: those of VisionTransformer and its kin, BEiT, EVA and DINOv3, Swin.
+"""Fused forwards for timm's attention and MLPs: VisionTransformer and its variants, BEiT, EVA and DINOv3, Swin.
 
-Releases from 0.4 on: what an older one does not have yet (norms, gates, a second dropout) is looked for, not expected.
+Supports timm 0.4 and later; attributes that older releases lack (norms, gates, a second dropout) are optional.
 """
 
 import torch
@@ -14,7 +14,7 @@ from .third_party import four_axes, head_norms, scores_mask
 
 
 def dropped(module: nn.Module) -> str | None:
-    """Why the probabilities of this attention cannot stay on the chip."""
+    """Why this attention needs dropout on its probabilities, which no kernel has; None if it does not."""
     drop = module.attn_drop
     return (
         None
@@ -26,18 +26,18 @@ def dropped(module: nn.Module) -> str | None:
 
 
 def _reason(module: nn.Module, mask: Tensor | None, is_causal: bool) -> str | None:
-    """Why an attention must run its own forward now; None where it need not."""
+    """Why an attention must run its own forward now, or None."""
     if is_causal:
         return "causal mask"
     if getattr(module, "gate", None) is not None:
         return "gated attention"
-    if mask is not None and not module.fused_attn:  # each release reads such a mask in its own way
+    if mask is not None and not module.fused_attn:  # releases interpret such a mask differently
         return "a mask without timm's fused attention"
     return dropped(module)
 
 
 def _norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """Norms of queries and keys, which some releases do not have."""
+    """Norms of queries and keys; None in releases without them."""
     return head_norms(module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
 
 
@@ -48,7 +48,7 @@ def _norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     takes="attn_mask is_causal",
 )
 def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal: bool = False) -> AttentionParts | str:
-    """Packed qkv, with optional norms of queries and keys and of the output."""
+    """Parts of an attention with packed qkv and optional norms of queries, keys and output."""
     return _reason(self, attn_mask, is_causal) or AttentionParts(
         (self.qkv,),
         self.proj,
@@ -70,7 +70,7 @@ def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal:
 def rope_parts(
     self: nn.Module, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> AttentionParts | str:
-    """Packed or separate projections and rotary positions that leave prefix tokens alone."""
+    """Parts of an attention with packed or separate projections and RoPE on all but the prefix tokens."""
     why = _reason(self, attn_mask, is_causal)
     if why is None and getattr(self, "num_kv_groups", 1) > 1:
         why = "grouped-query attention"
@@ -101,7 +101,7 @@ def rope_parts(
     takes="shared_rel_pos_bias",
 )
 def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> AttentionParts | str:
-    """Packed qkv and learned relative positions, its own or the model's."""
+    """Parts of an attention with packed qkv and learned relative positions, of the module or shared by the model."""
     why, qkv = dropped(self), _packed(self)
     if why is not None or isinstance(qkv, str):
         return why or qkv
@@ -112,7 +112,7 @@ def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> At
 
 
 def _positions(self: nn.Module) -> Tensor:
-    """The bias of learned relative positions, [1, H, N, N]."""
+    """The relative position bias [1, H, N, N]."""
     return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).contiguous()[None]
 
 
@@ -122,7 +122,7 @@ def _positions(self: nn.Module) -> Tensor:
     takes="mask",
 )
 def window_parts(self: nn.Module, mask: Tensor | None = None) -> AttentionParts | str:
-    """Attention in windows: group g of the bias is window g, with the mask of the shift added."""
+    """Parts of a window attention; group g of the bias is window g, with the mask of shifted windows added."""
     why = dropped(self) or ("softmax is watched" if has_hooks(self.softmax) else None)
     if why is not None:
         return why
@@ -133,7 +133,7 @@ def window_parts(self: nn.Module, mask: Tensor | None = None) -> AttentionParts 
 
 @fused_body("timm.layers.mlp.Mlp", "timm.models.layers.mlp.Mlp", needs="fc1 act drop1|drop fc2 drop2|drop", takes="")
 def mlp_parts(self: nn.Module) -> MlpParts | str:
-    """fc1, activation, fc2, with an optional norm between; older releases use one dropout twice."""
+    """Parts of an MLP: fc1, activation, optional norm, fc2; older releases use one dropout twice."""
     drops = (self.drop1, self.drop2) if hasattr(self, "drop1") else (self.drop, self.drop)
     return MlpParts((self.fc1,), activation_of(self.act), self.fc2, drops, last=_present(self))
 
@@ -145,7 +145,7 @@ def mlp_parts(self: nn.Module) -> MlpParts | str:
     takes="",
 )
 def glu_parts(self: nn.Module) -> MlpParts | str:
-    """SwiGLU with gate and value in one layer, gate first."""
+    """Parts of a SwiGLU with gate and value in one layer, gate first."""
     if activation_of(self.act) != "silu" or self.gate_last or self.chunk_dim != -1:
         return f"gated by {type(self.act).__name__}" + (" on the last half" if self.gate_last else "")
     return MlpParts((self.fc1,), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
@@ -153,20 +153,20 @@ def glu_parts(self: nn.Module) -> MlpParts | str:
 
 @fused_body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2", takes="")
 def swiglu_parts(self: nn.Module) -> MlpParts | str:
-    """SwiGLU with gate and value in two layers, and an optional norm before the last layer."""
+    """Parts of a SwiGLU with gate and value in two layers, and an optional norm before the last layer."""
     if activation_of(self.act) != "silu":
         return f"gated by {type(self.act).__name__}"
     return MlpParts((self.fc1_g, self.fc1_x), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
 
 
 def _present(self: nn.Module) -> nn.Module | None:
-    """The norm before the last layer, which some releases do not have."""
+    """The norm before the last layer; None in releases without it."""
     norm = getattr(self, "norm", None)
     return None if norm is None or is_identity(norm) else norm
 
 
 def _packed(self: nn.Module) -> nn.Module | Packed | str:
-    """The packed projection, whose bias may be kept as q_bias, k_bias (zeros) and v_bias."""
+    """The packed projection; its bias may be stored as q_bias, k_bias (zeros) and v_bias."""
     if getattr(self, "q_bias", None) is None:
         return self.qkv
     if not is_readable(self.qkv) or not are_plain_tensors(self.q_bias, self.k_bias, self.v_bias):

@@ -1,4 +1,4 @@
-"""timm's blocks and stems: VisionTransformer and its kin, BEiT, EVA and DINOv3, NaFlexViT, Swin, CaiT."""
+"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA and DINOv3, NaFlexViT, Swin, CaiT."""
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ def _both_norms(block: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def _given(block: nn.Module, **call: object) -> dict[str, object]:
-    """What a block hands on to its attention: as much of the call as its release knows."""
+    """Arguments that a block passes on to its attention, limited to those its release supports."""
     return {name: value for name, value in call.items() if name in arguments(type(block))}
 
 
@@ -90,7 +90,7 @@ def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = 
     folds=_both_norms,
 )
 def cait_block(self: nn.Module, x: Tensor) -> Tensor:
-    """CaiT's block around its talking heads; [B, N, D] → [B, N, D]."""
+    """CaiT's talking-heads block, whose attention is called; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x)
     attn = Branch(self.attn, self.norm1, None, self.drop_path, self.gamma_1)
@@ -121,7 +121,7 @@ def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
     folds=lambda self: [(self.norm2, self.mlp)],
 )
 def swin_block(self: nn.Module, x: Tensor) -> Tensor:
-    """Swin's block around its own windows; [B, H, W, D] → [B, H, W, D]."""
+    """Swin's block, whose window attention is called; [B, H, W, D] → [B, H, W, D]."""
     if not is_fusable(self, x):
         return original(self, x)
     x = x + self.drop_path1(self._attn(self.norm1(x)))
@@ -185,7 +185,7 @@ def _patch_reason(self: nn.Module) -> str | None:
     reason=_patch_reason,
 )
 def patches(self: nn.Module, x: Tensor) -> Tensor:
-    """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] where timm asks for NHWC."""
+    """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] for timm's NHWC format."""
     if (
         not is_fusable(self, x)
         or x.dim() != 4
@@ -198,7 +198,7 @@ def patches(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def _divides(self: nn.Module, size: tuple[int, int]) -> bool:
-    """An image of this size is one that the module takes, and is nothing but whole patches."""
+    """True if the module accepts images of this size and the patch size divides them."""
     strict = self.img_size is not None and getattr(self, "strict_img_size", True)
     whole = all(side % patch == 0 for side, patch in zip(size, self.patch_size, strict=True))
     return whole and (not strict or size == tuple(self.img_size))

@@ -1,4 +1,4 @@
-"""torch.nn's attention and Transformer layers, torchvision's encoder, and MLPs written as a Sequential."""
+"""Fused forwards for torch.nn's attention and Transformer layers, torchvision's encoder, and MLPs in a Sequential."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}
     "torchvision.models.vision_transformer.MLPBlock",
 )
 def sequential_parts(self: nn.Sequential) -> MlpParts | str:
-    """[LayerNorm,] Linear, activation, [Dropout,] Linear, [Dropout]."""
+    """Parts of an MLP: [LayerNorm,] Linear, activation, [Dropout,] Linear, [Dropout]."""
     layers = list(self._modules.values())
     first = layers.pop(0) if layers and type_name(layers[0]) in LAYER_NORMS else None
     outer = layers.pop() if layers and type_name(layers[-1]) in DROPOUTS else None
@@ -40,7 +40,7 @@ def sequential_parts(self: nn.Sequential) -> MlpParts | str:
 def multihead_parts(
     self: nn.MultiheadAttention, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
 ) -> AttentionParts | str:
-    """Self-attention of nn.MultiheadAttention, batch first; masks as its forward takes them."""
+    """Parts of a self-attention by a batch-first nn.MultiheadAttention; masks as in its forward."""
     why = multihead_reason(self)
     if why is not None:
         return why
@@ -50,7 +50,7 @@ def multihead_parts(
 
 
 def multihead_reason(self: nn.MultiheadAttention) -> str | None:
-    """Why this nn.MultiheadAttention must run its own forward now; None where it need not."""
+    """Why this nn.MultiheadAttention must run its own forward now, or None."""
     if self.in_proj_weight is None:
         return "keys or values of another width"
     if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
@@ -76,7 +76,7 @@ def multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of queries [B, N, D] to keys and values, where the attention weights are not asked for."""
+    """Attention of queries [B, N, D] to keys and values; runs the original if attention weights are requested."""
     usual = query.dim() == 3 and not need_weights and not (is_causal and attn_mask is None)
     if not usual or not is_fusable(self, query) or key.is_nested or multihead_reason(self) is not None:
         rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -103,7 +103,7 @@ def cross_attend(
 
 
 def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-    """Both masks as one: [1 or B, 1 or H, Nq, Nk], boolean with True for "attend", or added to the scores."""
+    """Combines both masks into one [1 or B, 1 or H, Nq, Nk]: boolean with True for "attend", or added to the scores."""
     if mask is not None and mask.dim() == 3:
         mask = mask.unflatten(0, (-1, self.num_heads))
     mask, padding = scores_mask(mask), scores_mask(None if padding is None else padding[:, None, None])
@@ -182,7 +182,7 @@ def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
 
 
 def patch_conv(conv: nn.Module) -> bool:
-    """A convolution that can be read and whose stride is its size: a projection of patches."""
+    """True for a convolution that may be read and is a patch projection (stride equal to kernel size)."""
     return (
         is_plain_module(conv, (CONV,))
         and conv.kernel_size == conv.stride

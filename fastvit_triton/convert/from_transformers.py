@@ -1,4 +1,4 @@
-"""transformers' vision towers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
+"""Fused forwards for transformers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
 
 import sys
 from functools import partial
@@ -14,7 +14,7 @@ from .forwards import fused_body, fused_forward, original
 from .from_torch import STEMS, cross_attend, multihead_reason
 from .third_party import can_run, is_fusable, scores_mask
 
-NAME = "fastvit_triton"  # of our attention in transformers' AttentionInterface
+NAME = "fastvit_triton"  # name of our attention in transformers' AttentionInterface
 
 
 def _named(*classes: str) -> list[str]:
@@ -30,7 +30,7 @@ NESTED = _named(
     "dinov2.Dinov2Attention",
     "dinov2_with_registers.Dinov2WithRegistersAttention",
 )
-INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  # what older releases nest in them
+INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  # nested in them in older releases
 
 
 @fused_body(
@@ -51,7 +51,7 @@ def attention_parts(
     is_causal: bool | None = None,
     **more: object,
 ) -> AttentionParts | str:
-    """Separate q, k, v; DINOv3 rotates all but its prefix tokens."""
+    """Parts of an attention with separate q, k, v; for DINOv3 with RoPE on all but the prefix tokens."""
     drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
     why = _reason(self, drop, attention_mask, is_causal, more)
     if why is not None:
@@ -74,7 +74,7 @@ def attention_parts(
     takes="head_mask",
 )
 def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
-    """The same as older releases have it: in two modules, the last with a dropout, and without weights returned."""
+    """As `attention_parts` for older releases: two submodules, the second with dropout; no weights are returned."""
     inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
     if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "attention or output was replaced or is watched"
@@ -88,7 +88,7 @@ def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: objec
 def _reason(
     self: nn.Module, drop: float, attention_mask: object, is_causal: bool | None, more: dict[str, object]
 ) -> str | None:
-    """Why an attention must run its own forward now; None where it need not."""
+    """Why an attention must run its own forward now, or None."""
     if self.training and drop > 0:
         return f"attention dropout {drop}"
     if self.is_causal if is_causal is None else is_causal:
@@ -115,14 +115,14 @@ def _reason(
     needs="fc1 activation_fn|activation fc2",
 )
 def mlp_parts(self: nn.Module) -> MlpParts:
-    """fc1, activation, fc2."""
+    """Parts of an MLP: fc1, activation, fc2."""
     act = self.activation_fn if hasattr(self, "activation_fn") else self.activation
     return MlpParts((self.fc1,), activation_of(act), self.fc2)
 
 
 @fused_body(*_named("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
 def up_down_parts(self: nn.Module) -> MlpParts:
-    """The same under DINOv3's names."""
+    """Parts of an MLP with DINOv3's names."""
     return MlpParts((self.up_proj,), activation_of(self.act_fn), self.down_proj)
 
 
@@ -135,7 +135,7 @@ def up_down_parts(self: nn.Module) -> MlpParts:
     needs="gate_proj up_proj act_fn down_proj",
 )
 def gated_parts(self: nn.Module) -> MlpParts | str:
-    """SwiGLU with gate and value in two layers."""
+    """Parts of a SwiGLU with gate and value in two layers."""
     if activation_of(self.act_fn) != "silu":
         return f"gated by {type(self.act_fn).__name__}"
     return MlpParts((self.gate_proj, self.up_proj), "swiglu", self.down_proj)
@@ -146,19 +146,19 @@ def gated_parts(self: nn.Module) -> MlpParts | str:
     needs="weights_in weights_out",
 )
 def packed_gate_parts(self: nn.Module) -> MlpParts:
-    """SwiGLU as older releases have it: gate and value in one layer, gate first."""
+    """Parts of a SwiGLU in older releases: gate and value in one layer, gate first."""
     return MlpParts((self.weights_in,), "swiglu", self.weights_out)
 
 
 def _checkpointed(self: nn.Module, forward: object, *inputs: object, **named: object) -> Tensor:
-    """The layer's forward, under the activation checkpointing that its class applies; older ones do in `__call__`."""
+    """Runs a layer's forward with its class's activation checkpointing (in older releases part of `__call__`)."""
     if self.gradient_checkpointing and self.training and type(self).__call__ is nn.Module.__call__:
         return self._gradient_checkpointing_func(partial(forward, self, **named), *inputs)
     return forward(self, *inputs, **named)
 
 
 def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, object]:
-    """What a layer hands on to its attention, which in some releases takes no mask."""
+    """Arguments that a layer passes on to its attention, which in some releases takes no mask."""
     return more if attention_mask is None else dict(more, attention_mask=attention_mask)
 
 
@@ -278,7 +278,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' AttentionInterface calls it: [B, H, N, D] each → ([B, Nq, H, Dv], no weights).
 
-    Grouped heads, causal masks, dropout and whatever else these kernels do not do is left to transformers' "sdpa".
+    Unsupported cases, such as grouped heads, causal masks and dropout, use transformers' "sdpa".
     """
     causal = query.shape[2] > 1 and attention_mask is None
     causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -292,7 +292,7 @@ def attention_forward(
 
 
 def register() -> None:
-    """Teaches transformers, where it is loaded, the attention name "fastvit_triton"; masks are made as for "sdpa"."""
+    """Registers "fastvit_triton" as an attention in transformers, if that is imported; masks are those of "sdpa"."""
     models, masks = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "masking_utils"))
     if models is not None and masks is not None:
         models.AttentionInterface.register(NAME, attention_forward)

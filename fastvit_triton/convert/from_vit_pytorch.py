@@ -1,4 +1,4 @@
-"""vit-pytorch's ViT and SimpleViT, whose attention and MLP hold their own norms."""
+"""Fused forwards for vit-pytorch's ViT and SimpleViT, whose attention and MLP contain their norms."""
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from .third_party import is_fusable
 
 @fused_body("vit_pytorch.vit.Attention", "vit_pytorch.simple_vit.Attention")
 def attention_parts(self: nn.Module) -> AttentionParts | str:
-    """Norm, packed qkv, attention, and a projection that may end in a dropout."""
+    """Parts of an attention: norm, packed qkv, and a projection with optional dropout."""
     if not is_inactive(getattr(self, "dropout", None)):
         return (
             f"attention dropout {self.dropout.p}"
@@ -37,13 +37,13 @@ def attention_parts(self: nn.Module) -> AttentionParts | str:
 
 @fused_body("vit_pytorch.vit.FeedForward", "vit_pytorch.simple_vit.FeedForward")
 def feed_forward_parts(self: nn.Module) -> MlpParts | str:
-    """LayerNorm, Linear, GELU, Linear in a Sequential."""
+    """Parts of an MLP: LayerNorm, Linear, GELU, Linear in a Sequential."""
     return "net is watched" if has_hooks(self.net) else sequential_parts(self.net)
 
 
 @fused_forward("blocks and last norm", "vit_pytorch.vit.Transformer", "vit_pytorch.simple_vit.Transformer")
 def transformer(self: nn.Module, x: Tensor) -> Tensor:
-    """All blocks and the last norm; [B, N, D] → [B, N, D]."""
+    """Runs all blocks and the final norm; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x)
     x = add_branches(x, *(Branch(body) for pair in self.layers for body in pair))

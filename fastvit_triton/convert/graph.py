@@ -1,4 +1,4 @@
-"""Reading a graph that torch.compile captured: what a node computes, from what, and where values may be moved."""
+"""Reads a graph captured by torch.compile: operations and arguments of nodes, and where nodes may be merged."""
 
 import contextlib
 import inspect
@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-# What a call computes: the names that a pattern reads, and the names of its arguments in order.
+# Operation name, as used by patterns → names of its arguments in order.
 ARGUMENTS = {
     "add": ("input", "other", "alpha"),
     "cat": ("tensors", "dim"),
@@ -53,7 +53,7 @@ FUNCTIONS = {
     "conv2d": (F.conv2d,),
     "div": (operator.truediv, torch.div),
     "dropout": (F.dropout,),
-    "encoder_layer": (torch._transformer_encoder_layer_fwd,),  # nn.TransformerEncoderLayer in inference
+    "encoder_layer": (torch._transformer_encoder_layer_fwd,),  # of nn.TransformerEncoderLayer in inference
     "gelu": (F.gelu,),
     "getitem": (operator.getitem,),
     "layer_norm": (F.layer_norm,),
@@ -86,7 +86,7 @@ PURE = ("torch", "_operator", "math", "builtins", "fastvit_triton")
 
 
 def kind(node: object) -> str | None:
-    """What a node computes, as a key of `ARGUMENTS`; None for anything else."""
+    """The operation of a node, a key of `ARGUMENTS`; None for other operations."""
     if not isinstance(node, fx.Node):
         return None
     if node.op == "call_method":
@@ -95,7 +95,7 @@ def kind(node: object) -> str | None:
 
 
 def read(node: fx.Node) -> dict:
-    """The arguments of a node by name; what it was not given is missing."""
+    """The arguments of a node by name; omitted arguments are missing."""
     names = ARGUMENTS[kind(node)]
     if kind(node) == "softmax" and node.op == "call_function" and node.target is F.softmax:
         names = ("input", "dim", "_stacklevel", "dtype")
@@ -103,29 +103,29 @@ def read(node: fx.Node) -> dict:
 
 
 def value(node: object) -> FakeTensor | None:
-    """What a node gave when it was traced: sizes, dtype and device; None unless it is a plain tensor."""
+    """The example value of a node (sizes, dtype, device); None unless it is a plain tensor."""
     found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return found if type(found) is FakeTensor else None
 
 
 def shape(node: object) -> tuple:
-    """The sizes of a node's tensor; () where there is none."""
+    """The shape of a node's tensor; () if it has none."""
     found = value(node)
     return () if found is None else tuple(found.shape)
 
 
 def known(condition: object) -> bool:
-    """True where the condition holds for all sizes that this graph will see."""
+    """True if the condition holds for all values of the graph's symbolic sizes."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def equal(a: tuple, b: tuple) -> bool:
-    """The sizes are the same, whatever the graph sees."""
+    """True if two shapes are equal for all values of the graph's symbolic sizes."""
     return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
 
 
 def order(node: fx.Node) -> tuple[int, ...] | None:
-    """The axes of a permutation or a transposition; None for another node."""
+    """The axes of a permutation or transposition; None for other nodes."""
     axes = len(shape(node))
     if kind(node) == "permute":
         given = node.args[1] if len(node.args) == 2 else node.args[1:] or node.kwargs.get("dims", ())
@@ -138,7 +138,7 @@ def order(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def same(node: object) -> fx.Node | None:
-    """The node whose values this one repeats: dropout that drops nothing, a cast or a reshape that changes nothing."""
+    """The input of a no-op node (inactive dropout; a cast or reshape without effect); None for other nodes."""
     if kind(node) == "dropout":
         given = read(node)
         active = given.get("training", True) is not False and given.get("p", 0.5) != 0
@@ -153,7 +153,7 @@ def same(node: object) -> fx.Node | None:
 
 
 def up(node: object, inner: list[fx.Node]) -> object:
-    """The first node above that computes something; what was passed over goes into `inner`."""
+    """The nearest producer that is not a no-op; skipped nodes are appended to `inner`."""
     while (before := same(node)) is not None:
         inner.append(node)
         node = before
@@ -161,14 +161,14 @@ def up(node: object, inner: list[fx.Node]) -> object:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The node that made the memory which a chain of in-place methods writes to."""
+    """The node whose memory a chain of in-place methods writes to."""
     while node.op == "call_method" and _writes(node):
         node = node.args[0]
     return node
 
 
 def _writes(node: fx.Node) -> bool:
-    """The node may change one of its arguments."""
+    """True if the node may write to one of its arguments."""
     if node.op == "call_method":
         return node.target.endswith("_") and not node.target.endswith("__")
     if node.op != "call_function":
@@ -186,9 +186,10 @@ def _writes(node: fx.Node) -> bool:
 
 
 class Regions:
-    """Where nodes may be merged: between two nodes that write memory or change a mode of PyTorch.
+    """Regions of a graph in which nodes may be merged, separated by nodes that write memory or change a PyTorch mode.
 
-    Writes to memory that the graph has just made, as drop-path does with its random numbers, concern only its readers.
+    Writes to memory allocated in the graph, such as drop-path's random numbers, do not end a region: they affect only
+    its readers.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -213,20 +214,20 @@ class Regions:
             self._autocast[region] = tuple(active.values())
 
     def moved(self, new: fx.Node, old: fx.Node) -> None:
-        """A new node stands where an old one stood."""
+        """Records that a new node takes the position of an old one."""
         self._region[new], self._place[new] = self._region[old], self._place[old]
 
     def together(self, nodes: list[fx.Node]) -> bool:
-        """No node between these writes what one of them reads, and all run in the same modes."""
+        """True if no node between these writes memory that one of them reads, and all run in the same modes."""
         written = any(self._written.get(root(r), -1) > self._place[n] for n in nodes for r in n.all_input_nodes)
         return not written and len({self._region[n] for n in nodes}) == 1
 
     def place(self, node: fx.Node) -> int:
-        """Where a node stands in the graph as it was captured."""
+        """Position of a node in the captured graph."""
         return self._place[node]
 
     def casts(self, node: fx.Node) -> bool:
-        """Autocast may be on where this node runs."""
+        """True if autocast may be on when this node runs."""
         found = value(node)
         return bool(self._autocast[self._region[node]]) or (
             found is not None and torch.is_autocast_enabled(found.device.type)
@@ -234,7 +235,7 @@ class Regions:
 
     @contextlib.contextmanager
     def modes(self, node: fx.Node) -> Iterator[None]:
-        """The modes in which this node runs: autocast as the graph sets it, no gradients."""
+        """Context with the modes in which this node runs: autocast as in the graph, and no gradients."""
         with contextlib.ExitStack() as stack:
             for kind_, *rest in self._autocast[self._region[node]]:
                 stack.enter_context(torch.autocast(kind_, *rest))
@@ -243,13 +244,13 @@ class Regions:
 
 
 def outside(nodes: list[fx.Node], anchor: fx.Node) -> fx.Node | None:
-    """A node that others read as well, so that it must stay; None where the anchor alone needs these nodes."""
+    """One of these nodes that is also read outside the match, so it must stay; None if there is none."""
     inside = {*nodes, anchor}
     return next((n for n in nodes if n is not anchor and not inside.issuperset(n.users)), None)
 
 
 def operands(*items: object) -> Iterator[fx.Node]:
-    """The nodes among these arguments of a node."""
+    """Yields the nodes among the arguments of a node."""
     for item in items:
         if isinstance(item, (tuple, list)):
             yield from operands(*item)
@@ -260,5 +261,5 @@ def operands(*items: object) -> Iterator[fx.Node]:
 
 
 def tensors(*items: object) -> Iterator[FakeTensor]:
-    """The plain tensors that these arguments of a node stand for."""
+    """Example values of the plain tensors among the arguments of a node."""
     return (found for node in operands(*items) if (found := value(node)) is not None)

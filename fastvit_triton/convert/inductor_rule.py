@@ -1,9 +1,9 @@
-"""What torch.compile would launch, estimated from the operators of an eager call by a rule; nothing is compiled.
+"""Estimates the launches of torch.compile from the operators of an eager call; nothing is compiled.
 
-Products, convolutions and attention stay PyTorch's kernels (EXTERN). All other operators between two of them that hand
-tensors to each other are one kernel: it reads its external inputs once and writes the outputs used elsewhere. A
-sum over rows (COLUMN: gradients of biases, γ and β) starts a kernel of its own, because its loops run the other way.
-This is Inductor without its options: no horizontal fusion, nothing computed twice in the backward pass.
+Matmuls, convolutions and attention remain PyTorch's kernels (EXTERN). Connected operators between two of them form one
+kernel, which reads its external inputs once and writes the outputs used elsewhere. A sum over rows (COLUMN: gradients
+of biases, γ and β) starts a new kernel, because it reduces along the other axis. This models Inductor's defaults: no
+horizontal fusion, and no recomputation in the backward pass.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ COLUMN = "sum"
 
 
 def inductor_count(events: Iterable[Event]) -> Count:
-    """Launches and bytes of the kernels that the rule makes of an eager call."""
+    """Launches and bytes of the kernels into which the rule groups an eager call's operators."""
     events = [part for event in events for part in _parts(event)]
     groups = _groups(events)
     readers = defaultdict(set)  # storage → groups that read it
@@ -32,7 +32,7 @@ def inductor_count(events: Iterable[Event]) -> Count:
 
 
 def _parts(event: Event) -> list[Event]:
-    """The gradient of a LayerNorm is two kernels: dx by rows, and dγ and dβ by columns."""
+    """Splits the gradient of a LayerNorm into two kernels: dx by rows, and dγ and dβ by columns."""
     if event.name != "native_layer_norm_backward":
         return [event]
     columns = replace(event, name=COLUMN, launches=1, writes=event.writes[1:])
@@ -40,9 +40,9 @@ def _parts(event: Event) -> list[Event]:
 
 
 def _groups(events: list[Event]) -> list[int]:
-    """For each event the number of the first one of its kernel."""
+    """For each event, the index of the first event in its kernel."""
     found: list[int] = []
-    written: dict[int, tuple[int, int]] = {}  # storage → the event that wrote it last, and products up to there
+    written: dict[int, tuple[int, int]] = {}  # storage → (its last writer, number of EXTERN ops up to there)
     for n, event in enumerate(events):
         sources = [written[piece.storage] for piece in event.reads if piece.storage in written]
         products = max((count for _, count in sources), default=0) + (event.name in EXTERN)
@@ -58,7 +58,7 @@ def _groups(events: list[Event]) -> list[int]:
 
 
 def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Count:
-    """One kernel: its external inputs, and its outputs that other kernels read or that are results."""
+    """Cost of one kernel: bytes of its external inputs, and of outputs that other kernels read or that are results."""
     own: dict[int, Piece] = {piece.storage: piece for event in events for piece in event.writes}
     reads = {piece for event in events for piece in event.reads if piece.storage not in own}
     writes = [piece for storage, piece in own.items() if readers[storage] != {group}]

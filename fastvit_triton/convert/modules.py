@@ -1,4 +1,4 @@
-"""`optimize` and `revert`: foreign modules get fused forwards in place, one instance at a time."""
+"""`optimize` and `revert`: bind fused forwards to instances of third-party modules, and remove them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
 from ..layers.ways import SIZES
-from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they declare)
+from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
 from .forwards import Forward, forward_for
 from .from_torch import CONV, STEMS
 from .reporting import Report, Row
 
-LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why
-LEFT |= dict.fromkeys(from_transformers.INNER)  # parts of a candidate, none themselves
-WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # of class names that a user would ask about
+LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why it is not converted
+LEFT |= dict.fromkeys(from_transformers.INNER)  # submodules of a candidate
+WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
 
 
 def optimize(
@@ -32,32 +32,32 @@ def optimize(
     freeze: bool = False,
     tune: object = None,
 ) -> Report:
-    """Gives every module of a known type a forward that can run fused, in place.
+    """Replaces, in place, the forward of every module of a known type by one that can run fused.
 
-    Parameters stay the same objects under the same keys, classes stay as they are, and gradients are the original's, so
-    optimisers, checkpoints, EMA copies, DDP and FSDP2 go on working. Each call decides anew: where the kernels cannot
-    run (a CPU, float64), where attention would need dropout or a causal mask, or where PyTorch's own code is expected
-    to take the least time (see `kernels.plan` and `fastvit-triton doctor`), the module runs its own forward; parts that
-    are hooked or were replaced (LoRA, quantised, parametrised) are called instead of read through. The original code
-    runs under hooks of all modules (`torch.nn.modules.module.register_module_forward_hook` and its kin), where a
-    class's `forward` was replaced, and under torch.fx and torch.jit.trace, which record the original's graph.
-    torch.jit.script reads source code and raises an AttributeError on an optimised model: `revert` first. A module that
-    its package's release builds otherwise than the fused forward expects is left alone, as the report says. Where
-    transformers is loaded, its attention interface also learns the name "fastvit_triton". Shallow copies, as
-    nn.DataParallel makes them, share their original's forward: use DistributedDataParallel, or `revert` first.
+    Parameters remain the same objects under the same keys, classes are not changed, and gradients equal the original's,
+    so optimisers, checkpoints, EMA copies, DDP and FSDP2 keep working. Each call selects again: a module runs its own
+    forward if the kernels cannot run (CPU, float64), if attention needs dropout or a causal mask, or if PyTorch's code
+    is expected to be fastest (see `kernels.plan` and `fastvit-triton doctor`). Submodules that have hooks or were
+    replaced (LoRA, quantised, parametrised) are called, not fused. The original code also runs under global module
+    hooks (`torch.nn.modules.module.register_module_forward_hook` and similar), if a class's `forward` was patched, and
+    under torch.fx and torch.jit.trace, which record the original's graph. torch.jit.script reads source code and raises
+    an AttributeError on an optimised model: `revert` first. A module whose attributes differ from those that the fused
+    forward expects, as in another release of its package, is not converted; the report gives the reason. If
+    transformers is imported, "fastvit_triton" is registered in its attention interface. Shallow copies (replicas of
+    nn.DataParallel) share the original's forward: use DistributedDataParallel, or `revert` first.
 
-    An exception, also one of filter_fn, leaves every module as it was.
+    If an exception is raised, also in filter_fn, all modules are restored.
 
     Args:
-        model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that holds some of these.
-        filter_fn: called with a candidate and its path; only candidates for which it is true are converted, and a fused
-            block calls the others.
-        freeze: the weights are final: also `fastvit_triton.freeze` the model.
-        tune: an example of the model's input: also measure on this GPU how the model runs fastest, in training if it is
-            in training mode; see `fastvit_triton.tune`. Where no kernel can run nothing is measured.
+        model: timm, transformers, torchvision, vit-pytorch, torch.nn modules, or a model that contains some of these.
+        filter_fn: called with a candidate and its path; only candidates for which it returns True are converted. A
+            fused block calls the others.
+        freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
+        tune: an example input: also measure how the model runs fastest on this GPU, in training if it is in training
+            mode; see `fastvit_triton.tune`. Nothing is measured if no kernel can run.
 
     Returns:
-        Report: what each candidate can run as, or why it was left; print it for a table.
+        Report: for each candidate, what it became or why it was not converted; prints as a table.
 
     Raises:
         TypeError: model is no nn.Module, filter_fn cannot be called, or freeze is no bool.
@@ -75,7 +75,7 @@ def optimize(
     parameter = next(model.parameters(), None)
     device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
     if tune is not None and device is None and backend() != "torch":
-        from .. import tune as measure  # by its public name: it is above this package
+        from .. import tune as measure  # by its public name: `measure` imports this package
 
         measure(model, tune, model.training)
     return Report(rows, device)
@@ -83,7 +83,7 @@ def optimize(
 
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Whatever is raised inside, every instance then has the attributes that it had before."""
+    """Context that restores the attributes of all instances if an exception is raised in it."""
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
         yield
@@ -96,11 +96,11 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 
 def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> tuple[Row, ...]:
-    """Converts all that can be converted; one row for each candidate."""
+    """Converts all modules that can be converted; returns one row for each candidate."""
     rows, seen, inside, known = [], {}, [], dict(model.named_modules(remove_duplicate=False))
     stems = {id(getattr(m, STEMS[type_name(m)], None)) for m in known.values() if type_name(m) in STEMS}
     for path, module in known.items():
-        if id(module) in seen:  # at another path
+        if id(module) in seen:  # shared module, at another path
             first = seen[id(module)]
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
             continue
@@ -121,13 +121,13 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
 
 
 def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
-    """The row; of a LayerNorm that stays a launch of its own, one that tells so."""
+    """The row, marked `bare` for a LayerNorm that remains a separate launch."""
     bare = row.became is not None and type_name(module) in LAYER_NORMS and id(module) not in folded
     return replace(row, became="LayerNorm kernel", bare=True) if bare else row
 
 
 def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
-    """The norms that the fused forward of this module takes into the product behind them."""
+    """Yields the norms that this module's fused forward folds into the next matmul."""
     forward = forward_for(module)
     parts = _parts(forward, module)
     if isinstance(parts, AttentionParts | MlpParts):
@@ -138,7 +138,7 @@ def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
 
 
 def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
-    """Binds the fused forward of this module's type; None where the module is no candidate."""
+    """Binds the fused forward of this module's type and returns its row; None if the module is no candidate."""
     name, cls = type_name(module), type(module).__name__
     forward = forward_for(module)
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
@@ -163,7 +163,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
 
 
 def _became(forward: Forward, parts: AttentionParts | MlpParts | None) -> str:
-    """The fused forward in a few words."""
+    """Short name of the fused forward."""
     if isinstance(parts, AttentionParts):
         return "fused attention"
     if isinstance(parts, MlpParts):
@@ -172,7 +172,7 @@ def _became(forward: Forward, parts: AttentionParts | MlpParts | None) -> str:
 
 
 def _parts(forward: Forward, module: nn.Module) -> AttentionParts | MlpParts | str | None:
-    """What the fused forward would find: a body's parts, a reason to run the module's own forward, or None."""
+    """The parts of a body, a reason (str) to run the module's own forward, or None."""
     if forward.read is not None:
         with torch.no_grad():
             return forward.read(module, **({} if forward.call is None else forward.call(module)))
@@ -180,7 +180,7 @@ def _parts(forward: Forward, module: nn.Module) -> AttentionParts | MlpParts | s
 
 
 def _notes(forward: Forward, module: nn.Module, parts: AttentionParts | MlpParts | None) -> Iterator[str]:
-    """What is not merged, and when the module's own forward would run after all."""
+    """Yields notes: what is called instead of fused, and when the module's own forward runs."""
     if has_hooks(module):
         yield "a hook watches it, so it is called"
     if parts is not None:
@@ -210,9 +210,9 @@ def _check(model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Takes every fused forward away again, and ends `freeze`; instances are as they were before `optimize`.
+    """Undoes `optimize` and `freeze`: removes every fused forward.
 
-    They are then what torch.jit.script takes, too.
+    torch.jit.script then accepts the model again.
 
     Raises:
         TypeError: model is no nn.Module.

@@ -1,7 +1,7 @@
-"""The patterns: calls of PyTorch that one call of a kernel's public function can stand for, but for attention's.
+"""Patterns of PyTorch calls that one of our public functions can replace; for attention see `attention_patterns`.
 
-A pattern is read upwards from the node whose value it gives, and offers its matches longest first. Whether one may be
-rewritten is for `rewrite.py` to decide.
+A pattern is matched from its output node upwards and yields its matches longest first. `rewrite.py` decides whether a
+match may be rewritten.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from .graph import equal, kind, known, order, read, shape, up, value
 
 
 class Call(NamedTuple):
-    """An argument that has yet to be computed: function(*args)."""
+    """An argument that must be inserted as a call: function(*args)."""
 
     function: Callable
     args: tuple
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Match:
-    """A call function(*args, **kwargs) that could stand for `anchor` and the nodes `inner` above it."""
+    """A call function(*args, **kwargs) that could replace `anchor` and the nodes `inner` above it."""
 
     anchor: fx.Node
     function: Callable
@@ -38,7 +38,7 @@ class Match:
 
 
 def branch(anchor: fx.Node) -> Iterator[Match | str]:
-    """A linear layer or an MLP with the LayerNorm before it and LayerScale, drop-path and the residual behind it."""
+    """Matches of a linear layer or MLP with a LayerNorm before it and LayerScale, drop-path and residual after it."""
     if kind(anchor) not in ("add", "mul", "gelu", "silu", "relu", "linear"):
         return
     for node, ends, passed in _ends(anchor):
@@ -49,7 +49,7 @@ def branch(anchor: fx.Node) -> Iterator[Match | str]:
 
 
 def _ends(anchor: fx.Node) -> Iterator[tuple[fx.Node, dict, list[fx.Node]]]:
-    """(node, layer_scale and sample_scale and residual, nodes passed) for what the end of a branch may stand behind."""
+    """Yields (node before the epilogue, its layer_scale, sample_scale and residual, nodes skipped)."""
     if kind(anchor) != "add":
         yield from _scales(anchor, {}, [])
         return
@@ -80,7 +80,7 @@ def _scales(node: fx.Node, ends: dict, passed: list[fx.Node]) -> Iterator[tuple[
 
 
 def _layers(anchor: fx.Node, node: fx.Node, ends: dict, inner: list[fx.Node]) -> Iterator[Match]:
-    """Matches for the layers whose output is `node`."""
+    """Yields matches of the layers whose output is `node`."""
     activation, below, parts = _activated(node)
     fc = up(below, parts)
     if kind(fc) != "linear" or not _plain(fc):
@@ -114,15 +114,15 @@ def _linear(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 
 
 def _plain(node: fx.Node) -> bool:
-    """A linear layer of rows: x of two axes or more, a matrix, a vector or no bias."""
+    """True for a linear layer with x of two or more axes, a 2-D weight, and a 1-D bias or none."""
     x, weight, bias = _linear(node)
     return len(shape(x)) > 1 and len(shape(weight)) == 2 and (bias is None or len(shape(bias)) == 1)
 
 
 def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
-    """(what is read, LayerNorm, nodes passed) for x with the LayerNorm that made it, if one did, and for x alone.
+    """Yields (input, LayerNorm or None, nodes skipped): with the LayerNorm that produced x, if any, and without.
 
-    Rows without a token axis are too few to fold a LayerNorm into the weights for.
+    Without a token axis there are too few rows for folding a LayerNorm into the weights to pay.
     """
     passed: list[fx.Node] = []
     node = up(x, passed)
@@ -132,7 +132,7 @@ def _norms(x: fx.Node) -> Iterator[tuple[fx.Node, tuple | None, list[fx.Node]]]:
 
 
 def _layer_norm(node: fx.Node) -> tuple | None:
-    """(x, weight, bias, eps); None where more axes than the last are normalised."""
+    """(x, weight, bias, eps); None if more than the last axis is normalised."""
     given = read(node)
     if not equal(tuple(given["normalized_shape"]), shape(node)[-1:]):
         return None
@@ -140,7 +140,7 @@ def _layer_norm(node: fx.Node) -> tuple | None:
 
 
 def _activated(node: fx.Node) -> tuple[str | None, fx.Node, list[fx.Node]]:
-    """(activation, what it is applied to, nodes between); None where this node is no activation."""
+    """(activation, its input, nodes skipped); the activation is None if this node is none."""
     if kind(node) == "gelu":
         name = {"none": "gelu", "tanh": "gelu_tanh"}[read(node).get("approximate", "none")]
         return name, read(node)["input"], [node]
@@ -162,7 +162,7 @@ def _activated(node: fx.Node) -> tuple[str | None, fx.Node, list[fx.Node]]:
 
 
 def normalize(anchor: fx.Node) -> Iterator[Match | str]:
-    """A LayerNorm by itself."""
+    """Matches of a separate LayerNorm."""
     if kind(anchor) != "layer_norm":
         return
     found = _layer_norm(anchor)
@@ -175,7 +175,7 @@ def normalize(anchor: fx.Node) -> Iterator[Match | str]:
 
 
 def embed(anchor: fx.Node) -> Iterator[Match | str]:
-    """A convolution over patches, flattened to tokens, with positions and prefix tokens."""
+    """Matches of a patch convolution flattened to tokens, with positions and prefix tokens."""
     if kind(anchor) == "conv2d":
         yield _conv(anchor) if isinstance(_conv(anchor), str) else "its output is not flattened to tokens"
         return
@@ -201,7 +201,7 @@ def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call |
 
 
 def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None, fx.Node | Call | None, list]]:
-    """(patch tokens, prefix tokens, positions added before these, nodes passed)."""
+    """Yields (patch tokens, prefix tokens, positions added before the prefix, nodes skipped)."""
     yield node, None, None, [node]
     if kind(node) != "cat" or len(shape(node)) != 3 or read(node).get("dim", 0) not in (1, -2):
         return
@@ -220,7 +220,7 @@ def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None
 
 
 def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
-    """(image, weight, bias) of patch tokens [B, N, D]; what lies between goes into `inner`."""
+    """(image, weight, bias) of patch tokens [B, N, D]; skipped nodes are appended to `inner`."""
     if order(node) != (0, 2, 1):
         return None
     flat = up(node.args[0], inner)
@@ -233,7 +233,7 @@ def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
 
 
 def _conv(node: fx.Node) -> tuple | str:
-    """(image, weight, bias) of a convolution over patches; a sentence for another one."""
+    """(image, weight, bias) of a patch convolution; a reason (str) for other convolutions."""
     given = read(node)
     image, weight = given["input"], given["weight"]
     if len(shape(image)) != 4 or len(shape(weight)) != 4:

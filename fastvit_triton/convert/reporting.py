@@ -1,4 +1,4 @@
-"""What `optimize` or the compile backend did with a model, as data and as a table."""
+"""Reports of `optimize` and the compile backend, as data and as a table."""
 
 import re
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ class Row:
     """One candidate: a module, or a call in a compiled graph.
 
     Attributes:
-        path: name in the model of the module, or of the module that makes the call; "" for the model itself.
+        path: path in the model of the module, or of the module that makes the call; "" for the model itself.
         type: the module's class, or the function that is called, such as "layer_norm".
-        became: what runs in its place; None where it stays as it is.
-        within: path of the nearest fused module around it; None for none.
-        why: why it stays as it is, or when it would; None where there is nothing to say.
-        bare: a LayerNorm that no fused module reads through: its kernel is one launch in place of one.
+        became: what replaces it; None if it is unchanged.
+        within: path of the innermost fused module that contains it, or None.
+        why: why it is unchanged, or when its original code runs; or None.
+        bare: True for a LayerNorm that is not folded: our kernel replaces PyTorch's, one launch for one.
     """
 
     path: str
@@ -27,12 +27,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All candidates in the order of `model.named_modules()`, or of their calls; `print` shows them as a table.
+    """All candidates in the order of `model.named_modules()`, or of their calls; prints as a table.
 
     Attributes:
         rows: one for each candidate.
-        device: why the kernels do not run where the parameters are now; None where they do.
-        unfused: what runs where a candidate stays as it is.
+        device: why the kernels do not run on the parameters' device; None if they do.
+        unfused: what runs for unchanged candidates.
     """
 
     rows: tuple[Row, ...] = ()
@@ -46,16 +46,16 @@ class Report:
 
     @property
     def norms(self) -> tuple[Row, ...]:
-        """LayerNorms that run our kernel by themselves, which saves no launch."""
+        """LayerNorms that run our kernel as separate launches, which saves no launch."""
         return tuple(row for row in self.rows if row.bare)
 
     @property
     def left(self) -> tuple[Row, ...]:
-        """Candidates that stay as they are."""
+        """Candidates that are unchanged."""
         return tuple(row for row in self.rows if row.became is None)
 
     def __str__(self) -> str:
-        """The table; modules that differ in their numbers alone share a line, with a count."""
+        """The table; modules whose paths differ only in numbers share a line, with a count."""
         lines: dict[tuple[str, ...], int] = {}
         for row in self.rows:
             inside = "" if row.within is None else f" (inside {_numbered(row.within) or 'the model'})"
@@ -72,5 +72,5 @@ class Report:
 
 
 def _numbered(path: str) -> str:
-    """The path with each number as *, so that the blocks of a model read alike."""
+    """The path with each number replaced by *, which groups the blocks of a model."""
     return re.sub(r"(?<![^._])\d+(?![^._])", "*", path)

@@ -1,8 +1,7 @@
-"""Rewriting a graph that torch.compile captured: calls of PyTorch become calls of the kernels' public functions.
+"""Rewrites a graph captured by torch.compile: PyTorch calls become calls of the kernels' public functions.
 
-A pattern is rewritten only where the values inside it are read by nobody else, nothing between writes what it reads,
-the kernels run for its device and dtype, and the new call gives the same sizes and dtype as the old ones gave when they
-were traced.
+A match is rewritten only if its inner values have no other readers, no node in between writes memory that it reads,
+the kernels run for its device and dtype, and the new call has the same output shape and dtype as the traced one.
 """
 
 import operator
@@ -25,18 +24,18 @@ class Rewriter:
     """Rewrites a graph in place.
 
     Attributes:
-        became: what each node that is gone became part of, by the node's name.
-        why: why a node was left, by its name.
+        became: name of each removed node → the function that replaced it.
+        why: name of a node → why it was not rewritten.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.regions = graph, Regions(graph)
         self.became: dict[str, str] = {}
         self.why: dict[str, str] = {}
-        self.fake = next(tensors(*graph.nodes)).fake_mode  # in which sizes and dtypes are found without computing
+        self.fake = next(tensors(*graph.nodes)).fake_mode  # infers shapes and dtypes without computing
 
     def run(self) -> None:
-        """All rewrites, in an order in which none hides another."""
+        """Makes all rewrites, in an order in which none prevents another."""
         for node in self.graph.find_nodes(op="call_method", target="new_empty"):
             self._unbind(node)
         for node in self._all("multi_head_attention"):
@@ -60,7 +59,7 @@ class Rewriter:
         return [node for node in self.graph.nodes if kind(node) == name]
 
     def _first(self, node: fx.Node, patterns: tuple[Callable, ...]) -> None:
-        """Makes the first rewrite at a node that can be made."""
+        """Makes the first possible rewrite at a node."""
         if node.name in self.became or value(node) is None:
             return
         for pattern in patterns:
@@ -71,7 +70,7 @@ class Rewriter:
                     return
 
     def _make(self, match: Match) -> bool:
-        """Makes the call that a match stands for, or notes why not."""
+        """Rewrites a match; if it may not, records the reason and returns False."""
         anchor, inner = match.anchor, [n for n in dict.fromkeys(match.inner) if n is not match.anchor]
         name, reason = match.function.__name__, self._hindrance(match, inner)
         if reason is not None:
@@ -89,7 +88,7 @@ class Rewriter:
         return True
 
     def _hindrance(self, match: Match, inner: list[fx.Node]) -> str | None:
-        """Why this rewrite would not be the same, or would not run on a kernel; None where it may be made."""
+        """Why a rewrite is not allowed (not equivalent, or not run by a kernel); None if it is."""
         anchor, want = match.anchor, value(match.anchor)
         x = value(match.args[0])
         read_nodes = {n for node in (anchor, *inner) for n in node.all_input_nodes} - {anchor, *inner}
@@ -107,14 +106,14 @@ class Rewriter:
         try:
             with self.fake, self.regions.modes(anchor):
                 got = match.function(*_values(match.args), **_values(match.kwargs))
-        except (TypeError, ValueError, RuntimeError) as error:  # the function, or PyTorch, says what does not fit
+        except (TypeError, ValueError, RuntimeError) as error:  # of an argument check, by the function or PyTorch
             return str(error).partition("\n")[0]
         if got.dtype != want.dtype or not equal(tuple(got.shape), tuple(want.shape)):
             return f"it would give {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
         return None
 
     def _insert(self, anchor: fx.Node, function: Callable, *args: object, **kwargs: object) -> fx.Node:
-        """A new call before the anchor, with the value that it would give."""
+        """Inserts a call before the anchor, with its example value."""
 
         def made(argument):
             if isinstance(argument, Call):
@@ -130,7 +129,7 @@ class Rewriter:
         return new
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        """The new node's readers are the old one's; where memory lies otherwise, a view of it becomes a reshape."""
+        """Replaces all uses of the old node; if the strides differ, its views become reshapes."""
         before, after = value(old), value(new)
         old.replace_all_uses_with(new)
         if after.is_contiguous() or after.stride() == before.stride():
@@ -144,7 +143,7 @@ class Rewriter:
                 readers += node.users
 
     def _unbind(self, node: fx.Node) -> None:
-        """Memory made like the end of a branch, for drop-path's draw, is made like an input: it reads no values."""
+        """Makes drop-path's `new_empty` read a graph input, not the branch output, so the branch can be fused."""
         like = value(node)
         inputs = (n for n in self.graph.find_nodes(op="placeholder") if value(n) is not None)
         source = next((n for n in inputs if like is not None and value(n).device == like.device), None)
@@ -156,7 +155,7 @@ class Rewriter:
         return why_not(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
 
     def _self_attention(self, before: fx.Node, x: fx.Node, given: dict) -> fx.Node:
-        """Self-attention on x [B, N, D] as `F.multi_head_attention_forward` computes it, before a node."""
+        """Inserts, before a node, self-attention on x [B, N, D] as `F.multi_head_attention_forward` computes it."""
         call, heads = partial(self._insert, before), given["num_heads"]
         qkv = call(F.linear, x, given["in_proj_weight"], given["in_proj_bias"])  # [B, N, 3·H·D]
         split = call(torch.unflatten, qkv, -1, (3, heads, given["embed_dim_to_check"] // heads))
@@ -166,7 +165,7 @@ class Rewriter:
         return call(F.linear, merged, given["out_proj_weight"], given["out_proj_bias"])
 
     def _expand(self, node: fx.Node) -> None:
-        """`F.multi_head_attention_forward` of one tensor becomes the calls that it makes inside."""
+        """Expands a self-attention call of `F.multi_head_attention_forward` into its inner calls."""
         given, query = read(node), read(node)["query"]
         reason = unlike_self_attention(node) or self._unusable(query, given)
         if reason is not None:
@@ -176,7 +175,7 @@ class Rewriter:
         y = self._self_attention(node, x, given)
         for item in list(node.users):
             for reader in list(item.users):
-                if order(reader) == (1, 0, 2):  # back to [B, N, D], where y is already
+                if order(reader) == (1, 0, 2):  # transposes to [B, N, D], y's layout
                     self._replace(reader, y)
                     self.graph.erase_node(reader)
             if item.users:
@@ -188,7 +187,7 @@ class Rewriter:
             self.graph.erase_node(query)
 
     def _expand_layer(self, node: fx.Node) -> None:
-        """The one call that `nn.TransformerEncoderLayer` makes in inference becomes what it does in training."""
+        """Expands the single op of `nn.TransformerEncoderLayer` in inference into the calls made in training."""
         given, call = read(node), partial(self._insert, node)
         x, width = given["src"], given["embed_dim_to_check"]
         masked = given.get("mask") is not None or len(shape(x)) != 3
@@ -216,7 +215,7 @@ class Rewriter:
         self.graph.erase_node(node)
 
     def _pack(self, norm: fx.Node) -> None:
-        """Linear layers that alone read one LayerNorm, as queries, keys and values do, become one."""
+        """Merges linear layers into one if they are the only readers of a LayerNorm (queries, keys and values)."""
         users = sorted(norm.users, key=self.regions.place)
         layers = [read(n) for n in users if kind(n) == "linear" and n.args[0] is norm]
         x = value(norm.args[0])
@@ -242,7 +241,7 @@ class Rewriter:
             self.graph.erase_node(node)
 
     def _hand_on_statistics(self) -> None:
-        """A linear layer or MLP that makes what the next one normalises leaves its row statistics there."""
+        """Passes the row statistics of a linear layer's or MLP's output to the next call that normalises it."""
         left: dict[fx.Node, fx.Node] = {}
         for node in list(self.graph.nodes):
             if node.target in (linear, mlp) and node.kwargs["norm"] is not None and not self.regions.casts(node):
@@ -254,13 +253,13 @@ class Rewriter:
                     node.kwargs = {**node.kwargs, "stats": left[node.args[0]]}
 
     def _with_statistics(self, maker: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The output of a call and its row statistics, for all who read the output."""
+        """Makes a call return row statistics; returns (output node, statistics node) and updates all readers."""
         users = list(maker.users)
         maker.kwargs = {**maker.kwargs, "return_stats": True}
         with self.fake, self.regions.modes(maker):
             maker.meta["example_value"] = maker.target(*_values(maker.args), **_values(maker.kwargs))
         pair = []
-        for i in (1, 0):  # the last one inserted stands first
+        for i in (1, 0):  # the last one inserted comes first
             with self.graph.inserting_after(maker):
                 node = self.graph.call_function(operator.getitem, (maker, i))
             node.meta["example_value"] = maker.meta["example_value"][i]
@@ -273,12 +272,12 @@ class Rewriter:
 
 
 def _zeros(weight: torch.Tensor) -> torch.Tensor:
-    """The bias [F] of a layer that has none, beside layers that have one."""
+    """A zero bias [F] for a layer without one, merged with layers that have one."""
     return weight.new_zeros(weight.shape[0])
 
 
 def _values(argument: object) -> object:
-    """An argument of a node with the traced values in place of nodes."""
+    """An argument of a node with nodes replaced by their example values."""
     if isinstance(argument, fx.Node):
         return argument.meta["example_value"]
     if isinstance(argument, Call):

@@ -1,4 +1,4 @@
-"""Third-party modules: the types that a fused forward reads through, and the masks that they pass to attention."""
+"""Third-party modules: the types whose weights may be read, and conversion of their attention masks."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from ..kernels.backend import backend, kernels_available
 from ..layers import module_parts as parts
 from ..layers.hooks import are_plain_tensors, has_global_hooks, is_patched
 
-MASKED = -1e30  # below it a score is a mask: it would swallow the logarithm of the sum of a row's exponentials
+MASKED = -1e30  # scores below count as masked: rounding would lose the log-sum-exp of a row
 _HF = "transformers.models"
 
 parts.LAYER_NORMS.update(("timm.layers.norm.LayerNorm", "timm.models.layers.norm.LayerNorm"))
@@ -44,26 +44,26 @@ parts.DROP_PATHS.update(
 
 
 def can_run(x: Tensor) -> bool:
-    """The kernels run for x, or the switch asks for the references, which torch.jit.trace is not shown."""
+    """True if the kernels run for x, or the backend is "torch" (references) and torch.jit.trace is not active."""
     if not are_plain_tensors(x) or x.is_nested:
         return False
     return kernels_available(x) or (backend() == "torch" and not torch.jit.is_tracing())
 
 
 def is_fusable(module: nn.Module, x: Tensor) -> bool:
-    """The fused forward of this module applies to x: no hook expects every module's call, and no patch its own."""
+    """True if this module's fused forward may run on x: no global hooks, and the class's forward is not patched."""
     return can_run(x) and not has_global_hooks() and not is_patched(type(module))
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:
-    """A bias that broadcasts to [B, H, Nq, Nk], with all four axes."""
+    """Adds leading axes to a bias that broadcasts to [B, H, Nq, Nk], so that it has four."""
     return bias if bias is None else bias[(None,) * (4 - bias.dim())]
 
 
 def scores_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask with all four axes, and with finfo.min and the like as −inf.
+    """The mask with four axes and large negative values (finfo.min) replaced by −inf.
 
-    A query that may attend to nothing then gets 0 and no gradient.
+    A fully masked query then gives 0 and no gradient.
     """
     if mask is None or mask.dtype == torch.bool:
         return four_axes(mask)
@@ -71,5 +71,5 @@ def scores_mask(mask: Tensor | None) -> Tensor | None:
 
 
 def head_norms(q_norm: nn.Module, k_norm: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The norms of queries and keys; None where both do nothing."""
+    """The norms of queries and keys; None if both are identities."""
     return None if parts.is_identity(q_norm) and parts.is_identity(k_norm) else (q_norm, k_norm)

@@ -1,12 +1,12 @@
-"""What a call would launch on a GPU that need not be here: operators and kernels, their bytes and flops. Nothing runs.
+"""Traces what a call would launch on any GPU: operators and kernels, their bytes and flops. Nothing runs.
 
-An operator of PyTorch that writes memory is one launch, or as many as LAUNCHES says that CUDA makes of it. It reads
-each operand once and writes each result once; views and fresh memory are free, and caches, which may save bytes, are
-left out. Our operators are entered: their Triton launches count, each moving every tensor that it is given once, and so
-do PyTorch's operators between them. Flops are those of products and convolutions, 2 for a multiply-add.
+A PyTorch operator that writes memory counts as one launch, or as the number in LAUNCHES. It reads each operand once and
+writes each result once; views and allocations are free, and cache hits are ignored. Inside our operators, each Triton
+launch moves each of its tensors once, and the PyTorch operators around it count too. Flops are those of matmuls and
+convolutions, 2 for a multiply-add.
 
-Tensors are on the CPU, so that autocast and scaled_dot_product_attention see them, but their memory is never accessed:
-results are memory that is only reserved. Inside `kernels.launch.targeting` they count as those of a GPU.
+Tensors are on the CPU, so that autocast and scaled_dot_product_attention work, but their memory is never accessed:
+results are uninitialised. Inside `kernels.launch.targeting` they count as GPU tensors.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from ..kernels.op import REGISTERED
 from ..layers.replay.recorder import ALLOCATE, READERS
 
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
-# kernels that CUDA launches for an operator of PyTorch, where it is not one, from the sources of torch 2.13:
+# number of CUDA kernels of a PyTorch operator, if not 1, from the sources of torch 2.13:
 # flash_bwd_launch_template.h (Δ; dq, dk and dv; dq from its fp32 sums), layer_norm_kernel.cu (dx; dγ and dβ, up to
 # 65,536 rows), Convolution.cpp (the bias is added to cuDNN's result, and its gradient is a sum)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
@@ -38,12 +38,12 @@ _storages = itertools.count()
 
 @dataclass(frozen=True)
 class Count:
-    """What a call costs.
+    """Cost of a call.
 
     Attributes:
-        launches: kernels.
-        nbytes: read and written.
-        flops: of products.
+        launches: number of kernels.
+        nbytes: bytes read and written.
+        flops: of matmuls and convolutions.
     """
 
     launches: int = 0
@@ -51,13 +51,13 @@ class Count:
     flops: int = 0
 
     def __add__(self, other: "Count") -> "Count":
-        """Both calls."""
+        """The cost of both calls."""
         return Count(self.launches + other.launches, self.nbytes + other.nbytes, self.flops + other.flops)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that is read or written: bytes `nbytes` of storage number `storage`, from element `offset` on."""
+    """A tensor that is read or written: `nbytes` bytes of storage number `storage`, from element `offset`."""
 
     storage: int
     offset: int
@@ -67,13 +67,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Event:
-    """An operator of PyTorch, or a launch of ours.
+    """A PyTorch operator, or a launch of one of our kernels.
 
     Attributes:
-        name: of the operator, "addmm", or of the kernel, "linear._fwd_kernel".
-        op: name of our operator that it is part of, or "".
-        ours: it is a launch of ours; what it reads and writes both stands under `reads`.
-        launches: kernels.
+        name: of the operator ("addmm") or the kernel ("linear._fwd_kernel").
+        op: our operator that contains it, or "".
+        ours: True for our kernels; `reads` then holds both inputs and outputs.
+        launches: number of kernels.
         reads: its operands, each once.
         writes: its results.
         flops: of products.
@@ -95,12 +95,12 @@ class Event:
 
 @dataclass
 class Trace:
-    """What a call does.
+    """Trace of a call.
 
     Attributes:
         events: operators and launches, in order.
-        findings: where the host waits for a value or copies values of its own, which waits, too, and where one of our
-            operators does not give what its fake says.
+        findings: host synchronisations (reading a value, or copying host values), and operators of ours whose results
+            differ from those of their fake implementation.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Trace:
 
 
 class _Tracer(TorchDispatchMode):
-    """Adds to a trace what runs, and runs views alone."""
+    """Records operators and launches in a trace; runs only views and allocations."""
 
     def __init__(self, enters: bool) -> None:
         super().__init__()
@@ -125,9 +125,9 @@ class _Tracer(TorchDispatchMode):
             return self._enter(name, arguments)
         if name in READERS or (name == "index" and any(t is not None and t.dtype == torch.bool for t in arguments[1])):
             self.read(name)
-        if name == "lift_fresh" and arguments[0].dim():  # torch.tensor; numbers that are assigned are filled in
+        if name == "lift_fresh" and arguments[0].dim():  # torch.tensor; assigned scalars are filled in on the device
             self.trace.findings.append(f"host copies values for {name}{f' in {self.op}' if self.op else ''}")
-        if _is_composite(function):  # such as F.linear within one of our operators, where autograd is done
+        if _is_composite(function):  # such as F.linear in one of our operators, below autograd
             with self:
                 return function.decompose(*arguments, **named)
         if function.is_view or name in ALLOCATE or not _gives_tensors(function):
@@ -148,7 +148,7 @@ class _Tracer(TorchDispatchMode):
         return outputs
 
     def _enter(self, name: str, arguments: tuple) -> object:
-        """Launches one of our operators, and compares what it returns with its fake."""
+        """Traces the launches in one of our operators, and compares its results with those of its fake."""
         body, fake = REGISTERED[name]
         expected = fake(*tree_map_only(Tensor, _described, arguments))
         flops = OUR_FLOPS[name](*arguments) if name in OUR_FLOPS else 0
@@ -169,12 +169,12 @@ class _Tracer(TorchDispatchMode):
         return outputs
 
     def read(self, name: str) -> None:
-        """Notes that the host waits for a value, and raises RuntimeError."""
+        """Records that the host waits for a value, and raises RuntimeError."""
         self.trace.findings.append(f"host waits for {name}{f' in {self.op}' if self.op else ''}")
         raise RuntimeError(f"{name} reads a value: the tensors that are counted have none")
 
     def launched(self, kernel: object, grid: object, arguments: tuple, fixed: dict[str, object]) -> None:
-        """Stands for `kernels.launch.run`."""
+        """Replaces `kernels.launch.run`: records a launch."""
         tensors = {(t.data_ptr(), t.shape): t for t in _tensors(arguments)}
         module = kernel.fn.__module__.rsplit(".", 1)[-1].removesuffix("_backward")
         self._add(f"{module}.{kernel.fn.__name__}", tensors.values(), (), 0, ours=True)
@@ -185,14 +185,14 @@ class _Tracer(TorchDispatchMode):
         self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops))
 
     def _piece(self, t: Tensor) -> Piece:
-        storage = t.untyped_storage()  # one Python object as long as the storage lives
+        storage = t.untyped_storage()  # the same Python object while the storage exists
         if not hasattr(storage, "number"):
             storage.number = next(_storages)
         return Piece(storage.number, t.storage_offset(), tuple(t.shape), _nbytes(t))
 
     def _flops(self, function: OpOverload, arguments: tuple, named: dict, outputs: object) -> int:
         if self.op in OUR_FLOPS:
-            return 0  # counted once for the whole operator
+            return 0  # counted for the whole operator
         packet = function.overloadpacket
         if packet in flop_registry:
             return flop_registry[packet](*arguments, **named, out_val=outputs)
@@ -201,9 +201,9 @@ class _Tracer(TorchDispatchMode):
 
 @contextlib.contextmanager
 def tracing() -> Iterator[Trace]:
-    """In this context nothing runs, and what would run is written down.
+    """Context in which operators and launches are recorded but not run.
 
-    Where Triton is not installed, each operator of ours is one launch. RuntimeError is raised where a value is read.
+    Without Triton, each operator of ours counts as one launch. Reading a value raises RuntimeError.
     """
     tracer = _Tracer(enters=tile.MISSING is None)
     stand_ins = [
@@ -214,7 +214,7 @@ def tracing() -> Iterator[Trace]:
     ]
     before = [owner.__dict__.get(name) for owner, name, _ in stand_ins]
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole encoder layer, which has no description
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one operator for an encoder layer, without a meta kernel
     for stand_in in stand_ins:
         setattr(*stand_in)
     try:
@@ -232,18 +232,18 @@ def _tensors(held: object) -> list[Tensor]:
 
 
 def _described(t: Tensor) -> Tensor:
-    """The same sizes and strides on the meta device."""
+    """A meta tensor with the same shape and strides."""
     return t if t.is_meta else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def reserved(t: Tensor) -> Tensor:
-    """An uninitialised CPU tensor with the same sizes and strides."""
+    """An uninitialised CPU tensor with the same shape and strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
 
 
 @functools.cache
 def _is_composite(function: OpOverload) -> bool:
-    """It consists of other operators."""
+    """True if the operator decomposes into others."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
 
 
@@ -253,7 +253,7 @@ def _gives_tensors(function: OpOverload) -> bool:
 
 
 def _written_arguments(function: OpOverload, arguments: tuple, named: dict, results: object) -> object:
-    """The results of an operator that writes to its arguments: those arguments, and fresh memory for other results."""
+    """The results of an operator that writes to its arguments: these arguments, and new tensors for other results."""
     schema = function._schema
     given = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | named
     owners = {frozenset(a.alias_info.before_set): given.get(a.name) for a in schema.arguments if a.alias_info}
@@ -267,34 +267,34 @@ def _written_arguments(function: OpOverload, arguments: tuple, named: dict, resu
 
 
 def _facts(t: object) -> object:
-    """What our operator and its fake must agree on; axes of one element may have any stride."""
+    """Properties that our operator and its fake must share; strides of axes of size 1 are ignored."""
     if not isinstance(t, Tensor):
         return t
     return t.dtype, tuple(t.shape), tuple(step for n, step in zip(t.shape, t.stride(), strict=True) if n > 1)
 
 
 def _launches(name: str, reads: tuple[Piece, ...], writes: tuple[Piece, ...]) -> int:
-    """Kernels that CUDA launches for an operator of PyTorch."""
+    """Number of CUDA kernels of a PyTorch operator."""
     if name == "convolution":
-        return 1 + (len(reads) > 2)  # image, weight, and a bias that is added
+        return 1 + (len(reads) > 2)  # image and weight; a bias is added separately
     if name == "convolution_backward":
         return sum(bool(piece.shape) for piece in writes)
     return LAUNCHES.get(name, 1)
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Flops of q kᵀ and of the probabilities' product with v."""
+    """Flops of q kᵀ and of the product of probabilities and v."""
     return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
 def _nbytes(t: Tensor) -> int:
-    """Bytes of the memory that a tensor stands on: an expanded axis is read once."""
+    """Bytes of the memory of a tensor; expanded axes count once."""
     return t.element_size() * math.prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step)
 
 
 OUR_FLOPS = {
     "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
-    "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both products, of x's width on both ends
+    "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
     "patch_embed_fwd": lambda image, weight, *_: 2 * image.numel() * len(weight),  # patches cover the image
 }

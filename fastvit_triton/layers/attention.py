@@ -141,7 +141,7 @@ class RelativePosition(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention pooling ("map"): a learned query attends to all tokens, then an MLP (SigLIP; timm's AttentionPoolLatent).
+    """Attention pooling: a learned query attends to all tokens, then an MLP (SigLIP's "map", timm AttentionPoolLatent).
 
     Args:
         dim: D, channels per token.

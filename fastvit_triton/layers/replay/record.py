@@ -98,7 +98,7 @@ def _restore(states: list[Tensor], device: torch.device) -> None:
 
 
 def _record_backward(recorder: Recorder, given: list[Tensor], result: object) -> tuple:
-    """((steps, allocations) of the forward pass, incoming gradient, gradients by id), or (None, None, {}) without any."""
+    """((steps, allocations) of the forward pass, incoming gradient, gradients by id); (None, None, {}) for none."""
     ends = list({id(t): t for t in tensors_in(result) if t.requires_grad}.values())
     if not ends:
         return None, None, {}
