@@ -1,8 +1,7 @@
-"""CUDA graphs of a model's inference: all launches of a call as one, so that the host no longer limits small batches.
+"""CUDA graphs for inference: one launch per call, which removes the host overhead of small batches.
 
-A graph replays the same kernels on the same addresses, for one size of batch. So inputs are copied into static tensors,
-and batches a little smaller than a captured one are padded. For images that are packed without padding see
-`packed_graphs`.
+A graph replays the same kernels on the same addresses, for one batch size. So inputs are copied into static tensors,
+and batches slightly smaller than a captured size are padded. For images packed without padding see `packed_graphs`.
 """
 
 import contextlib
@@ -17,20 +16,20 @@ from torch.utils._pytree import tree_map_only
 
 from .layers.freeze import is_frozen
 
-WARMUPS = 3  # calls before a capture: kernels are compiled, blocks recorded
-MAX_SEEN = 4096  # sizes that came once
-MAX_PADDING = 1.25  # rows of a padded batch, relative to its own
+WARMUPS = 3  # calls before a capture, which compile kernels and record blocks
+MAX_SEEN = 4096  # remembered sizes
+MAX_PADDING = 1.25  # maximum ratio of padded to actual rows
 
 
 @dataclass
 class Captured:
-    """A graph and the tensors that it reads and writes.
+    """A CUDA graph and its static tensors.
 
     Attributes:
-        inputs: static.
-        outputs: what the model returned, static.
+        inputs: static input tensors.
+        outputs: the model's output, with static tensors.
         replay: launches the graph.
-        versions: counted writes of the weights that kept folds were made of.
+        versions: version counters of the weights when cached folds were last checked.
     """
 
     inputs: tuple[Tensor, ...]
@@ -40,9 +39,9 @@ class Captured:
 
 
 class GraphedModel:
-    """A model in inference, run by CUDA graphs; made by `cuda_graph`.
+    """Inference of a model by CUDA graphs; created by `cuda_graph`.
 
-    It may be called from several threads, whose calls run one after another.
+    Thread-safe: calls from several threads are serialised.
     """
 
     def __init__(
@@ -61,13 +60,13 @@ class GraphedModel:
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> object:
-        """The model of its inputs, tensors [B, ...].
+        """Runs the model on tensors [B, ...].
 
-        Sizes that were not captured run without a graph the first time, and are captured the second time.
+        A new batch size runs without a graph the first time and is captured the second time.
 
         Raises:
             RuntimeError: the model is in training mode.
-            ValueError: the inputs differ in their numbers of rows.
+            ValueError: the inputs have different numbers of rows.
         """
         check(self.model, inputs)
         with self._lock:
@@ -76,7 +75,7 @@ class GraphedModel:
             return self.model(*inputs) if captured is None else self._run(captured, inputs)
 
     def reset(self) -> None:
-        """Drops all graphs, which are captured anew: after any change of the model but one of its weights' values."""
+        """Drops all graphs. Call it after any change of the model other than of its weights' values."""
         with self._lock:
             self._drop()
 
@@ -86,26 +85,26 @@ class GraphedModel:
         self._weights = self._state()
 
     def _state(self) -> tuple[list, list]:
-        """Addresses and counted writes of all parameters and buffers."""
+        """(addresses, version counters) of all parameters and buffers."""
         held = [*self.model.parameters(), *self.model.buffers()]
         return [t.data_ptr() for t in held], [0 if t.is_inference() else t._version for t in held]
 
     def _follow_weights(self) -> None:
-        """Drops graphs whose weights are elsewhere."""
+        """Drops all graphs if a weight has moved to another address."""
         state = self._state()
         if state[0] != self._weights[0]:
             self._drop()
         self._weights = state
 
     def _fold_again(self, captured: Captured) -> None:
-        """Has a frozen model fold weights that were written since, in place, by a call like that of the graph."""
+        """Updates the folds of a frozen model in place, by a call of the model, if weights were written since."""
         if captured.versions != self._weights[1]:
             if is_frozen(self.model):
                 self.model(*captured.inputs)
             captured.versions = self._weights[1]
 
     def _graph_for(self, inputs: tuple) -> Captured | None:
-        """The graph of the smallest size that these inputs fit into, captured if it is due."""
+        """The graph for these inputs, padded to a captured size if close; None if their size is new."""
         rows = len(inputs[0])
         near = (size for size in self.batch_sizes if rows <= size <= rows * MAX_PADDING)
         key = key_of(next(near, rows), inputs)
@@ -118,7 +117,7 @@ class GraphedModel:
         return self._graph(key, lambda: tuple(x.new_zeros(key[0], *x.shape[1:]) for x in inputs))
 
     def _graph(self, key: tuple, make: Callable[[], tuple]) -> Captured:
-        """The graph of this key, captured with static inputs if there is none."""
+        """The graph for this key; captured with static inputs from `make` if there is none."""
         if key not in self._graphs:
             while len(self._graphs) >= self.max_graphs:
                 self._graphs.popitem(last=False)
@@ -133,7 +132,7 @@ class GraphedModel:
     def _run(self, captured: Captured, inputs: tuple) -> object:
         stream = None if not inputs[0].is_cuda else torch.cuda.current_stream(inputs[0].device)
         if stream is not None and self._done is not None:
-            stream.wait_event(self._done)  # of the call before, perhaps on another stream
+            stream.wait_event(self._done)  # of the previous call, perhaps on another stream
         self._fold_again(captured)
         sizes = self._fill(captured.inputs, inputs)
         captured.replay()
@@ -143,7 +142,7 @@ class GraphedModel:
         return result
 
     def _fill(self, static: tuple, inputs: tuple) -> dict[int, int]:
-        """Copies inputs; returns the size of a first axis of the graph → that of this call."""
+        """Copies the inputs; returns {first-axis size in the graph: size in this call}, to slice the outputs."""
         rows = len(inputs[0])
         for target, x in zip(static, inputs, strict=True):
             target[:rows].copy_(x, non_blocking=True)
@@ -157,24 +156,24 @@ def cuda_graph(
     max_graphs: int = 8,
     copy: bool = True,
 ) -> GraphedModel:
-    """A callable that runs a model's inference by CUDA graphs, captured now for `batch_sizes`.
+    """Captures CUDA graphs of a model's inference for `batch_sizes`; returns a callable that replays them.
 
-    Batches that a captured size exceeds by at most a quarter are padded to it. Others run without a graph the first
-    time and are captured the second time; the least recently used graph makes room. All graphs share one memory pool.
-    Weights may be written between calls; a parameter that lies elsewhere has all graphs captured anew. For other
-    changes of the model call `reset`.
+    A batch is padded to a captured size that exceeds it by at most 25 %. Other sizes run without a graph the first time
+    and are captured the second time; the least recently used graph is evicted. All graphs share one memory pool.
+    Weights may be written between calls; if a parameter moves to another address, all graphs are captured again. After
+    other changes of the model call `reset`.
 
     Args:
-        model: on a GPU, in evaluation mode. Each row of its outputs depends on the same row of its inputs alone.
-        example: one input [B, ...] or several with the same B, on the GPU; B may be any.
-        batch_sizes: numbers of rows.
-        max_graphs: that are kept at a time.
-        copy: return copies; without, tensors that the next call overwrites.
+        model: on a GPU, in evaluation mode. Each output row must depend only on the same input row.
+        example: one input [B, ...] or several with the same B, on the GPU, with any B.
+        batch_sizes: sizes to capture now.
+        max_graphs: maximum number of graphs kept.
+        copy: return copies; False returns tensors that the next call overwrites.
 
     Raises:
-        TypeError: the example is not of tensors.
-        ValueError: the example is not on a GPU, or a size or a number is not positive.
-        RuntimeError: the model is in training mode, or waits for the GPU within its forward, which no graph can.
+        TypeError: the example is not a tensor or a tuple of tensors.
+        ValueError: the example is not on a GPU, or a size or max_graphs is not positive.
+        RuntimeError: the model is in training mode, or its forward synchronises with the GPU.
     """
     inputs = example if isinstance(example, tuple) else (example,)
     if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
@@ -190,12 +189,12 @@ def cuda_graph(
 
 
 def can_capture(x: Tensor) -> bool:
-    """Calls on this tensor's device can be captured."""
+    """True if calls on this tensor's device can be captured."""
     return x.is_cuda
 
 
 def capture(run: Callable[[], object], pool: object) -> tuple[object, Callable[[], None]]:
-    """(what `run` returned while it was captured, a function that launches the graph)."""
+    """Captures `run`: (its result, with static tensors; a function that launches the graph)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -213,7 +212,7 @@ def _pool() -> object:
 
 
 def key_of(rows: int, inputs: tuple[Tensor, ...]) -> tuple:
-    """What a graph with so many rows is for."""
+    """Key of the graph for inputs like these with `rows` rows."""
     kind = inputs[0].device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return rows, autocast, *[(x.shape[1:], x.dtype, x.device) for x in inputs]

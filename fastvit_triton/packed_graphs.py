@@ -1,4 +1,4 @@
-"""CUDA graphs of models of packed images, by numbers of tokens; see `graphs`."""
+"""CUDA graphs of models on packed images, one per token budget; see `graphs`."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from . import graphs
 
 
 class GraphedPackedModel(graphs.GraphedModel):
-    """A model of images that are packed without padding, run by CUDA graphs; made by `cuda_graph_packed`."""
+    """Inference of a model on packed images by CUDA graphs; created by `cuda_graph_packed`."""
 
     def __init__(
         self,
@@ -27,14 +27,14 @@ class GraphedPackedModel(graphs.GraphedModel):
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor | int) -> object:
-        """The model of its inputs: tensors [T, ...], cu_seqlens [B + 1] and max_seqlen.
+        """Runs the model on tensors [T, ...], cu_seqlens [B + 1] and max_seqlen.
 
-        More tokens or images than were captured run without a graph.
+        Calls with more tokens or images than captured run without a graph.
 
         Raises:
             RuntimeError: the model is in training mode.
-            TypeError: the last inputs are not cu_seqlens and max_seqlen.
-            ValueError: the other inputs differ in their numbers of tokens.
+            TypeError: the last two inputs are not cu_seqlens and max_seqlen.
+            ValueError: the other inputs have different numbers of tokens.
         """
         graphs.check(self.model, _tokens(inputs))
         with self._lock:
@@ -47,22 +47,22 @@ class GraphedPackedModel(graphs.GraphedModel):
             return self._run(self._graph(key, lambda: self._static(budget, inputs)), inputs)
 
     def _longest(self, budget: int, max_seqlen: int) -> int:
-        """The number of tokens that a graph has room for in one image: few different ones."""
+        """max_seqlen of the graph: rounded up to a power of two, to limit the number of graphs."""
         return min(1 << max(max_seqlen - 1, 0).bit_length(), budget)
 
     def _packed_key(self, budget: int, inputs: tuple) -> tuple:
         return *graphs.key_of(budget, inputs[:-2]), inputs[-2].dtype, self._longest(budget, inputs[-1])
 
     def _static(self, budget: int, inputs: tuple) -> tuple:
-        """Inputs of a graph: no images."""
+        """Static inputs of a graph, with no images."""
         tokens = (x.new_zeros(budget, *x.shape[1:]) for x in inputs[:-2])
         return *tokens, inputs[-2].new_zeros(self.max_images + 1), self._longest(budget, inputs[-1])
 
     def _fill(self, static: tuple, inputs: tuple) -> dict[int, int]:
-        """The images that are missing have no tokens, and the tokens that are missing belong to no image."""
+        """Copies the inputs; fills up with images without tokens, and with zero tokens that belong to no image."""
         sizes = super()._fill(static[:-2], inputs[:-2])
         for target in static[:-2]:
-            target[len(inputs[0]) :].zero_()  # another call's values may be NaN
+            target[len(inputs[0]) :].zero_()  # values of an earlier call may be NaN
         images = len(inputs[-2]) - 1
         static[-2][: images + 1].copy_(inputs[-2], non_blocking=True)
         static[-2][images + 1 :].copy_(inputs[-2][-1:].expand(self.max_images - images), non_blocking=True)
@@ -77,25 +77,25 @@ def cuda_graph_packed(
     max_graphs: int = 8,
     copy: bool = True,
 ) -> GraphedPackedModel:
-    """As `cuda_graph`, for a model of images of different sizes that are packed without padding, such as vision towers.
+    """As `cuda_graph`, for a model on images of different sizes packed without padding (vision towers).
 
-    A call takes the graph of the least budget that holds its tokens. Its cu_seqlens are filled up with images without
-    tokens, and its max_seqlen is rounded up to a power of two. What a model returns with `max_images` rows, or with one
-    more, or with as many as the budget, is cut to the images and tokens of the call.
+    A call uses the graph of the smallest budget that holds its tokens. Its cu_seqlens are padded with images without
+    tokens, and its max_seqlen is rounded up to a power of two. Outputs with `max_images` rows, one more, or as many as
+    the budget are cut to the images and tokens of the call.
 
     Args:
-        model: called with tensors [T, ...], cu_seqlens [B + 1] and max_seqlen, on a GPU, in evaluation mode; as of
-            `varlen_attention`. What it computes for a token depends on the tokens of its image alone.
-        example: such inputs.
-        token_budgets: numbers of tokens.
-        max_images: images in a call; larger calls run without a graph.
-        max_graphs: that are kept at a time.
-        copy: return copies; without, tensors that the next call overwrites.
+        model: called with tensors [T, ...], cu_seqlens [B + 1] and max_seqlen, on a GPU, in evaluation mode; see
+            `varlen_attention`. The output for a token must depend only on the tokens of its image.
+        example: example inputs, a tuple.
+        token_budgets: numbers of tokens to capture.
+        max_images: maximum number of images; calls with more run without a graph.
+        max_graphs: maximum number of graphs kept.
+        copy: return copies; False returns tensors that the next call overwrites.
 
     Raises:
         TypeError: the example does not end with cu_seqlens and max_seqlen.
         ValueError: the example is not on a GPU, a number is not positive, or max_images (or one more) is also a budget.
-        RuntimeError: as of `cuda_graph`.
+        RuntimeError: as for `cuda_graph`.
     """
     tokens = _tokens(example)
     if not all(map(graphs.can_capture, tokens)):

@@ -15,7 +15,7 @@ from .layers.freeze import fold_again
 
 
 class Warmed(NamedTuple):
-    """What a warm-up did: number of kernels, and seconds; those that Triton's cache on disk had are fast."""
+    """Result of a warm-up: number of kernels, and seconds; kernels in Triton's disk cache take little time."""
 
     kernels: int
     seconds: float
@@ -27,21 +27,20 @@ def warmup(
     train: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> Warmed:
-    """Compiles what a model launches for inputs like the example, many kernels at a time, before its first call.
+    """Compiles, in parallel, the kernels that a model launches for inputs like the example, before its first call.
 
-    The model runs once with its launches left out, so the results of that run are undefined and dropped. Buffers and
-    random states are put back, and gradients are not written, though hooks of parameters run. Triton keeps what was
-    compiled on disk, for other processes. Under DDP or FSDP give the module that is wrapped. Without a GPU nothing is
-    done.
+    The model runs once without launching kernels; the undefined results are discarded. Buffers and random states are
+    restored, and gradients are not written, but hooks of parameters run. Triton caches compiled kernels on disk for
+    other processes. Under DDP or FSDP pass the wrapped module. Without a GPU this does nothing.
 
     Args:
         model: one of ours, or one that `optimize` converted.
         example: its input, a tuple of its inputs, or a dict of them by name, on its device.
-        train: compile the backward pass, too.
-        on_progress: called with the numbers of kernels that are compiled and of all.
+        train: also compile the backward pass.
+        on_progress: called with the number of kernels compiled so far and the total.
 
     Raises:
-        TypeError: model is no nn.Module, or the example is of another kind.
+        TypeError: model is no nn.Module, or the example is of another type.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")
@@ -56,7 +55,7 @@ def warmup(
 
 
 def given(example: Tensor | tuple | dict) -> tuple[tuple, dict]:
-    """(positional, named) inputs of a model in an example."""
+    """(positional, keyword) inputs from an example."""
     if isinstance(example, dict):
         return (), example
     if not isinstance(example, (Tensor, tuple)):
@@ -65,7 +64,7 @@ def given(example: Tensor | tuple | dict) -> tuple[tuple, dict]:
 
 
 def run(model: nn.Module, inputs: tuple, named: dict, train: bool) -> object:
-    """Calls a model, in training with a backward pass that writes no gradients; returns its outputs."""
+    """Calls a model, if `train` with a backward pass that writes no gradients; returns its outputs."""
     with torch.set_grad_enabled(train):
         outputs = model(*inputs, **named)
         if train:
@@ -78,7 +77,7 @@ def run(model: nn.Module, inputs: tuple, named: dict, train: bool) -> object:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Buffers and random states are afterwards as they were, and kept folds are made again."""
+    """Context that restores buffers and random states at its end, and invalidates cached folds."""
     held = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     before = [(*place, place[2].clone()) for place in held]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
@@ -88,7 +87,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         fold_again(model)
         for buffers, name, buffer, kept in before:
-            buffers[name] = buffer  # a forward may have put another in its place
+            buffers[name] = buffer  # a forward may have replaced it
             with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
                 if not torch.equal(buffer, kept):
                     buffer.copy_(kept)

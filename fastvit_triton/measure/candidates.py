@@ -1,4 +1,4 @@
-"""Launch parameters to try, and the calls to time them on, as data."""
+"""Candidate launch parameters, and the calls on which they are timed."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,10 @@ def _weight_gradient(*blocks: tuple[int, int, int, int, int]) -> tuple[Config, .
     return tuple(dict(BLOCK_M=m, BLOCK_D=d, BLOCK_K=k, num_warps=w, num_stages=s) for m, d, k, w, s in blocks)
 
 
-# row name (for attention without the width at its end) → architectures → candidates beside the launch parameters in
-# use, best guesses first. In the shapes of `targets` none spills, and all fit into the shared memory of a block: 227 KB
-# on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 64 KB on gfx942. Candidates for ANY
-# architecture are also tried on those that are not named.
+# row name (for attention without its width suffix) → architectures → candidates besides the launch parameters in use,
+# best guesses first. For the shapes of `targets` none spills registers, and all fit into the shared memory of a block:
+# 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 64 KB on gfx942. Candidates for ANY are
+# tried on architectures that are not listed.
 ANY = "any"
 CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
     "attention.fwd": {
@@ -131,13 +131,13 @@ def candidates(row: str, architecture: str) -> list[Config]:
 
 @dataclass(frozen=True)
 class Target:
-    """A call of an op that uses a row.
+    """An op call on which a row is tuned.
 
     Attributes:
         op: name of the op.
         shape: a case of its `inputs`.
-        row: name of the row; attention's without the width at its end.
-        backward: the row is that of a backward kernel.
+        row: name of the row; for attention without its width suffix.
+        backward: True if the row belongs to a backward kernel.
     """
 
     op: str
@@ -147,7 +147,7 @@ class Target:
 
 
 def targets(dry: bool = False) -> list[Target]:
-    """What is tuned, in the order of the time that ViTs spend in it; `dry` for tiny shapes."""
+    """Targets to tune, ordered by the time that ViTs spend in them; `dry` selects tiny shapes."""
     B = 64 if not dry else 1
     shrink = (lambda n: n) if not dry else (lambda n: max(n // 48 // 16, 1) * 16)
     D, N, F = shrink(768), shrink(197), shrink(3072)
@@ -165,4 +165,4 @@ def targets(dry: bool = False) -> list[Target]:
     found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
     found.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
-    return [*found, Target("linear", dict(B=B, N=1, K=D, F=1000 if not dry else 20), "linear.fwd.odd")]  # a head
+    return [*found, Target("linear", dict(B=B, N=1, K=D, F=1000 if not dry else 20), "linear.fwd.odd")]  # a classifier

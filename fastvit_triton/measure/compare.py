@@ -1,4 +1,4 @@
-"""Compares results with float64: the error may be twice PyTorch's own error in that dtype, plus one rounding."""
+"""Compares results with float64: the error may be up to twice PyTorch's error in that dtype plus one rounding."""
 
 import math
 import statistics
@@ -12,10 +12,10 @@ Named = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the result of a variant compares with float64.
+    """Comparison of a variant's result with float64.
 
     Attributes:
-        match: every tensor is finite and within its budget.
+        match: True if every tensor is finite and within its error budget.
         error: the largest error as a fraction of its budget; infinite if a value is not finite or a tensor is missing.
         worst: name of the tensor with that error.
     """
@@ -25,13 +25,13 @@ class Verdict:
     worst: str
 
     def columns(self) -> dict:
-        """Columns of a row: "match", "within" (the error), and without a match "worst"."""
+        """Columns of a row: "match", "within" (the error), and "worst" if there is no match."""
         found = dict(match=self.match, within=round(self.error, 3) if math.isfinite(self.error) else None)
         return found if self.match else found | dict(worst=self.worst)
 
 
 def leaves(value: object) -> Iterator[torch.Tensor]:
-    """The tensors inside nested tuples, lists and mappings (transformers' outputs are mappings)."""
+    """Yields the tensors in nested tuples, lists and mappings (transformers' outputs are mappings)."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list, Mapping)):
@@ -40,7 +40,7 @@ def leaves(value: object) -> Iterator[torch.Tensor]:
 
 
 def converted(value: object, dtype: torch.dtype) -> object:
-    """The same structure with floating tensors in another dtype, as leaves of a new graph."""
+    """A copy of the structure with floating-point tensors in another dtype, as leaves of a new autograd graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -49,7 +49,7 @@ def converted(value: object, dtype: torch.dtype) -> object:
 
 
 def cotangents(outputs: list[torch.Tensor], seed: int = 7) -> list[torch.Tensor]:
-    """Random gradients for outputs, drawn on their device: the same for the same shapes in every dtype."""
+    """Random output gradients, drawn on the outputs' device; they depend only on shapes, not on the dtype."""
     if not outputs:
         return []
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
@@ -63,7 +63,7 @@ def named_leaves(arguments: dict) -> Named:
 
 
 def outcome(function: Callable, arguments: dict, learning: Named | None, along: Callable = cotangents) -> Named:
-    """Outputs of a function, and unless `learning` is None its gradients for `along(outputs)`, by name."""
+    """Outputs of a function and, unless `learning` is None, gradients for output gradients `along(outputs)`, by name."""
     with torch.set_grad_enabled(learning is not None):
         outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
     found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
@@ -80,7 +80,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, in the dtype of b, by slices, so that a large tensor is not copied as a whole."""
+    """The largest difference in the dtype of b, computed in slices to save memory."""
     pairs = zip(a.flatten().split(2**26), b.flatten().split(2**26), strict=True)
     found = [largest(x.to(b.dtype) - y) for x, y in pairs]
     return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
@@ -90,13 +90,13 @@ def verdict(got: Named, truth: Named, baseline: Named, dtype: torch.dtype, deep:
     """Compares the tensors of a variant with the truth.
 
     Args:
-        got: outputs and gradients of the variant, from `outcome`. Gradients may be missing (a variant may name its
-            parameters otherwise), outputs may not.
+        got: outputs and gradients of the variant, from `outcome`. Gradients may be missing (a variant may have
+            other parameter names), outputs may not.
         truth: the same in float64.
         baseline: the same of eager PyTorch in `dtype`.
         dtype: of the rounding.
-        deep: of a whole model, where the error of single tensors varies by chance: each may then have the relative
-            error of the baseline's median tensor.
+        deep: a whole model, where errors of single tensors vary by chance: the budget is then at least the median
+            relative error of the baseline's tensors.
     """
     scale = {name: largest(want) for name, want in truth.items()}
     own = {name: _distance(baseline[name], want) for name, want in truth.items() if name in baseline}

@@ -1,4 +1,4 @@
-"""The files of `kernels.measured`: adding measurements, listing, removing, export and import."""
+"""Manages the files of `kernels.measured`: add, list, remove, export and import measurements."""
 
 import contextlib
 import datetime
@@ -16,13 +16,13 @@ from .machine import driver
 
 
 def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) -> Path:
-    """Adds measurements to the file for these facts; those of other sources go. Returns its path.
+    """Adds measurements to the file for these facts, and drops those of other source versions. Returns its path.
 
     Args:
         facts: GPU and software.
         rows: name → entry with "config".
         ways: name → entry with "way".
-        run: what was measured, for information.
+        run: description of the measurement, for information.
     """
     path = measured.path_of(facts)
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -40,7 +40,7 @@ def add(facts: dict, rows: dict[str, dict], ways: dict[str, dict], run: dict) ->
 
 
 def files() -> list[tuple[Path, dict | None]]:
-    """All files of this machine with their contents; None where a file is damaged."""
+    """All files of this machine with their contents; None for damaged files."""
     return [(path, held_in(path)) for path in sorted(measured.folder().glob("*.json"))]
 
 
@@ -58,7 +58,7 @@ def export(target: Path, device: torch.device) -> None:
     """Copies the file of this GPU and software.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such file.
     """
     path = measured.path_of(measured.facts_of(device))
     if held_in(path) is None:
@@ -68,7 +68,7 @@ def export(target: Path, device: torch.device) -> None:
 
 
 def import_from(source: Path, device: torch.device) -> Path:
-    """Takes a file that was exported on a machine with the same GPU and software, in place of that of this machine.
+    """Replaces this machine's file by one exported on a machine with the same GPU and software; returns its path.
 
     Raises:
         ValueError: it is damaged, or was measured with another GPU or software.
@@ -78,7 +78,7 @@ def import_from(source: Path, device: torch.device) -> Path:
     try:
         text = source.read_text(encoding="utf-8")
         held = measured.parse(text)
-    except ValueError as error:  # not UTF-8, too
+    except ValueError as error:  # also if it is not UTF-8
         raise ValueError(f"{source} cannot be imported: {error}") from error
     if (why := measured.difference(held, facts)) is not None:
         raise ValueError(f"{source} is of another GPU or software: {why}")
@@ -91,14 +91,14 @@ def import_from(source: Path, device: torch.device) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time changes the file."""
+    """Context that locks the file for changes by one process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path.with_suffix(".lock")):
         yield
 
 
 def held_in(path: Path) -> dict | None:
-    """A file's content; None if there is none or it is damaged."""
+    """The content of a file; None if it does not exist or is damaged."""
     try:
         return measured.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ TORCHVISION = {"vit_base_patch16_224": "vit_b_16", "vit_large_patch16_224": "vit
 
 
 class ModelCall:
-    """A module as the call of a variant: runs in `contexts` and returns the first output tensor."""
+    """Callable of a variant: runs a module in `contexts` and returns the first output tensor."""
 
     def __init__(self, module: nn.Module, *contexts: Callable, run: Callable | None = None) -> None:
         self.module, self._contexts, self._run = module, contexts, module if run is None else run
@@ -35,7 +35,7 @@ class ModelCall:
 
 
 class _Outputs(nn.Module):
-    """A model of transformers, called with an image; returns one entry of its output, such as "logits"."""
+    """Wraps a transformers model: takes an image and returns one entry of the output, such as "logits"."""
 
     def __init__(self, module: nn.Module, pick: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Outputs(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A plain ViT whose blocks are one nn.TransformerEncoder with the same weights, for its fast path."""
+    """A plain ViT with its blocks replaced by an nn.TransformerEncoder with the same weights, for its fast path."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Encoder(nn.Module):
 
 
 def build_variant(name: str, reason: str | None, build: Callable[[], ModelCall]) -> Variant:
-    """A variant, with the reason if it cannot run or building it fails."""
+    """Builds a variant; if it cannot run or building fails, the variant has the reason."""
     if reason is not None:
         return Variant(name, reason)
     errors: dict[str, str] = {}
@@ -111,7 +111,7 @@ def transformers_model(base: nn.Module, dtype: torch.dtype) -> ModelCall:
     """transformers' ViT or DINOv2 with the weights of `base`.
 
     Raises:
-        ValueError: `base` is neither.
+        ValueError: `base` is neither ViT nor DINOv2.
     """
     import transformers
 
@@ -135,7 +135,7 @@ def transformers_model(base: nn.Module, dtype: torch.dtype) -> ModelCall:
 
 
 def torchvision_model(name: str, options: dict) -> nn.Module | None:
-    """torchvision's model of that name; None if it has none, or none with such options."""
+    """torchvision's model of that name; None if it has none with these options."""
     if name not in TORCHVISION or options or absent("torchvision"):
         return None
     import torchvision

@@ -1,4 +1,4 @@
-"""The machine and software of a measurement."""
+"""Describes the machine and software of a measurement."""
 
 import contextlib
 import datetime
@@ -22,7 +22,7 @@ def gpu_name() -> str:
 
 
 def device_answers(device: torch.device | str = "cuda") -> bool:
-    """False if the GPU is lost to this process, as after an illegal memory access in a kernel; True without a GPU."""
+    """False if this process can no longer use the GPU, as after an illegal memory access; True without a GPU."""
     if not torch.cuda.is_available():
         return True
     try:
@@ -33,7 +33,7 @@ def device_answers(device: torch.device | str = "cuda") -> bool:
 
 def provenance() -> dict:
     """GPU, driver, clocks, versions, commit, date, command."""
-    spec = sys.modules["__main__"].__spec__  # of a module that runs by -m
+    spec = sys.modules["__main__"].__spec__  # set if the program was started with -m
     program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     facts: dict = dict(
         command=" ".join([program, *sys.argv[1:]]),
@@ -51,8 +51,8 @@ def provenance() -> dict:
 
 
 def _commit() -> str | None:
-    """Commit of the source tree, marked "-dirty" if files differ from it; None outside git."""
-    if not (ROOT / ".git").exists():  # an installed package may lie in the tree of another repository
+    """Commit of the source tree, with suffix "-dirty" if files differ from it; None outside git."""
+    if not (ROOT / ".git").exists():  # an installed package may be inside another repository
         return None
     found = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     return found.strip() or None
@@ -66,7 +66,7 @@ def driver() -> dict:
 
 
 def _output(tool: str, *arguments: str) -> str:
-    """Output of a program; empty if it is absent, fails or takes over 20 s."""
+    """Output of a program; "" if it is not installed, fails or takes more than 20 s."""
     if shutil.which(tool) is None:
         return ""
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Models as benchmark cases: inference and training steps, all variants with the same random weights and images."""
+"""Benchmark cases of whole models: inference and training steps; all variants have the same weights and images."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ class Run:
 
 
 def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Sets all parameters to random values, rounded to dtype, as zero heads and small LayerScales would hide errors."""
+    """Sets all parameters to random values, rounded to dtype; zero heads and small LayerScales would hide errors."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             spread = p[0].numel() ** -0.5 if p.dim() in (2, 4) else 0.1
@@ -63,7 +63,7 @@ def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def known(name: str) -> str | None:
-    """Why a model cannot be measured; None if it is ours, timm's or vit-pytorch's."""
+    """Why a model cannot be measured; None if it is in this package, timm or vit-pytorch."""
     if name in list_models() or name in VIT_PYTORCH:
         return None
     if why := absent("timm"):
@@ -72,7 +72,7 @@ def known(name: str) -> str | None:
 
 
 def variant_names(run: Run) -> tuple[str, ...]:
-    """Names of all variants of a run, those that cannot run here included."""
+    """Names of all variants of a run, including those that cannot run here."""
     if run.model not in list_models():
         return FOREIGN
     modes = [variant for mode in run.modes for variant in (f"torch.compile {mode}", f"ours compiled {mode}")]
@@ -88,7 +88,7 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
     Variants named "ours" run as `kernels.plan` chooses, "our kernels" always run fused.
 
     Raises:
-        ValueError: the model is not ours, timm's or vit-pytorch's.
+        ValueError: the model is not in this package, timm or vit-pytorch.
     """
     if run.model not in list_models():
         return _foreign(run, dtype, device)
@@ -115,7 +115,7 @@ def _finished(
     size: tuple[int, int, int],
     work: tuple[float, float | None] | None,
 ) -> Case:
-    """The case, with all modules set to training or inference."""
+    """Builds the case, and sets all modules to training or inference."""
     for call in (truth, *(variant.call for variant in variants if variant.reason is None)):
         call.module.train(run.training).requires_grad_(run.training)
 
@@ -129,7 +129,7 @@ def _finished(
 
 
 def _foreign(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
-    """The case of a model of vit-pytorch, or of one that only timm has; its own layers in float64 are the truth."""
+    """Builds the case of a model of vit-pytorch, or of one that only timm has; the truth is the model in float64."""
     with device:
         base, size = _vit_pytorch(run) if run.model in VIT_PYTORCH else _timm(run)
         base = randomized(base, dtype).to(dtype)
@@ -162,7 +162,7 @@ def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
 
 
 def _graphed(base: nn.Module, run: Run) -> ModelCall:
-    """The model by a CUDA graph, captured at the first call, which fits the images."""
+    """The model run by a CUDA graph, which the first call captures."""
     made: list[GraphedModel] = []
 
     def call(image: torch.Tensor) -> torch.Tensor:
@@ -174,9 +174,9 @@ def _graphed(base: nn.Module, run: Run) -> ModelCall:
 
 
 def _learning(call: ModelCall, arguments: dict) -> Named:
-    """All parameters; those of other libraries by their own names, but the patch projection by ours.
+    """Parameters by name; other libraries' names are kept, except that the patch projection gets ours.
 
-    Its gradient depends on all layers, and so is compared with ours.
+    Its gradient depends on all layers, so comparing it with ours covers them.
     """
     named, ours = dict(call.module.named_parameters()), "patch_embed.proj.weight"
     if ours in named:
@@ -193,14 +193,14 @@ def flops(model: nn.Module) -> float:
 
 
 def least_bytes(case: Case, copies: int) -> int:
-    """Lower bound in bytes of what measuring a case allocates: images, and activations in float64.
+    """Lower bound of the memory for measuring a case, in bytes: images, and activations in float64.
 
-    Activations are those of the widest layer in inference and of all layers in training. Weights are not counted.
+    In inference the activations of the widest layer are counted, in training those of all layers; weights are not.
     """
     model, batch = case.truth.module, case.facts["batch"]
     stem, D = getattr(model, "patch_embed", None), getattr(model, "embed_dim", 0)
     tokens, blocks = batch * getattr(stem, "num_patches", 0), len(getattr(model, "blocks", ()))
-    kept = 16 * D * blocks if "training" in case.phases else 10 * D  # values a token
+    kept = 16 * D * blocks if "training" in case.phases else 10 * D  # values per token
     return batch * math.prod(case.facts["image"]) * (copies * case.dtype.itemsize + 8) + tokens * kept * 8
 
 
@@ -215,7 +215,7 @@ def _variants(
     ours, why = compiled(base), None if device.type == "cuda" else "needs a GPU"
     yield Variant("ours compiled", None, ModelCall(base, auto, run=ours))
     yield Variant("our kernels", why, ModelCall(base, auto, kernels))
-    fused = compiled(base)  # a graph of its own: the way is chosen while tracing
+    fused = compiled(base)  # compiled separately, as the way is chosen while tracing
     yield Variant("our kernels, compiled", why, ModelCall(base, auto, kernels, run=fused))
     if not run.training:
         yield build_variant(GRAPH, why, lambda: _graphed(base, run))

@@ -1,4 +1,4 @@
-"""What a model runs that can be tuned: launches of our ops, and the blocks and stems that have several ways."""
+"""Finds what can be tuned in a model: launches of our ops, and blocks and stems that can run in several ways."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -25,12 +25,12 @@ from .timeout import capturing
 
 @dataclass
 class Call:
-    """A distinct call of a registered op.
+    """A distinct call of one of our ops.
 
     Attributes:
-        op: its name.
+        op: name of the op.
         arguments: of the first such call.
-        rows: name with exact sizes → launch parameters in use.
+        rows: row name with exact sizes → launch parameters in use.
         count: number of such calls.
     """
 
@@ -40,13 +40,13 @@ class Call:
     count: int = 1
 
     def __call__(self) -> object:
-        """Runs it, on the current thread and outside of autograd."""
+        """Runs the call, in this thread and without autograd."""
         with torch.no_grad():
             return REGISTERED[self.op][0](*self.arguments)
 
 
 class _CallRecorder(TorchDispatchMode):
-    """Keeps each distinct call of an op of ours, those of autograd's threads included."""
+    """Records each distinct call of our ops, including those in autograd's threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _CallRecorder(TorchDispatchMode):
 
 
 def calls_of(step: Callable[[], object]) -> list[Call]:
-    """The distinct calls of our ops that read launch parameters in a step, those with most calls first."""
+    """Distinct calls of our ops in a step that read launch parameters, most frequent first."""
     with _CallRecorder() as recorder:
         step()
     return sorted((call for call in recorder.calls.values() if call.rows), key=lambda call: -call.count)
@@ -75,17 +75,17 @@ def calls_of(step: Callable[[], object]) -> list[Call]:
 
 @dataclass
 class Part:
-    """A block or stem, with inputs as in the model.
+    """A block or stem, with its inputs in the model.
 
     Attributes:
-        name: what it is.
+        name: class of the block, or "stem".
         count: number of such parts in the model.
         shapes: its names in tables of measurements.
-        call: a module, or a function.
-        inputs: positional ones.
-        named: others.
-        autocast: its dtype in the model, or None where it is off.
-        attention: names of its attention, which has two ways of its own; empty for none.
+        call: module or function.
+        inputs: positional inputs.
+        named: keyword inputs.
+        autocast: autocast's dtype in the model; None if it is off.
+        attention: names of its attention's shape, whose kernel is a separate choice; empty for none.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Part:
     attention: tuple[str, ...] = ()
 
     def variants(self) -> dict[str, dict[str, str]]:
-        """Variant → ways by shape: plain first."""
+        """Variant → {shape: way}; "plain" comes first."""
         found = {"plain": dict.fromkeys(self.shapes, "plain")}
         if not isinstance(self.call, nn.Module):
             return found | {"fused": dict.fromkeys(self.shapes, "fused")}
@@ -112,26 +112,26 @@ class Part:
         return found
 
     def rule(self, table: Measured, train: bool) -> str:
-        """The variant that runs with this table."""
+        """The variant that runs with these measurements."""
         choices = _choices(self, table, train)
         ways = {shape: choice.way for choice in choices for shape in choice.shapes}
         said = self.variants().items()
         return next((name for name, wanted in said if all(ways.get(s, w) == w for s, w in wanted.items())), "plain")
 
     def step(self, train: bool) -> None:
-        """One call, in training with its backward pass."""
+        """Runs one call, if `train` with its backward pass."""
         with torch.set_grad_enabled(train):
             made, learn = [t for t in self._outputs() if t.requires_grad], list(self._learning().values())
             if train and made and learn:
                 torch.autograd.grad(made, learn, list(map(torch.ones_like, made)), allow_unused=True)
 
     def compare(self, tables: dict[str, Measured], train: bool) -> tuple[dict[str, Verdict], dict[str, str]]:
-        """Compares the results of all tables with a wider dtype; the baseline is "plain", the part's own code.
+        """Compares the results with each table to a wider dtype; the baseline is "plain", the part's original code.
 
-        Dropout and stochastic depth are off meanwhile.
+        Dropout and stochastic depth are disabled.
 
         Returns:
-            Verdicts, none if the wider computation fails, and the errors of those that failed.
+            (verdicts, errors of tables that failed); no verdicts if the wider computation fails.
         """
         dtype, found, errors = self.autocast or _stream(self).dtype, {}, {}
         with capturing(errors, "plain"), _evaluating(self.call):
@@ -157,20 +157,20 @@ class Part:
         return outcome(self._outputs, {}, self._learning() if train else None)
 
     def _widened(self, dtype: torch.dtype) -> "Part":
-        """The same computation in another dtype."""
+        """A copy of the part in another dtype."""
         moved = tree_map(partial(_moved, dtype=dtype), (self.inputs, self.named))
         call = copy.deepcopy(self.call).to(dtype) if isinstance(self.call, nn.Module) else self.call
         return Part(self.name, self.count, self.shapes, call, *moved)
 
 
 def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured) -> list[Part]:
-    """The distinct blocks and stems of a model, those that occur most often first.
+    """The distinct blocks and stems of a model, most frequent first.
 
     Args:
-        model: has run before with such inputs.
-        inputs: positional ones.
-        named: others.
-        train: the parts are to be trained.
+        model: must have run before with such inputs.
+        inputs: positional inputs.
+        named: keyword inputs.
+        train: prepare the parts for training steps.
         table: measurements in use.
     """
     found: dict[tuple, Part] = {}
@@ -187,7 +187,7 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
         if block is not None:
             part.shapes, part.name = block.shapes, type(part.call).__name__
             fused, choices = Measured(table.rows, table.ways | dict.fromkeys(block.shapes, "fused")), []
-            with capturing({}, part.name):  # without memory for it: then it is not fused
+            with capturing({}, part.name):  # if memory is insufficient, it is not fused
                 choices = _choices(part, fused, train)
             part.attention = next((choice.shapes for choice in choices if choice.name == "attention"), ())
     parts = [part for part in found.values() if part.shapes]
@@ -195,7 +195,7 @@ def parts_of(model: nn.Module, inputs: tuple, named: dict, train: bool, table: M
 
 
 def _stems(model: nn.Module, inputs: tuple, named: dict, train: bool, table: Measured) -> Iterator[Part]:
-    """The patch projections, functions of ours that have two ways."""
+    """Yields the patch projections by our op, which can run fused or plain."""
     choices: list[Choice] = []
     with measured.using(table), observing(choices.append), torch.set_grad_enabled(train):
         model(*inputs, **named)
@@ -241,7 +241,7 @@ def _keep(found: dict[tuple, Part], train: bool, module: nn.Module, inputs: tupl
 
 
 def _stream(part: Part) -> Tensor:
-    """What the part adds to."""
+    """The part's first floating-point input, the residual stream."""
     return _floating(part.inputs, part.named)[0]
 
 
@@ -262,7 +262,7 @@ def _floating(inputs: tuple, named: dict) -> list[Tensor]:
 
 
 def _layout(value: object) -> object:
-    """What distinguishes calls: sizes, not values."""
+    """Key that distinguishes calls: layouts of tensors, not their values."""
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""Times a whole model, and its attentions alone, beside what PyTorch has for them."""
+"""Times a whole model, and its attention calls, against PyTorch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,10 +27,10 @@ BACKENDS = {
 
 
 def time_attention(calls: list[Call], after: Measured, device: torch.device, deadline: Deadline) -> list[dict]:
-    """Rows of the distinct attentions: our kernel beside each backend of PyTorch's attention that runs here.
+    """Times distinct attention calls: our kernel, and each available backend of PyTorch's attention. Returns rows.
 
     Args:
-        calls: of ops of ours; those of attention with key lengths or packed images have no counterpart.
+        calls: calls of our ops; attention with key lengths or packed images is skipped, as PyTorch has no counterpart.
         after: launch parameters of our kernel.
         device: where it runs.
         deadline: no round starts after it, except the first.
@@ -71,14 +71,14 @@ def time_model(
     device: torch.device,
     deadline: Deadline,
 ) -> dict[str, dict]:
-    """Rows of the whole model by variant, with "speedup" over eager PyTorch.
+    """Times the whole model; returns rows by variant, with "speedup" over eager PyTorch.
 
     Args:
-        models: with our kernels, and as it was given, which may be the same.
-        inputs: positional ones.
-        named: others.
+        models: (model with our kernels, original model); may be the same.
+        inputs: positional inputs.
+        named: keyword inputs.
         train: time a training step.
-        tables: before and after.
+        tables: measurements before and after tuning.
         device: where it runs.
         deadline: no round starts after it, except the first.
     """
@@ -104,7 +104,7 @@ def time_model(
 
 
 class _Compiled(nn.Module):
-    """A model compiled by torch.compile at its first call."""
+    """A model that torch.compile compiles at its first call."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

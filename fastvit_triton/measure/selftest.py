@@ -1,6 +1,6 @@
 """Checks of the kernels on a GPU: float64, gradients, repeatability, streams, CUDA graphs, threads, memory.
 
-`planned` gives the checks of a device, `workers` runs them. On a CPU they need Triton's interpreter.
+`planned` returns the checks of a device, `workers` runs them. On a CPU they need Triton's interpreter.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from .compare import Named, converted, cotangents, leaves, named_leaves, outcome
 from .timing import peak_bytes, wait
 from .ways import blocks_of
 
-Check = Callable[[], dict]  # returns the columns of its row
+Check = Callable[[], dict]  # returns the columns of a result row
 
 BY_NAME = {op.name: op for op in OPS}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LATE = 50_000_000  # cycles, about 30 ms: longer than the host needs to launch an op and its backward pass
-THREADS, ROUNDS = 4, 5  # of the checks with threads
+THREADS, ROUNDS = 4, 5  # for checks with threads
 
-# op → shapes of real ViTs, the most common first
+# op → shapes of real ViTs, most common first
 REAL = {
     "attention": {
         "ViT-B": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64),
@@ -63,17 +63,17 @@ REAL = {
     },
 }
 
-# (model, images) whose block is trained for the check of its memory
+# (model, images): a block of the model is trained for the memory check
 TRAINED = (("vit_base_patch16_224", 64), ("vit_tiny_patch16_224", 64), ("vit_huge_patch14_224", 16))
 
-# triton 3.4 to 3.7.0 with its own ptxas miscompiles products of tiles transposed in registers, 64 wide, on sm_90: so
-# every width of a head is tested with token counts around one and several tiles, backward pass included
+# Triton 3.4 to 3.7.0 with its bundled ptxas miscompiles tl.dot of 64-wide tiles transposed in registers on sm_90. So
+# every head width is tested with token counts around one and several tiles, including the backward pass
 WIDTHS = (16, 32, 48, 64, 72, 80, 96, 128)
 TOKENS = (63, 64, 65, 128, 197, 257)
 
 
 def planned(device: torch.device) -> dict[str, Check]:
-    """Name → check, the most important first: on a GPU shapes of real models, on a CPU the first case of every op."""
+    """Name → check, most important first: on a GPU shapes of real models, on a CPU the first case of every op."""
     found: dict[str, Check] = {}
 
     def every(kind: str, dtype: torch.dtype, shapes: Callable[[Op], dict]) -> None:
@@ -87,7 +87,7 @@ def planned(device: torch.device) -> dict[str, Check]:
 
     if device.type != "cuda":
         for place in range(max(len(op.cases) for op in OPS)):
-            for dtype in (torch.float32, torch.float16):  # the interpreter's products of bfloat16 are wrong
+            for dtype in (torch.float32, torch.float16):  # the interpreter's tl.dot is wrong for bfloat16
                 every("tiny ", dtype, lambda op, n=place: dict(list(_tiny(op).items())[n : n + 1]))
             if place == 0:
                 beyond("last images")
@@ -116,26 +116,26 @@ def planned(device: torch.device) -> dict[str, Check]:
 
 
 def _tiny(op: Op) -> dict[str, dict]:
-    """Cases without the one of few values far from 0, where PyTorch's own error, the limit, is small by chance."""
+    """Cases except "shift", few values far from 0, for which PyTorch's error, the limit, is small by chance."""
     return {name: case for name, case in op.cases.items() if not case.get("shift")}
 
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """In this context ops launch their kernels, whatever the plan would choose."""
+    """Context in which ops always launch their kernels, regardless of the plan."""
     with using_backend("triton"), forcing("fused"):
         yield
 
 
 @contextlib.contextmanager
 def _folding() -> Iterator[None]:
-    """`launching`, with LayerNorms folded into products for any number of rows, so that small cases take that path."""
+    """`launching`, with LayerNorms folded for any number of rows, so that small cases cover that path."""
     with overriding({"fold.border": dict(ROWS_PER_OUTPUT=0)}), launching():
         yield
 
 
 def check(op: Op, arguments: dict, dtype: torch.dtype, device: torch.device, repeats: int = 3) -> dict:
-    """Columns of one check: those of the verdict on outputs and gradients, and "bitwise", equality of repeated runs."""
+    """Runs one check: columns of the verdict on outputs and gradients, and "bitwise", equality of repeated runs."""
 
     def found(function: Callable, given: dict) -> Named:
         return outcome(function, given, named_leaves(given))
@@ -152,7 +152,7 @@ def check(op: Op, arguments: dict, dtype: torch.dtype, device: torch.device, rep
 
 
 def same(found: Named, want: Named) -> bool:
-    """True if the bits of all tensors are equal, those of NaN and signs of zero included."""
+    """True if all tensors are bitwise equal, including NaN and signs of zero."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
     def bits(t: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def same(found: Named, want: Named) -> bool:
 
 
 def fill(device: torch.device) -> None:
-    """Fills memory that the allocator will reuse with NaN, so that values that a kernel does not write show."""
+    """Fills free memory of the allocator with NaN, which exposes values that a kernel does not write."""
     if device.type == "cuda":
         blocks = [torch.full((2**k,), math.nan, device=device) for k in range(8, 25) for _ in range(4)]
         del blocks
@@ -175,7 +175,7 @@ def _near(op: Op, case: dict, dtype: torch.dtype, device: torch.device) -> dict:
 
 
 def _mode(mode: Callable[[Op, dict, Named], bool], op: Op, case: dict, device: torch.device) -> dict:
-    """Row of a check whose oracle is the same call by itself, on the default stream."""
+    """Row of a check whose oracle is the same call on the default stream."""
     arguments = op.inputs(case, torch.bfloat16, device)
     with launching():
         want = outcome(op.run, arguments, named_leaves(arguments))
@@ -184,12 +184,12 @@ def _mode(mode: Callable[[Op, dict, Named], bool], op: Op, case: dict, device: t
 
 
 def _tensors(arguments: dict) -> list[torch.Tensor]:
-    """The floating-point tensors of arguments, detached, so that they can be written."""
+    """The floating-point tensors of arguments, detached so that they can be overwritten."""
     return [t.detach() for t in leaves(arguments) if t.is_floating_point()]
 
 
 def on_stream(op: Op, arguments: dict, want: Named) -> bool:
-    """Equality on another stream, whose earlier work writes the arguments late: a launch elsewhere reads NaN."""
+    """True if results are equal on another stream, which writes the arguments late: other streams would read NaN."""
     given = _tensors(arguments)
     values = [t.clone() for t in given]
     for t in given:
@@ -206,7 +206,7 @@ def on_stream(op: Op, arguments: dict, want: Named) -> bool:
 
 
 def in_graph(op: Op, arguments: dict, want: Named) -> bool:
-    """Equality of both passes replayed from a CUDA graph, which was captured with zeros for arguments."""
+    """True if results of both passes are equal when replayed from a CUDA graph captured with zeros."""
     given, learning = _tensors(arguments), named_leaves(arguments)
     values, along = [t.clone() for t in given], []
     outcome(op.run, arguments, learning, lambda outputs: along.extend(cotangents(outputs)) or along)
@@ -223,7 +223,7 @@ def in_graph(op: Op, arguments: dict, want: Named) -> bool:
 
 
 def in_threads(op: Op, arguments: dict, want: Named) -> bool:
-    """Equality in several threads at once, each with a stream of its own."""
+    """True if results are equal in several concurrent threads, each with its own stream."""
     device = next(leaves(arguments)).device
 
     def work(_: int) -> bool:
@@ -238,14 +238,14 @@ def in_threads(op: Op, arguments: dict, want: Named) -> bool:
 
 
 def check_memory(model: str, batch: int, device: torch.device) -> dict:
-    """Peak bytes of a training step of a model's block, fused and in eager PyTorch; a match if fused needs no more."""
+    """Compares peak memory of a training step of a model's block, fused and eager; a match if fused needs no more."""
     blocks, tokens, channels = blocks_of(model, device, depth=1)
     x, along = (torch.randn(batch, tokens, channels, device=device, dtype=torch.bfloat16) for _ in range(2))
     learning, peaks = [x.requires_grad_(), *blocks.parameters()], {}
     for way in ("plain", "fused"):
         with using_backend("triton"), forcing(way):
             step = partial(_train, blocks, x, along, learning)
-            for _ in range(3):  # kernels are compiled, launches recorded
+            for _ in range(3):  # compiles kernels and records launches
                 step()
             peaks[way] = peak_bytes(step, device)
     columns = dict(match=peaks["fused"] <= peaks["plain"], within=round(peaks["fused"] / peaks["plain"], 3))
@@ -259,7 +259,7 @@ def _train(blocks: Callable, x: torch.Tensor, along: torch.Tensor, learning: lis
 
 
 def _far(device: torch.device) -> Iterator[tuple[str, str, Callable[[int, torch.device], dict], int]]:
-    """(op, its argument with the images, (images, device) → arguments, images for 2³¹ values, or 2¹² on a CPU)."""
+    """Yields (op, name of its batched argument, (images, device) → arguments, images for 2³¹ values, 2¹² on a CPU)."""
     tiny = device.type != "cuda"
     limit, dtype = (2**12, torch.float32) if tiny else (2**31, torch.bfloat16)
     D, H, N, P, side = (32, 2, 5, 8, 16) if tiny else (768, 12, 197, 16, 224)
@@ -288,7 +288,7 @@ def _beyond(name: str, images: str, build: Callable, count: int, device: torch.d
 
 
 def check_far(op: Op, images: str, arguments: dict) -> dict:
-    """The last images of a large batch against the reference on them alone, in float64."""
+    """Compares the last images of a large batch with the float64 reference on these images only."""
     with torch.no_grad(), _folding():
         output = next(leaves(op.run(**arguments)))
         values, got = max(output.numel(), arguments[images].numel()), output[-8:].clone()

@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 
-AGAIN = 5.0  # seconds between interrupts: Python discards an exception that is raised in a destructor
+AGAIN = 5.0  # seconds between interrupts, as Python discards exceptions raised in destructors
 
 
 class TimedOut(BaseException):
-    """Raised when a deadline passes; not an Exception, so that libraries that catch those do not catch it."""
+    """Raised when a deadline passes; a BaseException, so that `except Exception` in libraries does not catch it."""
 
 
 class Deadline:
-    """A point in time. As a context manager it raises `TimedOut` at that time, if it is in the main thread.
+    """A point in time. As a context manager in the main thread it raises `TimedOut` at that time.
 
     Args:
         seconds: from now.
@@ -22,16 +22,16 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
-        self._outer: list[tuple | None] = []  # the timer before each entry; a deadline can be entered again
+        self._outer: list[tuple | None] = []  # the timer before each entry; re-entrant
 
     @property
     def left(self) -> float:
-        """Seconds that are left, never negative."""
+        """Seconds left, at least 0."""
         return max(self.end - time.monotonic(), 0.0)
 
     @property
     def over(self) -> bool:
-        """True if it has passed."""
+        """True if the deadline has passed."""
         return not self.left
 
     def sooner(self, seconds: float) -> "Deadline":
@@ -61,7 +61,7 @@ def _alarm(seconds: float) -> None:
 
 
 def _stop(handler: object) -> None:
-    """Stops the timer, also if it expires during this call; otherwise it would repeat for ever."""
+    """Stops the timer, even if it expires during this call; otherwise it would repeat forever."""
     while True:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -83,7 +83,7 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def capturing(errors: dict[str, str], name: str) -> Iterator[None]:
-    """Stores an exception that is raised in this context as a line in `errors[name]`, instead of raising it."""
+    """Context that catches an exception and stores it as one line in `errors[name]`."""
     try:
         yield
     except (Exception, TimedOut) as error:

@@ -1,4 +1,4 @@
-"""Times calls, alternating between variants, with a cold L2 cache and rotating inputs; counts their memory."""
+"""Times calls, alternating between variants, with a cold L2 cache and rotating inputs; measures memory."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: list[float]) -> "Timing":
-        """The summary of at least one sample."""
+        """Summarises at least one sample."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], 1)
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
@@ -37,10 +37,9 @@ class Timing:
 class Clock:
     """Times single calls on one device: by device events on a GPU, else by the host's clock.
 
-    Before each call on a GPU a buffer of four times the size of the L2 cache is written, which removes the inputs from
-    the cache. With `latency` the device is idle before the call, so that the time includes the launches by the host.
-    Otherwise the device is kept busy while the host launches, so that the time is that of the device alone, unless
-    launching takes longer.
+    Before each call on a GPU, writing a buffer of four times the L2 cache evicts the inputs from the cache. With
+    `latency` the device is idle before the call, so the time includes the host's launches. Otherwise the device is kept
+    busy while the host launches, so only device time is measured, unless launching takes longer.
     """
 
     def __init__(self, device: torch.device, latency: bool = False) -> None:
@@ -51,7 +50,7 @@ class Clock:
             self._buffer = torch.empty(max(4 * l2, 2**28), dtype=torch.int8, device=device)
 
     def time(self, variant: str, step: Setup, copy: int) -> None:
-        """Takes one sample, which `samples` returns."""
+        """Takes one sample; `samples` returns it."""
         call = step(copy)
         if self.device.type != "cuda":
             start = time.perf_counter()
@@ -70,7 +69,7 @@ class Clock:
         self._pending.append((variant, start, end))
 
     def samples(self) -> dict[str, list[float]]:
-        """Microseconds by variant since the last call."""
+        """Microseconds by variant, of the samples since the last call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found: dict[str, list[float]] = {}
@@ -82,7 +81,7 @@ class Clock:
 
 
 def order(variants: list[str], turn: int) -> list[str]:
-    """Order of the variants in a round: forwards and backwards in turn, so that none is always first."""
+    """Order of the variants in a round, reversed in every other round, so that none is always first."""
     return variants if turn % 2 == 0 else variants[::-1]
 
 
@@ -100,9 +99,9 @@ def samples_of(
     Args:
         steps: set-up of each variant, which is called three times before it is timed.
         device: where they run.
-        deadline: no round is begun after it, except the first.
+        deadline: no round starts after it, except the first.
         seconds: about how long to sample.
-        rounds: least and greatest number of samples of a variant.
+        rounds: minimum and maximum number of samples per variant.
         copies: number of sets of inputs, used in rotation.
         latency: see `Clock`.
 
@@ -126,7 +125,7 @@ def samples_of(
             clock.time(variant, steps[variant], turn % copies)
         turn += 1
         if turn >= fewest:
-            if turn % fewest == 0:  # reading the events waits for the device, so not each time
+            if turn % fewest == 0:  # not each round, as reading events waits for the device
                 _gather(samples, clock)
             if time.perf_counter() - start > seconds:
                 break
@@ -135,13 +134,13 @@ def samples_of(
 
 
 def alternate(steps: dict[str, Setup], *how: object, **named: object) -> tuple[dict[str, Timing], dict[str, str]]:
-    """`samples_of` with the samples summarised."""
+    """As `samples_of`, but returns a `Timing` for each variant."""
     samples, errors = samples_of(steps, *how, **named)
     return {variant: Timing.of(taken) for variant, taken in samples.items()}, errors
 
 
 def timing_columns(taken: list[float], baseline: list[float] | None, calls: int = 1) -> dict:
-    """Columns of a row: microseconds of one of so many calls, and speedup over the baseline from pairs of a round."""
+    """Columns of a row: microseconds per call, and speedup over the baseline, paired by round."""
     columns = asdict(Timing.of([us / calls for us in taken]))
     if baseline is not None:
         pairs = Timing.of([theirs / ours for theirs, ours in zip(baseline, taken, strict=True)])
@@ -161,7 +160,7 @@ def wait(device: torch.device) -> None:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Peak device memory of a call in bytes, less what was allocated before; None without a GPU."""
+    """Peak device memory of a call in bytes, minus memory allocated before; None without a GPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -173,7 +172,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def saved_bytes(call: Callable[[], object], held: list[torch.Tensor]) -> int:
-    """Bytes that a forward pass saves for its backward pass: each storage once, without those of `held`."""
+    """Bytes that a forward pass saves for the backward pass; each storage counts once, those of `held` not."""
     known = {t.untyped_storage().data_ptr() for t in held}
     kept: dict[int, torch.UntypedStorage] = {}
 

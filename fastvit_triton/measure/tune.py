@@ -1,9 +1,11 @@
-"""Measures a model's kernels and blocks on this machine's GPU and keeps what is fastest; see `kernels.measured`.
+"""Measures a model's kernels and blocks on this machine's GPU and stores the fastest choices; see `kernels.measured`.
 
-First the launch parameters of each distinct launch: a candidate's result must match that of the parameters in use to
-within two roundings. Then every distinct block, host time included, in each way: its results are compared with a wider
-dtype. Finally the whole model, before and after, beside eager PyTorch and torch.compile. Variants alternate; see
-`timing`.
+1. Launch parameters of each distinct launch: a candidate's result must match that of the parameters in use to within
+   two roundings.
+2. Each distinct block in each way, including host time; results are compared with a wider dtype.
+3. The whole model before and after tuning, in eager PyTorch and with torch.compile.
+
+Variants alternate; see `timing`.
 """
 
 import copy
@@ -28,23 +30,23 @@ from .timeout import Deadline
 from .timing import Timing, samples_of, timing_columns
 from .tuning import Candidates, fastest, row_candidates
 
-SHARES = 0.45, 0.75  # of the time: until the end of the launch parameters, and of the ways
-REPEATS = 4  # calls of a block in one sample, so that the host can run ahead of the GPU as it does in a model
+SHARES = 0.45, 0.75  # fractions of the time at which steps 1 and 2 end
+REPEATS = 4  # calls of a block per sample, so that the host can run ahead of the GPU as in a model
 
 
 @dataclass
 class Tuned:
-    """What was measured.
+    """Result of tuning.
 
     Attributes:
         name: class of the model.
-        train: training steps were measured.
+        train: True if training steps were measured.
         facts: GPU and software.
         launches: for each distinct launch its "row", "op", "count", "best" and the candidates that were "tried".
         parts: for each distinct block or stem its "name", "count", "shapes", "rule", "way", and columns by way.
         attention: for each distinct attention its "sizes", and columns by kernel: ours and PyTorch's, for information.
-        model: row by variant: "eager", "before", "after", "after, CUDA graph", "torch.compile".
-        path: the file that was written.
+        model: rows by variant: "eager", "before", "after", "after, CUDA graph", "torch.compile".
+        path: file that was written.
     """
 
     name: str
@@ -57,26 +59,26 @@ class Tuned:
     path: Path | None = None
 
     def rows(self) -> dict[str, dict]:
-        """Entries of the file: launch parameters by name, with exact sizes and for their class."""
+        """File entries of launch parameters, by row name with exact sizes and with their size class."""
         found = {}
-        for one in reversed(self.launches):  # where several share a name, that with most calls is written last
+        for one in reversed(self.launches):  # of entries with the same name, the most frequent call is written last
             if one["best"] is not None:
                 entry = dict(config=one["best"], us=one["us"], us_before=one["us_before"])
                 found |= dict.fromkeys(_class_first(one["row"]), entry)
         return found
 
     def ways(self) -> dict[str, dict]:
-        """Entries of the file: ways by shape."""
+        """File entries of ways, by shape."""
         return {shape: entry for one in reversed(self.parts) for shape, entry in one["entries"].items()}
 
     def is_kept(self) -> bool:
-        """True if the file of this machine holds all of it."""
+        """True if this machine's file contains all entries."""
         held = held_in(measured.path_of(self.facts)) or dict(rows={}, ways={})
         pairs = ((self.rows(), held["rows"]), (self.ways(), held["ways"]))
         return all(there.get(name) == entry for found, there in pairs for name, entry in found.items())
 
     def keep(self) -> None:
-        """Adds all to the file of this GPU and software."""
+        """Adds all entries to the file of this GPU and software."""
         run_of = dict(model=self.name, train=self.train, result=self.model)
         self.path = add(self.facts, self.rows(), self.ways(), run_of)
 
@@ -88,22 +90,22 @@ def tune(
     seconds: float = 60.0,
     on_progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> Tuned:
-    """Measures how this model runs fastest on this machine's GPU, and keeps the result for later processes.
+    """Measures how this model runs fastest on this machine's GPU, and stores the result for later processes.
 
-    Nothing but this function and `fastvit-triton tune` ever times anything. The result holds for every model with the
-    same sizes, on this GPU with this software; it changes speed alone, never what is computed. In a process group all
-    processes call it with the module that DDP or FSDP wraps: rank 0 measures, and the others wait, for which the
-    group's timeout must suffice, and use its result.
+    Only this function and `fastvit-triton tune` time anything. The result applies to every model with the same sizes,
+    on this GPU with this software, and affects only speed. In a process group, call it on all ranks with the module
+    that DDP or FSDP wraps: rank 0 measures, the others wait and use its result. The group's timeout must be longer than
+    the measurement.
 
     Args:
-        model: one of ours, or one that `optimize` knows, converted or not, but not compiled; it is not changed.
+        model: one of ours, or one that `optimize` supports, converted or not, but not compiled; it is not changed.
         example: its input, a tuple of its inputs, or a dict of them by name, on the model's device.
-        train: measure training steps, else inference.
+        train: measure training steps instead of inference.
         seconds: about how long to measure; compiling the last candidate may take longer.
-        on_progress: called with what is measured and the fraction that is done.
+        on_progress: called with the current stage and the fraction done.
 
     Raises:
-        TypeError: model is no nn.Module or compiled, or the example is of another kind.
+        TypeError: model is no nn.Module or compiled, or the example is of another type.
         ValueError: the seconds are not positive, or the model runs none of our kernels, such as on a CPU.
     """
     if not isinstance(model, nn.Module):
@@ -124,7 +126,7 @@ def tune(
     found = shared[0]
     if found is None:
         raise RuntimeError("tuning failed on rank 0; see its error")
-    if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not found.is_kept():  # another machine
+    if torch.distributed.get_node_local_rank(fallback_rank=0) == 0 and not found.is_kept():  # on another machine
         found.keep()
     plan.forget()
     return found
@@ -137,7 +139,7 @@ def _tune(
     device = next((t.device for t in tree_leaves((list(model.parameters()), example)) if isinstance(t, Tensor)), None)
     if device is None:
         raise ValueError("neither the model nor the example has a tensor, so there is nothing to tune")
-    measured.folder().mkdir(parents=True, exist_ok=True)  # rather an error now than after all
+    measured.folder().mkdir(parents=True, exist_ok=True)  # fail early if it cannot be created
     before, total = measured.of(device, launch.target is not None), deadline.left
     found = Tuned(type(model).__name__, train, measured.facts_of(device))
     on_progress("compiling", 0.0)
@@ -168,10 +170,10 @@ def _tune(
 
 
 def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool, device: torch.device) -> nn.Module:
-    """The model, if it runs our kernels, else a copy of it that `optimize` converted.
+    """The model if it runs our kernels, else a copy converted by `optimize`.
 
     Raises:
-        ValueError: that runs none either.
+        ValueError: the copy runs none either.
     """
     for convert in (False, True):
         ours = model
@@ -185,7 +187,7 @@ def _with_our_kernels(model: nn.Module, inputs: tuple, named: dict, train: bool,
 
 
 def _time_launches(choices: list[Candidates], deadline: Deadline, on_progress: Callable) -> list[dict]:
-    """Rows of all distinct launches; their candidates compile meanwhile."""
+    """Times the candidates of all distinct launches while others compile; returns rows."""
     every = [(one, text, launch) for one in choices for text, found in one.launches().items() for launch in found]
     rows = []
     with compiling([launch for *_, launch in every]) as futures:
@@ -198,7 +200,7 @@ def _time_launches(choices: list[Candidates], deadline: Deadline, on_progress: C
 
 
 def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> Measured:
-    """`before` with the new launch parameters; without them if a part that was right with the old ones is wrong."""
+    """`before` with the new launch parameters, or unchanged if these make the results of a part wrong."""
     after = Measured(before.rows | {name: entry["config"] for name, entry in found.rows().items()}, before.ways)
     for part in parts:
         ways = {name: ways for name, ways in part.variants().items() if not name.startswith("mixed")}
@@ -216,7 +218,7 @@ def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> 
 def _time_part(
     part: Part, before: Measured, after: Measured, device: torch.device, train: bool, deadline: Deadline
 ) -> dict:
-    """The row of a block or stem: the fastest variant of those that match; that in use unless another is faster."""
+    """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use."""
     tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
     row = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before, train))
     verdicts, errors = part.compare(tables, train)
@@ -244,7 +246,7 @@ def _step(part: Part, table: Measured, train: bool, index: int) -> Callable[[], 
 
 
 def _class_first(name: str) -> tuple[str, ...]:
-    """The names of a row's class and of its exact sizes; exact ones are written last."""
+    """(row name with its size class, row name with exact sizes); exact ones are written last."""
     row, _, sizes = name.partition(" ")
     exact, near, _ = measured.names(row, tuple(map(int, sizes.split(","))))
     return near, exact

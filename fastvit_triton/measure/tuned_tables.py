@@ -1,6 +1,6 @@
-"""The tables in kernels/tuned, one JSON file for each architecture: launch parameters by row, and measured ways.
+"""Tables in kernels/tuned, one JSON file per architecture: launch parameters by row, and measured ways.
 
-A row keeps how it was found, "measured" or "predicted"; a predicted row never replaces a measured one.
+A row is marked "measured" or "predicted"; a predicted row never replaces a measured one.
 """
 
 import json
@@ -14,7 +14,7 @@ from .candidates import Config
 
 
 def with_rows(table: dict, found: dict[str, Config], provenance: str, **facts: object) -> tuple[dict, list[str]]:
-    """The table with launch parameters `found`, and the names of the rows that were taken.
+    """(table updated with launch parameters `found`, names of the rows written).
 
     Args:
         table: row name → row.
@@ -28,12 +28,12 @@ def with_rows(table: dict, found: dict[str, Config], provenance: str, **facts: o
 
 
 def with_ways(table: dict, rows: Sequence[dict], **facts: object) -> dict:
-    """The table with measured ways of blocks.
+    """The table updated with measured ways of blocks.
 
     Args:
         table: row name → row.
-        rows: dicts of "shape" and "way"; the first of a shape counts.
-        facts: of each new way, such as its source; they stand beside the ways, by shape.
+        rows: dicts of "shape" and "way"; the first one of each shape is used.
+        facts: entries for each new way, such as its source; stored separately by shape.
     """
     found, before = {row["shape"]: row["way"] for row in reversed(rows)}, table.get("ways", {})
     if not found:
@@ -52,9 +52,9 @@ def write(
     ways: Sequence[dict] = (),
     **facts: object,
 ) -> list[str]:
-    """Writes launch parameters and measured ways into an architecture's table; returns the names of the rows taken.
+    """Writes launch parameters and measured ways into an architecture's table; returns the names of the rows written.
 
-    The arguments are those of `with_rows` and `with_ways`; the tables in use are read anew.
+    For the arguments see `with_rows` and `with_ways`. Clears the cached tables.
     """
     path = folder / f"{arch}.json"
     table, taken = with_rows(json.loads(path.read_text()) if path.exists() else {}, found, provenance, **facts)
@@ -67,28 +67,28 @@ def write(
 
 
 def best_rows(rows: Sequence[dict]) -> dict[str, Config]:
-    """Row name → its best launch parameters, of results of `tuning.time_candidates`.
+    """Row name → best launch parameters, from results of `tuning.time_candidates`.
 
-    Where several shapes use one row the first counts, which is the one that ViTs spend most time in.
+    If several shapes use one row, the first is used, in which ViTs spend most time.
     """
     found: dict[str, Config] = {}
     for row in rows:
-        if row.get("best"):  # rows of ways have none
+        if row.get("best"):  # way rows have none
             found.setdefault(row["row"], row["best"])
     return found
 
 
 def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
-    """Writes what a file holds into the table of its architecture; returns the names of the rows and ways taken.
+    """Writes a file's measurements into the table of its architecture; returns the names of rows and ways written.
 
     Args:
         path: a result of `python -m benchmarks.gpu --only tuning`, a file of `fastvit-triton tune --export`, or a
-            contributed file that holds one. Of the last two only entries for classes of sizes are taken: exact sizes
-            are those of one user.
-        folder: of the tables.
+            contributed file that contains one. From the last two, only entries for size classes are used: exact sizes
+            are specific to one user.
+        folder: folder of the tables.
 
     Raises:
-        ValueError: the file holds no measurement of a GPU.
+        ValueError: the file has no measurement of a GPU.
     """
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
 def _adopt_exported(held: dict, source: str, folder: Path) -> list[str]:
     """`adopt` of the content of a file of `kernels.measured`."""
     arch, gpu = str(held["facts"].get("architecture")), held["facts"].get("gpu")
-    if not re.fullmatch(r"sm_\d+|gfx\w+", arch):  # it names a file
+    if not re.fullmatch(r"sm_\d+|gfx\w+", arch):  # it is part of a file name
         raise ValueError(f"its architecture is {arch}, not one of a GPU such as sm_89; export it with this version")
     rows = {name: entry["config"] for name, entry in held["rows"].items() if " ~" in name}
     ways = [dict(shape=name, way=entry["way"]) for name, entry in held["ways"].items() if "~" in name]

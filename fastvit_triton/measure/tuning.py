@@ -1,4 +1,4 @@
-"""Times candidate launch parameters on this GPU; the best are the fastest whose result matches the reference."""
+"""Times candidate launch parameters on this GPU; the best are the fastest with correct results."""
 
 import json
 from collections.abc import Callable, Container
@@ -22,12 +22,12 @@ from .timing import Timing, alternate
 
 
 def candidates_of(target: Target, arch: str, call: Callable[[], object]) -> tuple[str, list[Config]]:
-    """The full name of the target's row, and the launch parameters to try, those in use first.
+    """(full name of the target's row, launch parameters to try, those in use first).
 
     Args:
         target: what is tuned.
         arch: architecture, such as "sm_90".
-        call: runs the target there, so that its kernels look up their rows.
+        call: runs the target there; its kernels then look up their rows.
 
     Raises:
         LookupError: the call does not use the target's row.
@@ -63,8 +63,8 @@ def time_candidates(
         dtype: of the arguments.
         device: where it runs.
         deadline: no round starts after it, except the first.
-        context: makes the context in which our kernels run on the device.
-        most: number of candidates.
+        context: creates the context in which our kernels run on the device.
+        most: maximum number of candidates, or None.
 
     Returns:
         "row", "op", "shape"; "best": launch parameters, or None if none ran; "tried": for each candidate its "config",
@@ -103,7 +103,7 @@ def time_candidates(
 def fastest(timings: dict[str, Timing], current: str, right: Container[str]) -> str | None:
     """The fastest variant, or the one in use unless the third quartile of the fastest lies below its first quartile.
 
-    None if there are no timings, or none of the one in use although it is `right`: then time ran out.
+    None if there are no timings, or time ran out before the one in use, although `right`, was timed.
     """
     best = min(timings, key=lambda name: timings[name].us, default=None)
     if current not in timings:
@@ -118,9 +118,9 @@ class Candidates:
     Attributes:
         call: runs the op.
         row: name with exact sizes.
-        configs: by their text, those in use first.
-        compiled: what compiles them, by their text.
-        errors: why some cannot be tried.
+        configs: launch parameters by their text, those in use first.
+        compiled: futures of their compilation, by text.
+        errors: why some cannot be tried, by text.
     """
 
     call: Call
@@ -130,7 +130,7 @@ class Candidates:
     errors: dict[str, str] = field(default_factory=dict)
 
     def launches(self) -> dict[str, list[Launch]]:
-        """What must be compiled for each."""
+        """Launches to compile for each candidate, by text."""
         found = {}
         for text, config in self.configs.items():
             with capturing(self.errors, text), overriding({self.row: config}), Collector() as collected:
@@ -139,14 +139,14 @@ class Candidates:
         return found
 
     def time(self, deadline: Deadline) -> dict:
-        """Times those that compile without spills and agree with the parameters in use.
+        """Times candidates that compile without register spills and whose results match those of the parameters in use.
 
         Args:
-            deadline: what is not compiled by then is not tried; no round starts after it, except the first.
+            deadline: candidates not compiled by then are skipped; no round starts after it, except the first.
 
         Returns:
             "row", "op", "count"; "best": launch parameters, or None if none ran; "us" and "us_before" of one call;
-            "tried": for each its "config", and "match", "within", "us", "q1", "q3" or "error".
+            "tried": for each candidate its "config", and "match", "within", "us", "q1", "q3" or "error".
         """
         current, errors = next(iter(self.configs)), dict(self.errors)
         tried, steps, truth = {text: dict(config=config) for text, config in self.configs.items()}, {}, None
@@ -164,7 +164,7 @@ class Candidates:
                 if said.match:
                     steps[text] = partial(_call_step, self.call, {self.row: config})
             if text == current and text in errors:
-                break  # there is nothing to compare with
+                break  # without those in use there is no reference
         timings, late = alternate(steps, next(leaves(self.call.arguments)).device, deadline, 0.1, (3, 30))
         for text, timing in timings.items():
             tried[text] |= asdict(timing)
@@ -194,7 +194,7 @@ def row_candidates(call: Call, arch: str) -> list[Candidates]:
 
 
 def candidates_for(row: str, arch: str) -> list[Config]:
-    """The candidates of a row with its sizes and, for attention, its width."""
+    """The candidates for a row name that includes sizes and, for attention, the width."""
     name = row.partition(" ")[0]
     known = next((key for key in CANDIDATES if name == key or name.startswith(f"{key}.")), None)
     return [] if known is None else candidates(known, arch)

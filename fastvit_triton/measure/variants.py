@@ -24,9 +24,9 @@ class Variant:
     """One way to compute a case.
 
     Attributes:
-        name: in tables; the first variant of a case is the baseline, eager PyTorch.
-        reason: why it cannot run here; None if it can.
-        call: takes the case's arguments by name; None if it cannot run.
+        name: name in tables; the first variant of a case is the baseline, eager PyTorch.
+        reason: why it cannot run here, or None.
+        call: function of the case's arguments by name; None if it cannot run.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Case:
     """A computation that is measured in several variants.
 
     Attributes:
-        name: unique among the rows of a file.
+        name: unique name in a result file.
         dtype: of the arguments, for the budget.
         inputs: seed → arguments by name; tensors whose gradients are measured require gradients.
         variants: ways to compute it, the baseline first.
@@ -64,7 +64,7 @@ class Case:
 
 
 def with_backend(backend: str, function: Callable) -> Callable:
-    """The function, called with `set_backend(backend)`."""
+    """Wraps a function so that it runs with `set_backend(backend)`."""
 
     def call(*arguments: object, **named: object) -> object:
         with using_backend(backend):
@@ -74,7 +74,7 @@ def with_backend(backend: str, function: Callable) -> Callable:
 
 
 def compiled(function: Callable, mode: str | None = None, ours: bool = False) -> Callable:
-    """torch.compile of a function as one static graph; with `ours` our backend rewrites the graph first."""
+    """Compiles a function with torch.compile as one static graph; `ours` selects our backend."""
     backend: str | Callable = _compiler
     if ours:
         inner = None if _compiler == "inductor" else torch._dynamo.lookup_backend(_compiler)
@@ -84,7 +84,7 @@ def compiled(function: Callable, mode: str | None = None, ours: bool = False) ->
 
 @contextlib.contextmanager
 def compiling(backend: str) -> Iterator[None]:
-    """In this context `compiled` uses this backend; "aot_eager" needs no C++ compiler."""
+    """Context in which `compiled` uses this backend; "aot_eager" needs no C++ compiler."""
     global _compiler
     before, _compiler = _compiler, backend
     try:
@@ -95,7 +95,7 @@ def compiling(backend: str) -> Iterator[None]:
 
 @functools.cache  # keeps the library alive
 def declare_torchvision_ops() -> torch.library.Library:
-    """Declares the two operators without which torchvision built for CUDA cannot be imported with a CPU-only torch."""
+    """Declares two operators that torchvision built for CUDA needs to be importable with a CPU-only torch."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -103,11 +103,11 @@ def declare_torchvision_ops() -> torch.library.Library:
 
 
 def absent(module: str, package: str | None = None) -> str | None:
-    """Why a module cannot be imported, which may be installed all the same; None if it can."""
+    """Why a module cannot be imported (not installed, or broken); None if it can."""
     for wheel in (
         "torchvision",
         module,
-    ):  # timm and transformers import torchvision too; its failure would leave them half imported
+    ):  # timm and transformers import torchvision; its failure would leave them partially imported
         try:
             importlib.import_module(wheel)
         except ImportError as error:
@@ -122,7 +122,7 @@ def absent(module: str, package: str | None = None) -> str | None:
 
 
 def step_of(case: Case, call: Callable, sets: list[dict], phase: str) -> Setup:
-    """The set-up of a variant for one phase: it does the untimed work and returns the call to time."""
+    """Set-up of a variant for one phase, which does the untimed work and returns the call to time."""
     given: list[torch.Tensor] = []
 
     def outputs(copy: int) -> list[torch.Tensor]:
@@ -157,13 +157,13 @@ def compare_variants(
 
     Args:
         case: the computation.
-        arguments: of its variants.
+        arguments: arguments of its variants.
         phase: one of its phases.
-        deadline: variants that are not ready by then fail.
-        on_progress: called with "float64" and then with the name of each variant, as each begins.
+        deadline: variants that are not finished by then fail.
+        on_progress: called with "float64" and then with each variant's name when its comparison begins.
 
     Returns:
-        Verdicts by variant, and the errors of variants that failed. What the truth or the baseline raises is raised.
+        Verdicts by variant, and the errors of variants that failed. Errors of the truth or the baseline are raised.
     """
 
     def found(call: Callable, given: dict) -> Named:
@@ -183,7 +183,7 @@ def compare_variants(
 
 @dataclass
 class Measured:
-    """Result of one phase of a case: rows by variant, and the samples of those that were timed, microseconds."""
+    """Result of one phase of a case: rows by variant, and samples in microseconds of timed variants."""
 
     rows: dict[str, dict]
     samples: dict[str, list[float]]
@@ -204,8 +204,8 @@ def measure(
     Args:
         case: the computation.
         phase: one of its phases.
-        device, deadline, seconds, copies, latency: as in `samples_of`. Variants that are not ready after 80 % of the
-            time that is left have no time.
+        device, deadline, seconds, copies, latency: as in `samples_of`. Comparisons end after 80 % of the remaining
+            time; variants not compared by then are not timed.
         on_progress: called with "compiling kernels" on a GPU, "float64", the name of each variant as its comparison
             begins, and "timing".
     """
@@ -217,7 +217,7 @@ def measure(
     if device.type == "cuda":
         on_progress("compiling kernels")
         compile_kernels(case, sets[0], phase)
-    torch.compiler.reset()  # Dynamo compiles one piece of code a limited number of times; all cases share some
+    torch.compiler.reset()  # Dynamo limits recompilations of one function, and cases share functions
     verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(0.8 * deadline.left), on_progress)
     for name, found in verdicts.items():
         rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
@@ -232,7 +232,7 @@ def measure(
 
 
 def compile_kernels(case: Case, arguments: dict, phase: str) -> int:
-    """Compiles, in threads, the kernels of all variants but those compiled or captured; returns their number."""
+    """Compiles, in threads, the kernels of all variants without torch.compile or CUDA graphs; returns their number."""
     launches: dict[tuple, Launch] = {}
     for variant in case.variants:
         if variant.reason is None and "compile" not in variant.name and "graph" not in variant.name:
@@ -241,7 +241,7 @@ def compile_kernels(case: Case, arguments: dict, phase: str) -> int:
             launches |= {one.key: one for one in found.launches}
     with compiling_ahead(list(launches.values())) as futures:
         for future in futures:
-            future.exception()  # of one that fails, the launch says so
+            future.exception()  # a failure is raised again at the launch
     return len(launches)
 
 
@@ -251,7 +251,7 @@ def _row(case: Case, phase: str, variant: Variant) -> dict:
 
 
 def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, phase: str) -> dict:
-    """Peak memory of the phase, with the forward pass before a backward pass, and what that saves for it."""
+    """Peak memory of the phase (for "backward" including the forward pass), and memory saved for the backward pass."""
     backward = phase != "forward"
     whole = step_of(case, call, [arguments], "training" if backward else "forward")(0)
     columns = dict(peak_bytes=peak_bytes(whole, device))
@@ -262,7 +262,7 @@ def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, p
 
 
 def _timing_columns(case: Case, taken: list[float], baseline: list[float] | None, phase: str) -> dict:
-    """Columns of the timing, and rates if the work was counted."""
+    """Columns of the timing, and rates if flops and bytes are known."""
     columns = timing_columns(taken, baseline)
     if case.work and phase == "forward":
         flops, nbytes = case.work

@@ -1,6 +1,6 @@
-"""Which way the blocks of a model run, "fused", "mixed" or "plain": measured rows of kernels/tuned/<arch>.json.
+"""Measures how blocks of a model run fastest ("fused", "mixed" or "plain"), for kernels/tuned/<arch>.json.
 
-`time_ways` runs two blocks in each way, host time included, in inference or in a training step.
+`time_ways` times two blocks in each way, including host time, in inference or a training step.
 """
 
 import copy
@@ -18,7 +18,7 @@ from .compare import Named, outcome, verdict
 from .timeout import Deadline
 from .timing import alternate
 
-# (model, images in a batch), in the order of the time that ViTs spend in them
+# (model, batch size), most important first
 MODELS = (
     ("vit_base_patch16_224", 256),
     ("vit_small_patch16_224", 256),
@@ -36,7 +36,7 @@ def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Mo
 
     Args:
         name: a model of `create_model`.
-        device: where it is made.
+        device: where they are created.
         options: further ones of `create_model`.
     """
     with device:
@@ -47,7 +47,7 @@ def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Mo
 
 
 def chosen_way(blocks: nn.Module, x: torch.Tensor, training: bool) -> tuple[str, str]:
-    """(name of the block's shape in tables, the way that the plan has for it)."""
+    """(name of the block's shape in tables, the way that the plan selects)."""
     found: list[Choice] = []
     with observing(found.append), torch.set_grad_enabled(training):
         blocks(x)
@@ -70,16 +70,16 @@ def time_ways(
     Args:
         name: a model of `create_model`.
         batch: number of images.
-        training: a training step, else inference.
+        training: time a training step instead of inference.
         device: where it runs.
         deadline: no round starts after it, except the first.
-        context: makes the context in which our kernels run there.
+        context: creates the context in which our kernels run there.
         dry: one round only.
         options: further ones of `create_model`.
 
     Returns:
-        "shape" (its name in tables), "rule" (the way without a measurement), "way" (the fastest of those whose results
-        match), and for each way "<way>_match", "<way>_us", or "<way>_error" where it failed.
+        "shape" (its name in tables), "rule" (the way chosen without measurement), "way" (the fastest with correct
+        results), and for each way "<way>_match", "<way>_us", or "<way>_error" if it failed.
     """
     blocks, tokens, channels = blocks_of(name, device, **options)
     x = torch.randn(batch, tokens, channels, device=device).to(torch.bfloat16).requires_grad_(training)

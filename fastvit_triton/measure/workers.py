@@ -1,6 +1,6 @@
-"""Runs checks in processes: a fault in a kernel ends one of them alone, and kernels are compiled on all cores.
+"""Runs checks in worker processes, so that a kernel fault ends only one of them and all cores compile kernels.
 
-`python -m fastvit_triton.measure.workers DEVICE` is such a process. It reads names and writes rows, one on each line.
+`python -m fastvit_triton.measure.workers DEVICE` is a worker: it reads names and writes rows, one per line.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from .machine import device_answers
 from .selftest import Check, planned
 from .timeout import Deadline, capturing
 
-COMMAND = (sys.executable, "-m", __name__)  # of a process, without the device
-MARK = "row: "  # begins each line of a process's output that is a row
-MOST = 12  # processes
-GIBIBYTES = 8  # of a GPU's memory for each process
+COMMAND = (sys.executable, "-m", __name__)  # of a worker, without the device
+MARK = "row: "  # prefix of output lines that are rows
+MOST = 12  # maximum number of processes
+GIBIBYTES = 8  # GPU memory per process
 
 
 class Worker:
-    """A process that runs checks on a device, one after another; kernels run in Triton's interpreter on a CPU."""
+    """A process that runs checks on a device, one at a time; on a CPU kernels run in Triton's interpreter."""
 
     def __init__(self, device: torch.device) -> None:
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # the package that runs here
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # to import the same package
         variables = dict(PYTHONPATH=path, PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
         variables["TRITON_INTERPRET"] = "0" if device.type == "cuda" else "1"
         self._process = subprocess.Popen(
@@ -40,15 +40,15 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | variables,
-            start_new_session=True,  # Ctrl-C is the parent's
+            start_new_session=True,  # only the parent handles Ctrl-C
         )
 
     def ready(self) -> bool:
-        """Waits until it can run checks; False if it ended."""
+        """Waits until the process can run checks; False if it ended."""
         return self._read() is not None
 
     def answer(self, name: str) -> dict | None:
-        """The row of a check; None if the process ended in it."""
+        """Runs a check and returns its row; None if the process ended."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{name}\n")
             self._process.stdin.flush()
@@ -59,11 +59,11 @@ class Worker:
         return None if line is None else json.loads(line.removeprefix(MARK))
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         self._process.kill()
 
     def end(self) -> int:
-        """Waits for its end and returns its exit code."""
+        """Waits for the process to end and returns its exit code."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.stdout.close()
@@ -71,16 +71,16 @@ class Worker:
 
 
 class Run:
-    """Checks that workers take in their order.
+    """Distributes checks to workers, in order.
 
     Args:
-        names: of `planned`.
-        deadline: no check is begun after it, and those that have begun are stopped.
-        add: called with each row, by one thread at a time.
-        start: makes a worker.
+        names: names of checks, from `planned`.
+        deadline: no check starts after it, and running ones are stopped.
+        add: called with each row; calls are serialised.
+        start: creates a worker.
 
     Attributes:
-        not_reached: names of checks without a row, those that were begun first.
+        not_reached: names of checks without a row; started ones come first.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def not_reached(self) -> list[str]:
-        """See above."""
+        """See the class."""
         return [*(f"{name} (begun)" for name in self._begun), *self._todo]
 
     def run(self, workers: int) -> None:
@@ -122,7 +122,7 @@ class Run:
                 worker.kill()
 
     def _supervise(self) -> None:
-        """Has workers run checks, a new one after each that ended."""
+        """Feeds checks to a worker, and replaces it when it ends."""
         while self._todo:
             with self._lock:
                 if self._stopped or self._deadline.over:
@@ -137,7 +137,7 @@ class Run:
                 worker.end()
 
     def _feed(self, worker: Worker) -> None:
-        """Has a worker run checks until it ends or there are no more."""
+        """Runs checks in a worker until it ends or no checks are left."""
         if not worker.ready():
             if self._stopped:
                 return
@@ -164,7 +164,7 @@ class Run:
 
 
 def count(device: torch.device) -> int:
-    """Number of processes that fit the processors and the memory of the device."""
+    """Number of worker processes, limited by processors and device memory."""
     cores = min(os.cpu_count() or 1, MOST)
     if device.type != "cuda":
         return cores
@@ -172,7 +172,7 @@ def count(device: torch.device) -> int:
 
 
 def row_of(name: str, check: Check, device: torch.device) -> dict:
-    """The row of a check: with "error" if it raised, and "lost" if the device is lost to this process."""
+    """Runs a check and returns its row, with "error" if it raised and "lost" if the device is no longer usable."""
     found: dict[str, object] = dict(case=name)
     with capturing(found, "error"):
         try:
@@ -182,20 +182,20 @@ def row_of(name: str, check: Check, device: torch.device) -> dict:
     if "error" in found and not device_answers(device):
         found["lost"] = True
     elif device.type == "cuda":
-        torch.cuda.empty_cache()  # the other processes need it
+        torch.cuda.empty_cache()  # for the other processes
     return found
 
 
 def main() -> None:
-    """Answers names on standard input until it ends or the device is lost."""
+    """Runs the checks named on standard input until it ends or the device is lost."""
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the parent was killed
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit without a traceback if the parent was killed
     device = torch.device(sys.argv[1])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         repair_interpreter()
-    torch.backends.cudnn.allow_tf32 = False  # PyTorch's convolution sets part of the budget in float32
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions are part of the error budget
     checks = planned(device)
 
     def write(row: dict) -> None:

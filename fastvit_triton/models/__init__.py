@@ -1,7 +1,7 @@
-"""Every model by name: a family is a module that is listed here.
+"""Registry of models by name: each family is a module listed here.
 
 It has VARIANTS (name → config), MODEL (its class, or MODELS by name), PARAMS (name → parameters with 1000 classes) and
-ORACLE (name → "timm" where timm has a model of this name with the same state dict).
+ORACLE (name → "timm" if timm has a model of this name with the same state dict).
 """
 
 import difflib
@@ -27,7 +27,7 @@ def create_model(name: str, **overrides) -> nn.Module:
         The model; `model.variant` is its name, `model.config` its configuration.
 
     Raises:
-        ValueError: the name is unknown (the nearest three are given), or an option's value will not do.
+        ValueError: the name is unknown (the message suggests three), or an option's value is invalid.
         TypeError: an option is unknown.
     """
     if name not in CATALOGUE:

@@ -1,4 +1,4 @@
-"""What every model has: the config fields that all of them share, and the methods that users of timm call."""
+"""Base classes of all models: common config fields, and timm's model methods."""
 
 import dataclasses
 import difflib
@@ -45,10 +45,10 @@ class BaseConfig:
                 raise ValueError(f"{field} is {getattr(self, field)}; a rate lies in [0, 1)")
 
     def replace(self: Config, **overrides: object) -> Config:
-        """A copy with some fields changed.
+        """Returns a copy with some fields changed.
 
         Raises:
-            TypeError: a field is unknown; the nearest names are given.
+            TypeError: a field is unknown; the message suggests names.
             ValueError: a value is outside its range.
         """
         names = [field.name for field in dataclasses.fields(self)]
@@ -65,10 +65,10 @@ class ImageModel(nn.Module):
 
     Attributes:
         config: every option.
-        variant: the name that `create_model` built it by.
+        variant: the name passed to `create_model`.
         num_classes: outputs of the head.
-        layout: how its weights are spelled elsewhere, a key of `weights.SPELLINGS`.
-        head_names: modules that read out classes; the beginnings of their keys in the state dict.
+        layout: parameter naming of its published checkpoints, a key of `weights.SPELLINGS`.
+        head_names: classifier modules, as prefixes of their keys in the state dict.
     """
 
     layout = "vit"
@@ -89,11 +89,11 @@ class ImageModel(nn.Module):
         return self.forward_head(self.forward_features(image))
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that weight decay should leave alone, as in timm."""
+        """Names of parameters to exclude from weight decay, as in timm."""
         return set()
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute every block in the backward pass instead of keeping its activations."""
+        """Enables recomputing every block in the backward pass instead of storing its activations."""
         self.grad_checkpointing = enable
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, ...]:
@@ -102,14 +102,14 @@ class ImageModel(nn.Module):
         return heads[0] if len(heads) == 1 else heads
 
     def reset_classifier(self, num_classes: int) -> None:
-        """New zero-initialised heads (ViT paper, section 3.2); 0 for none."""
+        """Replaces the heads by zero-initialised ones (ViT paper, section 3.2); 0 removes them."""
         self.config = self.config.replace(num_classes=num_classes)
         self.num_classes = num_classes
         for name in self.head_names:
             setattr(self, name, self.zero_head())
 
     def zero_head(self) -> nn.Module:
-        """A zero-initialised linear layer num_features → num_classes like the model's weights, or Identity."""
+        """A zero-initialised linear layer num_features → num_classes on the model's device, or Identity."""
         if not self.num_classes:
             return nn.Identity()
         like = next(self.parameters())

@@ -1,6 +1,6 @@
-"""One dataclass holds every option of a plain Vision Transformer, so that no constructor needs forty flags.
+"""`ViTConfig`: all options of a plain Vision Transformer in one dataclass.
 
-Names are timm's wherever timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
+Names are timm's where timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(BaseConfig):
-    """Everything that tells one plain ViT from another, beside the fields of `BaseConfig`.
+    """Options of a plain ViT, in addition to those of `BaseConfig`.
 
     Attributes:
         patch_size: P, patch side in pixels, or (height, width).
@@ -28,7 +28,7 @@ class ViTConfig(BaseConfig):
         depth: number of blocks.
         num_heads: H.
         head_dim: channels per head; None means D / H.
-        mlp_ratio: hidden channels of the MLP, in units of D. For "swiglu" it counts gate and value together.
+        mlp_ratio: hidden channels of the MLP divided by D; for "swiglu" gate and value together.
         mlp: "mlp" (fc1, act, fc2) or "swiglu" (fc1 holds gate and value; DINOv2 giant).
         act: "gelu" (exact, erf), "gelu_tanh" (JAX), "quick_gelu" (OpenAI CLIP), "relu" or "silu".
         norm: "pre" (x + f(LN x), the ViT paper) or "post" (LN(x + f(x)), the original Transformer).
@@ -37,7 +37,7 @@ class ViTConfig(BaseConfig):
         proj_bias: bias on the attention's output projection and on both MLP layers, as in timm.
         qk_norm: LayerNorm on each head's queries and keys (ViT-22B, arXiv:2302.05442, section 2).
         init_values: initial LayerScale (CaiT, arXiv:2103.17239, eq. 6); None means no LayerScale.
-        class_token: prepend a learned token; needed by global_pool="token".
+        class_token: prepend a learned token; required by global_pool="token".
         reg_tokens: register tokens after the class token (arXiv:2309.16588).
         pos_embed: "learned" (1-D table), "sincos1d", "sincos2d" (fixed), "learned2d" (a row and a column table),
             "relative" (key embeddings of 1-D offsets inside attention; ViT paper, appendix D.4) or "none".
@@ -126,6 +126,6 @@ class ViTConfig(BaseConfig):
 
 
 def fitting(image: int, patch: int) -> str:
-    """Which image sides would do."""
+    """Text that suggests valid image sides for an error message."""
     below, above = image // patch * patch, -(-image // patch) * patch
     return f"use {above}" if below < patch else f"use {below} or {above}"

@@ -37,7 +37,7 @@ class DistilledVisionTransformer(VisionTransformer):
         return [self.cls_token, self.dist_token]
 
     def set_distilled_training(self, enable: bool = True) -> None:
-        """Whether training returns (class logits, distillation logits)."""
+        """Sets whether training returns (class logits, distillation logits)."""
         self.distilled_training = enable
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ GIANT = dict(embed_dim=1536, depth=40, num_heads=24, mlp="swiglu", mlp_ratio=2.6
 
 
 class Dinov2(VisionTransformer):
-    """ViT whose positions are interpolated as in the official code; with registers that is timm's way."""
+    """ViT that interpolates positions as the official code does; with registers this is timm's method."""
 
     position_resize = "dinov2"
 

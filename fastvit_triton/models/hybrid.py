@@ -4,7 +4,7 @@ The ResNet is BiT's (Kolesnikov et al., arXiv:1912.11370).
 Differs from ViT:
   1. The patches are cut from the feature map (1x1 after stages, 8x8 after the root alone), not from the image.
   2. patch_size means total downsampling: "B/16" is 16 pixels a token. R50 at 16 has stage 4's blocks moved to stage 3.
-Adds the stem that joins them.
+Adds the stem.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from .vit import BASE, LARGE, SMALL, TINY
 
 
 class HybridEmbed(PatchEmbed):
-    """The ResNet, then a projection of patches of its feature map; `layers` counts the bottlenecks of each stage."""
+    """Stem: a ResNet, then a patch projection of its feature map; `layers` has the bottlenecks per stage."""
 
     def __init__(self, config: ViTConfig, layers: tuple[int, ...]) -> None:
         self.layers = layers

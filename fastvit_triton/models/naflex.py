@@ -20,7 +20,7 @@ from .vit import BASE
 
 
 class NaFlexAttention(Attention):
-    """Attention in which image b has only its first `kv_lens[b]` keys; the model sets them before its blocks run."""
+    """Attention with `kv_lens[b]` valid keys for image b; the model sets `kv_lens` before its blocks run."""
 
     kv_lens: Tensor | None = None
 
@@ -32,13 +32,13 @@ class NaFlexAttention(Attention):
 
 
 class NaFlexVisionTransformer(VisionTransformer):
-    """A ViT on patches of images of any size.
+    """ViT on patches of images of any size.
 
     Args:
         config: as for `VisionTransformer`; `img_size` is that of its position table.
 
     Raises:
-        ValueError: the config asks for what is not defined on a padded batch.
+        ValueError: an option is not defined for a padded batch.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -47,10 +47,10 @@ class NaFlexVisionTransformer(VisionTransformer):
         if config.global_pool not in ("token", "avg"):
             raise ValueError(f"global_pool is {config.global_pool!r}; patches of many sizes take 'token' or 'avg'")
         super().__init__(config, attention=NaFlexAttention)
-        self.lengths: Tensor | None = None  # [B], tokens of each image in the batch at hand
+        self.lengths: Tensor | None = None  # [B], tokens of each image in the current batch
 
     def forward_features(self, image: Tensor) -> Tensor:
-        """patches [B, L, 2 + P·P·C] → tokens [B, T + L, D] after the final norm; those beyond an image's are noise."""
+        """patches [B, L, 2 + P·P·C] → tokens [B, T + L, D] after the final norm; padding tokens are undefined."""
         places, patches = image[..., :2].long(), image[..., 2:]
         valid = places[..., 0] >= 0  # [B, L]
         projection = self.patch_embed.proj
@@ -61,7 +61,7 @@ class NaFlexVisionTransformer(VisionTransformer):
         grids = [(int(rows) + 1, int(columns) + 1) for rows, columns in places.amax(1).tolist()]
         tables = [self.positions(grid) for grid in grids]
         if tables[0] is not None:
-            first = tables[0].shape[1] - grids[0][0] * grids[0][1]  # rows of the table that are the prefix's
+            first = tables[0].shape[1] - grids[0][0] * grids[0][1]  # rows of the prefix tokens
             prefix = prefix + tables[0][:, :first] if first else prefix
             rows = [
                 table[0, first:][place[:, 0].clamp(min=0) * grid[1] + place[:, 1].clamp(min=0)]
@@ -75,7 +75,7 @@ class NaFlexVisionTransformer(VisionTransformer):
         return normalize(self.run_blocks(x), self.norm)
 
     def pool(self, x: Tensor) -> Tensor:
-        """Tokens [B, T + L, D] → [B, D]: the class token, or the mean of an image's own patches."""
+        """Tokens [B, T + L, D] → [B, D]: the class token, or the mean of the image's patches without padding."""
         if self.config.global_pool == "token":
             return x[:, 0]
         T = self.num_prefix_tokens
@@ -86,7 +86,7 @@ class NaFlexVisionTransformer(VisionTransformer):
 FLEX = dict(img_size=256, class_token=False, no_embed_class=True, global_pool="avg", init_values=1e-5)
 
 MODEL = NaFlexVisionTransformer
-ORACLE = {}  # timm's have the same weights under other names, which `load_weights` reads
+ORACLE = {}  # timm's have other parameter names, which `load_weights` converts
 VARIANTS = {
     "naflexvit_base_patch16_gap": ViTConfig(**BASE, **FLEX, reg_tokens=4),
     "naflexvit_so150m2_patch16_reg1_gap": ViTConfig(

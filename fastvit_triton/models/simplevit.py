@@ -19,7 +19,7 @@ VARIANTS = {
     "simplevit_small_patch16_224": ViTConfig(**SMALL, **SIMPLE),
     "simplevit_base_patch16_224": ViTConfig(**BASE, **SIMPLE),
 }
-ORACLE = {}  # vit-pytorch has the model, under other names
+ORACLE = {}  # vit-pytorch has the model, with other parameter names
 
 # Counted from the layer shapes: ViT's without class token and positions.
 PARAMS = {

@@ -1,4 +1,4 @@
-"""The plain Vision Transformer that every model file here configures or extends.
+"""The plain Vision Transformer, which the other model files configure or extend.
 
 Source: Dosovitskiy et al., An image is worth 16x16 words, arXiv:2010.11929, eq. 1-4 and figure 1. Parameter names are
 timm's: patch_embed, cls_token, reg_token, pos_embed, norm_pre, blocks, norm, attn_pool, fc_norm, head.
@@ -38,8 +38,8 @@ class VisionTransformer(ImageModel):
 
     Args:
         config: every option, see `ViTConfig`.
-        patch_embed: a stem in place of the configured one: `stem(image, pos, prefix)` gives tokens, and it has
-            `grid_size`, `num_patches` and `grid_of(image)`, as `PatchEmbed` has.
+        patch_embed: a stem to use instead of the configured one: `stem(image, pos, prefix)` returns tokens, and it has
+            `grid_size`, `num_patches` and `grid_of(image)` like `PatchEmbed`.
         attention: class of the blocks' attention, a subclass of `Attention` that overrides `attend`.
     """
 
@@ -94,7 +94,7 @@ class VisionTransformer(ImageModel):
         self.init_weights(config.weight_init)
 
     def add_tokens(self) -> None:
-        """Where a subclass creates prefix tokens of its own."""
+        """Hook for subclasses to create further prefix tokens."""
 
     def prefix(self) -> list[Tensor]:
         """The prefix tokens in order, each [1, T, D]."""
@@ -116,7 +116,7 @@ class VisionTransformer(ImageModel):
             self.pos_embed = None
 
     def positions(self, grid: tuple[int, int]) -> Tensor | None:
-        """The position table for a grid of patches, [1, N, D] or [1, T + N, D]; resampled when the grid is another."""
+        """The position table for a grid of patches, [1, N, D] or [1, T + N, D]; resampled for another grid."""
         own = self.patch_embed.grid_size
         if self.pos_embed is None:
             return None
@@ -136,7 +136,7 @@ class VisionTransformer(ImageModel):
         return normalize(self.run_blocks(x), self.norm)
 
     def run_blocks(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, N, D], with checkpoints where they are on."""
+        """[B, N, D] → [B, N, D], with activation checkpointing if enabled."""
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return self.blocks(x)
         for block in self.blocks:
@@ -158,20 +158,20 @@ class VisionTransformer(ImageModel):
         return x if pre_logits else self.head(x)
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that weight decay should leave alone, as in timm."""
+        """Names of parameters to exclude from weight decay, as in timm."""
         tokens = {"pos_embed", "cls_token", "reg_token", "dist_token"}
         positions = {name for name, _ in self.named_parameters() if "pos_embed." in name or ".position." in name}
         return tokens | positions
 
     def reset_classifier(self, num_classes: int) -> None:
-        """A new zero-initialised head (ViT paper, section 3.2) without pre-logits layer; 0 for none."""
+        """Replaces the head by a zero-initialised one (ViT paper, section 3.2) without pre-logits; 0 removes it."""
         self.config = self.config.replace(pre_logits=False)
         self.pre_logits = nn.Sequential()
         super().reset_classifier(num_classes)
 
     @torch.no_grad()
     def init_weights(self, scheme: str) -> None:
-        """Draws all weights anew: "timm" (truncated normal 0.02, zero biases) or "jax" (the ViT paper's code)."""
+        """Reinitialises all weights: "timm" (truncated normal 0.02, zero biases) or "jax" (the ViT paper's code)."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 if scheme == "timm":
@@ -200,7 +200,7 @@ class VisionTransformer(ImageModel):
 def build_block(
     config: ViTConfig, drop_path: float, prefix_tokens: int, attention: type[Attention] = Attention
 ) -> Block:
-    """One block as configured."""
+    """Builds one block from the config."""
     D = config.embed_dim
     head_dim = config.head_dim or D // config.num_heads
     grid = config.grid_size

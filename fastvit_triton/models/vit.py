@@ -3,7 +3,7 @@
 Official: google-research/vision_transformer.
 The plain Transformer itself (`VisionTransformer`), in the sizes of the paper's Table 1, of "How to train your ViT"
 (arXiv:2106.10270: Ti, S) and of "Scaling vision transformers" (arXiv:2106.04560: g, G).
-Differs from the JAX code: GELU is exact (erf) as in timm; act="gelu_tanh" and weight_init="jax" give the original.
+Differs from the JAX code: exact (erf) GELU, as in timm; act="gelu_tanh" and weight_init="jax" give the original.
 `*_postnorm_*` normalises after the residual sum, LN(x + f(x)), and has no final norm.
 Adds nothing.
 """
