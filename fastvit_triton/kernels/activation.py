@@ -1,6 +1,6 @@
-"""Activations: in PyTorch by name, and on the device with their derivatives.
+"""Activation functions: PyTorch versions by name, and device functions with derivatives.
 
-"swiglu" gates a product of two halves, silu(gate) · up; here it stands for the SiLU of its gate.
+"swiglu" is silu(gate) · up for the two halves of a matmul's output; the functions here compute only silu(gate).
 
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
           SwiGLU: Shazeer, arXiv:2002.05202, eq. 6.

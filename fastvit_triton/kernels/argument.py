@@ -1,6 +1,6 @@
 """Types of grouped arguments, and checks of single arguments: rank, device, dtype, range.
 
-Every message is one sentence that names the argument and the value that was given.
+Every error message is one sentence that names the argument and its value.
 """
 
 import math
@@ -18,17 +18,17 @@ Rope = tuple[Tensor, Tensor, bool]  # cos and sin, up to [B, H, N - prefix, D]; 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LARGEST = 2.0**62  # its square is finite in float32, and as an int it has 64 bits
-CHECK = os.environ.get("FASTVIT_TRITON_CHECK", "0") not in ("", "0")  # check values of tensors on a GPU, too
+CHECK = os.environ.get("FASTVIT_TRITON_CHECK", "0") not in ("", "0")  # also check values of GPU tensors
 
 
 class Norm(NamedTuple):
-    """Parameters of the normalisation before a projection. A plain tuple (weight, bias, eps) is accepted as well.
+    """Parameters of the normalisation before a projection. A plain tuple (weight, bias, eps) is also accepted.
 
     Attributes:
         weight: γ [K], or None.
         bias: β [K], or None.
         eps: ε, added to the variance.
-        kind: "layer_norm", the only kind that the kernels have.
+        kind: "layer_norm", the only kind supported.
     """
 
     weight: Tensor | None
@@ -38,13 +38,13 @@ class Norm(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """A LayerNorm's result for the product that follows, made by whatever wrote its input.
+    """LN(x) for the next matmul, computed in the pass that wrote x.
 
     Attributes:
-        y: LN(x) [B, ..., D], in the dtype of the product.
-        mean: [M] fp32, for the backward pass; None if there is none.
+        y: LN(x) [B, ..., D], in the matmul's dtype.
+        mean: [M] fp32, for the backward pass, or None.
         rstd: [M] fp32.
-        late_bias: what x has in excess: the bias of the product that ends its branch, which then adds to x in place.
+        late_bias: bias of the branch's last matmul if it was already added to x; the matmul then accumulates into x.
     """
 
     y: Tensor
@@ -54,10 +54,10 @@ class Normalized(NamedTuple):
 
 
 class NextNorm(NamedTuple):
-    """What the branch that follows asks of the sum that a mixed call ends with.
+    """The LayerNorm of the next branch, which a mixed call applies to its output.
 
     Attributes:
-        norm: its LayerNorm.
+        norm: parameters of the LayerNorm.
         late_bias: bias [D] to add to the sum after the norm, or None; see `Normalized`.
     """
 
@@ -66,14 +66,14 @@ class NextNorm(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What follows a matrix product [..., F] before it is stored.
+    """Operations fused after a matmul [..., F].
 
     Attributes:
-        activation: its name, or None.
+        activation: name, or None.
         layer_scale: [F], or None.
         sample_scale: [B], the drop-path factor of each image, or None.
         residual: [..., F], added last, or None.
-        return_stats: the row statistics of the result are wanted.
+        return_stats: also return the row statistics of the result.
     """
 
     activation: str | None
@@ -84,7 +84,7 @@ class Epilogue(NamedTuple):
 
 
 def is_like(tensor: Tensor, like: Tensor, *shape: int) -> bool:
-    """True for a dense tensor of that shape with the dtype and device of `like`: then no check can fail."""
+    """True for a dense tensor of that shape with the dtype and device of `like`, which passes all checks."""
     return (
         isinstance(tensor, Tensor)
         and tensor.shape == shape
@@ -112,7 +112,7 @@ def expect_rows(argument: str, x: Tensor, axis: str) -> None:
 def expect_floating(argument: str, tensor: Tensor, like: Tensor | None = None) -> None:
     """Raises TypeError unless the tensor is floating point and, if `like` is given, has its dtype.
 
-    Under autocast dtypes may differ, for autocast casts both operands of a product; it does not cast float64.
+    Under autocast dtypes may differ, because autocast casts both operands of a matmul; it does not cast float64.
     """
     dtype = tensor.dtype
     if dtype not in FLOATS:
@@ -145,7 +145,7 @@ def _can_mix(a: torch.dtype, b: torch.dtype) -> bool:
 def is_autocast_on(x: Tensor) -> bool:
     """True if autocast is enabled for the device of x."""
     kind = x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)  # it raises for the meta device
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # is_autocast_enabled raises for "meta"
 
 
 def expect_number(argument: str, value: float, least: float = -math.inf) -> None:

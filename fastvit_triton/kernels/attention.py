@@ -138,20 +138,20 @@ def varlen_attention(
 def prefers_kernel(
     x: Tensor, heads: int, lengths: tuple[int, int], widths: tuple[int, int], bare: bool, packed: bool
 ) -> bool:
-    """True if the plan has our kernel for this attention rather than the reference.
+    """True if the plan selects our kernel for this attention, not the reference.
 
     Args:
         x: [B, ...], with the device and the dtype of the operands.
         heads: H.
         lengths: Nq and Nk.
         widths: D and Dv.
-        bare: no bias, key lengths, norms or rotary positions; a row without keys gives 0 with our kernel only.
+        bare: no bias, key lengths, norms or rotary positions; only our kernel gives 0 for a row without keys.
         packed: the gradients of q, k and v are one tensor.
     """
     D, Dv = widths
     deterministic = torch.is_grad_enabled() and torch.are_deterministic_algorithms_enabled()
     empty = not torch.compiler.is_compiling() and 0 in (x.shape[0], *lengths)
-    if not bare or D % 8 or D != Dv or deterministic or empty:  # SDPA pads odd widths, and sums dq in any order
+    if not bare or D % 8 or D != Dv or deterministic or empty:  # SDPA pads odd widths, and its dq is not deterministic
         return True
     return plan.prefers_kernel(x, "attention", *plan.lengths_of(x.shape[0], *lengths, int(heads)), int(D), packed)
 
@@ -165,7 +165,7 @@ def reference(
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Equations (1) and (2) by PyTorch's fused attention; written out for L and for forward-mode AD, which it lacks."""
+    """Equations (1) and (2) by PyTorch's fused attention; written out if L or forward-mode AD is needed."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = _mask(q, k, bias, kv_lens)
     if not return_lse and torch.autograd.forward_ad._current_level < 0:
@@ -183,7 +183,7 @@ def reference(
 def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
-    """Attention over all T tokens, masked so that a token attends to its own image only; `max_seqlen` is not used."""
+    """Attention over all T tokens, masked so that each token attends only to its own image; `max_seqlen` is ignored."""
     tokens = torch.arange(len(q), device=q.device)
     image = torch.searchsorted(cu_seqlens[1:].contiguous().to(tokens.dtype), tokens, right=True)  # [T]
     same = (image[:, None] == image[None, :]) & (image < len(cu_seqlens) - 1)[:, None]

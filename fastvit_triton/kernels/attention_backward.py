@@ -251,7 +251,7 @@ def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, pack
     do, q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (do, q, k, v))
     tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, do=do, o=o, l=lse)
     tensors |= dict(dq=dq, dk=dk, dv=dv)
-    if learn_bias:  # one gradient for every head, query and key: not broadcast
+    if learn_bias:  # dbias is not broadcast over heads, queries and keys
         shape = (bias.shape[0], *q.shape[1:3], k.shape[2])
         tensors["dbias"] = torch.zeros(shape, dtype=torch.float32, device=q.device)
     launches = prepared(_prepare, tensors, max_seqlen, scale)
@@ -265,7 +265,7 @@ def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, pack
 
 
 def _prepare(tensors, max_seqlen, scale):
-    """The launches of the backward pass: one if a program can hold a head, else for dq, for dk and dv, for dbias."""
+    """Launches of the backward pass: one if a program can hold a whole head, else one each for dq, dk/dv and dbias."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu_seqlens is not None

@@ -15,14 +15,14 @@ from .launch import config, launch, power_of_2, precision, split_tiles
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu_seqlens, SymInt max_seqlen, float scale"
 )
-MAX_PREPARED = 4096  # layouts of tensors whose launches are remembered
-WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # head widths in bytes by which rows of tuned/ are named
+MAX_PREPARED = 4096  # cached launches, by layout of the tensors
+WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # head widths in bytes in row names of tuned/
 
 _prepared: dict[tuple, list] = {}  # by layout of the tensors; see `prepared`
 
 # Default launch parameters by kernel, with separate entries for a bias and for IEEE float32 products. The first row
-# applies whose limit, in bytes, is at least the width of the wider of q's and v's heads. Every row fits every
-# architecture; only rows for fp32 heads of more than 64 channels spill registers.
+# whose limit, in bytes, is at least the wider of q's and v's heads is used. Every row fits every architecture; only
+# rows for fp32 heads of more than 64 channels spill registers.
 SPACE = {
     "fwd": (
         (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
@@ -105,7 +105,7 @@ def tuned_row(kernel: str, q: Tensor, bias: Tensor | None, width: int) -> tuple[
 
 
 def blocks_of(kernel: str, q: Tensor, bias: Tensor | None, images: int, Nq: int, Nk: int, width: int) -> dict[str, int]:
-    """Launch parameters: those measured or in tuned/ if there are any, else those of SPACE."""
+    """Launch parameters: from measurements or tuned/ if present, else from SPACE."""
     block = config(*tuned_row(kernel, q, bias, width), q.device, images * q.shape[1], Nq, Nk)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
@@ -117,8 +117,8 @@ def whole_head_blocks(
 ) -> dict[str, int] | None:
     """Launch parameters if one program computes all gradients of a head, None if two kernels do.
 
-    dQ is rounded once for each block of keys, so more than two blocks are left to the two kernels. A row of tuned/ with
-    BLOCK_N = 0 selects the two kernels for any Nk.
+    dQ is rounded once per block of keys, so for more than two blocks two kernels are used. A row of tuned/ with
+    BLOCK_N = 0 selects two kernels for any Nk.
     """
     (limit, default), size = SPACE["bwd"][-1], width * q.element_size()
     if bias is not None or q.dtype == torch.float32 or size > limit or width != power_of_2(width):
@@ -163,7 +163,7 @@ def arguments_of(tensors: dict[str, Tensor | None], max_seqlen: int, scale: floa
 
 
 class Prepared(NamedTuple):
-    """A launch but for its tensors: kernel, grid, names of its tensors, its numbers, compile-time arguments."""
+    """A launch without its tensors: kernel, grid, names of its tensors, its numbers, compile-time arguments."""
 
     kernel: Callable
     grid: tuple[int]
@@ -173,7 +173,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(kernel: Callable, programs: int, blocks: dict[str, int], **arguments: object) -> Prepared:
-    """A launch of a kernel, with those of the named arguments that it takes; its pointers come first."""
+    """Prepares a launch of a kernel; uses only the named arguments that it takes. Its pointers come first."""
     at_run_time, fixed = _names(kernel.fn)
     tensors = [name.removesuffix("_ptr") for name in at_run_time if name.endswith("_ptr")]
     numbers = [arguments[name] for name in at_run_time[len(tensors) :]]
@@ -184,7 +184,7 @@ def prepare(kernel: Callable, programs: int, blocks: dict[str, int], **arguments
 def prepared(
     make: Callable[..., list[Prepared]], tensors: dict[str, Tensor | None], *settings: object
 ) -> list[Prepared]:
-    """The launches that make(tensors, *settings) prepares, which it does once for each layout of the tensors."""
+    """Launches from make(tensors, *settings), cached by the layout of the tensors."""
     q = tensors["q"]
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
     ieee = q.dtype == torch.float32 and torch.get_float32_matmul_precision()
@@ -200,20 +200,20 @@ def prepared(
 
 
 def start(one: Prepared, tensors: dict[str, Tensor | None]) -> None:
-    """Launches a kernel."""
+    """Launches a prepared kernel on these tensors."""
     kernel, grid, names, numbers, fixed = one
     launch(kernel, grid, *[tensors[name] for name in names], *numbers, **fixed)
 
 
 def run(kernel: Callable, programs: int, blocks: dict[str, int], **arguments: object) -> None:
-    """Launches a kernel with those of the named arguments that it takes."""
+    """Launches a kernel; uses only the named arguments that it takes."""
     tensors = {name.removesuffix("_ptr"): value for name, value in arguments.items()}
     start(prepare(kernel, programs, blocks, **arguments), tensors)
 
 
 @functools.cache
 def _names(function: Callable) -> tuple[list[str], list[str]]:
-    """Names of a kernel's run-time and of its compile-time parameters; only these are annotated."""
+    """(names of a kernel's run-time parameters, names of its compile-time parameters, which are annotated)."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return [n for n in names if n not in function.__annotations__], list(function.__annotations__)
 

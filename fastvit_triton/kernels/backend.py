@@ -16,15 +16,15 @@ def _environment() -> str:
     return os.environ.get("FASTVIT_TRITON_BACKEND", "auto")
 
 
-_switch: str = _environment()  # an invalid value raises when it is first read
+_switch: str = _environment()  # an invalid value raises on first use
 
 
 def backend() -> str:
     """Value of the switch: from `set_backend`, else from FASTVIT_TRITON_BACKEND at import, else "auto".
 
-    "auto" lets `plan` choose, where the kernels run: fused, mixed or plain. "torch" always takes the PyTorch path.
-    "triton" always runs fused, and uses the kernels for CPU tensors, too, which needs Triton's interpreter
-    (TRITON_INTERPRET=1): slow, and meant for tests.
+    With "auto", `plan` selects fused, mixed or plain if the kernels can run. "torch" always takes the PyTorch path.
+    "triton" always runs fused, also for CPU tensors, which needs Triton's interpreter (TRITON_INTERPRET=1): slow, for
+    tests.
 
     Raises:
         ValueError: the environment variable has another value.
@@ -103,7 +103,7 @@ def _too_old(index: int | None) -> str | None:
     return f"compute capability {properties.major}.{properties.minor} is below 8.0"
 
 
-_too_old._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, which would import Dynamo
+_too_old._dynamo_marked_constant = True  # like torch.compiler.assume_constant_result, without importing Dynamo
 _floor = functools.cache(_too_old)
 
 
@@ -112,6 +112,6 @@ def kernels_available(x: torch.Tensor, head_dim: int = 0) -> bool:
 
     It depends only on device, dtype, head_dim and the switch, so Dynamo treats it as a constant.
     """
-    if x.device.type == "cpu" and _switch in ("auto", "torch") and launch.target is None:  # most frequent
+    if x.device.type == "cpu" and _switch in ("auto", "torch") and launch.target is None:  # fast path
         return False
     return why_not(x.device, x.dtype, head_dim) is None

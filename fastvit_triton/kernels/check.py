@@ -129,7 +129,7 @@ def norm(x: Tensor, value: Norm | None, stats: Tensor | None, weight: Tensor | P
 
 
 def _covers(tiles: int, K: int) -> bool:
-    """True if K columns in tiles of some power-of-two width are that many tiles; not checked under torch.compile."""
+    """True if K columns form that many tiles for some power-of-two tile width; not checked under torch.compile."""
     return torch.compiler.is_compiling() or tiles == cdiv(K, power_of_2(cdiv(K, tiles)))
 
 

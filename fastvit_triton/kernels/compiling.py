@@ -1,4 +1,4 @@
-"""Compiles kernels before their first launch, in threads: Triton's compiler releases the interpreter's lock."""
+"""Compiles kernels in threads before their first launch; Triton's compiler releases the GIL."""
 
 import contextlib
 import os
@@ -15,22 +15,22 @@ THREADS = min(os.cpu_count() or 1, 16)
 
 
 class Pointer:
-    """Stands for a tensor: what Triton chooses a binary by."""
+    """Stands in for a tensor: the properties by which Triton selects a binary."""
 
     def __init__(self, t: torch.Tensor) -> None:
         self.dtype, self._address, self._range = t.dtype, t.data_ptr(), t.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:
-        """Address of the tensor; its remainder by 16 counts."""
+        """Address of the tensor; only its remainder modulo 16 matters."""
         return self._address
 
     def ptr_range(self) -> int:
-        """Bytes of its storage; below 2 GiB the compiler for AMD uses 32-bit offsets."""
+        """Size of the storage in bytes; below 2 GiB the AMD compiler uses 32-bit offsets."""
         return self._range
 
 
 class Launch(NamedTuple):
-    """A launch to compile for: the arguments of `launch.launch`, with pointers for tensors, and its device."""
+    """A launch to compile: the arguments of `launch.launch`, with `Pointer` for tensors, and its device."""
 
     kernel: Callable
     grid: tuple[int, ...]
@@ -40,17 +40,17 @@ class Launch(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """Equal for launches of one binary."""
+        """Key that is equal for launches of the same binary."""
         return self.kernel, self.device, *map(_kind, self.arguments), *self.fixed.items()
 
 
 class Collector(launch.Recorder):
     """A dispatch mode in which kernels are not launched.
 
-    What the launches would have written stays as it was, so results are undefined.
+    Their outputs are not written, so results are undefined.
 
     Attributes:
-        launches: one for each binary that they need.
+        launches: one launch for each required binary.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Collector(launch.Recorder):
         return True
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        """Runs an operator; one of ours is entered."""
+        """Runs an operator; for our own, collects the launches inside."""
         if function.namespace != "fastvit_triton":
             return function(*arguments, **named or {})
         with self:
@@ -77,10 +77,10 @@ class Collector(launch.Recorder):
 
 @contextlib.contextmanager
 def compiling(launches: Sequence[Launch], threads: int = THREADS) -> Iterator[list[Future]]:
-    """Compiles in the background; yields one future for each launch, of Triton's compiled kernel.
+    """Compiles in the background; yields, for each launch, a future of Triton's compiled kernel.
 
-    The end of the context cancels those that have not begun and waits for the others. Kernels in the interpreter need
-    no compiling: their result is None.
+    At exit, compilations that have not started are cancelled, and running ones are awaited. In the interpreter nothing
+    is compiled, and results are None.
     """
     pool = ThreadPoolExecutor(max(threads, 1), "fastvit_triton compiles")
     try:
@@ -104,7 +104,7 @@ def _pointers(value: object) -> object:
 
 
 def _kind(value: object) -> object:
-    """What an argument's value changes in a binary."""
+    """The property of an argument on which the binary depends."""
     if isinstance(value, tuple):
         return tuple(map(_kind, value))
     if isinstance(value, Pointer):

@@ -1,12 +1,12 @@
-"""Expected time of a branch on a GPU in each way, from its launches and one table of rates, tuned/rates.json.
+"""Predicts the time of a branch on a GPU in each way, from its launches and the rates in tuned/rates.json.
 
 A launch takes max(flops / rate of its kind, bytes / bandwidth, 2.5 µs). Bytes count every tensor that a launch reads or
-writes once. The table states where each rate comes from; ratios of our kernels come as [pessimistic, expected, best].
-Nothing here was measured: what was measured stands in tuned/<architecture>.json and comes first, see `plan`.
+writes once. The table states the source of each rate; ratios of our kernels are [pessimistic, expected, best]. All
+times here are predicted; measurements are in tuned/<architecture>.json and take precedence, see `plan`.
 
-Ways      fused: our kernels, with the LayerNorm folded into the first product.
-          mixed: the library's products and one pass for what is between them: activation; LayerScale, stochastic depth,
-          residual and the next LayerNorm. Attention by whichever kernel is expected to be faster.
+Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
+          mixed: BLAS matmuls, and one pass for the operations between them: activation; LayerScale, stochastic depth,
+          residual and the next LayerNorm. Attention by the kernel that is expected to be faster.
           plain: PyTorch's modules, operator by operator.
 """
 
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from .launch import TUNED
 
-WAYS = ("plain", "mixed", "fused")  # of equal times the first is chosen
-LEAST_US = 2.5  # of a launch
+WAYS = ("plain", "mixed", "fused")  # ties are resolved in this order
+LEAST_US = 2.5  # minimum time of a launch
 PASS, NORM_BACKWARD = 0.85, 0.65  # fraction of the copy bandwidth: elementwise passes; LayerNorm backward of PyTorch
-TILES = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}  # of a product → fraction of its rate
+TILES = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}  # tile of a matmul → fraction of its rate
 NARROW = 384  # bytes of a row up to which one launch computes an MLP; see `mlp`
 
 
@@ -31,10 +31,10 @@ class Gpu(NamedTuple):
         name: as the driver reports it, in part.
         architecture: sm_90, gfx942, …
         units: streaming multiprocessors.
-        product_tflops: of the library's 16-bit products with long sums.
-        copy_gbs: of a copy, read and written.
-        fused_product: rate of our products as a fraction of the library's: pessimistic, expected, best.
-        attention_tflops: of PyTorch's attention, forward and backward, at some 200 tokens.
+        product_tflops: of 16-bit BLAS matmuls with large K.
+        copy_gbs: bandwidth of a copy, reads plus writes.
+        fused_product: rate of our matmuls as a fraction of BLAS: pessimistic, expected, best.
+        attention_tflops: of PyTorch's attention, forward and backward, at about 200 tokens.
         fused_attention_tflops: of ours.
         source: where the rates come from.
     """
@@ -51,18 +51,18 @@ class Gpu(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """What the cost of a residual branch depends on.
+    """Sizes of a residual branch that determine its cost.
 
     Attributes:
         kind: "attention" or "mlp".
         images: B.
         tokens: N of an image.
-        channels: C of the stream.
-        width: outputs of the first product: those of queries, keys and values, or of the hidden layer (twice if gated).
-        inner: inputs of the last product.
+        channels: C of the residual stream.
+        width: outputs of the first matmul: queries, keys and values, or the hidden layer (twice if gated).
+        inner: inputs of the last matmul.
         heads: H of attention, else 0.
-        scales: of LayerScale and stochastic depth, how many are present.
-        itemsize: bytes of a value.
+        scales: number of LayerScale and stochastic depth present (0 to 2).
+        itemsize: bytes per value.
     """
 
     kind: str
@@ -84,20 +84,20 @@ class Branch(NamedTuple):
 
     @property
     def rounded(self) -> "Branch":
-        """With tokens and images as the smallest power of two that is at least as large: one measurement for many."""
+        """A copy with images and tokens rounded up to powers of two, so that one measurement covers many sizes."""
         tokens, images = (1 << max(n - 1, 0).bit_length() for n in (self.tokens, self.images))
         return self._replace(tokens=tokens, images=images)
 
 
 class Launch(NamedTuple):
-    """One launch: its flops, bytes, and what its rate depends on.
+    """One launch: its flops and bytes, and properties that determine its rate.
 
     Attributes:
         kind: "product", "fused product", "attention", "fused attention", "norm backward" or "pass".
         flops: of the operation.
         nbytes: read and written.
-        size: (M, N, K) of a product [M, K] · [K, N].
-        backward: of attention.
+        size: (M, N, K) of a matmul [M, K] · [K, N].
+        backward: True for the backward pass of attention.
     """
 
     kind: str
@@ -109,7 +109,7 @@ class Launch(NamedTuple):
 
 @functools.cache
 def table() -> dict:
-    """tuned/rates.json."""
+    """Content of tuned/rates.json."""
     return json.loads((TUNED / "rates.json").read_text())
 
 
@@ -121,7 +121,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def gpu_of(architecture: str, name: str = "") -> Gpu:
-    """The GPU of that name; else the first in the table with that architecture, else the H200."""
+    """The GPU of that name; else the first of that architecture in the table, else the H200."""
     known = list(gpus().values())
     named = [gpu for gpu in known if gpu.name in name and gpu.architecture == architecture]
     return next(iter([*named, *(gpu for gpu in known if gpu.architecture == architecture)]), known[0])
@@ -132,11 +132,11 @@ def block_us(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
 
     Args:
         gpu: its rates.
-        branches: one after another.
+        branches: in order.
         way: of all of them.
-        training: with the backward pass.
+        training: include the backward pass.
         frozen: LayerNorms are folded beforehand.
-        ratio: which of the ratios of our kernels: 0 pessimistic, 1 expected, 2 best.
+        ratio: index of the ratio of our kernels: 0 pessimistic, 1 expected, 2 best.
     """
     return sum(launch_us(gpu, launch, ratio) for launch in launches(gpu, branches, way, training, frozen))
 
@@ -152,15 +152,15 @@ def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
 
 
 def compiled_us(gpu: Gpu, branches: tuple[Branch, ...], training: bool) -> float:
-    """Expected microseconds of the same under torch.compile: as mixed, with PyTorch's attention."""
+    """Expected microseconds of the branches under torch.compile: as mixed, with PyTorch's attention."""
     return block_us(gpu._replace(fused_attention_tflops=(1e-9, 1e-9)), branches, "mixed", training, False)
 
 
 def saved_values(branch: Branch, way: str) -> int:
-    """Values of each token that a branch keeps for the backward pass, without LayerScale, drop-path and statistics.
+    """Values per token that a branch saves for the backward pass, without LayerScale, drop-path and statistics.
 
-    The sum over a block of a ViT with hidden width 4·C is 16·C if it is plain, else 10·C: there LN(x) and the output of
-    the activation are computed again.
+    For a ViT block with hidden width 4·C the sum is 16·C if plain, else 10·C, because LN(x) and the activation's output
+    are recomputed.
     """
     again = 0 if way != "plain" else branch.channels + branch.inner * (branch.kind != "attention")
     return branch.channels + branch.width + branch.inner * (branch.kind == "attention") + again
@@ -180,7 +180,7 @@ def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
 
 
 def _product_us(gpu: Gpu, M: int, N: int, K: int) -> float:
-    """The library's product with its best tile: each wave of tiles takes as long as a full one."""
+    """Expected microseconds of a BLAS matmul with its best tile; each wave of tiles takes as long as a full one."""
     efficiency = next(e for most, e in table()["product_efficiency"]["values"] if K <= most)
     best = math.inf
     for (rows, columns), fraction in TILES.items():
@@ -190,7 +190,7 @@ def _product_us(gpu: Gpu, M: int, N: int, K: int) -> float:
 
 
 def _product(branch: Branch, M: int, N: int, K: int, ours: bool = False, extra: float = 0) -> Launch:
-    """A product, with `extra` values read or written besides its operands."""
+    """A matmul launch, with `extra` values read or written besides its operands."""
     kind = "fused product" if ours else "product"
     return Launch(kind, 2.0 * M * N * K, branch.itemsize * (M * K + N * K + M * N + extra), (M, N, K))
 
@@ -207,7 +207,7 @@ def _attention(branch: Branch, ours: bool, backward: bool = False) -> Launch:
 
 
 def _faster_attention(gpu: Gpu, branch: Branch, backward: bool = False) -> Launch:
-    """The kernel of a mixed branch."""
+    """The faster attention kernel, ours or PyTorch's, for a mixed branch."""
     pair = [_attention(branch, ours, backward) for ours in (False, True)]
     return min(pair, key=lambda launch: launch_us(gpu, launch))
 
@@ -220,10 +220,10 @@ def _forward(
         found = [] if frozen and not training else [_pass(b, 2 * b.width * C)]  # the fold
         narrow = not attention and not training and C * b.itemsize <= NARROW and b.itemsize == 2
         found += [] if not first or narrow else [_pass(b, M * C)]  # row statistics
-        if narrow:  # the hidden layer stays on the chip
+        if narrow:  # the hidden layer is not written
             one = _product(b, M, b.width + b.inner, C, True, 2 * M * C - M * (b.width + b.inner) - M * C)
             return [*found, one]
-        extra = 0 if attention else M * (b.inner if training else b.inner - b.width)  # pre is saved, and h written
+        extra = 0 if attention else M * (b.inner if training else b.inner - b.width)  # pre is saved, and h is written
         middle = [_faster_attention(gpu, b)] if attention else []
         return [*found, _product(b, M, b.width, C, True, extra), *middle, _product(b, M, C, b.inner, True, M * C)]
     norm = [] if way == "mixed" and not first else [_pass(b, 2 * M * C)]
@@ -239,15 +239,15 @@ def _forward(
 
 def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
     M, C, attention = b.images * b.tokens, b.channels, b.kind == "attention"
-    products = [_product(b, M, b.inner, C), _product(b, C, b.inner, M)]  # of the last layer, then of the first
+    products = [_product(b, M, b.inner, C), _product(b, C, b.inner, M)]  # last layer, then first layer
     products += [_product(b, M, C, b.width), _product(b, b.width, C, M)]
-    sums = [_pass(b, M * C), _pass(b, M * b.width)]  # gradients of the biases
+    sums = [_pass(b, M * C), _pass(b, M * b.width)]  # bias gradients
     small = _pass(b, 0)
     if way == "plain":
         middle = [_pass(b, M * (2 * b.width + b.inner))]
-        if attention:  # three kernels of FlashAttention, and the gradients side by side
+        if attention:  # FlashAttention's three kernels, and packing dq, dk, dv
             middle = [_attention(b, False, True), small, small, _pass(b, 2 * M * b.width)]
-        norm = [_pass(b, 3 * M * C, "norm backward"), small, small, _pass(b, 3 * M * C)]  # and the residual's gradient
+        norm = [_pass(b, 3 * M * C, "norm backward"), small, small, _pass(b, 3 * M * C)]  # last: the residual
         return [*products, *sums, *middle, *norm, *[_pass(b, 3 * M * C)] * b.scales]
     middle = [_pass(b, 2 * M * (b.width + b.inner))]
     if attention:
@@ -257,7 +257,7 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
     return [*products, *scaled, *sums, *middle, _pass(b, 5 * M * C), small]
 
 
-Pair = tuple[list[Launch], list[Launch]]  # launches of our kernels, and of PyTorch's operators
+Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
 
 
 def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, residual: bool, fold: bool) -> Pair:
@@ -272,7 +272,7 @@ def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, resid
 def _attention_pair(
     size: int, training: bool, images: int, heads: int, queries: int, keys: int, D: int, packed: bool
 ) -> Pair:
-    """`attention` or, packed, `attention_qkv`; the gradient of packed projections is one tensor."""
+    """`attention`, or `attention_qkv` if packed; then the gradient of the projections is one tensor."""
     b = Branch("attention", images, keys, heads * D, (2 * keys + queries) * heads * D // max(keys, 1), heads * D, heads,
                itemsize=size)  # fmt: skip
     flops = 4.0 * images * heads * queries * keys * D

@@ -1,12 +1,12 @@
-"""Folds LayerNorms into the projections that follow them, so that the matrix product reads x without normalising it.
+"""Folds LayerNorms into the projections that follow them, so that the matmul reads x without normalising it.
 
 Math      W' = W·diag(γ)    s_f = Σ_k W'_fk    c = W β + b                                   (1)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row of x  (2)
           s is summed over the rounded W', so that a constant in x cancels exactly.
 Backward  dW = dW'·diag(γ) + dc βᵀ    db = dc    dγ = Σ_f dW'_f ∘ W_f    dβ = Wᵀ dc           (3)
-          computed by PyTorch. s is a function of W' and has no gradient of its own.
-Kernels   One launch for all projections of all norms, each program over whole rows; it writes the projections of a norm
-          packed. The backward pass of `linear` uses the kernel for W' alone, with rows times layer_scale.
+          computed by PyTorch. s is a function of W' and has no separate gradient.
+Kernels   One launch for all projections of all norms; programs process whole rows and write the projections of a norm
+          packed. The backward pass of `linear` uses the kernel for W' only, with rows times layer_scale.
 Saved     W, γ, β.
 Cost      2·F·K values (reads W, writes W'); a separate LayerNorm moves 2·M·K. `pays` compares the two.
 Sources   Ba et al., Layer Normalization, arXiv:1607.06450, eq. 4, multiplied out.
@@ -47,7 +47,7 @@ class Folded(NamedTuple):
         weight: W' [F, K], in the dtype of the product.
         colsum: s [F] fp32, the column sums of W'ᵀ.
         bias: c [F] fp32.
-        source: the packed projection and norm that receive the gradients; None if gradients flow through W' and c.
+        source: the packed projection and norm that get the gradients; None if gradients flow through W' and c.
     """
 
     weight: Tensor
@@ -168,7 +168,7 @@ def check(weights: tuple[Tensor, ...], biases: Tensors, norm_weight: Tensor | No
 def packed(weights: tuple[Tensor, ...], biases: Tensors) -> tuple[Tensor, Tensor | None]:
     """Projections packed into one weight [F, K] and one bias [F] (None if all are None; a missing one is zeros).
 
-    One launch if no gradients are needed, else torch.cat.
+    Takes one launch if no gradients are needed, else torch.cat.
     """
     if len(weights) == 1:
         return weights[0], biases[0]
@@ -354,7 +354,7 @@ class _Fn(torch.autograd.Function):
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (F, K) = make_randn(device, dtype), (case[a] for a in ("F", "K"))
     weights = tuple(randn(F, K, scale=K**-0.5) for _ in range(case["parts"]))
-    biases = tuple(None if i == 1 else randn(F) for i in range(case["parts"]))  # as BEiT's keys
+    biases = tuple(None if i == 1 else randn(F) for i in range(case["parts"]))  # as for BEiT's keys
     return {"weights": weights, "biases": biases, "norm_weight": randn(K), "norm_bias": randn(K), "dtype": dtype}
 
 

@@ -1,4 +1,4 @@
-"""Launches of kernels, their parameters (rows of the tables in tuned/), and tile arithmetic."""
+"""Launches kernels, looks up their parameters (rows of the tables in tuned/), and computes tile sizes."""
 
 import contextlib
 import functools
@@ -14,25 +14,25 @@ from . import measured
 from .tile import TRITON
 
 TUNED = Path(__file__).parent / "tuned"
-target: str | None = None  # architecture that takes the place of the device's own; see `targeting`
-_overrides: tuple[dict, dict] | None = None  # rows in use instead of the tables', and those looked up; see `overriding`
+target: str | None = None  # architecture used instead of the device's; see `targeting`
+_overrides: tuple[dict, dict] | None = None  # (rows used instead of the tables, rows looked up); see `overriding`
 
 
 def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed: object) -> None:
-    """Launches a kernel, on the device of its first argument; nothing else in the package launches one.
+    """Launches a kernel on the device of its first argument. All launches of the package go through this function.
 
-    What was launched before with the same key is launched directly, all else by `run`. The key holds all that
-    JITFunction.run chooses a binary by: device, compile-time arguments, options, the knobs that it reads, and Triton's
-    own specialisation of the arguments (dtypes, addresses and integers divisible by 16, integers that are 1 or need 64
-    bits, storage below 2 GiB on AMD). Both ways read the arguments alike, so subclasses and modes of PyTorch mean the
-    same to both. JITFunction.run launches where it does more; see `_is_plain` and `_is_repeatable`.
+    A launch with a known key is made directly, others by `run`. The key contains everything by which JITFunction.run
+    selects a binary: device, compile-time arguments, options, the knobs that it reads, and Triton's specialisation of
+    the arguments (dtypes, addresses and integers divisible by 16, integers that are 1 or need 64 bits, storage below 2
+    GiB on AMD). Both paths read the arguments in the same way, so PyTorch subclasses and modes behave the same.
+    JITFunction.run is used if it would do more than launch; see `_is_plain` and `_is_repeatable`.
 
     Args:
         kernel: a function decorated by `jit`.
         grid: one to three numbers of programs.
-        arguments: its run-time arguments in their order: tensors, numbers, None and tuples of these; the first is a
-            tensor or a tuple of tensors. Strides that the kernel needs are among them.
-        fixed: its compile-time arguments and the launch options, by name.
+        arguments: run-time arguments in order: tensors, numbers, None and tuples of these, including strides; the first
+            is a tensor or a tuple of tensors.
+        fixed: compile-time arguments and launch options, by name.
     """
     if torch._C._len_torch_dispatch_stack() and (recorder := _current_recorder()) is not None:
         if recorder.launched(kernel, grid, arguments, fixed):
@@ -72,10 +72,10 @@ def _key(kernel: Callable, device: int, arguments: tuple, fixed: dict[str, objec
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that is also notified of each kernel launch, including those of autograd's threads."""
+    """A dispatch mode that is also notified of each kernel launch, including those in autograd's threads."""
 
     def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> bool:
-        """Takes the arguments of `launch`, before the launch; True to leave it out."""
+        """Called with the arguments of `launch`, before the launch; returns True to skip the launch."""
         raise NotImplementedError
 
 
@@ -85,12 +85,12 @@ def _current_recorder() -> Recorder | None:
 
 
 class Binary(NamedTuple):
-    """What a direct launch takes besides grid, stream and run-time arguments.
+    """A compiled kernel, with what a direct launch needs besides grid, stream and run-time arguments.
 
     Attributes:
         run: Triton's launcher.
         function: handle of the compiled kernel.
-        metadata: of its launch.
+        metadata: launch metadata.
         constants: compile-time arguments, which follow the others.
     """
 
@@ -101,9 +101,9 @@ class Binary(NamedTuple):
 
 
 def binary_of(kernel: Callable, arguments: tuple, fixed: dict[str, object]) -> Binary | None:
-    """The binary of a launch that was made before; None where Triton must choose it at each launch.
+    """The binary of a launch that was made before; None if Triton must select it at each launch.
 
-    It fits all launches whose numbers are the same and whose addresses have the same remainders by 16.
+    It is valid for launches with the same numbers and the same remainders of addresses modulo 16.
     """
     if run is not _run or not _is_plain(kernel) or _direct is None or _direct.backend_name != "cuda":
         return None
@@ -112,7 +112,7 @@ def binary_of(kernel: Callable, arguments: tuple, fixed: dict[str, object]) -> B
 
 
 def direct_state(device: int, kernels: tuple[Callable, ...]) -> tuple | None:
-    """What must be as it was, besides the arguments, for binaries to fit; None where they may not be launched now."""
+    """Triton's state for which binaries stay valid, to compare later; None if direct launches are not allowed now."""
     if run is not _run or _direct is None or _direct.driver is not TRITON.driver._active:
         return None
     if device != _direct.current_device() or not _is_plain(kernels[0]):
@@ -135,13 +135,13 @@ def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[
         return kernel.run(*arguments, grid=grid, warmup=False, **fixed)
 
 
-run = _run  # looked up at each launch: the interpreter and the recorder of the tests take its place
+run = _run  # looked up at each launch, as the interpreter and the tests' recorder replace it
 
 
 def _is_plain(kernel: Callable) -> bool:
-    """True if JITFunction.run does no more for this kernel than to choose a binary and launch it.
+    """True if JITFunction.run only selects a binary for this kernel and launches it.
 
-    It is not replaced, no hook is set, the interpreter is off, and the launcher of this release of Triton is known.
+    That is: it is not patched, no hook is set, the interpreter is off, and this Triton release's launcher is known.
     """
     if TRITON is None or TRITON.driver._active is None:
         return False
@@ -159,19 +159,19 @@ def _is_plain(kernel: Callable) -> bool:
 
 
 class _Direct:
-    """What direct launches need under one driver of Triton: its functions, and compiled kernels by key."""
+    """State of direct launches for one Triton driver: its functions, and compiled kernels by key."""
 
     def __init__(self, driver: object) -> None:
         self.driver, self.stream, self.current_device = driver, driver.get_current_stream, driver.get_current_device
         if self.current_device is torch.cuda.current_device:
-            self.current_device = torch._C._cuda_getDevice  # without a check that CUDA is initialised
+            self.current_device = torch._C._cuda_getDevice  # does not check that CUDA is initialised
         self.backend = TRITON.make_backend(driver.get_current_target())
         self.backend_name = driver.get_current_target().backend
         self.found: dict[tuple, Binary] = {}
 
 
 def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict[str, object]) -> bool:
-    """True if a binary may be launched directly: all arguments are in order, and the kernel reads no globals.
+    """True if a binary may be launched directly: arguments are passed in order, and the kernel reads no globals.
 
     Triton compares the values of globals at each launch.
     """
@@ -188,13 +188,13 @@ _direct: _Direct | None = None
 def config(row: str, default: dict[str, int], device: torch.device, *sizes: int) -> dict[str, int]:
     """Launch parameters of a kernel: from this GPU's measurements, else the architecture's table, else the default.
 
-    Tables are committed files whose rows are marked "measured" or "predicted". Nothing is timed here.
+    Tables are committed files whose rows are marked "measured" or "predicted". This function times nothing.
 
     Args:
         row: row name.
         default: launch parameters if there is no such row.
-        device: its architecture selects the table.
-        *sizes: of the operands; rows for them come before the row of all sizes, see `measured.names`.
+        device: selects the table by its architecture.
+        *sizes: sizes of the operands; rows for them take precedence over the general row, see `measured.names`.
     """
     found = _row(row, sizes, device, target, measured.in_use) or default
     if _overrides is not None:
@@ -215,7 +215,7 @@ def _row(
 
 
 def forget() -> None:
-    """Reads all tables and files again when they are next needed."""
+    """Clears cached tables and files, which are read again when needed."""
     measured.forget()
     table.cache_clear()
     _row.cache_clear()
@@ -223,9 +223,9 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, int]]]:
-    """In this context `rows` replace those of the tables; contexts nest.
+    """Context in which `rows` replace those of the tables; can be nested.
 
-    Yields the launch parameters that kernels looked up in it, by row name with sizes.
+    Yields the launch parameters that kernels look up in it, by row name with sizes.
     """
     global _overrides
     before, looked_up = _overrides, {}
@@ -238,7 +238,7 @@ def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, 
 
 @contextlib.contextmanager
 def targeting(architecture: str) -> Iterator[None]:
-    """In this context CPU tensors count as those of a GPU of `architecture`, which need not be here."""
+    """Context in which CPU tensors count as tensors on a GPU of `architecture`; no GPU is needed."""
     global target
     before, target = target, architecture
     try:
@@ -281,7 +281,7 @@ def power_of_2(n: int) -> int:
 
 
 def split_tiles(D: int) -> tuple[int, int]:
-    """Widths of the two tiles, powers of two of at least 16, that hold D channels; the second is 0 if one is no wider.
+    """Widths of two tiles for D channels, powers of two of at least 16; the second is 0 if one tile is no wider.
 
     80 → (64, 16); 64 → (64, 0); 100 → (128, 0).
     """
@@ -293,7 +293,7 @@ def split_tiles(D: int) -> tuple[int, int]:
 def whole_row_blocks(K: int) -> tuple[int, int, dict[str, int]]:
     """(rows a program, tile width, launch options) of kernels whose programs hold whole rows of K values.
 
-    There is one warp for every 1024 values: all accesses have 16 bytes, and rows of up to 1024 values need no barrier.
+    One warp per 1024 values makes all accesses 16 bytes wide, and rows of up to 1024 values need no barrier.
     """
     block = power_of_2(K)
     return max(1, 1024 // block), block, dict(num_warps=min(max(block // 1024, 1), 16), enable_fp_fusion=True)

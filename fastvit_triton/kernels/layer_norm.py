@@ -46,14 +46,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     expect_rows("x", x, "D")
     expect_norm(x, x.dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and x.shape[-1] <= MAX_D:
-        mixable = weight is None or weight.dtype == x.dtype  # else PyTorch casts x
+        mixable = weight is None or weight.dtype == x.dtype  # otherwise PyTorch casts x
         if not mixable or plan.prefers_kernel(x, "layer_norm", plan.rows_of(math.prod(x.shape[:-1])), int(x.shape[-1])):
             return run(x, weight, bias, eps)
     return reference(x, weight, bias, eps)
 
 
 def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm` without checks of its arguments and without a choice, where the kernels run."""
+    """`layer_norm` by our kernel, without argument checks or plan; the kernels must be available."""
     return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
 
 
@@ -70,7 +70,7 @@ def add_layer_norm(
 
     Args:
         x: [B, ..., D], the branch.
-        residual: [B, ..., D], the stream that the branch is added to.
+        residual: [B, ..., D], the residual stream.
         weight: γ [D], or None.
         bias: β [D], or None.
         eps: ε, added to the variance.
@@ -228,7 +228,7 @@ def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
 
 
 def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None) -> torch.dtype:
-    """Dtype of layer_scale·x + residual: the promotion of all."""
+    """Dtype of layer_scale·x + residual, by type promotion."""
     dtype = x.dtype
     for t in (layer_scale, residual):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
@@ -253,16 +253,16 @@ def add_and_normalize(
     save: bool,
     late_bias: Tensor | None = None,
 ) -> tuple[Tensor, Normalized | None]:
-    """Equation (3) in one launch by the kernel, without gradients: (s + late_bias, LN(s)), or (s, None) without a norm.
+    """Equation (3) in one launch, without gradients: (s + late_bias, LN(s)), or (s, None) without a norm.
 
     Args:
-        x: [B, ..., D], the branch; or what is normalised, without a residual.
+        x: [B, ..., D], the branch; without a residual, the input of the norm.
         residual: [B, ..., D], or None.
         layer_scale: [D], or None.
         sample_scale: [B], or None.
         norm: weight, bias and eps of the LayerNorm, or None.
         dtype: of LN(s).
-        save: row statistics are needed for a backward pass.
+        save: return row statistics for a backward pass.
         late_bias: [D], see `Normalized`; or None.
     """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()

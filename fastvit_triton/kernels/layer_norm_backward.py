@@ -1,11 +1,11 @@
-"""Backward pass of `layer_norm` and of products behind a LayerNorm; equations (1) to (3) are those of `layer_norm`.
+"""Backward pass of `layer_norm` and of matmuls after a LayerNorm; equations (1) to (3) are those of `layer_norm`.
 
 Math      g = dy·γ,  t = (g − mean(g) − x̂·mean(g·x̂)) / √(σ² + ε) + ds                     (4)
           dresidual = t    dx = sample_scale·layer_scale·t
           dlayer_scale = Σ_rows sample_scale·x·t                                           (5)
           dγ = Σ_rows dy·x̂    dβ = Σ_rows dy                                               (6)
           sample_scale is a random mask and gets no gradient.
-Kernels   The sums over rows are taken in two stages, in fp32 within programs and then over them: same bits every run.
+Kernels   Sums over rows are computed in two stages, in fp32 within programs and then over programs: deterministic.
 """
 
 import torch
@@ -15,7 +15,7 @@ from .launch import cdiv, launch, whole_row_blocks
 from .op import register
 from .tile import jit, tl
 
-PROGRAMS = 512  # of the backward pass, at most; independent of the GPU, so that sums (5) and (6) have the same bits
+PROGRAMS = 512  # maximum in the backward pass; the same on all GPUs, so that sums (5) and (6) have the same bits
 
 
 @jit(do_not_specialize=["M", "rows_per_image"])
@@ -28,7 +28,7 @@ def _bwd_kernel(
 ):  # fmt: skip
     """One program: every n-th block of rows, for n programs, and their terms of the sums. Equations (4) to (6).
 
-    Also stores LN(s) of equation (2) again where there is a normed_ptr.
+    Also stores the recomputed LN(s) of equation (2) if normed_ptr is not None.
     """
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -105,7 +105,7 @@ def sum_programs(partial: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def grads_dtype(*parameters: Tensor | None) -> torch.dtype:
-    """The dtype that these parameters have in common, else fp32: that of sums which become their gradients."""
+    """Dtype for the sums that become gradients of these parameters: their common dtype, else fp32."""
     dtypes = {t.dtype for t in parameters if t is not None}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -150,13 +150,13 @@ def input_grads(
     need_x: bool,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Equations (4) and (6) in one launch and a sum; LN(x) again, which need not be saved.
+    """Equations (4) and (6) in one launch and a sum; also recomputes LN(x), so that it need not be saved.
 
     Args:
         dy: [M, D], gradient of LN(x).
         x: [M, D].
         norm: mean [M], rstd [M], weight [D] or None, bias [D] or None.
-        dsum: [M, D], a further gradient of x, or None.
+        dsum: [M, D], another gradient of x to add, or None.
         need_x: dx is needed.
         dtype: of LN(x); None if it is not needed.
 
@@ -165,7 +165,7 @@ def input_grads(
     """
     dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
     (M, D), blocks, (mean, rstd, weight, bias) = x.shape, row_blocks(x.shape[1]), norm
-    blocks["num_warps"] *= 2 if blocks["BLOCK_M"] == 1 else 1  # LN(x), too, is in registers
+    blocks["num_warps"] *= 2 if blocks["BLOCK_M"] == 1 else 1  # LN(x) is in registers, too
     dx, normed = torch.empty_like(x) if need_x else None, None if dtype is None else torch.empty_like(x, dtype=dtype)
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
     partial = torch.empty(programs, 2, D, dtype=torch.float32, device=x.device)

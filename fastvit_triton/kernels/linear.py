@@ -8,11 +8,10 @@ Math      x̂ = LN(x) when `norm` is given, else x                              
 Folded    W' = W·diag(γ), column sums s and bias c, as in `fold`                             (5)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row       (6)
 Backward  equations (7) to (10) of `linear_backward`.
-Kernels   The product with its epilogue, row statistics, folding, (7) and (9) are Triton;
-          the matrix products of the backward pass are torch.matmul. LN is folded if x has the dtype of the product (not
-          if autocast casts a float32 x) and `fold.pays`; otherwise it is a launch of its own. On Hopper the rows of x
-          and W are permuted to match the accumulator layout of WGMMA: `tile.wgmma_rows`. `mixed` leaves the product to
-          the library and has passes for the rest.
+Kernels   The matmul with its epilogue, row statistics, folding, (7) and (9) are Triton; the matmuls of the backward
+          pass are torch.matmul. LN is folded if x has the dtype of the matmul (not if autocast casts a float32 x) and
+          `fold.pays`; otherwise it is a separate launch. On Hopper the rows of x and W are permuted to match the
+          accumulator layout of WGMMA: `tile.wgmma_rows`. `mixed` uses cuBLAS and separate passes for the rest.
 Saved     x, the pre-activation if there is an activation, μ and r in fp32.
 Cost      2·M·K·F flops; bytes = x + W + y (+ residual).
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
@@ -47,7 +46,7 @@ from .tile import (
     zero_stats,
 )
 
-# Default launch parameters of the product, which fit every architecture; rows of tuned/ override them.
+# Default launch parameters of the matmul, which fit every architecture; rows of tuned/ override them.
 SPACE = {
     "half": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, WGMMA_WARPS=0, num_warps=4, num_stages=3),
     "wide": dict(BLOCK_M=128, BLOCK_F=128, BLOCK_K=32, GROUP=8, PARTS=4, WGMMA_WARPS=0, num_warps=8, num_stages=3),
@@ -77,12 +76,12 @@ def linear(
         weight: [F, K]; for "swiglu" [2F, K] with the gate first, or a pair (gate, up) of [F, K]. Or the result of
             `fold`, which includes bias and the norm's weight and bias; then `norm` is (None, None, eps).
         bias: [F]; for "swiglu" [2F] or a pair; None for no bias.
-        norm: (weight [K], bias [K], eps) or `Norm`, a LayerNorm of x before the product.
+        norm: (weight [K], bias [K], eps) or `Norm`, a LayerNorm of x before the matmul.
         stats: [M, tiles, 2] fp32, row statistics of x from the call that produced x; saves a pass over x for the norm.
         activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swiglu" or None.
         layer_scale: [F], LayerScale.
         sample_scale: [B] for x [B, ..., K], drop-path factor of each image.
-        residual: [..., F], added last; the output has the dtype of the promotion.
+        residual: [..., F], added last; the output has the promoted dtype.
         return_stats: also return equation (4) for the output, which has no gradient.
 
     Returns:
@@ -128,12 +127,12 @@ def run(
     return_stats: bool | NextNorm = False,
     way: str = "fused",
 ) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
-    """`linear` without checks of its arguments and without a choice, where the kernels run.
+    """`linear` in a given way, without argument checks or plan; the kernels must be available.
 
     Args:
         x, weight, bias, norm, activation, layer_scale, sample_scale, residual: as in `linear`.
         stats: row statistics of x for "fused", or LN(x) for "mixed", from the call that produced x.
-        return_stats: also return what the next call takes as `stats`; for "mixed", what that call asks of the output.
+        return_stats: also return the next call's `stats`; for "mixed", the `NextNorm` to apply, or False.
         way: "fused" or "mixed", see `plan`.
     """
     grad = torch.is_grad_enabled()
@@ -158,12 +157,12 @@ def run(
 
 
 def handed_on(left: list[Tensor | None], call: mixed.Call | None) -> Tensor | Normalized | None:
-    """What a Function leaves for the next call: row statistics, or what `mixed` normalised."""
+    """`stats` for the next call from a Function's outputs: row statistics, or `Normalized` from `mixed`."""
     return left[0] if call is None or left[0] is None else Normalized(*left)
 
 
 def _kernel_is_chosen(x, weight, norm, residual):
-    """The plan has our kernel for this product rather than the reference."""
+    """True if the plan selects our kernel for this matmul, not the reference."""
     rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
     return plan.prefers_kernel(x, "linear", rows, *product_shape(weight), norm is not None, residual is not None, fold)
 
@@ -181,7 +180,7 @@ def reference(
     residual: Tensor | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Equations (1) to (4); `stats` is ignored, for it can be computed from x."""
+    """Equations (1) to (4); `stats` is ignored, because it can be computed from x."""
     if isinstance(weight, Folded) and weight.source is not None:
         (weight,), (bias,), *norm_parameters = weight.source
         norm = (*norm_parameters, norm[2])
@@ -201,17 +200,17 @@ def reference(
 
 
 class Settings(NamedTuple):
-    """Arguments of one call of `linear` or `mlp` that are not tensors, as its autograd Function takes them.
+    """Non-tensor arguments of the autograd Functions of `linear` and `mlp`.
 
     Attributes:
-        activation: its name, or None.
-        has_norm: a LayerNorm is folded into the (first) product.
+        activation: name, or None.
+        has_norm: True if a LayerNorm is folded into the (first) matmul.
         eps: of that LayerNorm; 0.0 without one.
-        residual_is_input: the residual is x, which the Function must not be given twice.
-        grad_enabled: of the caller; inside the Function gradients are always disabled.
-        return_stats: the row statistics of the output are wanted.
-        recompute: only x is saved; the hidden layer of `mlp` is computed again in the backward pass.
-        call: what a mixed call has besides; None for a fused one.
+        residual_is_input: True if the residual is x, which the Function must not receive twice.
+        grad_enabled: grad mode of the caller; inside the Function it is always off.
+        return_stats: also return the row statistics of the output.
+        recompute: save only x; recompute the hidden layer of `mlp` in the backward pass.
+        call: further arguments of a mixed call; None for a fused one.
     """
 
     activation: str | None
@@ -224,16 +223,16 @@ class Settings(NamedTuple):
     call: mixed.Call | None = None
 
     def without_normed(self) -> "Settings":
-        """The same without LN(x), which the backward pass computes again instead of keeping it."""
+        """A copy without LN(x), which is recomputed in the backward pass instead of saved."""
         return self if self.call is None else self._replace(call=self.call._replace(normed=None))
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """Dtype of the products."""
+        """Dtype of the matmuls."""
         return x.dtype if self.call is None else self.call.dtype
 
 
 class Operands(NamedTuple):
-    """Tensors of a product and of the LayerNorm before it, as the autograd Function takes them.
+    """Tensor arguments of the autograd Function: those of a matmul and of the LayerNorm before it.
 
     Attributes:
         weight: [F, K], gets a gradient.
@@ -241,7 +240,7 @@ class Operands(NamedTuple):
         norm_weight: [K] or None, gets a gradient.
         norm_bias: [K] or None, gets a gradient.
         folded_weight: W' [F, K] if `weight` was folded beforehand and `source` gets the gradients, else None.
-        colsum: the column sums [F] of a weight that was folded beforehand, else None.
+        colsum: column sums [F] of a weight that was folded beforehand, else None.
         folded_bias: c [F], given with folded_weight.
     """
 
@@ -255,7 +254,7 @@ class Operands(NamedTuple):
 
 
 def apply_or_keep_norm(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
-    """(operand of the product [..., K], norm to fold into the product): (x, norm), or (norm(x), None).
+    """(operand of the matmul [..., K], norm to fold into it): (x, norm), or (norm(x), None).
 
     The norm is applied to x if there are few rows, or if autocast casts x, so that LayerNorm keeps its precision.
     """
@@ -267,7 +266,7 @@ def apply_or_keep_norm(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Fol
 
 
 def product_shape(weight: Tensor | Pair | Folded) -> tuple[int, int]:
-    """(K, outputs) of the matrix product: F, or 2F for a gate and an up projection."""
+    """(K, outputs) of the matmul; outputs are F, or 2F for a gate and an up projection."""
     if isinstance(weight, Tensor):
         return weight.shape[1], weight.shape[0]
     parts = (weight.weight,) if isinstance(weight, Folded) else weight
@@ -275,7 +274,7 @@ def product_shape(weight: Tensor | Pair | Folded) -> tuple[int, int]:
 
 
 def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None) -> Operands:
-    """The operands for a weight [F, K], a pair of weights or a folded one, and a norm that is still to be folded in."""
+    """Builds the operands from a weight [F, K], a pair or a folded one, and a norm that is not yet folded."""
     norm_weight, norm_bias = (None, None) if norm is None else norm[:2]
     if isinstance(weight, Folded):
         folded_weight, colsum, folded_bias, source = weight
@@ -287,14 +286,14 @@ def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: N
 
 
 def _concatenated(weight: Tensor | Pair, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one product; those of a gate and an up projection are concatenated."""
+    """(weight, bias) of one matmul; those of a gate and an up projection are concatenated."""
     if isinstance(weight, Tensor):
         return weight, bias
     return torch.cat(weight), None if bias is None else torch.cat(bias)
 
 
 def fold_operands(x: Tensor, given: Operands, has_norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(weight in x's dtype, bias, column sums or None) of the product; folds by equation (5) unless that was done."""
+    """(weight in x's dtype, bias, column sums or None) of the matmul; folds by equation (5) if not yet folded."""
     if given.folded_weight is not None:
         return given.folded_weight, given.folded_bias, given.colsum if has_norm else None
     if has_norm and given.colsum is None:
@@ -402,8 +401,8 @@ def _fwd_kernel(
 ):  # fmt: skip
     """One program: one tile of y, [BLOCK_M, BLOCK_F]; the epilogue in PARTS column parts. Equations (2) to (4), (6).
 
-    Programs of GROUP row tiles run next to each other, so that they share their columns of W in L2. SAVE: a backward
-    pass follows. STATS: write equation (4). TILES: tiles of the given statistics; 0 if mean and rstd are given.
+    Programs of GROUP row tiles run at the same time and share columns of W in L2. SAVE: save for a backward pass.
+    STATS: write equation (4). TILES: tiles of the given statistics; 0 if mean and rstd are given.
     """
     pid = tl.program_id(0)
     group_tiles = GROUP * tiles_f
@@ -449,10 +448,10 @@ def _fwd_kernel(
 
 
 def tuned_row(x: Tensor, F: int, activation: str | None, layer_scale: Tensor | None, residual: Tensor | None) -> str:
-    """Row name in tuned/ for a product [..., F] of x.
+    """Row name in tuned/ for a matmul of x with output [..., F].
 
-    16-bit products with float32 outputs ("wide") have rows of their own, as do outputs whose rows are not 32-byte
-    aligned ("odd"): both need more registers.
+    16-bit matmuls with float32 outputs ("wide") and outputs whose rows are not 32-byte aligned ("odd") have separate
+    rows, because both need more registers.
     """
     kind = "half" if output_dtype(x, layer_scale, residual) == x.dtype else "wide"
     kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
@@ -460,9 +459,10 @@ def tuned_row(x: Tensor, F: int, activation: str | None, layer_scale: Tensor | N
 
 
 def _blocks(x, F, activation, layer_scale, residual, return_stats):
-    """Launch parameters of the product.
+    """Launch parameters of the matmul.
 
-    Row statistics have one entry for BLOCK_F columns. Compiled programs hold their shape, so no measurement changes it.
+    Row statistics have one entry per BLOCK_F columns. Compiled graphs contain their shape, so measurements must not
+    change it.
     """
     row, K = tuned_row(x, F, activation, layer_scale, residual), x.shape[-1]
     default = SPACE[row.removeprefix("linear.fwd.")]
@@ -474,7 +474,7 @@ def _blocks(x, F, activation, layer_scale, residual, return_stats):
 
 
 def _stats_tiles(x, F, activation, layer_scale, residual):
-    """Entries of row statistics, see `_blocks`."""
+    """Number of entries of the row statistics, see `_blocks`."""
     row = tuned_row(x, F, activation, layer_scale, residual)
     return cdiv(F, config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)["BLOCK_F"])
 
@@ -587,7 +587,7 @@ class _Fn(torch.autograd.Function):
             db.to(bias.dtype) if need_bias else None,
             dnorm[0].to(norm_weight.dtype) if need_norm_weight else None,
             dnorm[1].to(norm_bias.dtype) if need_norm_bias else None,
-            *[None] * 4,  # W', column sums and bias of a fold, and the statistics
+            *[None] * 4,  # W', colsum and bias of a fold, and stats
             dlayer_scale.to(layer_scale.dtype) if need_layer_scale else None,
             None,
             dresidual,

@@ -2,13 +2,13 @@
 
 Math      dpre = sample_scale·layer_scale·dy ∘ act'(pre)                                          (7)
           dW = dpreᵀ x̂    db = Σ_rows dpre    dx̂ = dpre W                                         (8)
-          With a LayerNorm x̂ = LN(x) is computed again, and dx̂ gives dx, dγ and dβ by equations (4) and (6) of
+          With a LayerNorm x̂ = LN(x) is recomputed, and dx̂ gives dx, dγ and dβ by equations (4) and (6) of
           `layer_norm_backward`; else x̂ = x                                                       (9)
           Without an activation dlayer_scale = Σ_k dW'_k ∘ W_k + db' ∘ b, with gradients dW' and db' without the
           factor layer_scale, so that pre need not be saved                                      (10)
           sample_scale is a random mask and gets no gradient.
-Kernels   Equations (7) and (9) and the sums of (10) are one Triton pass each; the matrix products are torch.matmul.
-Flags     HIDDEN: compute h = act(pre) again and store it.
+Kernels   Equations (7) and (9) and the sums of (10) are one Triton pass each; the matmuls are torch.matmul.
+Flags     HIDDEN: recompute h = act(pre) and store it.
 """
 
 import torch
@@ -82,7 +82,7 @@ def _bwd_scaled_weight_kernel(
     g_ptr, w_ptr, bias_ptr, dbias_ptr, layer_scale_ptr, dw_ptr, dlayer_scale_ptr, F, K,
     BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_F outputs. Equation (10) from dW' = g and db'; stores dW, and dbias in the place of db'."""
+    """One program: BLOCK_F outputs. Equation (10) from dW' = g and db'; stores dW, and dbias in place of db'."""
     f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_f = f < F
     layer_scale = tl.load(layer_scale_ptr + f, mask=in_f, other=0.0).to(tl.float32)
@@ -118,21 +118,21 @@ def product_grad(
     activation: str | None,
     hidden: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Equation (7): the gradient of a product.
+    """Equation (7): the gradient of a matmul's output.
 
     Args:
         dy: [..., F].
-        dtype: of the product.
+        dtype: of the matmul.
         images: B.
-        pre: [M, F], or [M, 2F] for "swiglu", the pre-activation; not needed without an activation.
-        layer_scale: [F], or None. Without an activation it is left to equation (10).
+        pre: [M, F], or [M, 2F] for "swiglu", the pre-activation; None without an activation.
+        layer_scale: [F], or None. Without an activation it is applied later, in equation (10).
         sample_scale: [B], or None.
-        activation: its name, or None.
-        hidden: compute h = act(pre) again.
+        activation: name, or None.
+        hidden: recompute h = act(pre).
 
     Returns:
         (dpre [M, F or 2F]; h [M, F] or None; its sums over rows and, with an activation, those of dlayer_scale,
-        [1 or 2, F or 2F] fp32, or None where no pass was needed). dpre is a view of dy if the two are equal.
+        [1 or 2, F or 2F] fp32, or None if no pass was needed). dpre is a view of dy if the two are equal.
     """
     F, dy = dy.shape[-1], dy.contiguous()
     M, width = dy.numel() // F, F if activation is None else pre.shape[-1]
@@ -158,7 +158,7 @@ def input_grad(dpre: Tensor, weight: Tensor, layer_scale: Tensor | None) -> Tens
     Args:
         dpre: [M, outputs].
         weight: [outputs, K].
-        layer_scale: [outputs] if dpre leaves it out, as for equation (10), else None.
+        layer_scale: [outputs] if dpre does not include it, as for equation (10), else None.
 
     Returns:
         [M, K] in dpre's dtype.
@@ -166,7 +166,7 @@ def input_grad(dpre: Tensor, weight: Tensor, layer_scale: Tensor | None) -> Tens
     if layer_scale is None:
         return dpre @ weight.to(dpre.dtype)
     scale = None
-    if dpre.dtype == torch.float16:  # a power of two, without which 1e-6 · W would underflow
+    if dpre.dtype == torch.float16:  # a power of two, so that 1e-6 · W does not underflow
         scale = layer_scale.float().abs().amax().clamp_min(1e-30).log2().floor().exp2()
         layer_scale = layer_scale.float() / scale
     matrix = weight.new_empty(weight.shape, dtype=dpre.dtype)
@@ -190,12 +190,12 @@ def parameter_grads(
         x: x̂ [M, K].
         weight: [outputs, K].
         bias: [outputs], or None.
-        layer_scale: [outputs] if dpre leaves it out, else None.
-        sums: those of `product_grad`, or None.
-        needs: of dweight with dlayer_scale, and of dbias.
+        layer_scale: [outputs] if dpre does not include it, else None.
+        sums: from `product_grad`, or None.
+        needs: whether (dweight and dlayer_scale, dbias) are needed.
 
     Returns:
-        (dweight [outputs, K], dbias in fp32 or dpre's dtype, dlayer_scale in fp32); None for what does not exist.
+        (dweight [outputs, K], dbias in fp32 or dpre's dtype, dlayer_scale in fp32), each or None.
     """
     need_w, need_b = needs
     dbias = None
@@ -236,14 +236,14 @@ def all_grads(
         x: [..., K].
         weight: [outputs, K].
         bias: [outputs], or None.
-        layer_scale: [outputs] if dpre leaves it out, else None.
-        sums: those of `product_grad`, or None.
+        layer_scale: [outputs] if dpre does not include it, else None.
+        sums: from `product_grad`, or None.
         norm: (mean [M], rstd [M], weight [K] or None, bias [K] or None) of the LayerNorm, or None for no norm.
-        dsum: [..., K], a further gradient of x, or None.
-        needs: of x, of any parameter but the bias, and of the bias.
+        dsum: [..., K], another gradient of x to add, or None.
+        needs: whether gradients of (x, any parameter but the bias, the bias) are needed.
 
     Returns:
-        (dx like x, dweight, dbias, dlayer_scale, dnorm [2, K]); None for what is not needed or does not exist.
+        (dx like x, dweight, dbias, dlayer_scale, dnorm [2, K]); None if not needed or absent.
     """
     need_x, need_w, need_b = needs
     rows, dx, dnorm = x.reshape(-1, x.shape[-1]), None, None
@@ -309,7 +309,7 @@ def weight_grad_like(
     summed: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
-    """Empty tensors like the results of `all_grads` but dx; None for results that are not needed.
+    """Empty tensors like the results of `all_grads` except dx; None for results that are not needed.
 
     Args:
         x: [..., K].
@@ -317,9 +317,9 @@ def weight_grad_like(
         bias: [outputs], or None.
         layer_scale: [F], or None.
         norm: weight and bias of the LayerNorm, or None for no norm.
-        needs: of any parameter but the bias, and of the bias.
-        summed: `product_grad` sums over rows.
-        dtype: of the product.
+        needs: whether gradients of (any parameter but the bias, the bias) are needed.
+        summed: True if `product_grad` sums over rows.
+        dtype: of the matmul.
     """
     (need_w, need_b), fp32 = needs, torch.float32
     exact = summed or layer_scale is not None or (bias is not None and bias.dtype != dtype)

@@ -1,9 +1,8 @@
-"""What `fastvit-triton tune` measured on this machine's GPU: launch parameters and ways, one file per GPU and software.
+"""Measurements by `fastvit-triton tune` on this machine: launch parameters and ways, one file per GPU and software.
 
-The file lies in $FASTVIT_TRITON_CACHE, or in the platform's folder for caches, and comes before the committed tables in
-tuned/. Names in it are those of the tables; names with exact sizes come before those with each size as the smallest
-power of two that is at least as large. A file that is damaged, or of another GPU or software, is ignored with one
-warning.
+The file is in $FASTVIT_TRITON_CACHE, or in the platform's cache folder, and takes precedence over the committed tables
+in tuned/. It has the tables' row names; names with exact sizes take precedence over names with sizes rounded up to
+powers of two. A file that is damaged, or of another GPU or software, is ignored with one warning.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ WAYS = ("plain", "mixed", "fused")
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What one file holds.
+    """Content of one file.
 
     Attributes:
         rows: name of a row, with or without sizes → launch parameters.
@@ -39,20 +38,20 @@ class Measured:
 
 
 NOTHING = Measured()
-_override: Measured | None = None  # takes the place of all files, see `using`
-_files: object = object()  # another one after each `forget`
-in_use: object = _files  # one of these: part of the key of whatever is kept of a choice
+_override: Measured | None = None  # used instead of all files, see `using`
+_files: object = object()  # a new object after each `forget`
+in_use: object = _files  # one of these: part of the cache key of every choice
 
 
 def of(device: torch.device, pretended: bool = False) -> Measured:
-    """What was measured on this device's GPU; empty for a CPU, without a file, and where another GPU is `pretended`."""
+    """Measurements on this device's GPU; empty for a CPU, without a file, or if another GPU is `pretended`."""
     if _override is not None:
         return _override
     return _read(device.index) if device.type == "cuda" and not pretended else NOTHING
 
 
 def forget() -> None:
-    """Reads files again when they are next needed."""
+    """Clears cached files, which are read again when needed."""
     global _files
     _files = object()
     _read.cache_clear()
@@ -61,7 +60,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def using(measured: Measured) -> Iterator[None]:
-    """In this context `measured` takes the place of the file of every device, for all threads."""
+    """Context in which `measured` is used instead of the file of every device, in all threads."""
     before = _override
     _set(measured)
     try:
@@ -76,7 +75,7 @@ def _set(override: Measured | None) -> None:
 
 
 def folder() -> Path:
-    """$FASTVIT_TRITON_CACHE, or the platform's folder for caches."""
+    """$FASTVIT_TRITON_CACHE, or the platform's cache folder."""
     if given := os.environ.get("FASTVIT_TRITON_CACHE"):
         return Path(given).expanduser()
     import platformdirs
@@ -85,14 +84,14 @@ def folder() -> Path:
 
 
 def path_of(facts: dict[str, object]) -> Path:
-    """The file for these facts; it is the same for all sources of this package."""
+    """Path of the file for these facts; it does not depend on the version of this package's sources."""
     what = {name: value for name, value in facts.items() if name != "sources"}
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     return folder() / f"{re.sub('[^a-z0-9]+', '-', str(facts['gpu']).lower()).strip('-')}-{digest}.json"
 
 
 def facts_of(device: torch.device) -> dict[str, object]:
-    """GPU and software that a measurement holds for."""
+    """GPU and software for which a measurement is valid."""
     gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if gpu else None
     return dict(
@@ -125,7 +124,7 @@ def sources() -> str:
 
 
 def parse(text: str) -> dict:
-    """The content of a file.
+    """Parses the text of a file.
 
     Raises:
         ValueError: it is damaged or has another format.
@@ -175,7 +174,7 @@ def measured_in(held: dict) -> Measured:
 
 
 def names(name: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
-    """Names under which a row or an op of these sizes is looked up: the sizes, their class, none."""
+    """Names under which a row or op is looked up, in order: with exact sizes, with rounded sizes, without sizes."""
     if not sizes:
         return (name,)
     near = (1 << max(n - 1, 0).bit_length() for n in sizes)

@@ -1,11 +1,11 @@
-"""The mixed way of `linear` and `mlp`: the library's product, and one pass for the operations around it.
+"""The mixed way of `linear` and `mlp`: a cuBLAS matmul, and one pass for the operations around it.
 
-Math      equations (1) to (3) of `linear`; LN(y) for the product that follows, by equation (2) of `layer_norm`.
+Math      equations (1) to (3) of `linear`; LN(y) for the next matmul, by equation (2) of `layer_norm`.
 Kernels   cuBLAS; PyTorch's activation; one Triton pass for LayerScale, stochastic depth, residual and the next
-          LayerNorm, which writes in the dtype of the next product, so that autocast casts nothing.
+          LayerNorm, which writes in the dtype of the next matmul, so that autocast casts nothing.
 Backward  that of `linear`.
-Saved     as in `linear`: x, the pre-activation of an activation, and row statistics in fp32.
-Cost      values a token outside the products of a ViT block of width C: 16 C in inference; eager PyTorch has 18 C.
+Saved     as in `linear`: x, the pre-activation if there is an activation, and row statistics in fp32.
+Cost      values per token moved outside the matmuls of a ViT block of width C: 16 C in inference; eager PyTorch 18 C.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from .layer_norm import add_and_normalize, output_dtype, scaled
 
 
 class Call(NamedTuple):
-    """What a mixed call has besides the arguments of a fused one.
+    """Arguments of a mixed call that a fused one does not have.
 
     Attributes:
         normed: LN(x) from the call that produced x, or None.
-        next_norm: what the next call asks of the output, or None.
-        dtype: of the product.
+        next_norm: the norm of the next call, to apply to the output; or None.
+        dtype: of the matmul.
     """
 
     normed: Normalized | None
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of a product of x: autocast's, or its own."""
+    """Dtype of a matmul of x: autocast's if enabled, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -67,7 +67,7 @@ def forward(
 
     Returns:
         (y [..., F], pre-activation, mean and rstd of x for the backward pass, then the fields of `Normalized` for y, or
-        four None where there is no next norm).
+        four None without a next norm).
     """
     normed, dtype = call.normed, call.dtype
     if norm is None and normed is not None and normed.late_bias is not None:
@@ -85,7 +85,7 @@ def forward(
     left, pre = None, pre.flatten(0, -2) if save and activation is not None else h.new_empty(0)
     next_norm = call.next_norm
     if next_norm is not None and not torch.is_autocast_enabled(x.device.type):
-        next_norm = next_norm if output_dtype(h, layer_scale, residual) == dtype else None  # that of its product
+        next_norm = next_norm if output_dtype(h, layer_scale, residual) == dtype else None  # the matmul's dtype
     if residual is not None and not (next_norm is layer_scale is sample_scale is None):
         norm_and_bias = (None, None) if next_norm is None else next_norm
         ends = layer_scale, sample_scale, norm_and_bias[0], dtype, save, norm_and_bias[1]
@@ -99,7 +99,7 @@ def forward(
 
 
 def _added_in_place(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor | None, ...]:
-    """`forward` of a product that ends a branch, where the residual already has its bias: one launch, no gradients."""
+    """`forward` of a branch's last matmul if its bias is already in the residual: one launch, no gradients."""
     residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
     none = x.new_empty(0)
     return residual, none, none, none, *(None,) * 4

@@ -3,12 +3,12 @@
 Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]      (1)
           y = sample_scale · layer_scale · (h W₂ᵀ + b₂) + residual  [M, D]      (2)
 Backward  equation (3) of `mlp_backward`
-Kernels   Those of `linear`: two products forward; with a norm also one launch that folds it into W₁, unless that was
+Kernels   Those of `linear`: two matmuls forward; with a norm also one launch that folds it into W₁, unless that was
           done beforehand, and one for row statistics, unless they are given. For 16-bit rows of at most 192 values, if
-          pre₁ is not saved, one launch: a program holds whole rows of x and y, and h stays on the chip.
+          pre₁ is not saved, one launch: a program holds whole rows of x and y, and h is not written.
 Cost      4·M·D·F flops; bytes = x + W₁ + W₂ + y (+ residual) + 2·h, or without h in one launch.
-Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, but not h. With x, qkv and o of the attention that is 10·D values a token for a
-          block with F = 4·D, where eager PyTorch saves 16·D. With `recompute` only x is saved: 6·D.
+Saved     x and pre₁ = LN(x) W₁ᵀ + b₁, but not h. With x, qkv and o of the attention that is 10·D values per token for a
+          block with F = 4·D; eager PyTorch saves 16·D. With `recompute` only x is saved: 6·D.
 Sources   Vaswani et al., arXiv:1706.03762, eq. 2; Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 3.
 """
 
@@ -30,7 +30,7 @@ from .mlp_backward import bwd_op
 from .op import Op, expect, make_randn, once_differentiable, register
 from .tile import jit, store_stats, tl, zero_stats
 
-# Default launch parameters of the single launch, by the largest width of x, in whole tiles, in bytes.
+# Default parameters of the single launch: (maximum width of x in bytes, counting whole tiles; parameters).
 SPACE = (
     (256, dict(BLOCK_M=64, BLOCK_F=32, num_warps=4, num_stages=1)),
     (384, dict(BLOCK_M=64, BLOCK_F=32, num_warps=8, num_stages=1)),
@@ -65,7 +65,7 @@ def mlp(
         layer_scale: [D], LayerScale.
         sample_scale: [B], drop-path factor of each image.
         residual: [..., D], added last.
-        recompute: compute the hidden layer again in the backward pass, instead of saving it.
+        recompute: recompute the hidden layer in the backward pass instead of saving it.
         return_stats: also return the row statistics of the output.
 
     Returns:
@@ -128,7 +128,7 @@ def run(
     return_stats: bool | NextNorm = False,
     way: str = "fused",
 ) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
-    """`mlp` without checks of arguments and without a choice, where the kernels run; see `linear.run`."""
+    """`mlp` in a given way, without argument checks or plan; see `linear.run`."""
     if way == "mixed":
         call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, mixed.product_dtype(x))
         operand, stats, eps = x, None, 0.0 if norm is None else norm[2]
@@ -143,7 +143,7 @@ def run(
 
 
 def _kernel_is_chosen(x, weight, fc2_weight, norm, residual):
-    """The plan has our kernels for this MLP rather than the reference."""
+    """True if the plan selects our kernels for this MLP, not the reference."""
     rows, fold = plan.rows_of(math.prod(x.shape[:-1])), norm is not None and not isinstance(weight, Folded)
     sizes = *linear.product_shape(weight), fc2_weight.shape[1], norm is not None, residual is not None, fold
     return plan.prefers_kernel(x, "mlp", rows, *sizes)
@@ -299,7 +299,7 @@ class _Fn(torch.autograd.Function):
         pre = mean = rstd = None
         if settings.call is not None:
             h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
-            second = settings.call  # its norm is for fc1, its late bias that of fc2
+            second = settings.call  # its norm is that of fc1, its late bias that of fc2
             y, _, _, _, *left = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
         elif not save and one_launch_blocks(x, w2, settings.activation):
             ends += settings.eps, settings.activation, settings.return_stats
@@ -336,7 +336,7 @@ class _Fn(torch.autograd.Function):
             dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias,
             settings.activation, settings.has_norm, settings.residual_is_input, settings.dtype(x), needs,
         )  # fmt: skip
-        none = [None] * 4  # W', column sums and bias of a fold, and the statistics
+        none = [None] * 4  # W', colsum and bias of a fold, and stats
         grads = dx, dw2, db2, dw1, db1, dnorm[:1], dnorm[1:], *none, dlayer_scale
         parameters = x, w2, b2, w1, b1, norm_weight, norm_bias, *none, layer_scale
         wanted = zip(grads, parameters, need, strict=False)

@@ -1,6 +1,6 @@
 """Backward pass of `mlp`: that of `linear` for both layers.
 
-Math      h = act(pre₁) is computed again in the pass that gives the gradient of pre₁      (3)
+Math      h = act(pre₁) is recomputed in the pass that computes the gradient of pre₁     (3)
           Equations (7) to (10) of `linear_backward` for each layer.
 """
 
@@ -14,7 +14,7 @@ def _bwd(
     dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias, activation, norm,
     residual_is_input, dtype, needs,
 ):  # fmt: skip
-    """(dx, dw1, db1, dnorm [2, D], dw2, db2, dlayer_scale); `needs`: of x, of parameters of fc1, of fc2."""
+    """(dx, dw1, db1, dnorm [2, D], dw2, db2, dlayer_scale); `needs`: gradients of x, fc1, fc2."""
     need_x, need_1, need_2 = needs
     dpre2, _, sums2 = product_grad(dy, dtype, x.shape[0], None, layer_scale, sample_scale, None)
     dh = input_grad(dpre2, w2, layer_scale)

@@ -14,7 +14,7 @@ class Op:
     Attributes:
         name: name of the public function.
         run: the public, differentiable function.
-        reference: plain PyTorch with the same arguments: the CPU path and the test oracle.
+        reference: the same in PyTorch: CPU path and test oracle.
         cases: small shapes by name, for finite differences.
         inputs: (case, dtype, device) → keyword arguments of `run`; floating-point tensors require gradients.
         ragged: larger shapes by name, to test the Triton kernels; may be empty.
@@ -42,12 +42,12 @@ def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def distinct(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, or a view of it if it is `other`: under Dynamo a Function must not receive one tensor twice."""
+    """The tensor, or a view of it if it is `other`: Dynamo does not allow a Function to receive a tensor twice."""
     return tensor if tensor is None or tensor is not other else tensor.view_as(tensor)
 
 
 def can_fold_norm(x: torch.Tensor) -> bool:
-    """True if a LayerNorm of x can be folded into the product that follows: x has the dtype of the product."""
+    """True if a LayerNorm of x can be folded into the next matmul: x has the matmul's dtype."""
     kind = x.device.type
     return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == x.dtype
 

@@ -9,7 +9,7 @@ Math      x_p[n] = flatten(patch n)                              [N, C·P²]    
 Backward  dE = dtᵀ x_p    db = Σ dt    dpos = Σ_images dtokens    dprefix likewise      (5)
           dimage = transposed convolution of dt with E, if needed                       (6)
 Kernels   (2) is a matrix product that reads patches from the image, without an im2col buffer, forward and backward; its
-          epilogue adds positions and writes prefix tokens. dE is summed in two stages: same bits every run.
+          epilogue adds positions and writes prefix tokens. dE is summed in two stages: deterministic.
 Cost      2·B·N·C·P²·D flops; bytes = image + E + tokens.
 Saved     image.
 Sources   Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 1.
@@ -38,7 +38,7 @@ SPACE = {
     "bwd.half": dict(BLOCK_M=64, BLOCK_D=128, BLOCK_K=128, num_warps=8, num_stages=2),
     "bwd.fp32": dict(BLOCK_M=16, BLOCK_D=64, BLOCK_K=64, num_warps=8, num_stages=2),
 }
-ROWS = 4096  # patches over which a program sums dE
+ROWS = 4096  # patches per program in the sum for dE
 
 
 def patch_embed(
@@ -56,7 +56,7 @@ def patch_embed(
     Args:
         image: [B, C, H, W] in any memory format, of the weight's dtype, or uint8, which is normalised by equation (4)
             with `mean` and `std`.
-        weight: [D, C, P, P'], as of a convolution.
+        weight: [D, C, P, P'], as in a convolution.
         bias: [D], or None.
         pos: [1, N, D] added to the patch tokens, or [1, T + N, D] added to prefix tokens too.
         prefix: [1, T, D], class and register tokens, in order.
@@ -100,7 +100,7 @@ def patch_embed(
 
 
 def _kernel_is_chosen(image, weight, pos, prefix):
-    """The plan has our kernel for this stem rather than the reference, which normalises uint8 images in four passes."""
+    """True if the plan selects our kernel, not the reference, which normalises uint8 images in four passes."""
     D, *patch = weight.shape
     patches = plan.rows_of(image.numel() // math.prod(patch))
     sizes = patches, math.prod(patch), D, prefix is not None, pos is not None
@@ -117,7 +117,7 @@ def reference(
     mean: Tensor | None = None,
     std: Tensor | None = None,
 ) -> Tensor:
-    """Equations (1) to (4); a convolution whose stride is its size is the projection of (2)."""
+    """Equations (1) to (4); a convolution with stride equal to its kernel size is (2)."""
     if image.dtype == torch.uint8:
         mean, std = (t.to(image.device, weight.dtype)[:, None, None] for t in (mean, std))
         image = (image.to(weight.dtype) / 255 - mean) / std  # (4)
@@ -126,7 +126,7 @@ def reference(
 
 
 def _check_pixels(image: Tensor, weight: Tensor, mean: Tensor | None, std: Tensor | None) -> None:
-    """Raises ValueError or TypeError unless mean and std are given for a uint8 image, and only for one."""
+    """Raises ValueError or TypeError unless mean and std are present exactly if the image is uint8."""
     if image.dtype != torch.uint8:
         if image.dtype not in FLOATS:
             raise TypeError(f"image must be uint8 or of the weight's dtype {weight.dtype}, got {image.dtype}")

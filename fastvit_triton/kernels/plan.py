@@ -1,11 +1,11 @@
 """Chooses how a branch or an op runs, before any of its ops is called: "fused", "mixed" or "plain", see `cost`.
 
-The choice is, in this order: what a context (`forcing`) or the switch asks for; what was measured on this GPU (see
-`measured`); a measured row "ways" in tuned/<architecture>.json; the least max(expected GPU time, host time), with the
-pessimistic rates of our kernels. Products in IEEE float32 are left to PyTorch. All ways compute the same function.
+The first of these decides: a context (`forcing`) or the backend switch; measurements on this GPU (see `measured`); a
+measured row "ways" in tuned/<architecture>.json; the least max(expected GPU time, host time), with the pessimistic
+rates of our kernels. IEEE float32 matmuls always run in PyTorch. All ways compute the same function.
 
-While a graph is traced nothing depends on the number of images or tokens: the answer is that for `TRACED` rows. Mixed
-and plain are then the same, PyTorch operators that the compiler fuses, and are called plain.
+While a graph is traced, choices must not depend on the number of images or tokens, so those for `TRACED` sizes are
+used. Mixed and plain are then both PyTorch operators, which the compiler fuses, and are called plain.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor
 from . import backend, launch, measured
 from .cost import OPS, WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
 
-TRACED = (256, 197)  # images and tokens that stand for all while tracing
+TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
 
 
@@ -32,12 +32,12 @@ class Choice(NamedTuple):
         name: kinds of the branches, "attention + mlp", or name of the op.
         way: "fused", "mixed" or "plain".
         why: "asked for", "measured", "empty" (there are no tokens) or "expected" (the least time).
-        shapes: names in tables of measurements, the most exact first.
+        shapes: names in tables of measurements, most exact first.
         branches: of the block; empty for an op.
         us: way → expected microseconds on the GPU, with the pessimistic rates of our kernels, and on the host; empty
-            where they did not decide.
+            if they did not decide.
         refused: way → why it could not be chosen.
-        replayed: calls of the block are replayed, so the host spends less on them.
+        replayed: True if calls of the block are replayed, which takes less host time.
     """
 
     name: str
@@ -51,19 +51,19 @@ class Choice(NamedTuple):
 
 
 forced: str | None = None  # overrides the choice, see `forcing`
-assumed: Gpu | None = None  # takes the place of the device's GPU, see `assuming`
+assumed: Gpu | None = None  # used instead of the device's GPU, see `assuming`
 _choices: dict[tuple, str] = {}
 _observer: Callable[[Choice], None] | None = None  # see `observing`
 
 
 def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bool) -> str:
-    """The way of the residual branches of a block: "fused", "mixed" or "plain".
+    """Chooses the way of a block's residual branches: "fused", "mixed" or "plain".
 
     Args:
-        x: [B, ..., C], where the kernels run; its device and dtype count.
+        x: [B, ..., C], for which the kernels are available; only its device and dtype are used.
         branches: of the block.
-        training: gradients are on.
-        replayed: calls of the block are replayed, see `layers.replay`.
+        training: True if gradients are enabled.
+        replayed: True if calls of the block are replayed, see `layers.replay`.
     """
     traced = torch.compiler.is_compiling()
     return _way(x.device, x.dtype, tuple(tuple(b) for b in branches), training, traced, replayed)
@@ -116,17 +116,17 @@ def choose(
     switch: str,
     exact: bool,
 ) -> Choice:
-    """The choice for the branches of a block.
+    """Makes the choice for the branches of a block.
 
     Args:
-        device: whose GPU is looked up, see `gpu_on`.
+        device: device of the GPU, see `gpu_on`.
         branches: of the block.
-        training: gradients are on.
-        traced: a graph is traced, so host time does not count.
-        replayed: calls of the block are replayed.
-        asked: the way that a context asks for, or None.
+        training: True if gradients are enabled.
+        traced: True while a graph is traced; host time is then ignored.
+        replayed: True if calls of the block are replayed.
+        asked: the way set by `forcing`, or None.
         switch: `backend.backend()`.
-        exact: products are in IEEE float32.
+        exact: True if matmuls are in IEEE float32.
     """
     name, shapes = " + ".join(branch.kind for branch in branches), block_names(branches, training)
     if asked is not None or switch == "triton":
@@ -152,23 +152,23 @@ def choose(
 def _least(
     name: str, shapes: tuple[str, ...], us: dict[str, tuple[float, float]], refusals: dict[str, str | None]
 ) -> Choice:
-    """The way that takes the least time of those that are not refused; of equal ones the first."""
+    """Chooses the way with the least expected time among those not refused; the first one of equals."""
     refused = {way: why for way, why in refusals.items() if why is not None}
     way = min((way for way in us if way not in refused), key=lambda way: max(us[way]))
     return Choice(name, way, "expected", shapes, (), us, refused)
 
 
 def host_us(way: str, branches: int, training: bool, replayed: bool) -> float:
-    """Expected microseconds of the host for so many residual branches; a block has two."""
+    """Expected host time in microseconds for this number of residual branches; a block has two."""
     phase, row = "training" if training else "inference", table()["host_us"]
     return row["eager"][phase] * row["replayed" if replayed else "called"][phase][way] * branches / 2
 
 
 def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool) -> str | None:
-    """Why a way is not chosen at any speed, or None.
+    """Why a way is excluded regardless of its speed, or None.
 
-    It moves more bytes than the modules, has more launches (in training, than a tenth more), or has a product of ours
-    in IEEE float32.
+    It is excluded if it moves more bytes than the plain way, has more launches (in training, over 10 % more), or runs
+    our matmul in IEEE float32.
     """
     if exact and any(one.kind == "fused product" for one in ours):
         return "products in IEEE float32 are PyTorch's"
@@ -178,7 +178,7 @@ def refusal(ours: list[Launch], plain: list[Launch], training: bool, exact: bool
 
 
 def block_names(branches: tuple[Branch, ...], training: bool) -> tuple[str, str]:
-    """Names of a block's shape in tables of measurements: of its sizes, and of those that it stands for."""
+    """Names of a block's shape in tables of measurements: with exact and with rounded sizes."""
     phase = "training" if training else "inference"
     found = branches, [branch.rounded for branch in branches]
     exact, near = (f"{' + '.join(branch.name for branch in some)} {phase}" for some in found)
@@ -186,37 +186,37 @@ def block_names(branches: tuple[Branch, ...], training: bool) -> tuple[str, str]
 
 
 def op_names(op: str, size: int, training: bool, sizes: tuple[int, ...]) -> tuple[str, str]:
-    """The same for an op with arguments of `size` bytes a value."""
+    """As `block_names`, for an op with arguments of `size` bytes per value."""
     phase = f"{'training' if training else 'inference'}{' fp32' if size == 4 else ''}"
     return measured.names(f"{op} {phase}", tuple(map(int, sizes)))[:2]
 
 
 def measured_way(device: torch.device, shapes: tuple[str, ...]) -> str | None:
-    """The way that was measured for one of these shapes, on this GPU or else on one of its architecture."""
+    """The way measured for one of these shapes, on this GPU or else on its architecture; or None."""
     pretended = launch.target is not None or assumed is not None
     tables = measured.of(device, pretended).ways, measured_ways(launch.architecture(device))
     return next((ways[shape] for ways in tables for shape in shapes if shape in ways), None)
 
 
 def rows_of(rows: int) -> int:
-    """Rows of an operand as choices see them."""
+    """Number of rows of an operand for choices; constant while tracing."""
     return math.prod(TRACED) if torch.compiler.is_compiling() else rows
 
 
 def lengths_of(images: int, queries: int, keys: int, heads: int) -> tuple[int, int, int, int]:
-    """(images, heads, queries, keys) of an attention as choices see them; a single query stays one."""
+    """(images, heads, queries, keys) of an attention for choices; constant while tracing, except a single query."""
     if torch.compiler.is_compiling():
         images, queries, keys = TRACED[0], 1 if isinstance(queries, int) and queries == 1 else TRACED[1], TRACED[1]
     return images, heads, queries, keys
 
 
 def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
-    """True if our kernels are chosen for one public function, whose caller checked that they run.
+    """True if our kernels are chosen for a public function; they must be available.
 
     Args:
         x: tensor of the operation's device and dtype.
         op: a name in `cost.OPS`.
-        sizes: arguments of its function there.
+        sizes: arguments of its function in `cost.OPS`.
     """
     return _prefers(x.device, x.dtype, x.element_size(), torch.is_grad_enabled(), op, sizes)
 
@@ -249,7 +249,7 @@ def _choose_op(device: torch.device, size: int, training: bool, exact: bool, op:
 
 
 def gpu_on(device: torch.device) -> Gpu:
-    """The rates of this device's GPU, or of what takes its place: see `assuming` and `launch.targeting`."""
+    """The rates of this device's GPU, or of the one set by `assuming` or `launch.targeting`."""
     here = launch.target is None and device.type == "cuda"
     return assumed or _gpu_on(launch.architecture(device), here, device.index)
 
@@ -261,7 +261,7 @@ def _gpu_on(architecture: str, here: bool, index: int | None) -> Gpu:
 
 @contextlib.contextmanager
 def forcing(way: str) -> Iterator[None]:
-    """In this context every branch runs in that way wherever it can, and ops run our kernels unless it is "plain".
+    """Context in which every branch runs in this way if possible, and ops run our kernels unless it is "plain".
 
     Raises:
         ValueError: the way is not "fused", "mixed" or "plain".
@@ -278,7 +278,7 @@ def forcing(way: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
-    """In this context choices are those for `gpu`, whatever the device; see `launch.targeting` for its architecture."""
+    """Context in which choices are made for `gpu` on any device; see `launch.targeting` for its architecture."""
     global assumed
     before, assumed = assumed, gpu
     try:
@@ -289,7 +289,7 @@ def assuming(gpu: Gpu) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
-    """In this context `observer` is called with each choice."""
+    """Context in which `observer` is called with each choice."""
     global _observer
     before, _observer = _observer, observer
     try:

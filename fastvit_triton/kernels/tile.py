@@ -1,6 +1,6 @@
-"""Device helpers (@jit) that two or more kernels use, and the only import of triton.
+"""Device functions (@jit) shared by kernels, and the only import of triton.
 
-Where triton is not installed (macOS, Windows), `jit` and `tl` are inert placeholders: kernel files still import, and
+If triton is not installed (macOS, Windows), `jit` and `tl` are inert placeholders: kernel files still import, and
 `kernels_available` is False, so every function takes the PyTorch path.
 """
 
@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 def _runtime() -> SimpleNamespace | None:
-    """What a launch without JITFunction.run needs of Triton; None for a release whose launcher is not known."""
+    """The parts of Triton needed to launch without JITFunction.run; None if the release's launcher is not known."""
     if MISSING is not None or not __version__.startswith(("3.6.", "3.7.")):
         return None
     from triton import knobs
@@ -47,7 +47,7 @@ TRITON = _runtime()
 
 
 def repair_interpreter() -> None:
-    """Lets triton 3.6's interpreter run with NumPy 2.4, which takes its scalars, arrays of one value, for no index."""
+    """Patches triton 3.6's interpreter for NumPy 2.4, which no longer accepts its one-element arrays as an index."""
     from triton.runtime import interpreter
 
     def patch(tensor: object, scope: object) -> None:
@@ -86,7 +86,7 @@ def wgmma_rows(M: tl.constexpr, WGMMA_WARPS: tl.constexpr):
 
     With the rows of x in this order and those of W in the order of `wgmma_columns`, each thread of a Hopper GPU holds
     eight adjacent values of the product after `from_wgmma_order`: 16-bit tiles are written in 16-byte stores without
-    passing through shared memory. On other GPUs the permutation has no effect on speed, and on none on the result.
+    passing through shared memory. On other GPUs the permutation has no effect on speed; it never changes the result.
     """
     i = tl.arange(0, M)
     if WGMMA_WARPS > 0:  # bits of i from the lowest: lane / 4 (3 bits), half, warp, pass
@@ -140,7 +140,7 @@ def zero_stats(M: tl.constexpr, RUNS: tl.constexpr):
 
 @jit
 def add_stats(y, f, F, count, row_sum, m2):
-    """Adds y [M, columns f] to row statistics of RUNS runs of adjacent columns, one a thread (Chan et al., 1979)."""
+    """Adds y [M, columns f] to row statistics of RUNS runs of adjacent columns, one per thread (Chan et al., 1979)."""
     M: tl.constexpr = y.shape[0]
     RUNS: tl.constexpr = row_sum.shape[1]
     WIDTH: tl.constexpr = y.shape[1] // RUNS
