@@ -185,7 +185,7 @@ def can_read_values(tensor: Tensor) -> bool:
 
 
 def expect_norm(x: Tensor, dtype: torch.dtype, norm: Norm, name: str = "", **axis: int) -> None:
-    """Raises ValueError or TypeError unless the norm fits x [..., axis], where the input of the norm has that dtype."""
+    """Raises ValueError or TypeError unless the norm fits x [..., axis]; `dtype` is that of the norm's input."""
     weight, bias, eps = norm[:3]
     same_dtype = x.dtype == dtype
     if weight is not None and not (same_dtype and is_like(weight, x, *axis.values())):

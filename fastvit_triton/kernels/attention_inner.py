@@ -19,7 +19,7 @@ def program_position(
 ):
     """(tile, image, head, first token, queries, keys) of a program.
 
-    The values in cu_seqlens and kv_lens are clamped: an image lies in T tokens, with at most Nq queries and Nk keys.
+    The values in cu_seqlens and kv_lens are clamped: an image is within T tokens, with at most Nq queries and Nk keys.
     """
     b = (pid // tiles // H).to(tl.int64)
     h = (pid // tiles % H).to(tl.int64)
@@ -44,7 +44,7 @@ def num_keys(at, Nk):
 def head_pointer(ptr, strides, b, h, start, UNIT: tl.constexpr):
     """(pointer to a head's first row, row stride). Strides are given in units of UNIT elements.
 
-    UNIT is 16 bytes where every stride is a multiple of that, so that the compiler may emit 16-byte loads.
+    UNIT is 16 bytes if every stride is a multiple of that, so that the compiler may emit 16-byte loads.
     """
     return ptr + (b * strides[0] + h * strides[1] + start * strides[2]) * UNIT, strides[2] * UNIT
 
@@ -93,7 +93,7 @@ def add_product(p, x0, x1, sum0, sum1, D1: tl.constexpr, PRECISION: tl.constexpr
 def _add_bias(s, bias_ptr, m, n, inside, bias_strides, BIAS: tl.constexpr):
     """Adds the bias of queries m and keys n to base-2 scores; m, n and inside broadcast to the shape of s."""
     at = bias_ptr + m.to(tl.int64) * bias_strides[2] + n.to(tl.int64) * bias_strides[3]
-    if BIAS == 2:  # boolean: True attends
+    if BIAS == 2:  # boolean: True means attend
         return tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
     return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634  # log₂e
 

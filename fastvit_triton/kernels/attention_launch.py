@@ -129,7 +129,7 @@ def whole_head_blocks(
 
 
 def tail_block(N: int, block: int, ragged: bool) -> int:
-    """Width of the masked block after the full ones; 0 for none, a full block if only the device knows N."""
+    """Width of the masked block after the full ones; 0 for none, a full block if N is known only on the device."""
     rest = N % block
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 

@@ -7,8 +7,8 @@ Backward  dz = dy ∘ cos − J (dy ∘ sin)                                    
           dx = (g − mean(g) − ẑ·mean(g·ẑ)) / √(σ² + ε) with g = dz·γ, ẑ = (x − μ) / √(σ² + ε)   (5)
           dγ = Σ dz·ẑ    dβ = Σ dz, over tokens and heads                                       (6)
 Kernels   One launch applies (1) and (2) before the attention kernel and one applies (4) to (6) after its backward pass.
-          Inside the attention kernel keys would be normalised and rotated again for every block of queries. The sums
-          (6) are taken in two stages, first within programs and then over them: same bits every run.
+          Inside the attention kernel, keys would be normalised and rotated again for every block of queries. The sums
+          (6) are computed in two stages, within programs and then over programs: deterministic.
 Cost      8 bytes·B·N·H·D in bf16 forward, 16 backward, in addition to attention's.
 Saved     the tensors that attention saves, y for queries and keys [B, N, 2, H, D], and qkv.
 Sources   Su et al., RoFormer, arXiv:2104.09864, eq. 34; Henry et al., Query-key normalization, arXiv:2010.04245, as
@@ -392,7 +392,7 @@ class _Fn(torch.autograd.Function):
         return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 6
 
 
-# which of weight (w) and bias (b) the norms of queries and of keys have; a case gives the index
+# norms of queries and of keys: weight (w), bias (b), or None for no norm; cases use the index
 KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "b"))
 
 

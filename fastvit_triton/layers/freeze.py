@@ -68,7 +68,7 @@ def freeze(model: nn.Module) -> None:
 
     Until `unfreeze`, the folds take about 58 % of the memory of a block's weights. A CUDA graph reads them at fixed
     addresses: run the frozen model once before the capture, and do not unfreeze it while the graph is in use. Copies
-    and pickles of a model are not frozen, and a compiled model folds in each call. Where the kernels do not run, as on
+    and pickles of a model are not frozen, and a compiled model folds in each call. If the kernels do not run, as on
     a CPU, nothing is folded.
 
     Args:

@@ -10,7 +10,7 @@ AGAIN = 5.0  # seconds between interrupts, as Python discards exceptions raised 
 
 
 class TimedOut(BaseException):
-    """Raised when a deadline passes; a BaseException, so that `except Exception` in libraries does not catch it."""
+    """Raised when a deadline passes; a BaseException, so that libraries do not catch it."""
 
 
 class Deadline:

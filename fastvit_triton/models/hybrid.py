@@ -2,7 +2,7 @@
 
 The ResNet is BiT's (Kolesnikov et al., arXiv:1912.11370).
 Differs from ViT:
-  1. The patches are cut from the feature map (1x1 after stages, 8x8 after the root alone), not from the image.
+  1. The patches are cut from the feature map (1x1 after stages, 8x8 if there is only the root), not from the image.
   2. patch_size means total downsampling: "B/16" is 16 pixels a token. R50 at 16 has stage 4's blocks moved to stage 3.
 Adds the stem.
 """
@@ -39,7 +39,7 @@ class HybridEmbed(PatchEmbed):
 
 
 def hybrid(config: ViTConfig, layers: tuple[int, ...]) -> VisionTransformer:
-    """A ViT on a ResNet with `layers` bottlenecks per stage; no stages means the root alone."""
+    """A ViT on a ResNet with `layers` bottlenecks per stage; no stages means only the root."""
     return VisionTransformer(config, patch_embed=HybridEmbed(config, layers))
 
 
