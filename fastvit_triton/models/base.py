@@ -97,7 +97,7 @@ class ImageModel(nn.Module):
         self.grad_checkpointing = enable
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, ...]:
-        """The head, or heads."""
+        """Returns the head, or a tuple of heads."""
         heads = tuple(self.get_submodule(name) for name in self.head_names)
         return heads[0] if len(heads) == 1 else heads
 

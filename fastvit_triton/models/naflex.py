@@ -2,9 +2,9 @@
 
 After Patch n' Pack (NaViT, Dehghani et al., arXiv:2307.06304) and FlexiViT; timm's NaFlexVit batches in the same way.
 Differs from ViT:
-  1. Its input is patches, not pixels: [B, L, 2 + P·P·C], each with its row and column, −1 where an image has fewer than
-     L. `fastvit_triton.train.data.naflex` makes them.
-  2. Positions are resampled to each image's own grid, and keys beyond an image's tokens are masked.
+  1. Its input is patches, not pixels: [B, L, 2 + P·P·C], each with its row and column, which are −1 for padding.
+     `fastvit_triton.train.data.naflex` creates them.
+  2. Positions are resampled to each image's grid, and keys of padding tokens are masked.
 Adds nothing: the weights are those of the `VisionTransformer` with the same config.
 """
 
@@ -35,7 +35,7 @@ class NaFlexVisionTransformer(VisionTransformer):
     """ViT on patches of images of any size.
 
     Args:
-        config: as for `VisionTransformer`; `img_size` is that of its position table.
+        config: as for `VisionTransformer`; `img_size` is the size of the position table.
 
     Raises:
         ValueError: an option is not defined for a padded batch.

@@ -34,7 +34,7 @@ STEMS = {"conv": PatchEmbed, "linear": LinearPatchEmbed, "norm_linear_norm": Nor
 
 
 class VisionTransformer(ImageModel):
-    """Patches, positions, blocks, norm, pooling, head.
+    """Vision Transformer: patch embedding, positions, blocks, norm, pooling, head.
 
     Args:
         config: every option, see `ViTConfig`.
@@ -43,7 +43,7 @@ class VisionTransformer(ImageModel):
         attention: class of the blocks' attention, a subclass of `Attention` that overrides `attend`.
     """
 
-    position_resize = "bicubic_antialias"  # how this family's code interpolates positions; see `resize_pos_embed`
+    position_resize = "bicubic_antialias"  # interpolation mode of this family's code; see `resize_pos_embed`
 
     def __init__(
         self,
