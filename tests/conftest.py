@@ -20,8 +20,9 @@ from fastvit_triton.kernels import backend, fold, launch, op, plan
 from fastvit_triton.layers import ways
 
 # by processor time of the whole file
-LONGEST = """backend convert parallel cli static export interpreter freeze replay benchmarks kernel_graphs explain plan
-models pressure tune launches convert_hooks fake_device recovery recipes train shards readme masked""".split()
+LONGEST = """backend convert parallel cli static candidates export interpreter freeze replay benchmarks kernel_graphs
+explain plan models pressure tune launches convert_hooks fake_device recovery recipes train shards readme
+masked""".split()
 
 
 # For `-m fast`: file → a regular expression that the names of its fast tests match; an empty one matches all. Chosen by

@@ -13,12 +13,10 @@ from benchmarks import static
 from benchmarks.fingerprint import key
 from benchmarks.launch_cases import cases
 from benchmarks.launch_recorder import Launch, compiled, record, work
-from benchmarks.predict import compile_candidates
 from benchmarks.sass import GPUS, read
 from fastvit_triton import layer_norm
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels import launch as launcher
-from fastvit_triton.measure.candidates import CANDIDATES, Target, candidates, targets
 
 ARCHS = ("sm_80", "sm_90", "gfx942")
 PRODUCTS = {
@@ -185,44 +183,3 @@ def test_changed_reports_are_not_reused():
     assert static.reusable(report | dict(triton="3.0.0")) == {} == static.reusable(report | dict(ptxas={}))
     other = figures | dict(sm_80=figures["sm_80"] | dict(gbs=1))
     assert static.reusable(report | dict(parts=other)).keys() == {"sm_90"}
-
-
-TARGETS = [dataclasses.replace(t, shape=t.shape | dict(B=16)) for t in targets()]  # of the same binaries as larger ones
-
-
-def faults(target: Target, arch: str, stop: int | None = None) -> list[str]:
-    """Violations and compile errors of the candidates below number `stop`, without the launch parameters in use."""
-    _, tried = compile_candidates(target, arch, 1, stop)
-    assert tried
-    return [f"{target.row} on {arch}, {t['config']}: {f}" for t in tried for f in t.get("faults", [t.get("error")])]
-
-
-@pytest.mark.parametrize("arch", [*GPUS, "another"])
-def test_lists_of_candidates_are_short(arch):
-    """A tuner has a minute for all rows; no candidate stands twice."""
-    assert CANDIDATES.keys() == {target.row for target in TARGETS}
-    for row in CANDIDATES:
-        found = candidates(row, arch)
-        assert 1 <= len(found) <= 12
-        assert len({json.dumps(config, sort_keys=True) for config in found}) == len(found), row
-
-
-@pytest.mark.parametrize("row, arch", [("linear.fwd.half", "sm_90"), ("mlp.fwd", "sm_86"), ("attention.fwd", "gfx942")])
-def test_first_candidates_are_clean(row, arch):
-    """The oracle is that of `test_launches_in_use_are_clean`, for the first candidate of a row."""
-    assert not faults(next(target for target in TARGETS if target.row == row), arch, stop=2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("arch", GPUS)
-def test_candidates_are_clean(arch):
-    """The same for every candidate of every row, in inference and training."""
-    assert not [fault for target in TARGETS for fault in faults(target, arch)]
-
-
-def test_candidates_that_spill_in_training_are_seen(monkeypatch):
-    """Oracle: a tile of fc1 that takes 242 registers, and more than there are where the pre-activation is written."""
-    config = dict(BLOCK_M=256, BLOCK_F=128, BLOCK_K=64, GROUP=8, PARTS=2, WGMMA_WARPS=0, num_warps=8, num_stages=3)
-    monkeypatch.setitem(CANDIDATES, "linear.fwd.half", {"sm_90": (config,)})
-    (fault,) = faults(TARGETS[0], "sm_90", stop=2)
-    assert "bytes spilled" in fault
