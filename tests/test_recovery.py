@@ -188,7 +188,7 @@ def test_damaged_weights_raise(tmp_path: Path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged: the checksum of its tensors is wrong"):
+    with pytest.raises(ValueError, match=r"is damaged.*its checksum is wrong"):
         load_trained(path)
 
 
