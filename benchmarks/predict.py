@@ -6,7 +6,7 @@ import torch
 
 from fastvit_triton.kernels.launch import overriding
 from fastvit_triton.measure.candidates import Target
-from fastvit_triton.measure.timeout import one_line
+from fastvit_triton.measure.timeout import capturing
 from fastvit_triton.measure.tuning import arguments_of, candidates_of
 
 from .launch_recorder import Launch, compiled, record
@@ -49,10 +49,11 @@ def compile_candidates(target: Target, arch: str, start: int = 0, stop: int | No
             with overriding({name: config}):
                 made = record(arch, op.run, **arguments)
             launches = [(phase, a) for phase in phases for a in made[phase] if _uses(a, name)]
-            try:
+            errors: dict[str, str] = {}
+            with capturing(errors, "error"):
                 kernels = [compiled(a, arch) for _, a in launches]
-            except Exception as error:
-                tried.append(dict(config=config, error=one_line(error)))
+            if errors:
+                tried.append(dict(config=config) | errors)
                 continue
             new = [k for k in dict.fromkeys(kernels) if k not in binaries]
             binaries.update(zip(new, pool.map(read, new), strict=True))
