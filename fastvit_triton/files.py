@@ -1,5 +1,6 @@
-"""Atomic file writes: write a temporary file in the same folder, fsync, rename."""
+"""Atomic file writes (write a temporary file in the same folder, fsync, rename), and text about files."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,23 @@ def sweep(folder: str | os.PathLike, names: Iterable[str]) -> None:
     for name in names:
         for left in Path(folder).glob(f".{name}.*{Path(name).suffix}"):
             left.unlink(missing_ok=True)
+
+
+def write_failure(error: BaseException) -> str:
+    """Why a file could not be written, in a few words; libraries wrap the operating system's error in their own."""
+    chain: list[BaseException] = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    numbers = {getattr(cause, "errno", None) for cause in chain}
+    if numbers & {errno.ENOSPC, errno.EDQUOT} or "(os error 28)" in str(error):
+        return "the disk is full"
+    named = [cause.strerror for cause in chain if isinstance(cause, OSError) and cause.strerror]
+    return (named or str(error).splitlines() or [type(error).__name__])[0]
+
+
+def printable(text: str) -> str:
+    """Text for a terminal or a plot: control characters, and bytes of file names that are not UTF-8, are escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _umask() -> int:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from test_data import truncate, write_folder
 
 from benchmarks.launches import Setting, figures
@@ -26,15 +27,15 @@ from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.data import digits
-from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOG, PREDICTIONS, STATE, WEIGHTS
+from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, LOG, PREDICTIONS, STATE, WEIGHTS
 
 EPOCHS = "16"
 
 
-def start(*argv: str, **options) -> subprocess.Popen:
+def start(*argv: str, variables: dict[str, str] | None = None, **options) -> subprocess.Popen:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "fastvit_triton.cli", *argv]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | (variables or {})
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
     )
@@ -67,7 +68,7 @@ def refused(capsys: pytest.CaptureFixture, *argv: object, code: int = 2) -> str:
 def test_digits_are_learned(digits_run: Path):
     """Oracle: the promised files, and 94.8 % of the test digits, the mean of four seeds, less three deviations."""
     assert accuracy(digits_run) >= 0.92
-    assert sorted(path.name for path in digits_run.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in digits_run.iterdir()) == sorted([*FILES, LOCK])
 
 
 def test_summary_says_where_and_what_next(digits_run: Path, capsys: pytest.CaptureFixture):
@@ -217,7 +218,7 @@ def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(load_state(out / STATE)["history"]) >= 2
     assert main(["evaluate", "--checkpoint", str(out)]) == 0
     assert "of 360 images" in capsys.readouterr().out
-    assert not [path.name for path in out.iterdir() if path.name not in FILES]
+    assert not [path.name for path in out.iterdir() if path.name not in (*FILES, LOCK)]
 
 
 def test_full_disk(tmp_path: Path):
@@ -228,8 +229,60 @@ def test_full_disk(tmp_path: Path):
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 1
     (sentence,) = errors.splitlines()
-    assert sentence.startswith(f"fastvit-triton: error: cannot write {tmp_path / 'run' / WEIGHTS}: ")
-    assert not list((tmp_path / "run").iterdir())
+    assert sentence.startswith(f"fastvit-triton: error: cannot write {tmp_path / 'run' / STATE}: File too large;")
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_auto_and_more_epochs(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the number of epochs in the state; a run that is started, resumed, changed and extended."""
+    out = tmp_path / "run"
+    command = ["train", "--out", str(out), "--device", "cpu", "--resume", "auto"]
+
+    def epochs() -> int:
+        return len(load_state(out / STATE)["history"])
+
+    first = [*command, "--epochs", "1", "--batch-size", "512"]
+    assert main(first) == 0 and epochs() == 1
+    assert main(first) == 0 and epochs() == 1
+    assert main([*command, "--epochs", "2"]) == 0 and epochs() == 2
+    assert "after 2 epochs" in capsys.readouterr().out
+    assert "lr is 0.5, but the run to resume has" in refused(capsys, *command, "--lr", "0.5")
+    assert main([*command, "--lr", "0.5", "--accept-changes"]) == 0
+    assert "the state does not fit this run" in refused(capsys, *command, "--ema-decay", "0.9", "--accept-changes")
+    assert load_state(out / STATE)["settings"]["epochs"] == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such file names")
+def test_class_names_are_data(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: names that are formulas, markup, terminal commands and no UTF-8 are printed as they are, or escaped."""
+    names = {"$\\frac$": "$\\frac$", "[red]x": "[red]x", "esc\x1b[2J": r"esc\x1b[2J", "bad\udcff": r"bad\udcff"}
+    for split in ("train", "val"):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.effect_noise((9, 9), 50).save(tmp_path / split / name / "0.png")
+    out = str(tmp_path / "run")
+    options = ["--epochs", "1", "--batch-size", "4", "--img-size", "16", "--workers", "0", "--device", "cpu"]
+    assert main(["train", "--data", str(tmp_path), "--out", out, *options]) == 0
+    assert main(["evaluate", "--checkpoint", out, "--workers", "0"]) == 0
+    assert main(["predict", "--checkpoint", out, "--top", "4", f"{out}/example.png"]) == 0
+    report = ["--out", str(tmp_path / "report"), "--device", "cpu", "--workers", "0"]
+    assert main(["explain", "--checkpoint", out, "--image", str(tmp_path / "val"), *report]) == 0
+    printed, errors = capsys.readouterr()
+    assert all(printed.count(name) == 2 for name in names.values()) and not errors and "\x1b" not in printed
+    assert "\x1b" not in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_deterministic(tmp_path: Path):
+    """Oracle: the same bits with one and with two threads, of weights that two threads sum in another order."""
+    weights = []
+    options = ["--epochs", "1", "--batch-size", "512", "--device", "cpu", "--deterministic"]
+    for threads in ("1", "2"):
+        out = tmp_path / threads
+        child = start("train", "--out", str(out), *options, variables={"OMP_NUM_THREADS": threads})
+        _, errors = child.communicate(timeout=120)
+        assert child.returncode == 0, errors
+        weights.append(load_file(out / WEIGHTS))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.filterwarnings("default")  # other libraries' own

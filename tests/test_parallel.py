@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fastvit_triton.train.checkpoint import STATE, load_state
 from fastvit_triton.train.distributed import World, process_group
 from fastvit_triton.train.distributed.checkpoint import (
     checkpoints,
@@ -277,6 +279,45 @@ def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", "--device", "cpu", "--resume", "--out", str(tmp_path / "two")]) == 0
     assert "after 1 epochs" in capsys.readouterr().out
+
+
+def interrupt(out: Path, number: int, *options: str) -> tuple[int, str]:
+    """Sends a signal to a rank under torchrun, once there is a state: (exit code, output)."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", "localhost:0", "-m", "fastvit_triton.cli", "train", "--device", "cpu"]
+    torchrun += ["--parallel", "ddp", "--out", str(out), "--epochs", "6", "--save-every", "2", "--resume", "auto"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    with tempfile.TemporaryFile("w+") as log:
+        agent = subprocess.Popen([sys.executable, *torchrun, *options], env=env, stdout=log, stderr=log)
+        try:
+            while not (out / STATE).exists():
+                assert agent.poll() is None
+                time.sleep(0.05)
+            children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+            os.kill(int(children[-1]), number)
+            code = agent.wait(timeout=300)
+        finally:
+            agent.kill()
+        log.seek(0)
+        return code, log.read()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_a_killed_rank_is_restarted(tmp_path):
+    """Oracle: torchrun's restart resumes the run and ends it."""
+    code, text = interrupt(tmp_path / "run", signal.SIGKILL)
+    assert code == 0 and "after 6 epochs" in text, text
+    assert len(load_state(tmp_path / "run" / STATE)["history"]) == 6
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_a_stopped_rank_ends_the_run(tmp_path):
+    """Oracle: the sentence after the timeout of 30 seconds, and a run that torchrun's restart resumes and ends."""
+    code, text = interrupt(tmp_path / "run", signal.SIGSTOP, "--timeout", "0.5")
+    assert "error: another process did not answer for 0.5 minutes; see --timeout" in text, text
+    assert code == 0 and "after 6 epochs" in text, text
 
 
 def test_invalid_commands_raise(capsys, monkeypatch, tmp_path):

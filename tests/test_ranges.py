@@ -15,7 +15,7 @@ from fastvit_triton import train
 from fastvit_triton.cli.train import RECIPE_OPTIONS
 from fastvit_triton.train import Recipe, Step, Transform, ranges
 from fastvit_triton.train.recipes import FOLDER, override_recipe
-from fastvit_triton.train.trainer import RECIPES
+from fastvit_triton.train.settings import RECIPES
 
 # Text that no list could hold: a name of `create_model`, of `policy_by_name`, and what a source says.
 FREE = {"source", "reported", "duration", "model", "policy"}

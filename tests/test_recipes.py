@@ -26,8 +26,8 @@ from fastvit_triton.train.data.cifar import FILES, META, is_cifar, scan_cifar
 from fastvit_triton.train.objective import distilled, supervised
 from fastvit_triton.train.optim import Lamb
 from fastvit_triton.train.outputs import BEST, LOG, STATE, WEIGHTS
+from fastvit_triton.train.settings import RECIPES
 from fastvit_triton.train.step import Step
-from fastvit_triton.train.trainer import RECIPES
 from fastvit_triton.weights import load_model
 
 CLOSE = torch.testing.assert_close

@@ -15,16 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from test_train import RECIPE, save, stripes, tiny
 
 from fastvit_triton.cli.loading import load_trained
 from fastvit_triton.files import replacing, sweep
 from fastvit_triton.models import create_model
 from fastvit_triton.train import checkpoint, outputs, trainer
-from fastvit_triton.train.data import Data, TensorBatches
+from fastvit_triton.train.data import Data, TensorBatches, load
 from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged
+from fastvit_triton.train.recipes import FOLDER, override_recipe
+from fastvit_triton.train.settings import check_data
 from fastvit_triton.weights import save_weights
 
 
@@ -177,6 +180,161 @@ def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage:
     harm(out / checkpoint.PREVIOUS)
     with pytest.raises(ValueError, match=r"training_state\.pt is damaged"):
         checkpoint.newest_state(out)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+@pytest.mark.parametrize("name", [outputs.WEIGHTS, outputs.BEST, outputs.LOG])
+def test_files_that_follow_from_the_state_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
+):
+    """Oracle: the files of the finished run; its last epoch is its best."""
+    monkeypatch.setattr(trainer, "is_best", lambda history: True)
+    train(tmp_path)
+    path, names = tmp_path / name, (outputs.WEIGHTS, outputs.BEST, outputs.LOG)
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    assert before[outputs.WEIGHTS] == before[outputs.BEST]
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage == "empty" else before[name][:-7])
+    assert train(tmp_path) == 0
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+
+
+def damaged(state: dict, kind: str) -> dict:
+    """A state with one entry of a wrong kind."""
+    progress, row = state["progress"], state["history"][0]
+    return (
+        state
+        | {
+            "no progress": {"progress": None},
+            "a field less": {"progress": {name: value for name, value in progress.items() if name != "lr"}},
+            "negative step": {"progress": progress | {"step": -1}},
+            "epoch as text": {"progress": progress | {"epoch": "two"}},
+            "loss as a vector": {"progress": progress | {"loss_sum": torch.zeros(2)}},
+            "history as a number": {"history": 3},
+            "a row too many": {"history": [row, row, row, row]},
+            "a column less": {"history": [{"epoch": 1}]},
+            "a loss as text": {"history": [row | {"train_loss": "low"}]},
+            "no generators": {"generators": {}},
+            "another model": {"model": {}},
+            "a weight of another shape": {"model": state["model"] | {"norm.weight": torch.ones(3)}},
+            "no optimizer groups": {"optimizer": {"state": {}, "param_groups": []}},
+            "no scaler": {"scaler": []},
+            "no EMA": {"ema": None},
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    {
+        "no progress": "progress is None; use a dictionary",
+        "a field less": "its progress has no 'lr'",
+        "negative step": "progress step is -1; use an integer of at least 0",
+        "epoch as text": "progress epoch is 'two'; use an integer of at least 0",
+        "loss as a vector": "progress loss_sum is no number",
+        "history as a number": "its history is no list of log rows",
+        "a row too many": "its history has 4 rows after epoch 1",
+        "a column less": "a row of its history has epoch",
+        "a loss as text": "train_loss of its history is 'low'; use a number, or None",
+        "no generators": "the state does not fit this run: 'cpu'",
+        "another model": "the state does not fit this run: Error.* Missing key",
+        "a weight of another shape": "the state does not fit this run: Error.* size mismatch for norm.weight",
+        "no optimizer groups": "the state does not fit this run: loaded state dict has a different number of parameter",
+        "no scaler": r"scaler is \[\]; use a dictionary",
+        "no EMA": "the state does not fit this run: ",
+    }.items(),
+)
+def test_states_of_wrong_values_raise(state_of_one_epoch: dict, tmp_path: Path, kind: str, sentence: str):
+    """Oracle: one sentence, a ValueError, before training."""
+    torch.save(damaged(state_of_one_epoch, kind), tmp_path / checkpoint.STATE)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        train(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def state_of_one_epoch(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    out = tmp_path_factory.mktemp("one")
+    train(out, save_every=None, last=9)
+    return checkpoint.load_state(out / checkpoint.STATE)
+
+
+def test_changed_data_are_noticed(tmp_path: Path):
+    """Oracle: the sentence once an image is moved to another class or replaced; other classes are never accepted."""
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(3):
+                Image.effect_noise((9 + i, 9), 50).save(tmp_path / split / name / f"{i}.png")
+    recipe = override_recipe(FOLDER, img_size=8, batch_size=2)
+    before = {"data": load(str(tmp_path), recipe).identity}
+
+    def check(accept: bool = False) -> None:
+        check_data(load(str(tmp_path), recipe), before, accept)
+
+    check()
+    check_data(load(str(tmp_path), recipe), {})  # a state of an earlier version
+    (tmp_path / "train/cat/0.png").rename(tmp_path / "train/dog/9.png")
+    with pytest.raises(ValueError, match=r"^the training images of data .* \(6 images, \w{8}; now 6 images, \w{8}\);"):
+        check()
+    check(accept=True)
+    (tmp_path / "train/dog/9.png").rename(tmp_path / "train/cat/0.png")
+    check()
+    (tmp_path / "val/dog/1.png").write_bytes((tmp_path / "val/dog/2.png").read_bytes())
+    with pytest.raises(ValueError, match=r"^the test images of data .*; restore them, or pass --accept-changes$"):
+        check()
+    (tmp_path / "train/dog").rename(tmp_path / "train/cow")
+    (tmp_path / "val/dog").rename(tmp_path / "val/cow")
+    with pytest.raises(ValueError, match="has the classes cat, cow, but the run to resume was trained on cat, dog;"):
+        check(accept=True)
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the sentence while another process holds the lock, and success once it was killed; empty folders go."""
+    monkeypatch.setattr(outputs, "LOCK_SECONDS", 0.1)
+    with outputs.locked(tmp_path / "new" / "run"):
+        assert (tmp_path / "new" / "run" / outputs.LOCK).exists()
+    assert not (tmp_path / "new" / "run").exists()
+    code = (
+        "import sys, time; from pathlib import Path; from fastvit_triton.train import outputs\n"
+        "with outputs.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(100)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-c", code, str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(ValueError, match=r"^another process trains in .*out; wait until it ends, or"):
+                with outputs.locked(out):
+                    pass
+        finally:
+            other.kill()
+    with outputs.locked(out):
+        pass
+    assert out.exists()
+
+
+def test_weights_are_there_when_a_plot_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: one sentence for each plot that fails; all other files."""
+    said = []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts\nat all")
+
+    monkeypatch.setattr(outputs, "draw_curves", fail)
+    monkeypatch.setattr(outputs, "draw_predictions", fail)
+    for _ in trainer.run(build(), tmp_path, settings={}, save=save, warn=said.append):
+        pass
+    sentences = [f"cannot write {tmp_path / name}: no fonts; its previous content is intact" for name in PLOTS]
+    assert said == sentences
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES.keys() - set(PLOTS))
+
+
+PLOTS = (outputs.CURVES, outputs.PREDICTIONS)
 
 
 def test_damaged_weights_raise(tmp_path: Path):

@@ -25,6 +25,7 @@ from fastvit_triton.train.loop import Diverged, Progress, Score, evaluate, fit
 from fastvit_triton.train.optim import adamw, parameter_groups, reinit_pos_embed, warmup_cosine
 from fastvit_triton.train.progress import show_progress
 from fastvit_triton.train.recipes import DIGITS, Recipe
+from fastvit_triton.train.settings import resolve_settings
 from fastvit_triton.train.step import Step, count_correct
 
 TINY = {"embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -63,8 +64,8 @@ def data(augment: Callable | None = torch.clone) -> Data:
 
 
 def save(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
-    with replacing(path) as temporary:
-        torch.save(model.state_dict(), temporary)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        torch.save(model.state_dict(), file)  # the same bytes whatever the file's name
 
 
 def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Module:
@@ -246,9 +247,12 @@ def test_run_leaves_all_files_and_a_finished_one_can_draw_again(tmp_path: Path):
     assert (tmp_path / outputs.CURVES).exists()
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+@pytest.mark.parametrize("fails_at", range(1, 8))
 def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
-    """Oracle: each of the epoch's four files in turn meets a full disk; all read back, and the run resumes."""
+    """Oracle: each file in turn meets a full disk; all read back, and the run resumes.
+
+    Resuming writes three files again, and an epoch writes four.
+    """
     monkeypatch.setattr(trainer, "is_best", lambda history: True)
     train(tmp_path, epochs=1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -260,12 +264,12 @@ def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.M
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"^cannot write .*: No space left on device; its previous content is intact$"):
+    with pytest.raises(OSError, match=r"^cannot write .*: the disk is full; its previous content is intact$"):
         train(tmp_path, epochs=2, resume=True)
     monkeypatch.undo()
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert after.keys() - before.keys() <= {outputs.PREVIOUS}
-    unchanged = (outputs.WEIGHTS, outputs.BEST, outputs.STATE, outputs.LOG)[fails_at - 1 :]
+    unchanged = (outputs.STATE, outputs.WEIGHTS, outputs.BEST, outputs.LOG)[max(fails_at - 4, 0) :]
     assert all(after[name] == before[name] for name in unchanged)
     train(tmp_path, resume=True)
     assert len(checkpoint.load_state(tmp_path / outputs.STATE)["history"]) == 3
@@ -306,13 +310,33 @@ def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
 
 def test_settings_of_a_resumed_run():
     """Oracle: what was not given comes from the run; what differs is refused by name."""
-    saved = trainer.resolve_settings({"epochs": 7}, None)
+    saved = resolve_settings({"epochs": 7})
     assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
-    assert trainer.resolve_settings({"epochs": 7}, saved) == saved
+    state = {"settings": saved, "progress": {"epoch": 3, "done": True}}
+    assert resolve_settings({"epochs": 7}, state) == saved
     with pytest.raises(ValueError, match=r"seed is -1; use an integer in \[0, 2\^63\)"):
-        trainer.resolve_settings({"seed": -1}, None)
-    with pytest.raises(ValueError, match="epochs is 8, but the run to resume has 7; leave it out"):
-        trainer.resolve_settings({"epochs": 8}, saved)
+        resolve_settings({"seed": -1})
+    with pytest.raises(ValueError, match="epochs is 8, but the run to resume has 7; leave it out, or pass --accept"):
+        resolve_settings({"epochs": 8}, state)
+    changed = resolve_settings({"epochs": 8, "weight_decay": 0.2}, state, accept_changes=True)
+    assert changed == saved | {"epochs": 8, "weight_decay": 0.2}
+    with pytest.raises(ValueError, match=r"recipe is folder, but the run to resume has digits; leave it out$"):
+        resolve_settings({"recipe": "folder"}, state, accept_changes=True)
+    older = {"settings": {name: value for name, value in saved.items() if name != "deterministic"}}
+    assert resolve_settings({}, state | older) == saved
+    del older["settings"]["lr"]
+    with pytest.raises(ValueError, match="the settings of the run have no lr; its state is damaged"):
+        resolve_settings({}, state | older)
+
+
+def test_a_finished_run_may_have_more_epochs():
+    """Oracle: the rule: more epochs, once all are done."""
+    saved = resolve_settings({"epochs": 7})
+    finished = {"settings": saved, "progress": {"epoch": 7, "done": True}}
+    assert resolve_settings({"epochs": 9}, finished) == saved | {"epochs": 9}
+    for epochs, progress in ((6, {"epoch": 7, "done": True}), (9, {"epoch": 7, "done": False})):
+        with pytest.raises(ValueError, match=f"epochs is {epochs}, but the run to resume has 7"):
+            resolve_settings({"epochs": epochs}, finished | {"progress": progress})
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 16])

@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         return print_error(str(error), 2)
     except RuntimeError as error:
+        if "deterministic implementation" in str(error):
+            return print_error(f"--deterministic: {str(error).splitlines()[0]}", 2)
         if type(error).__name__ != "OutOfMemoryError":
             raise
         return print_error("the device is out of memory; lower the batch size or use a smaller --model", 1)

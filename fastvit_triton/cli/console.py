@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
+from ..files import printable
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -57,11 +59,19 @@ def show_warmup(model: "nn.Module", example: object, train: bool, quiet: bool = 
 
 def print_line(text: str) -> None:
     """Prints text on stdout without wrapping, colours or markup."""
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+    Console(soft_wrap=True).print(printable(text), markup=False, highlight=False)
 
 
 def print_error(text: str, code: int) -> int:
     """Prints one line on stderr and returns the exit code."""
-    text = f"fastvit-triton: {'' if code == 130 else 'error: '}{text}"
-    Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
+    _print_on_stderr(f"fastvit-triton: {'' if code == 130 else 'error: '}{text}")
     return code
+
+
+def print_warning(text: str) -> None:
+    """Prints one line on stderr, for what does not change the exit code."""
+    _print_on_stderr(f"fastvit-triton: warning: {text}")
+
+
+def _print_on_stderr(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(printable(text), markup=False, highlight=False)

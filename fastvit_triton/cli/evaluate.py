@@ -3,7 +3,9 @@
 import argparse
 
 from rich.console import Console
+from rich.text import Text
 
+from ..files import printable
 from .console import add_device_option, add_skip_option, add_workers_option, print_line, select_device
 from .loading import add_checkpoint_option, load_trained
 
@@ -41,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     for number, label in enumerate(trained.classes):
         mask = score.targets == number
         images, correct = int(mask.sum()), int((score.predictions[mask] == number).sum())
-        table.add_row(label, f"{images:,}", f"{correct:,}", f"{100 * correct / images:.1f} %" if images else "-")
+        table.add_row(
+            Text(printable(label)), f"{images:,}", f"{correct:,}", f"{100 * correct / images:.1f} %" if images else "-"
+        )
     Console().print(table)
     correct, images = int((score.predictions == score.targets).sum()), len(score.targets)
     print_line(f"test accuracy {100 * score.accuracy:.2f} % ({correct:,} of {images:,} images), loss {score.loss:.4f}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..files import printable
 from .console import add_device_option, add_workers_option, print_line, select_device
 from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images
 
@@ -53,18 +54,19 @@ def run(args: argparse.Namespace) -> int:
     if not shown:
         return code
     images = torch.stack([trained.transform(read_image(file)) for file in shown])
+    classes = tuple(map(printable, trained.classes))
     panels = explain(
         model,
         images.to(device),
         trained.transform.restore(images),
-        [file.name for file in shown],
-        trained.classes,
+        [printable(file.name) for file in shown],
+        classes,
         args.query,
     )
 
     def all_panels() -> Iterator:
         yield from panels
-        yield from explain_run(*_run_results(args, trained, device), trained.classes)
+        yield from explain_run(*_run_results(args, trained, device), classes)
         yield published_tables()
 
     page = write_report(all_panels(), args.out, f"What {args.checkpoint.resolve().name} sees")

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from .console import (
     add_workers_option,
     print_error,
     print_line,
+    print_warning,
     select_device,
     show_warmup,
 )
@@ -63,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", help="'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)")
     add("--out", type=Path, help="output folder (default: runs/<data>)")
-    add("--resume", action="store_true", help="resume the run in --out")
+    about = "resume the run in --out; auto starts one if there is none, for commands that are restarted"
+    add("--resume", nargs="?", const="yes", choices=("yes", "auto"), metavar="auto", help=about)
+    add("--accept-changes", action="store_true", help="resume although options or images differ from those of the run")
     add("--overwrite", action="store_true", help="replace the run in --out")
     add("--recipe", help="digits, folder, vit-i1k, vit-finetune, augreg, simplevit, deit, deit3, mae-pretrain, …")
     add("--weights", help="checkpoint to start from, in any known layout; a head of another size is reinitialised")
@@ -75,8 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--teacher", help="checkpoint of a teacher for distillation; needs a deit_*_distilled_* model")
     add("--distillation", choices=("hard", "soft"), help="kind of distillation (default: hard)")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: replicate the model, or shard it")
+    add("--timeout", type=float, default=10.0, help="minutes to wait for another process (default: 10)")
     add("--save-every", type=int, help="steps between states within an epoch (default: after epochs only)")
     add("--seed", type=int, help="of weights, order and augmentation (default: 0)")
+    add("--deterministic", action="store_true", default=None, help="same bits for any number of CPU threads; slower")
     add_device_option(parser)
     add_workers_option(parser)
     add_skip_option(parser)
@@ -96,32 +102,47 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.parallel is None:
         return _train(args, World(device=select_device(args.device)))
-    with process_group(args.device) as world:
+    with process_group(args.device, args.timeout) as world:
         return _train(args, world)
 
 
 def _train(args: argparse.Namespace, world: "World") -> int:
+    from ..train.outputs import locked
+    from ..train.ranges import NonNegativeInt, PositiveInt, check
+
+    check("--save-every", args.save_every, PositiveInt | None)
+    check("--workers", args.workers, NonNegativeInt)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("train draws its curves with matplotlib; pip install matplotlib")
+    out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
+    with locked(out) if world.is_main else nullcontext():
+        world.barrier()
+        return _train_in(out, args, world)
+
+
+def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
+    """Trains in an output folder that rank 0 has locked."""
     import torch
 
     from ..train.checkpoint import newest_state
     from ..train.data import load
-    from ..train.ranges import NonNegativeInt, PositiveInt, check
-    from ..train.recipes import Recipe
+    from ..train.rng import use_deterministic_algorithms
+    from ..train.settings import RECIPE_FIELDS, SETTINGS, check_data, recipe_of, resolve_settings
     from ..train.step import autocast_dtype
-    from ..train.trainer import SETTINGS, build_trainer, resolve_settings
+    from ..train.trainer import build_trainer
 
-    check("--save-every", args.save_every, PositiveInt | None)
-    check("--workers", args.workers, NonNegativeInt)
-    out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
-    _check_output(args, out)
-    state, damage = newest_state(out) if args.resume else (None, "")
-    names = {"recipe", *SETTINGS, *Recipe.__dataclass_fields__} & vars(args).keys()
+    state, damage = newest_state(out) if _is_resumed(args, out) else (None, "")
+    names = {"recipe", *SETTINGS, *RECIPE_FIELDS} & vars(args).keys()
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    settings = resolve_settings(given, state and state["settings"])
-    recipe = Recipe(**{name: settings[name] for name in Recipe.__dataclass_fields__})
+    settings = resolve_settings(given, state, args.accept_changes)
+    recipe = recipe_of(settings)
+    if settings["deterministic"]:
+        use_deterministic_algorithms()
     torch.manual_seed(settings["seed"])
     skip = settings["skip_bad_images"]
     data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=skip, world=world)
+    if state is not None:
+        check_data(data, state, args.accept_changes)
     model = _build_model(settings, recipe, data, resumed=state is not None)
     teacher = _load_teacher(settings["teacher"], model, len(data.classes), world.device)
     model, amp = model.to(world.device), autocast_dtype(world.device, settings["amp"])
@@ -150,20 +171,21 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     return _run(trainer, out, settings, state, args.save_every)
 
 
-def _check_output(args: argparse.Namespace, out: Path) -> None:
-    """Raises ValueError if the output folder conflicts with the options, or matplotlib is missing."""
+def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
+    """True if the run in the output folder is resumed; raises ValueError if the folder conflicts with the options."""
     from ..train.checkpoint import PREVIOUS, STATE
     from ..train.outputs import FILES
 
     existing = [name for name in FILES if (out / name).exists()]
     if args.resume and args.overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; pass one of them")
-    if args.resume and not {STATE, PREVIOUS} & set(existing):
+    if args.resume and {STATE, PREVIOUS} & set(existing):
+        return True
+    if args.resume == "yes":
         raise ValueError(f"--resume finds no {STATE} in {out}; leave it out to start a run there")
-    if existing and not (args.resume or args.overwrite):
+    if existing and not args.overwrite:
         raise ValueError(f"--out {out} already holds a run; pass --resume, --overwrite or another --out")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("train draws its curves with matplotlib; pip install matplotlib")
+    return False
 
 
 def _prepare_output(out: Path, overwrite: bool) -> None:
@@ -231,10 +253,11 @@ def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save
     from ..weights import save_weights
 
     world, finished = trainer.step.world, len(state["history"]) if state else 0
+    options = {"settings": settings, "save": save_weights, "state": state, "save_every": save_every}
     try:
         console = Console(quiet=not world.is_main)
         with show_progress(console, trainer.epochs, len(trainer.data.train), finished) as show:
-            for progress in run(trainer, out, settings=settings, save=save_weights, state=state, save_every=save_every):
+            for progress in run(trainer, out, **options, warn=print_warning):
                 show(progress)
     except KeyboardInterrupt:
         if not (out / STATE).exists():

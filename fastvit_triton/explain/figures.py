@@ -43,7 +43,7 @@ def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...],
     for y, value in enumerate(values):
         right.text(value + 1, y, f"{value:.1f} %", va="center", color=INK)
     right.set(xlim=(0, 115), xticks=[])
-    right.set_yticks(range(len(names)), names, color=INK)
+    right.set_yticks(range(len(names)), names, color=INK, parse_math=False)  # `$` in a name is no formula
     right.tick_params(length=0)
     right.spines[:].set_visible(False)
     return page
@@ -200,8 +200,9 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
         for i, j in counts.nonzero().tolist():
             colour = "white" if shade[i, j] > shade.max() / 2 else INK
             axes.text(j, i, f"{counts[i, j]}", ha="center", va="center", color=colour, fontsize=9)
-        axes.set_xticks(range(K), classes, rotation=0 if max(map(len, classes)) < 4 else 60, color=INK)
-        axes.set_yticks(range(K), classes, color=INK)
+        style = {"color": INK, "parse_math": False}
+        axes.set_xticks(range(K), classes, rotation=0 if max(map(len, classes)) < 4 else 60, **style)
+        axes.set_yticks(range(K), classes, **style)
     axes.set_xlabel("the model says", color=MUTED)
     axes.set_ylabel("right class", color=MUTED)
     axes.tick_params(length=0)

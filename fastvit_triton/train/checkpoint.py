@@ -12,12 +12,15 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
-from ..files import replacing
+from ..files import replacing, write_failure
 from .loop import Progress
+from .ranges import NonNegative, NonNegativeInt, check
 from .rng import get_rng_state, set_rng_state
 from .step import Step
 
 STATE, PREVIOUS = "training_state.pt", "training_state.previous.pt"
+_PROGRESS = ("epoch", "step", "images", "loss_sum", "correct", "lr", "seconds", "epoch_rng", "done")
+LOG_COLUMNS = tuple("epoch lr train_loss train_accuracy test_loss test_accuracy images_per_second seconds".split())
 # Keys of earlier file versions → current keys.
 _RENAMED_KEYS = {
     "state": {"average": "ema"},
@@ -32,13 +35,17 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        cause = error.__cause__ or error
-        why = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-        raise OSError(f"cannot write {path}: {why}; its previous content is intact") from error
+        raise OSError(f"cannot write {path}: {write_failure(error)}; its previous content is intact") from error
 
 
 def make_state(
-    model: nn.Module, optimizer: Optimizer, step: Step, progress: Progress, history: list[dict], settings: dict
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: Step,
+    progress: Progress,
+    history: list[dict],
+    settings: dict,
+    data: dict | None = None,
 ) -> dict:
     """Everything that a run needs to resume, as tensors, numbers, strings, lists and dicts.
 
@@ -49,16 +56,17 @@ def make_state(
         progress: the last one that `fit` yielded.
         history: one log row per finished epoch.
         settings: settings of the run, from `resolve_settings`.
+        data: `Data.identity` of the run; None if it must not be compared on resuming.
     """
-    fields = ("epoch", "step", "images", "loss_sum", "correct", "lr", "seconds", "epoch_rng", "done")
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "ema": None if step.ema is None else step.ema.state_dict(),
         "scaler": step.scaler.state_dict(),
-        "progress": {name: getattr(progress, name) for name in fields},
+        "progress": {name: getattr(progress, name) for name in _PROGRESS},
         "history": history,
         "settings": settings,
+        "data": data,
         "generators": get_rng_state(),
     }
 
@@ -76,8 +84,8 @@ def save_state(folder: Path, state: dict) -> None:
         OSError: the file cannot be written.
     """
     path = folder / STATE
-    with write_errors(path), replacing(path, keep=folder / PREVIOUS) as temporary:
-        torch.save(state, temporary)
+    with write_errors(path), replacing(path, keep=folder / PREVIOUS) as temporary, temporary.open("wb") as file:
+        torch.save(state, file)  # given a path, PyTorch does not say why it cannot write
 
 
 def load_state(path: Path) -> dict:
@@ -103,7 +111,39 @@ def load_state(path: Path) -> dict:
     expected = {"model", "optimizer", "ema", "scaler", "progress", "history", "settings", "generators"}
     if not isinstance(state, dict) or not expected <= state.keys():
         raise ValueError(f"{path} is not a training state of fastvit-triton; give the folder of a run")
+    try:
+        _check_values(state)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     return state
+
+
+def _check_values(state: dict) -> None:
+    """Raises ValueError unless progress and history hold the values that `make_state` writes."""
+    progress, history = state["progress"], state["history"]
+    for name in ("model", "optimizer", "scaler", "progress", "settings", "generators"):
+        check(name, state[name], dict)
+    if missing := [name for name in _PROGRESS if name not in progress]:
+        raise ValueError(f"its progress has no {missing[0]!r}")
+    for name in ("epoch", "step", "images"):
+        check(f"progress {name}", progress[name], NonNegativeInt)
+    for name in ("lr", "seconds"):
+        check(f"progress {name}", progress[name], NonNegative)
+    check("progress done", progress["done"], bool)
+    for name in ("loss_sum", "correct"):
+        if not isinstance(progress[name], (torch.Tensor, float, int)) or torch.as_tensor(progress[name]).ndim:
+            raise ValueError(f"progress {name} is no number")
+    if not progress["done"]:
+        check("progress epoch_rng", progress["epoch_rng"], dict)
+    if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
+        raise ValueError("its history is no list of log rows")
+    if len(history) != progress["epoch"] - (not progress["done"]):
+        raise ValueError(f"its history has {len(history)} rows after epoch {progress['epoch']}")
+    for row in history:
+        if tuple(row) != LOG_COLUMNS:
+            raise ValueError(f"a row of its history has {', '.join(map(str, row)) or 'nothing'}")
+        for name, value in row.items():
+            check(f"{name} of its history", value, float | None)
 
 
 def _rename_keys(state: dict) -> dict:
@@ -147,10 +187,17 @@ def restore(state: dict, model: nn.Module, optimizer: Optimizer, step: Step, loa
         optimizer: over its parameters.
         step: with an EMA if the run had one.
         load: `Engine.load_state`; called with the four arguments above, it loads weights, optimiser and EMA.
+
+    Raises:
+        ValueError: the state belongs to another model or optimiser.
     """
-    load(state, model, optimizer, step)
-    step.scaler.load_state_dict(state["scaler"])
-    set_rng_state(state["generators"])
+    try:
+        load(state, model, optimizer, step)
+        step.scaler.load_state_dict(state["scaler"])
+        set_rng_state(state["generators"])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        first, *rest = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"the state does not fit this run: {' '.join([first, *map(str.strip, rest[:1])])}") from error
     device = next(model.parameters()).device
     stored = state["progress"]
     return Progress(**stored | {name: torch.as_tensor(stored[name], device=device) for name in ("loss_sum", "correct")})

@@ -3,10 +3,14 @@
 import csv
 import json
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
+import filelock
 from torch import nn
 
 from ..files import replacing
@@ -19,6 +23,7 @@ from .recipes import Recipe
 
 WEIGHTS, BEST, LOG = "model.safetensors", "best.safetensors", "log.csv"
 CURVES, PREDICTIONS, EXAMPLE = "curves.png", "predictions.png", "example.png"
+LOCK, LOCK_SECONDS = ".lock", 10.0  # the operating system unlocks the file when the process dies, at the latest then
 FILES = {
     WEIGHTS: "the model, with its config, classes and normalisation",
     BEST: "the same, after the best tested epoch",
@@ -29,6 +34,29 @@ FILES = {
     STATE: "weights, optimiser, EMA, random state and position in the data, for --resume",
     PREVIOUS: "the previous state, in case that one is damaged",
 }
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Creates the output folder and holds its lock, so that no two runs write to it.
+
+    Raises:
+        ValueError: another process holds the lock, also after ten seconds.
+    """
+    created = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(out / LOCK)
+    try:
+        lock.acquire(timeout=LOCK_SECONDS)
+    except filelock.Timeout:
+        raise ValueError(f"another process trains in {out}; wait until it ends, or give another --out") from None
+    try:
+        yield
+    finally:
+        if created and [path.name for path in out.iterdir()] == [LOCK]:  # an error came before the first file
+            (out / LOCK).unlink()
+            out.rmdir()
+        lock.release()
 
 
 def is_best(history: list[dict]) -> bool:
@@ -60,7 +88,7 @@ def write_log(path: Path, history: list[dict]) -> None:
         table.writerows(history)
 
 
-def weights_metadata(data: Data, recipe: Recipe, model: nn.Module, score: Score | None) -> dict[str, str]:
+def weights_metadata(data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None) -> dict[str, str]:
     """Metadata for the header of the weights file: the values that `predict` and `evaluate` need, and a checksum."""
     entries = {
         "data": data.name,
@@ -68,25 +96,27 @@ def weights_metadata(data: Data, recipe: Recipe, model: nn.Module, score: Score 
         "transform": asdict(data.transform),
         "batch_size": recipe.batch_size,
         "skip_bad_images": bool(data.train.bad or data.test.bad),
-        "test_accuracy": score and score.accuracy,
+        "test_accuracy": accuracy,
         "crc32": checksum(model),
     }
     return {"training": json.dumps(entries)}
 
 
-def draw_results(out: Path, data: Data, history: list[dict], score: Score) -> None:
+def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn: Callable[[str], None]) -> None:
     """Writes the plots of a finished run, and the first test image, to the folder `out`.
 
-    Raises:
-        OSError: a file cannot be written.
+    A run whose weights and log are written has succeeded: `warn` gets one sentence for each file that cannot be drawn.
     """
-    with write_errors(out / CURVES), replacing(out / CURVES) as temporary:
-        draw_curves(history, temporary)
+    drawings = {CURVES: partial(draw_curves, history)}
+    drawings[EXAMPLE] = lambda path: save_image(data.test.display_image(0), path)
     if score.predictions is not None:
-        with write_errors(out / PREDICTIONS), replacing(out / PREDICTIONS) as temporary:
-            draw_predictions(data, score, temporary)
-    with write_errors(out / EXAMPLE), replacing(out / EXAMPLE) as temporary:
-        save_image(data.test.display_image(0), temporary)
+        drawings[PREDICTIONS] = partial(draw_predictions, data, score)
+    for name, draw in drawings.items():
+        try:
+            with write_errors(out / name), replacing(out / name) as temporary:
+                draw(temporary)
+        except OSError as error:
+            warn(str(error))
 
 
 def summary(out: Path, data: Data) -> str:

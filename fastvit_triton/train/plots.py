@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..files import printable
 from .data import Data
 from .loop import Score
 
@@ -92,16 +93,18 @@ def _draw_image(axes: "Axes", image: Tensor, predicted: str, expected: str) -> N
     """Draws one image [C, H, W] and its caption."""
     axes.imshow(image.movedim(0, -1).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     if predicted == expected:
-        axes.set_title(_shorten(predicted), fontsize=9, color=MUTED, pad=3)
+        axes.set_title(_shorten(predicted), fontsize=9, color=MUTED, pad=3, parse_math=False)
         return
     axes.axis("on")
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(color=RED, linewidth=3)
-    axes.set_title(f"{_shorten(predicted)}, not {_shorten(expected)}", fontsize=9, color=RED, pad=4, fontweight="bold")
+    title = f"{_shorten(predicted)}, not {_shorten(expected)}"
+    axes.set_title(title, fontsize=9, color=RED, pad=4, fontweight="bold", parse_math=False)  # `$` is no formula
 
 
 def _shorten(name: str, length: int = 12) -> str:
+    name = printable(name)
     return name if len(name) <= length else name[: length - 1] + "…"
 
 

@@ -1,7 +1,9 @@
 """Runs a training job and writes weights, logs and plots."""
 
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,28 +15,14 @@ from ..files import sweep
 from .build import build_lr, build_objective, build_optimizer, build_step, build_test, module_to_export
 from .checkpoint import STATE, make_state, restore, save_state, write_errors
 from .data import Data
+from .data.folder import worker_errors
 from .distributed import World
 from .distributed.engine import Engine, has_finite_weights, parallelize
 from .loop import Diverged, Progress, Score, fit
 from .outputs import BEST, FILES, LOG, WEIGHTS, draw_results, is_best, log_row, weights_metadata, write_log
-from .ranges import PositiveInt, Seed, check, checked
-from .recipes import DIGITS, FOLDER, Recipe, override_recipe
-from .recipes.published import PUBLISHED
+from .ranges import PositiveInt, checked
+from .recipes import Recipe
 from .step import Step
-
-# Defaults of the settings that are not fields of a recipe.
-SETTINGS = {
-    "data": "digits",
-    "seed": 0,
-    "skip_bad_images": False,
-    "weights": None,
-    "grad_accum_steps": 1,
-    "amp": "auto",
-    "teacher": None,
-    "distillation": "hard",
-    "grad_checkpointing": False,
-}
-RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +120,14 @@ def run(
     save: Callable[..., None],
     state: dict | None = None,
     save_every: Annotated[PositiveInt | None, "a state after each epoch only"] = None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Iterator[Progress]:
-    """Trains, and writes weights, state and log to `out` after each epoch and plots at the end.
+    """Trains, and writes state, weights and log to `out` after each epoch and plots at the end.
 
     A generator like `fit`. If it is closed, interrupted or killed, the files saved last remain in `out`. A run resumed
-    from `state` gives bitwise the same result as an uninterrupted run. Weights and state are not saved while any weight
-    is not finite.
+    from `state` gives bitwise the same result as an uninterrupted run. The state is written first, and the other files
+    follow from it: a resumed run writes them again if it was killed in between, or if they were lost. Weights and state
+    are not saved while any weight is not finite.
 
     Args:
         trainer: from `build_trainer`.
@@ -146,19 +136,27 @@ def run(
         save: `save(model, path, metadata=…)` writes weights with a header of strings, such as `save_weights`.
         state: from `load_state`, to resume; None starts a new run.
         save_every: number of steps between states within an epoch; None saves after epochs only.
+        warn: called with a sentence about each plot that cannot be drawn.
 
     Raises:
+        ValueError: the state does not fit model or optimiser.
         Diverged: as `fit`; the message names the last good state.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written, or a process that decodes images died.
     """
     world = trainer.step.world
     if world.is_main:
         sweep(out, FILES)
     model, data, optimizer, step, engine = trainer.model, trainer.data, trainer.optimizer, trainer.step, trainer.engine
     history: list[dict] = [] if state is None else list(state["history"])
-    start = None if state is None else restore(state, model, optimizer, step, engine.load_state)
+    start = None
+    if state is not None:
+        start = restore(state, model, optimizer, step, engine.load_state)
+        if start.done:
+            _save_weights(trainer, out, history, save)
+        if history and world.is_main:
+            write_log(out / LOG, history)
     score = None
-    try:
+    with _errors(out):
         for progress in trainer.fit(start):
             due = progress.done or (save_every and progress.step % save_every == 0)
             save_now = due and has_finite_weights(model, world)
@@ -168,54 +166,41 @@ def run(
                 for batches in (data.train, data.test):
                     for bad in world.all_gather(batches.bad):
                         batches.bad.update(bad)
-                gathered = engine.gather_model(step.eval_model(model))
-                if world.is_main and save_now:
-                    module = module_to_export(trainer.recipe, gathered)
-                    for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
-                        with write_errors(path):
-                            save(module, path, metadata=weights_metadata(data, trainer.recipe, module, score))
             if save_now:
-                local = make_state(model, optimizer, step, progress, history, settings)
+                local = make_state(model, optimizer, step, progress, history, settings, data.identity)
                 gathered_state = engine.gather_state(local, model, optimizer, step)
                 if world.is_main:
                     save_state(out, gathered_state)
+            if progress.done and save_now:
+                _save_weights(trainer, out, history, save)
             if progress.done and world.is_main:
                 write_log(out / LOG, history)
             yield progress
-    except Diverged as error:
-        saved = f"{out / STATE} holds the last good state" if (out / STATE).exists() else "no state has been saved"
-        raise Diverged(f"{error}; {saved}") from error
     # a run that was resumed after its last epoch has no score yet
     score = score or trainer.test(step.eval_model(model))
     if world.is_main:
-        draw_results(out, data, history, score)
+        draw_results(out, data, history, score, warn)
 
 
-def resolve_settings(given: dict, saved: dict | None) -> dict:
-    """The complete settings of a run: those of the run to resume, or those of a recipe, overridden by given values.
+def _save_weights(trainer: Trainer, out: Path, history: list[dict], save: Callable[..., None]) -> None:
+    """Writes the weights, and once more as the best if they are. Collective."""
+    data, step = trainer.data, trainer.step
+    gathered = trainer.engine.gather_model(step.eval_model(trainer.model))
+    if not step.world.is_main:
+        return
+    module = module_to_export(trainer.recipe, gathered)
+    metadata = weights_metadata(data, trainer.recipe, module, history[-1]["test_accuracy"])
+    for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
+        with write_errors(path):
+            save(module, path, metadata=metadata)
 
-    Args:
-        given: any of "recipe" (a name), the keys of `SETTINGS`, and the fields of `Recipe`.
-        saved: settings from the state to resume; None starts a new run.
 
-    Raises:
-        ValueError: a value is out of range, the recipe is unknown, or a given value differs from the saved one.
-    """
-    given = dict(given)
-    for name in ("data", "weights", "teacher"):
-        if given.get(name) is not None and given[name] != "digits":
-            given[name] = str(Path(given[name]).resolve())
-    check("seed", given.get("seed", 0), Seed)
-    check("grad_accum_steps", given.get("grad_accum_steps", 1), PositiveInt)
-    if saved is not None:
-        for name, value in given.items():
-            if value != saved[name]:
-                raise ValueError(f"{name} is {value}, but the run to resume has {saved[name]}; leave it out")
-        return saved
-    name = given.get("recipe") or ("digits" if given.get("data", "digits") == "digits" else "folder")
-    if name not in RECIPES:
-        raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
-    fields = Recipe.__dataclass_fields__
-    recipe = override_recipe(RECIPES[name], **{key: value for key, value in given.items() if key in fields})
-    others = {key: value for key, value in given.items() if key not in fields}
-    return SETTINGS | asdict(recipe) | others | {"recipe": name}
+@contextmanager
+def _errors(out: Path) -> Iterator[None]:
+    """Adds the last good state to the message of `Diverged`, and converts the error of a dead worker to OSError."""
+    saved = f"{out / STATE} holds the last good state"
+    try:
+        with worker_errors():
+            yield
+    except Diverged as error:
+        raise Diverged(f"{error}; {saved if (out / STATE).exists() else 'no state has been saved'}") from error

@@ -1,8 +1,9 @@
 """Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, and webdataset shards."""
 
+import functools
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,9 @@ class Batches(Protocol):
     def display_image(self, i: int) -> Tensor:
         """Image i for display, [C, H, W] in [0, 1]."""
 
+    def digest(self) -> str:
+        """The number of images and a checksum, which changes with the data."""
+
 
 @dataclass(frozen=True)
 class Data:
@@ -67,6 +71,11 @@ class Data:
     train: Batches
     test: Batches
     test_once: bool = False
+
+    @functools.cached_property
+    def identity(self) -> dict[str, list[str] | str]:
+        """Class names and a digest of each split, which a training state keeps to see that the data have changed."""
+        return {"classes": list(self.classes), "training": self.train.digest(), "test": self.test.digest()}
 
 
 class TensorBatches:
@@ -117,6 +126,11 @@ class TensorBatches:
     def display_image(self, i: int) -> Tensor:
         """Image i, [C, H, W] in [0, 1], not augmented."""
         return self.images[i]
+
+    def digest(self) -> str:
+        """The number of images, and a CRC-32 of their pixels and class numbers."""
+        pixels, targets = self.images.contiguous().numpy(), self.targets.contiguous().numpy()
+        return f"{len(targets)} images, {zlib.crc32(targets, zlib.crc32(pixels)):08x}"
 
 
 @checked
@@ -201,7 +215,9 @@ def _scan(root: Path, split: str, classes: tuple[str, ...] | None = None, world:
 
 def affine_augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor]:
     """The recipe's `random_affine`, as a function of images [B, C, H, W] in [0, 1]."""
-    return partial(random_affine, degrees=recipe.degrees, zoom=recipe.zoom, shear=recipe.shear, shift=recipe.shift)
+    return functools.partial(
+        random_affine, degrees=recipe.degrees, zoom=recipe.zoom, shear=recipe.shear, shift=recipe.shift
+    )
 
 
 def digits(split: str, size: tuple[int, int] = (8, 8)) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,10 @@
 """Image folders: `train/<class>/…` and `val/<class>/…`, decoded on the fly by worker processes."""
 
+import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -79,6 +82,18 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.name[0] != "."
 
 
+@contextmanager
+def worker_errors() -> Iterator[None]:
+    """Converts the error of a dead DataLoader worker to OSError; PyTorch's signal handler raises it anywhere."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        text = "a process that decodes images died, perhaps out of memory; lower --workers and --resume"
+        raise OSError(text) from error
+
+
 def _unreadable_message(bad: dict[Path, str], total: int, root: Path) -> str:
     """One sentence with the number of unreadable images and at most ten of their names."""
     names = [f"{path.relative_to(root)} ({why})" for path, why in sorted(bad.items())]
@@ -135,7 +150,7 @@ class FolderBatches:
         if self.bad:
             kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
             files, targets = [path for path, _ in kept], [target for _, target in kept]
-        self.files, self.indices, self.world = files, [], world or World()
+        self.files, self.targets, self.indices, self.world = files, targets, [], world or World()
         order = getattr(files, "order", partial(torch.randperm, len(files)))
         self.sampler = SeededBatches(len(files), order if crop is not None else None, repeats, batch_size, self.world)
         self.loader = DataLoader(
@@ -161,16 +176,10 @@ class FolderBatches:
 
     def _stream(self, loaded: Iterator) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            try:
-                batch = next(loaded)
-            except StopIteration:
+            with worker_errors():
+                batch = next(loaded, None)
+            if batch is None:
                 return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                raise OSError(
-                    "a process that decodes images died, perhaps out of memory; lower --workers and --resume"
-                ) from error
             self.bad.update(batch.bad)
             self._raise_if_bad()
             self.indices = batch.indices
@@ -182,6 +191,15 @@ class FolderBatches:
         """Readable image i after the centre crop, [C, H, W] in [0, 1]. Valid after a pass over all batches."""
         readable = [path for path in self.files if path not in self.bad]
         return self.transform.restore(self.transform(self.decode(readable[i])))
+
+    def digest(self) -> str:
+        """The number of images, and a CRC-32 of their names, sizes in bytes and class numbers."""
+        total = 0
+        for path, target in zip(self.files, self.targets, strict=True):
+            name = os.fsencode(os.path.relpath(path, self.root))
+            size = os.stat(path).st_size if path.exists() else 0  # an image in a shard has its size in its name
+            total = zlib.crc32(b"%s\0%d\0%d\0" % (name, size, target), total)
+        return f"{len(self.files)} images, {total:08x}"
 
     def _raise_if_bad(self) -> None:
         if self.bad and not self.skip_bad:

@@ -10,16 +10,19 @@ with process_group() as world:
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from random import Random
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranges import NonNegativeInt, PositiveInt, check_fields
+from ..ranges import NonNegativeInt, Positive, PositiveInt, check_fields, checked
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -118,16 +121,18 @@ class World:
         return box
 
 
+@checked
 @contextmanager
-def process_group(device: str = "auto") -> Iterator[World]:
+def process_group(device: str = "auto", timeout: Positive = 10.0) -> Iterator[World]:
     """Joins the process group that torchrun started, one process per GPU or any number on the CPU; destroys it at exit.
 
     Args:
         device: "cuda", "cpu", or "auto": GPUs if there are any.
+        timeout: minutes that a collective waits for another process.
 
     Raises:
         ValueError: torchrun did not start this process, or there are fewer GPUs than processes on this machine.
-        OSError: another process terminated.
+        OSError: another process terminated, or did not answer within the timeout.
     """
     if missing := [name for name in TORCHRUN if name not in os.environ]:
         raise ValueError(f"several processes are started by torchrun, which sets {', '.join(missing)}; start with it")
@@ -142,14 +147,45 @@ def process_group(device: str = "auto") -> Iterator[World]:
     if kind == "cuda":
         torch.cuda.set_device(own)
     bound = {"device_id": own} if kind == "cuda" else {}  # binds the collectives to this GPU from the first call on
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world_size, **bound)
+    bound["timeout"] = timedelta(minutes=timeout)
+    store = next(dist.rendezvous("env://", rank, world_size, timeout=bound["timeout"]))[0]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _fresh_store(store, rank, world_size, bound["timeout"])
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **bound)
     try:
         yield World(rank, world_size, own)
         dist.barrier()  # no rank exits while another is still sending
     except RuntimeError as error:
+        if "timed out" in str(error).lower():
+            raise OSError(f"another process did not answer for {timeout:g} minutes; see --timeout") from error
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise OSError("lost the other processes; the log of the first one that stopped has the cause") from error
         raise
     finally:
         gc.collect()  # unreferenced DDP/FSDP wrappers hold threads of the group, which must end before the process does
         dist.destroy_process_group()
+
+
+def _fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The part of torchrun's store that belongs to this start of the ranks.
+
+    With `--max-restarts`, ranks that are started again find the addresses of the killed ones in the store, and would
+    wait for them. Rank 0 draws a prefix, and tells it to each rank under a key that this start of that rank drew.
+    """
+    own, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank:
+        store.set(f"start/{rank}", own)
+        prefix = store.get(f"prefix/{own}").decode()
+        store.set(f"{prefix}/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    missing = list(range(1, world_size))
+    while missing and time.monotonic() < end:
+        for other in missing:
+            if store.check([f"start/{other}"]):  # may be an earlier start of that rank, which does not answer
+                store.set(f"prefix/{store.get(f'start/{other}').decode()}", own)
+        time.sleep(0.02)
+        missing = [other for other in missing if not store.check([f"{own}/{other}"])]
+    if missing:
+        raise OSError(f"rank {missing[0]} did not start within {timeout}; see --timeout")
+    return dist.PrefixStore(own, store)

@@ -1,0 +1,109 @@
+"""Settings of a training run: a recipe and the options beside it, for a new run and for one that is resumed."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from .data import Data
+from .ranges import PositiveInt, Seed, check
+from .recipes import DIGITS, FOLDER, Recipe, override_recipe
+from .recipes.published import PUBLISHED
+
+# Defaults of the settings that are not fields of a recipe.
+SETTINGS = {
+    "data": "digits",
+    "seed": 0,
+    "skip_bad_images": False,
+    "weights": None,
+    "grad_accum_steps": 1,
+    "amp": "auto",
+    "teacher": None,
+    "distillation": "hard",
+    "grad_checkpointing": False,
+    "deterministic": False,
+}
+RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
+RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
+
+
+def resolve_settings(given: dict, state: dict | None = None, accept_changes: bool = False) -> dict:
+    """The complete settings of a run: those of the run to resume, or those of a recipe, overridden by given values.
+
+    A finished run may be given more epochs: its learning rate goes on as in the longer run.
+
+    Args:
+        given: any of "recipe" (a name), the keys of `SETTINGS`, and the fields of `Recipe`.
+        state: from `load_state`, to resume; None starts a new run.
+        accept_changes: given values replace those of the run to resume.
+
+    Raises:
+        ValueError: a value is out of range, the recipe is unknown, or a given value differs from that of the run.
+    """
+    given = dict(given)
+    for name in ("data", "weights", "teacher"):
+        if given.get(name) is not None and given[name] != "digits":
+            given[name] = str(Path(given[name]).resolve())
+    check("seed", given.get("seed", 0), Seed)
+    check("grad_accum_steps", given.get("grad_accum_steps", 1), PositiveInt)
+    if state is not None:
+        return _resume(given, state, accept_changes)
+    name = given.pop("recipe", None) or ("digits" if given.get("data", "digits") == "digits" else "folder")
+    if name not in RECIPES:
+        raise ValueError(f"recipe is {name!r}; use one of {', '.join(RECIPES)}")
+    return _override(SETTINGS | asdict(RECIPES[name]) | {"recipe": name}, given)
+
+
+def recipe_of(settings: dict) -> Recipe:
+    """The recipe in the settings of a run.
+
+    Raises:
+        ValueError: a field is missing or out of range.
+    """
+    if missing := [name for name in (*SETTINGS, *RECIPE_FIELDS) if name not in settings]:
+        raise ValueError(f"the settings of the run have no {missing[0]}; its state is damaged")
+    return Recipe(**{name: settings[name] for name in RECIPE_FIELDS})
+
+
+def check_data(data: Data, state: dict, accept_changes: bool = False) -> None:
+    """Compares the data of a run with those that its state was trained on. States of earlier versions name none.
+
+    Args:
+        data: from `load`.
+        state: from `load_state`.
+        accept_changes: other images are accepted; other classes never are.
+
+    Raises:
+        ValueError: they differ.
+    """
+    saved = state.get("data") or {}
+    for part, value in data.identity.items():
+        if saved.get(part, value) == value:
+            continue
+        if part == "classes":
+            raise ValueError(
+                f"data {data.name!r} has the classes {', '.join(value[:10])}, but the run to resume was trained on "
+                f"{', '.join(saved[part][:10])}; restore them, or start a new run"
+            )
+        if not accept_changes:
+            raise ValueError(
+                f"the {part} images of data {data.name!r} have changed since the run was stopped "
+                f"({saved[part]}; now {value}); restore them, or pass --accept-changes"
+            )
+
+
+def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
+    saved, done = SETTINGS | state["settings"], state["progress"]["epoch"]
+    finished = state["progress"]["done"] and saved.get("epochs") in (None, done)
+    changed = {name: value for name, value in given.items() if value != saved.get(name)}
+    for name, value in changed.items():
+        if name == "epochs" and finished and value > done:
+            continue
+        if name == "recipe" or not accept_changes:
+            remedy = "leave it out" if name == "recipe" else "leave it out, or pass --accept-changes"
+            raise ValueError(f"{name} is {value}, but the run to resume has {saved.get(name)}; {remedy}")
+    return _override(saved, changed)
+
+
+def _override(settings: dict, given: dict) -> dict:
+    """Settings with given values, and dependent fields of the recipe rescaled."""
+    recipe = override_recipe(recipe_of(settings), **{key: given[key] for key in RECIPE_FIELDS if key in given})
+    return settings | given | asdict(recipe)
