@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .console import add_device_option, add_workers_option, print_line, select_device
+from .console import add_device_option, add_max_pixels_option, add_workers_option, print_line, select_device
 from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-test", action="store_true", help=text)
     add_device_option(parser)
     add_workers_option(parser)
+    add_max_pixels_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     model = trained.model.to(device).eval()
     files = find_images([args.image])
     chosen = files[: args.most]
-    shown = list(readable_images(chosen))
+    shown = list(readable_images(chosen, args.max_pixels))
     code = 0 if len(shown) == len(chosen) else 2
     if not shown:
         return code
-    images = torch.stack([trained.transform(read_image(file)) for file in shown])
+    images = torch.stack([trained.transform(read_image(file, args.max_pixels)) for file in shown])
     panels = explain(
         model,
         images.to(device),
@@ -95,6 +96,6 @@ def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch
     data = trained.data
     if data is None or args.no_test or not (data == "digits" or Path(data).is_dir()):
         return _RunResults(history, None)
-    options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images}
+    options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
     test = load_test(data, trained.classes, trained.transform, trained.batch_size, **options)
     return _RunResults(history, evaluate(trained.model, test, autocast_dtype(device)))

@@ -74,22 +74,22 @@ def find_images(paths: list[Path]) -> list[Path]:
     """The given files, and all image files inside given folders in sorted order.
 
     Raises:
-        ValueError: there are no files.
+        ValueError: there are no files, or a folder cannot be read.
     """
-    from ..train.data.folder import is_image
+    from ..train.data.folder import list_images
 
-    found = [f for path in paths for f in (sorted(filter(is_image, path.rglob("*"))) if path.is_dir() else [path])]
+    found = [file for path in paths for file in (list_images(path) if path.is_dir() else [path])]
     if not found:
         raise ValueError(f"there is no image in {', '.join(map(str, paths))}")
     return found
 
 
-def readable_images(files: list[Path]) -> Iterator[Path]:
+def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:
     """Yields the files that can be decoded; prints one line on stderr for each of the others."""
     from ..train.data.transform import find_defect
 
     for file in files:
-        if defect := find_defect(file, decode=True):
+        if defect := find_defect(file, True, max_pixels):
             print_error(f"{file} cannot be read as an image: {defect}", 2)
         else:
             yield file

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from .console import (
     add_device_option,
+    add_max_pixels_option,
     add_skip_option,
     add_workers_option,
     print_error,
@@ -80,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
     add_workers_option(parser)
     add_skip_option(parser)
+    add_max_pixels_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,8 +122,8 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     settings = resolve_settings(given, state and state["settings"])
     recipe = Recipe(**{name: settings[name] for name in Recipe.__dataclass_fields__})
     torch.manual_seed(settings["seed"])
-    skip = settings["skip_bad_images"]
-    data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=skip, world=world)
+    options = {"workers": args.workers, "skip_bad_images": settings["skip_bad_images"], "max_pixels": args.max_pixels}
+    data = load(settings["data"], recipe, world=world, **options)
     model = _build_model(settings, recipe, data, resumed=state is not None)
     teacher = _load_teacher(settings["teacher"], model, len(data.classes), world.device)
     model, amp = model.to(world.device), autocast_dtype(world.device, settings["amp"])

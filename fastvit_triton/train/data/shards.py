@@ -14,6 +14,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from ..distributed import World
 from ..ranges import NonNegativeInt, PositiveInt, checked
 from .folder import ImageFiles, scan_folder
-from .transform import SUFFIXES, read_image
+from .transform import MAX_PIXELS, SUFFIXES, read_image
 
 CLASSES = "classes.txt"
 
@@ -65,7 +66,11 @@ def is_shards(root: Path) -> bool:
 
 
 def scan_shards(
-    root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None
+    root: Path,
+    split: str,
+    classes: tuple[str, ...] | None = None,
+    world: World | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> ImageFiles:
     """Indexes the images of one split. Collective: each rank reads some of the shards.
 
@@ -74,6 +79,7 @@ def scan_shards(
         split: "train" or "val".
         classes: class names of the model; None accepts those of the file.
         world: processes among which the shards are divided.
+        max_pixels: larger images are unreadable.
 
     Raises:
         ValueError: there are no shards, a shard is damaged, an image has no class number, or the classes differ.
@@ -93,15 +99,15 @@ def scan_shards(
         raise ValueError(f"data {str(root)!r} has class number {max(targets)}, but only {len(classes)} class names")
     ranges = torch.tensor([(member.offset, member.size) for _, member in rows])
     samples = Samples(files, torch.tensor([number for number, _ in rows]), ranges, [member.name for _, member in rows])
-    return ImageFiles(samples, targets, classes, decode=read_sample, check=None)
+    return ImageFiles(samples, targets, classes, decode=partial(read_sample, max_pixels=max_pixels), check=None)
 
 
-def read_sample(path: Path) -> Image.Image:
+def read_sample(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decodes the image at a path from `Samples`; raises one of `DECODE_ERRORS`."""
     offset, size = map(int, path.parent.name.split("+"))
     with open(path.parent.parent, "rb") as shard:
         shard.seek(offset)
-        return read_image(io.BytesIO(shard.read(size)))
+        return read_image(io.BytesIO(shard.read(size)), max_pixels)
 
 
 def windowed(counts: list[int], window: int = 64) -> Tensor:
