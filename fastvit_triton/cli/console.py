@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import unicodedata
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -61,13 +62,18 @@ def show_warmup(model: "nn.Module", example: object, train: bool, quiet: bool = 
         warmup(model, example, train, lambda done, total: bar.update(stage, completed=done, total=total))
 
 
+def printable(text: str) -> str:
+    """Text with control characters, which a terminal would obey, and undecodable bytes of file names as escapes."""
+    return "".join(c if c == "\n" or unicodedata.category(c) not in ("Cc", "Cs") else ascii(c)[1:-1] for c in text)
+
+
 def print_line(text: str) -> None:
     """Prints text on stdout without wrapping, colours or markup."""
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+    Console(soft_wrap=True).print(printable(text), markup=False, highlight=False)
 
 
 def print_error(text: str, code: int) -> int:
     """Prints one line on stderr and returns the exit code."""
-    text = f"fastvit-triton: {'' if code == 130 else 'error: '}{text}"
+    text = printable(f"fastvit-triton: {'' if code == 130 else 'error: '}{text}")
     Console(stderr=True, soft_wrap=True).print(text, markup=False, highlight=False)
     return code

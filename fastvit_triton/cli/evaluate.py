@@ -10,6 +10,7 @@ from .console import (
     add_skip_option,
     add_workers_option,
     print_line,
+    printable,
     select_device,
 )
 from .loading import add_checkpoint_option, load_trained
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Computes the test accuracy of a checkpoint, in total and by class."""
+    from rich.markup import escape
     from rich.table import Table
 
     from ..train.data import load_test
@@ -49,7 +51,12 @@ def run(args: argparse.Namespace) -> int:
     for number, label in enumerate(trained.classes):
         mask = score.targets == number
         images, correct = int(mask.sum()), int((score.predictions[mask] == number).sum())
-        table.add_row(label, f"{images:,}", f"{correct:,}", f"{100 * correct / images:.1f} %" if images else "-")
+        table.add_row(
+            escape(printable(label)),
+            f"{images:,}",
+            f"{correct:,}",
+            f"{100 * correct / images:.1f} %" if images else "-",
+        )
     Console().print(table)
     correct, images = int((score.predictions == score.targets).sum()), len(score.targets)
     print_line(f"test accuracy {100 * score.accuracy:.2f} % ({correct:,} of {images:,} images), loss {score.loss:.4f}")
