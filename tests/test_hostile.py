@@ -1,26 +1,36 @@
 """Damaged and hostile files: shards, images, weights. Each is refused in one sentence, at bounded time and memory."""
 
+import dataclasses
 import io
 import json
+import math
 import os
 import resource
 import shutil
 import subprocess
+import sys
 import tarfile
+import unicodedata
 import warnings
+import zipfile
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import EpsImagePlugin, Image
+from safetensors.torch import save_file
 
+from fastvit_triton import create_model, load_model, load_weights
 from fastvit_triton.cli import build_parser, main
+from fastvit_triton.cli.explain import _read_log
 from fastvit_triton.train.data import load, load_test, tar
 from fastvit_triton.train.data.folder import list_images, scan_folder
 from fastvit_triton.train.data.shards import pack, scan_shards
 from fastvit_triton.train.data.transform import MAX_PIXELS, Transform, find_defect, read_image
 from fastvit_triton.train.recipes import FOLDER, override_recipe
+from fastvit_triton.weights import WeightsError, reading, rebuild
 
 RECIPE = override_recipe(FOLDER, img_size=8, batch_size=4)
 
@@ -471,3 +481,224 @@ def test_damaged_images_raise_what_is_caught(tmp_path):
             damaged[place] ^= 1 << bit
             path.write_bytes(bytes(damaged[: cut + 1] if bit == 0 else damaged))
             assert find_defect(path, decode=True) != ""
+
+
+# Weights
+
+
+SMALL = dict(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+
+
+@pytest.fixture(scope="module")
+def small() -> torch.nn.Module:
+    return create_model("vit_tiny_patch16_224", **SMALL)
+
+
+def rewrite(model: torch.nn.Module, path: Path, tensors: dict | None = None, training: str = "", **config) -> Path:
+    """A file of `save_weights` without checksum, with another config, other tensors, or an entry of training."""
+    state = {**model.state_dict(), **(tensors or {})}
+    header = {"layout": "fastvit_triton", "variant": model.variant} | ({"training": training} if training else {})
+    header["config"] = json.dumps({**dataclasses.asdict(model.config), **config})
+    save_file({key: tensor.contiguous() for key, tensor in state.items() if tensor is not None}, path, header)
+    return path
+
+
+CONFIGS = {
+    "depth": (10**6, "its config has depth 1,000,000, and the file 32 tensors"),
+    "depth ": (3, "it lacks blocks.2.norm1.weight"),
+    "embed_dim": (2**40, "overflow"),
+    "num_classes": (10**18, "overflow"),
+    "num_classes ": (4, r"head.weight is \[3, 16\]"),
+    "num_classes  ": (0, "it has head.bias and 1 more"),
+    "img_size": (2**30, r"pos_embed is \[1, 5, 16\]"),
+    "img_size ": (10**400, "unpack|overflow|too large"),
+    "img_size  ": ([16], "img_size is"),
+    "img_size   ": ("16", "img_size is '16'"),
+    "patch_size": (1, "pos_embed"),
+    "mlp_ratio": (float("inf"), "mlp_ratio is inf"),
+    "mlp_ratio ": (-1, "mlp_ratio is -1"),
+    "mlp_ratio  ": (1e30, "Overflow when unpacking"),
+    "mlp_ratio   ": (1e-9, "at least 1 hidden channel"),
+    "reg_tokens": (-1, "reg_tokens is -1"),
+    "reg_tokens ": (10**15, "reg_token"),
+    "head_dim": (-4, "head_dim is -4"),
+    "head_dim ": (0, "head_dim is 0"),
+    "num_heads": (True, "num_heads is True"),
+    "in_chans": ("3", "in_chans is '3'"),
+    "eps": ("x", "eps is 'x'; its type is float"),
+    "eps ": (-1.0, "eps is -1.0"),
+    "eps  ": (None, "eps is None"),
+    "class_token": (1, "class_token is 1; its type is bool"),
+    "act": (["gelu"], "act is"),
+    "drop_path_rate": (float("nan"), "drop_path_rate is nan"),
+    "": (1, "no option ''"),
+    "x" * 70_000: (1, "characters, over 65,536"),
+}
+
+
+@pytest.mark.parametrize("option", CONFIGS, ids=lambda option: option[:30] or "empty")
+def test_configs_are_compared_with_the_tensors(option, small, tmp_path, monkeypatch):
+    """Oracle: one sentence that names the option; a model is only built on a device if its tensors are there."""
+    value, words = CONFIGS[option]
+    path = rewrite(small, tmp_path / "x.safetensors", **{option.strip(): value})
+
+    def build(name: str, **config) -> torch.nn.Module:
+        assert torch.empty(0).is_meta, "memory was allocated"
+        return create_model(name, **config)
+
+    monkeypatch.setattr(rebuild, "create_model", build)
+    with pytest.raises(WeightsError, match=words) as caught:
+        load_model(path)
+    assert str(caught.value).startswith(f"{path} holds a model that this version cannot build: ")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_tables_that_no_tensor_holds_are_limited(tmp_path):
+    """Oracle: (2^15)² positions of 16 channels are 2^34 numbers, and no tensor of the file depends on them."""
+    model = create_model("vit_tiny_patch16_224", **SMALL, pos_embed="sincos2d")
+    assert "pos_embed" not in model.state_dict()
+    path = rewrite(model, tmp_path / "x.safetensors", img_size=2**18)
+    with pytest.raises(WeightsError, match=r"asks for 17,179,8\d\d,\d\d\d numbers, and the file holds 9,\d\d\d$"):
+        load_model(path)
+    assert load_model(rewrite(model, path))[0].config == model.config
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null", "{", "[" * 10**5, '{"depth": ' + "9" * 5000 + "}"])
+def test_configs_that_are_none(text, small, tmp_path):
+    """Oracle: the sentence."""
+    path = tmp_path / "x.safetensors"
+    save_file(small.state_dict(), path, {"variant": small.variant, "config": text})
+    with pytest.raises(WeightsError, match="holds a model that this version cannot build"):
+        load_model(path)
+
+
+def test_loading_does_not_import_dynamo(small, tmp_path):
+    """Oracle: the modules of a fresh interpreter; `normal_` on the meta device imports it, in 2 seconds."""
+    path = rewrite(small, tmp_path / "x.safetensors")
+    code = (
+        "import sys, fastvit_triton; fastvit_triton.load_model(sys.argv[1]); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
+def test_long_headers_and_many_tensors(small, tmp_path, monkeypatch):
+    """Oracle: the limits, counted by hand; `verify=False` loads the file."""
+    path = rewrite(small, tmp_path / "x.safetensors")
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    monkeypatch.setattr(reading, "MAX_HEADER", length)
+    monkeypatch.setattr(reading, "MAX_KEYS", 33)  # with __metadata__
+    load_model(path)
+    monkeypatch.setattr(reading, "MAX_KEYS", 32)
+    with pytest.raises(WeightsError, match=r"x.safetensors has 33 tensors, over 32; verify=False loads it$"):
+        load_model(path)
+    monkeypatch.setattr(reading, "MAX_HEADER", length - 1)
+    with pytest.raises(
+        WeightsError, match=f"has a header of {length:,} bytes, over {length - 1:,}; verify=False loads it$"
+    ):
+        load_model(path)
+    load_model(path, verify=False)
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(WeightsError, match=r"is damaged, cut short or no \.safetensors file"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "pt"])
+def test_archives_that_expand(suffix, small, tmp_path, monkeypatch):
+    """Oracle: 40 MB of zeros, compressed about a thousandfold; what is small or incompressible is loaded."""
+    path = tmp_path / f"x.{suffix}"
+    state = {**small.state_dict(), "zeros": torch.zeros(10**7)}
+    if suffix == "npz":
+        np.savez_compressed(path, **{key: tensor.numpy() for key, tensor in state.items()})
+    else:
+        stored = io.BytesIO()
+        torch.save(state, stored)
+        with zipfile.ZipFile(stored) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+            for name in source.namelist():
+                target.writestr(name, source.read(name))
+    assert len(reading.read(path, True)[0]) == 33  # less than 256 MiB
+    monkeypatch.setattr(reading, "SMALL", 2**20)
+    with pytest.raises(WeightsError, match=rf"x.{suffix} expands from 0 MB to 40 MB; verify=False loads it$"):
+        reading.read(path, True)
+    assert len(reading.read(path, False)[0]) == 33
+    monkeypatch.setattr(reading, "MAX_EXPANSION", 10**4)
+    assert len(reading.read(path, True)[0]) == 33
+
+
+def test_tensors_of_few_bytes_and_many_values(small):
+    """Oracle: the sentence; concatenating q, k and v would allocate what they pretend to hold."""
+    state = dict(small.state_dict())
+    for part in "qkv":
+        state[f"blocks.0.attn.{part}.weight"] = torch.zeros(1, 1).expand(2**20, 2**20)
+    with pytest.raises(WeightsError, match=r"blocks\.0\.attn\.q\.weight repeats its values"):
+        load_weights(small, state)
+    empty = {"embedding/kernel": torch.zeros(8, 8, 3, 16), "Transformer/encoderblock/x": torch.zeros(10**12, 0)}
+    with pytest.raises(WeightsError, match="lacks"):
+        load_weights(small, empty)
+
+
+TRAINING = {
+    "list": ([1], "training is [1]"),
+    "text": ("x", "training is 'x'"),
+    "classes": ({"classes": [1, 2, 3]}, "classes is [1, 2, 3]"),
+    "classes_text": ({"classes": "abc"}, "classes is 'abc'"),
+    "too few classes": ({"classes": ["a", "b"]}, "it names 2 classes, and the head has 3"),
+    "data": ({"data": 3}, "data is 3"),
+    "batch": ({"batch_size": 0}, "batch_size is 0"),
+    "batch_text": ({"batch_size": "4"}, "batch_size is '4'"),
+    "skip": ({"skip_bad_images": 1}, "skip_bad_images is 1"),
+    "transform": ({"transform": [1]}, "transform is [1]"),
+    "transform_option": ({"transform": {"x": 1}}, "unexpected keyword argument 'x'"),
+    "transform_missing": ({"transform": {}}, "missing 3 required"),
+    "size": ({"transform": dict(size=[10**6, 10**6], mean=[0.5] * 3, std=[1.0] * 3)}, "size is [1000000, 1000000]"),
+    "other size": ({"transform": dict(size=[8, 8], mean=[0.5] * 3, std=[1.0] * 3)}, "its images have size (8, 8)"),
+    "channels": (
+        {"transform": dict(size=[16, 16], mean=[0.5], std=[1.0])},
+        "and 1 channels, the model's (16, 16) and 3",
+    ),
+    "std": ({"transform": dict(size=[16, 16], mean=[0.5] * 3, std=[0.0] * 3)}, "std is [0.0, 0.0, 0.0]"),
+    "nan": ({"transform": dict(size=[16, 16], mean=[math.nan] * 3, std=[1.0] * 3)}, "mean is [nan, nan, nan]"),
+    "checksum": ({"crc32": "x"}, "checksum of its tensors is wrong"),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_headers_that_train_did_not_write(kind, small, tmp_path, capsys):
+    """Oracle: one line that names the file and the entry, and exit code 2."""
+    entries, words = TRAINING[kind]
+    path = rewrite(small, tmp_path / "x.safetensors", training=json.dumps(entries))
+    (tmp_path / "x.png").write_bytes(PNG)
+    assert main(["predict", "--checkpoint", str(path), str(tmp_path / "x.png")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fastvit-triton: error: {path} ") and words in said and said.count("\n") == 1
+
+
+def test_terminals_are_not_controlled(small, tmp_path, capsys):
+    """Oracle: no control characters; names of classes and files may have them, and brackets are no markup."""
+    classes = ["\x1b[2J\x1b]0;owned\x07", "[/red]", "c\x9b\udcff"]
+    path = rewrite(small, tmp_path / "x.safetensors", training=json.dumps({"classes": classes}))
+    name = tmp_path / "\x1b[31m.png"
+    name.write_bytes(PNG)
+    assert main(["predict", "--checkpoint", str(path), str(name), str(name) + "x"]) == 2
+    said = capsys.readouterr()
+    assert r"\x1b[2J\x1b]0;owned\x07 (" in said.out and "[/red] (" in said.out and r"c\x9b\udcff (" in said.out
+    assert r"\x1b[31m.pngx cannot be read" in said.err
+    for folder in ("x", "[bold]"):
+        (tmp_path / "data/val" / folder).mkdir(parents=True)
+        (tmp_path / "data/val" / folder / "x.png").write_bytes(PNG)
+    path = rewrite(small, path, training=json.dumps({"classes": ["[bold]", "x", "[/red]\x1b[2J"]}))
+    assert main(["evaluate", "--checkpoint", str(path), "--data", str(tmp_path / "data"), "--workers", "0"]) == 0
+    table = capsys.readouterr().out
+    assert "[bold]" in table and "[/red]" in table and r"\x1b[2J" in table
+    assert not {c for c in said.out + said.err + table if c != "\n" and unicodedata.category(c) == "Cc"}
+
+
+@pytest.mark.parametrize("text", ["", "epoch\n1\n", "epoch,lr\n1,2,3\n", "\xff\n", "epoch,lr,train_loss\n1,,2\n"])
+def test_damaged_logs(text, tmp_path):
+    """Oracle: one sentence; an empty file has no rows."""
+    path = tmp_path / "log.csv"
+    path.write_text(text, encoding="latin1")
+    if not text:
+        assert _read_log(path) == []
+    else:
+        with pytest.raises(ValueError, match=rf"{path} is damaged: .*; without this file the report has no curves$"):
+            _read_log(path)

@@ -81,6 +81,20 @@ class _RunResults(NamedTuple):
     score: "Score | None"
 
 
+def _read_log(path: Path) -> list[dict[str, float | None]]:
+    """The rows of a log; only the columns that are drawn."""
+    try:
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        measured = ("epoch", "lr", "train_loss")
+        columns = (*measured, "train_accuracy", "test_loss", "test_accuracy")
+        return [
+            {name: float(line[name]) if line[name] or name in measured else None for name in columns} for line in lines
+        ]
+    except (ValueError, LookupError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path} is damaged: {error}; without this file the report has no curves") from error
+
+
 def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch.device") -> _RunResults:
     from ..train.data import load_test
     from ..train.loop import evaluate
@@ -88,11 +102,7 @@ def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch
     from ..train.step import autocast_dtype
 
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
-    history = None
-    if (folder / LOG).exists():
-        with (folder / LOG).open(newline="") as file:
-            lines = list(csv.DictReader(file))
-        history = [{name: float(value) if value else None for name, value in line.items()} for line in lines]
+    history = _read_log(folder / LOG) if (folder / LOG).exists() else None
     data = trained.data
     if data is None or args.no_test or not (data == "digits" or Path(data).is_dir()):
         return _RunResults(history, None)

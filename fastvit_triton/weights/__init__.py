@@ -180,10 +180,10 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
     spelling = _spelling(model)
     found, wrapper = _unwrap(held)
-    layout, state, spelled = _translate(found, spelling.layouts)
-    for key, tensor in state.items():
+    for key, tensor in found.items():
         if (why := why_unusable(tensor)) is not None:
-            raise WeightsError(f"the checkpoint's {spelled.get(key, key)} {why}; save it as a dense tensor of numbers")
+            raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
+    layout, state, spelled = _translate(found, spelling.layouts)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize

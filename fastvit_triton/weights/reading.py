@@ -152,6 +152,8 @@ def why_unusable(tensor: Tensor) -> str | None:
         return f"is {tensor.layout}".replace("torch.", "")
     if tensor.is_meta:
         return "has no values"
+    if type(tensor) is Tensor and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return "repeats its values"  # a few bytes may stand for any size
     return f"is {tensor.dtype}".replace("torch.", "") if tensor.is_complex() or tensor.is_quantized else None
 
 
