@@ -702,3 +702,13 @@ def test_damaged_logs(text, tmp_path):
     else:
         with pytest.raises(ValueError, match=rf"{path} is damaged: .*; without this file the report has no curves$"):
             _read_log(path)
+
+
+def test_eight_bit_weights(small, tmp_path):
+    """Oracle: the values themselves, which are exact in float32; NaN is refused as in other types."""
+    narrow = small.state_dict()["head.weight"].to(torch.float8_e4m3fn)
+    model, _ = load_model(rewrite(small, tmp_path / "x.safetensors", {"head.weight": narrow}))
+    assert torch.equal(model.head.weight, narrow.float())
+    broken = torch.full((3, 16), math.nan).to(torch.float8_e4m3fn)
+    with pytest.raises(WeightsError, match=r"head\.weight has values that are not finite"):
+        load_model(rewrite(small, tmp_path / "x.safetensors", {"head.weight": broken}))

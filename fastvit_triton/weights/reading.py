@@ -69,7 +69,7 @@ def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, di
                 f"{path} was refused: it is a pickle that wants to run code ({name}); "
                 "ask for a safetensors file, or save only model.state_dict() where it comes from"
             ) from error
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         remedy = "; verify=False loads it" if "checksum" in reason else ""
         raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}{remedy}") from error
     raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
@@ -159,4 +159,5 @@ def why_unusable(tensor: Tensor) -> str | None:
 
 def is_finite(tensor: Tensor) -> bool:
     """True if all values are finite."""
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    wide = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite knows no 8-bit types
+    return not tensor.is_floating_point() or bool(torch.isfinite(wide).all())
