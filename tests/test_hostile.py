@@ -265,7 +265,7 @@ def test_shards_are_those_of_the_index(packed):
     (packed / "train/more.tar").unlink()
 
     first.write_bytes(whole + bytes(512))
-    assert f"{first} has {len(whole) + 512:,} bytes, but {len(whole)} by" in refusal(packed)
+    assert f"{first} has {len(whole) + 512:,} bytes, but {len(whole):,} by" in refusal(packed)
     with tarfile.open(first, "w") as archive:
         add(archive, "0.png", PNG)
         add(archive, "0.cls", b"0")
@@ -276,7 +276,16 @@ def test_shards_are_those_of_the_index(packed):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[1]", b'{"train/000000.tar": 3}', b'{"train/000000.tar": {}}', b"\xff", b"[" * 10**5]
+    "text",
+    [
+        b"",
+        b"[1]",
+        b'{"train/000000.tar": 3}',
+        b'{"train/0.tar": {}}',
+        b'{"train/0.tar": {"bytes": "9", "images": 2}}',
+        b"\xff",
+        b"[" * 10**5,
+    ],
 )
 def test_damaged_indices(text, packed):
     """Oracle: the sentence names the file and what to do."""
@@ -712,3 +721,14 @@ def test_eight_bit_weights(small, tmp_path):
     broken = torch.full((3, 16), math.nan).to(torch.float8_e4m3fn)
     with pytest.raises(WeightsError, match=r"head\.weight has values that are not finite"):
         load_model(rewrite(small, tmp_path / "x.safetensors", {"head.weight": broken}))
+
+
+def test_damaged_tags_raise_what_is_caught(tmp_path):
+    """Oracle: the offsets of a TIFF's strips as text, at which Pillow raises TypeError."""
+    path, whole = tmp_path / "x.tif", encoded(form="TIFF")
+    entry = (0x111).to_bytes(2, "little") + (4).to_bytes(2, "little")
+    assert whole.count(entry) == 1
+    path.write_bytes(whole.replace(entry, entry[:2] + (2).to_bytes(2, "little")))
+    with pytest.raises(TypeError), Image.open(path) as image:
+        image.load()
+    assert find_defect(path, decode=True).startswith("damaged image: ")

@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,12 +93,12 @@ def scan_shards(
     world, files = world or World(), sorted((root / split).glob("*.tar"))
     if not files:
         raise ValueError(f"data {str(root / split)!r} holds no shards; put .tar files there")
-    index = _read_index(root, split, files)
+    listed = _read_index(root, split, files)
     local = {number: _labelled_images(files[number]) for number in range(world.rank, len(files), world.world_size)}
     tables = {number: table for part in world.all_gather(local) for number, table in part.items()}
     for number, file in enumerate(files):
-        if index and index[file] != len(tables[number]):
-            raise ValueError(f"{file} has {len(tables[number])} images, but {index[file]} by {INDEX}; copy it again")
+        if listed and listed[file] != len(tables[number]):
+            raise ValueError(f"{file} has {len(tables[number])} images, but {listed[file]} by {INDEX}; copy it again")
     rows = [(number, member) for number in range(len(files)) for member in tables[number]]
     targets = [member.target for _, member in rows]
     found = _class_names(root, max(targets) + 1)
@@ -240,7 +241,10 @@ def _read_index(root: Path, split: str, shards: list[Path]) -> dict[Path, int] |
     if not path.exists():
         return None
     try:
-        rows = {root / name: (row["bytes"], row["images"]) for name, row in json.loads(path.read_bytes()).items()}
+        rows = {
+            root / name: (index(row["bytes"]), index(row["images"]))
+            for name, row in json.loads(path.read_bytes()).items()
+        }
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; delete it to use the shards as they are") from error
     listed = {shard: row for shard, row in rows.items() if shard.parent == root / split}
@@ -252,7 +256,7 @@ def _read_index(root: Path, split: str, shards: list[Path]) -> dict[Path, int] |
         )
     for shard in shards:
         if (size := shard.stat().st_size) != listed[shard][0]:
-            raise ValueError(f"{shard} has {size:,} bytes, but {listed[shard][0]} by {path}; copy it again")
+            raise ValueError(f"{shard} has {size:,} bytes, but {listed[shard][0]:,} by {path}; copy it again")
     return {shard: images for shard, (_, images) in listed.items()}
 
 

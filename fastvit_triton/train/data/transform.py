@@ -105,7 +105,10 @@ def read_image(path: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Image.Ima
         One of `DECODE_ERRORS`: the file cannot be decoded, or the image is larger.
     """
     with nullcontext(path) if hasattr(path, "read") else open(path, "rb") as file:
-        image = ImageOps.exif_transpose(_open_image(file, max_pixels))
+        try:
+            image = ImageOps.exif_transpose(_open_image(file, max_pixels))
+        except (TypeError, LookupError, ArithmeticError, AttributeError) as error:  # Pillow's, at damaged tags
+            raise ValueError(f"damaged image: {error}") from error
         if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits per pixel
             levels = np.asarray(image, dtype=np.float64)
             maximum = 65535 if image.mode.startswith("I") else max(levels.max(), 1e-12)
