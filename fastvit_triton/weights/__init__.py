@@ -180,9 +180,6 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
     spelling = _spelling(model)
     found, wrapper = _unwrap(held)
-    for key, tensor in found.items():
-        if (why := why_unusable(tensor)) is not None:
-            raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
     layout, state, spelled = _translate(found, spelling.layouts)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
@@ -252,6 +249,9 @@ def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State
             f"layout; known are {', '.join(layout.name for layout in layouts)}"
         )
     layout, prefix = match
+    for key, tensor in found.items():
+        if (why := why_unusable(tensor)) is not None:
+            raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
     state = {key.removeprefix(prefix): found[spelling] for key, spelling in dotted.items()}
     leaf = re.compile(r"\b(kernel|scale)$")  # JAX's names for weight
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
