@@ -31,6 +31,12 @@ def add_skip_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-bad-images", action="store_true", default=None, help=text)
 
 
+def add_max_pixels_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --max-pixels; the default is `train.data.transform.MAX_PIXELS`, which would import PyTorch."""
+    text = "images with more pixels are not decoded (default: 67,108,864, which is 8192 x 8192)"
+    parser.add_argument("--max-pixels", type=int, default=2**26, help=text)
+
+
 def select_device(name: str) -> "torch.device":
     """The device of that name, after a test allocation; "auto" prefers a GPU.
 

@@ -6,7 +6,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ..files import printable
-from .console import add_device_option, add_skip_option, add_workers_option, print_line, select_device
+from .console import (
+    add_device_option,
+    add_max_pixels_option,
+    add_skip_option,
+    add_workers_option,
+    print_line,
+    select_device,
+)
 from .loading import add_checkpoint_option, load_trained
 
 HELP = "compute the test accuracy of a checkpoint"
@@ -19,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
     add_workers_option(parser)
     add_skip_option(parser)
+    add_max_pixels_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if name is None:
         raise ValueError(f"{args.checkpoint} does not say what it was trained on; give --data")
     skip = args.skip_bad_images or trained.skip_bad_images
-    options = {"workers": args.workers, "skip_bad_images": skip}
+    options = {"workers": args.workers, "skip_bad_images": skip, "max_pixels": args.max_pixels}
     test = load_test(name, trained.classes, trained.transform, trained.batch_size, **options)
     device = select_device(args.device)
     score = evaluate(trained.model.to(device), test, autocast_dtype(device))

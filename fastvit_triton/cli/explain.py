@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import printable
-from .console import add_device_option, add_workers_option, print_line, select_device
+from .console import add_device_option, add_max_pixels_option, add_workers_option, print_line, select_device
 from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-test", action="store_true", help=text)
     add_device_option(parser)
     add_workers_option(parser)
+    add_max_pixels_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     model = trained.model.to(device).eval()
     files = find_images([args.image])
     chosen = files[: args.most]
-    shown = list(readable_images(chosen))
+    shown = list(readable_images(chosen, args.max_pixels))
     code = 0 if len(shown) == len(chosen) else 2
     if not shown:
         return code
-    images = torch.stack([trained.transform(read_image(file)) for file in shown])
+    images = torch.stack([trained.transform(read_image(file, args.max_pixels)) for file in shown])
     classes = tuple(map(printable, trained.classes))
     panels = explain(
         model,
@@ -82,6 +83,20 @@ class _RunResults(NamedTuple):
     score: "Score | None"
 
 
+def _read_log(path: Path) -> list[dict[str, float | None]]:
+    """The rows of a log; only the columns that are drawn."""
+    try:
+        with path.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        measured = ("epoch", "lr", "train_loss")
+        columns = (*measured, "train_accuracy", "test_loss", "test_accuracy")
+        return [
+            {name: float(line[name]) if line[name] or name in measured else None for name in columns} for line in lines
+        ]
+    except (ValueError, LookupError, TypeError, csv.Error) as error:
+        raise ValueError(f"{path} is damaged: {error}; without this file the report has no curves") from error
+
+
 def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch.device") -> _RunResults:
     from ..train.data import load_test
     from ..train.loop import evaluate
@@ -89,14 +104,10 @@ def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch
     from ..train.step import autocast_dtype
 
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
-    history = None
-    if (folder / LOG).exists():
-        with (folder / LOG).open(newline="") as file:
-            lines = list(csv.DictReader(file))
-        history = [{name: float(value) if value else None for name, value in line.items()} for line in lines]
+    history = _read_log(folder / LOG) if (folder / LOG).exists() else None
     data = trained.data
     if data is None or args.no_test or not (data == "digits" or Path(data).is_dir()):
         return _RunResults(history, None)
-    options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images}
+    options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
     test = load_test(data, trained.classes, trained.transform, trained.batch_size, **options)
     return _RunResults(history, evaluate(trained.model, test, autocast_dtype(device)))

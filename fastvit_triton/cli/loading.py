@@ -47,49 +47,68 @@ def load_trained(path: Path) -> TrainedModel:
         path: a file, or the folder of a run.
 
     Raises:
-        ValueError: there is no checkpoint, or its checksum is wrong.
+        ValueError: there is no checkpoint, its checksum is wrong, or its header is not what `train` writes.
     """
     from ..train.checkpoint import checksum
-    from ..train.data.transform import Transform
-    from ..train.recipes import IMAGENET_MEAN, IMAGENET_STD
     from ..weights import load_model
 
     model, header = load_model(path)
-    entries = json.loads(header.get("training", "{}"))
-    if "crc32" in entries and entries["crc32"] != checksum(model):
+    try:
+        trained, crc32 = _read_training(model, header.get("training", "{}"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} has a header that train did not write: {str(error)[:300]}") from error
+    if crc32 is not None and crc32 != checksum(model):
         raise ValueError(f"{path} is damaged: the checksum of its tensors is wrong")
-    channels = model.config.in_chans
-    default = {"size": model.config.img_size, "mean": IMAGENET_MEAN[:channels], "std": IMAGENET_STD[:channels]}
-    return TrainedModel(
-        model,
-        classes=tuple(entries.get("classes", map(str, range(model.config.num_classes)))),
-        transform=Transform(**entries.get("transform", default)),
-        data=entries.get("data"),
-        batch_size=entries.get("batch_size", 64),
-        skip_bad_images=entries.get("skip_bad_images", False),
-    )
+    return trained
+
+
+def _read_training(model: "nn.Module", text: str) -> tuple[TrainedModel, int | None]:
+    """The header's entry `training`, with defaults, and the checksum in it."""
+    from ..train.data.transform import Transform
+    from ..train.ranges import PositiveInt, check
+    from ..train.recipes import IMAGENET_MEAN, IMAGENET_STD
+
+    config, entries = model.config, json.loads(text)
+    check("training", entries, dict)
+    kinds = {"classes": tuple[str, ...], "transform": dict, "data": str | None}
+    kinds |= {"batch_size": PositiveInt, "skip_bad_images": bool}
+    for name in kinds.keys() & entries.keys():
+        check(name, entries[name], kinds[name])
+    channels = config.in_chans
+    default = {"size": config.img_size, "mean": IMAGENET_MEAN[:channels], "std": IMAGENET_STD[:channels]}
+    classes = tuple(entries.get("classes", map(str, range(config.num_classes))))
+    transform = Transform(**entries.get("transform", default))
+    if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
+        raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
+    if transform.size != config.img_size or len(transform.mean) != channels:
+        raise ValueError(
+            f"its images have size {transform.size} and {len(transform.mean)} channels, the model's {config.img_size} "
+            f"and {channels}"
+        )
+    rest = entries.get("data"), entries.get("batch_size", 64), entries.get("skip_bad_images", False)
+    return TrainedModel(model, classes, transform, *rest), entries.get("crc32")
 
 
 def find_images(paths: list[Path]) -> list[Path]:
     """The given files, and all image files inside given folders in sorted order.
 
     Raises:
-        ValueError: there are no files.
+        ValueError: there are no files, or a folder cannot be read.
     """
-    from ..train.data.folder import is_image
+    from ..train.data.folder import list_images
 
-    found = [f for path in paths for f in (sorted(filter(is_image, path.rglob("*"))) if path.is_dir() else [path])]
+    found = [file for path in paths for file in (list_images(path) if path.is_dir() else [path])]
     if not found:
         raise ValueError(f"there is no image in {', '.join(map(str, paths))}")
     return found
 
 
-def readable_images(files: list[Path]) -> Iterator[Path]:
+def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:
     """Yields the files that can be decoded; prints one line on stderr for each of the others."""
     from ..train.data.transform import find_defect
 
     for file in files:
-        if defect := find_defect(file, decode=True):
+        if defect := find_defect(file, True, max_pixels):
             print_error(f"{file} cannot be read as an image: {defect}", 2)
         else:
             yield file

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .console import add_device_option, print_line, select_device
+from .console import add_device_option, add_max_pixels_option, print_line, select_device
 from .loading import add_checkpoint_option, find_images, load_trained, readable_images
 
 HELP = "classify image files"
@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=3, help="number of classes to print (default: 3)")
     parser.add_argument("--invert", action="store_true", help="invert the colours: the digits are white on black")
     add_device_option(parser)
+    add_max_pixels_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,9 +30,10 @@ def run(args: argparse.Namespace) -> int:
     device = select_device(args.device)
     model = trained.model.to(device).eval()
     files, count = find_images(args.images), 0
-    for file in readable_images(files):
+    for file in readable_images(files, args.max_pixels):
         count += 1
-        image = ImageOps.invert(read_image(file).convert("RGB")) if args.invert else read_image(file)
+        image = read_image(file, args.max_pixels)
+        image = ImageOps.invert(image.convert("RGB")) if args.invert else image
         with torch.no_grad():
             probabilities = model(trained.transform(image)[None].to(device))[0].softmax(0)
         best = probabilities.topk(min(max(args.top, 1), len(probabilities)))

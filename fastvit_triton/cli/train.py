@@ -12,6 +12,7 @@ from rich.console import Console
 
 from .console import (
     add_device_option,
+    add_max_pixels_option,
     add_skip_option,
     add_workers_option,
     print_error,
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
     add_workers_option(parser)
     add_skip_option(parser)
+    add_max_pixels_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,8 +141,8 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     if settings["deterministic"]:
         use_deterministic_algorithms()
     torch.manual_seed(settings["seed"])
-    skip = settings["skip_bad_images"]
-    data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=skip, world=world)
+    options = {"workers": args.workers, "skip_bad_images": settings["skip_bad_images"], "max_pixels": args.max_pixels}
+    data = load(settings["data"], recipe, world=world, **options)
     if state is not None:
         check_data(data, state, args.accept_changes)
     model = _build_model(settings, recipe, data, resumed=state is not None)

@@ -3,7 +3,12 @@
 Names are timm's where timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
 """
 
+import dataclasses
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+from types import NoneType
+from typing import get_args
 
 from .base import BaseConfig
 
@@ -91,6 +96,7 @@ class ViTConfig(BaseConfig):
     weight_init: str = "timm"
 
     def __post_init__(self) -> None:
+        check_types(self)
         super().__post_init__()
         patch = self.patch_size
         object.__setattr__(self, "patch_size", (patch, patch) if isinstance(patch, int) else tuple(patch))
@@ -104,9 +110,11 @@ class ViTConfig(BaseConfig):
                 raise ValueError(
                     f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"
                 )
-        for field in ("embed_dim", "depth", "num_heads"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        for field, least in dict(embed_dim=1, depth=1, num_heads=1, head_dim=1, reg_tokens=0, eps=0).items():
+            if getattr(self, field) is not None and getattr(self, field) < least:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {least}")
+        if self.embed_dim * self.mlp_ratio < 1:
+            raise ValueError(f"mlp_ratio is {self.mlp_ratio}; the MLP needs at least 1 hidden channel")
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim {self.embed_dim} is not a multiple of num_heads {self.num_heads}; "
@@ -123,6 +131,24 @@ class ViTConfig(BaseConfig):
     def grid_size(self) -> tuple[int, int]:
         """Patches per column and per row."""
         return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+
+
+def check_types(config: BaseConfig) -> None:
+    """Raises ValueError unless each field has its annotated type; numbers must be finite."""
+    for field in dataclasses.fields(config):
+        value, kinds = getattr(config, field.name), get_args(field.type) or (field.type,)
+        if not any(_is_a(value, kind) for kind in kinds):
+            words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
+            raise ValueError(f"{field.name} is {value!r}; its type is {words}")
+
+
+def _is_a(value: object, kind: type) -> bool:
+    if kind in (int, float):
+        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        return number and (kind is int or math.isfinite(value))
+    if isinstance(kind, type) and kind is not tuple and not get_args(kind):
+        return isinstance(value, kind)
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_a(side, int) for side in value)
 
 
 def fitting(image: int, patch: int) -> str:

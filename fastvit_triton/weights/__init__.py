@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from ..files import replacing
 from ..layers.embed import INTERPOLATION
-from ..models import create_model
 from . import adapt, vit
 from .adapt import State, WeightsError, some, variant
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
 from .reading import CHECKSUM, checksum, is_finite, read, why_unusable
+from .rebuild import build_model
 
 WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
@@ -91,7 +91,8 @@ def load_weights(
         source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a folder with `model.safetensors`, or a
             state dict.
         resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
-        verify: compare the checksums of the file, and require finite values.
+        verify: compare the checksums of the file, require finite values, and refuse files whose contents are out of
+            proportion.
 
     Returns:
         A printable report: the layout, and tensors that were resized, zeroed or dropped.
@@ -115,7 +116,7 @@ def load_model(path: str | os.PathLike, *, verify: bool = True) -> tuple[nn.Modu
         The model in float32 and training mode on the CPU, and the file's metadata.
 
     Raises:
-        WeightsError: as for `load_weights`, or the file does not name its model.
+        WeightsError: as for `load_weights`, or the file does not name its model, or one that its tensors do not fit.
     """
     tensors, metadata = read(path, verify)
     if not {"variant", "config"} <= metadata.keys():
@@ -124,9 +125,10 @@ def load_model(path: str | os.PathLike, *, verify: bool = True) -> tuple[nn.Modu
             "use create_model(name) and load_weights(model, path)"
         )
     try:
-        model = create_model(metadata["variant"], **json.loads(metadata["config"]))
-    except (ValueError, TypeError) as error:
-        raise WeightsError(f"{path} holds a model that this version cannot build: {error}") from error
+        model = build_model(tensors, metadata)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+        raise WeightsError(f"{path} holds a model that this version cannot build: {reason}") from error
     _load(model, tensors, metadata, None, verify)
     return model, metadata
 
@@ -179,15 +181,13 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
     spelling = _spelling(model)
     found, wrapper = _unwrap(held)
     layout, state, spelled = _translate(found, spelling.layouts)
-    for key, tensor in state.items():
-        if (why := why_unusable(tensor)) is not None:
-            raise WeightsError(f"the checkpoint's {spelled.get(key, key)} {why}; save it as a dense tensor of numbers")
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
     dropped = [key for key in state if IRRELEVANT.search(key)]
-    state = {key: tensor for key, tensor in state.items() if key not in dropped}
+    for key in dropped:
+        del state[key]
     dropped += adapt.fit_head(model.head_names, target, state)
     useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
     dropped += useless
@@ -249,6 +249,9 @@ def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State
             f"layout; known are {', '.join(layout.name for layout in layouts)}"
         )
     layout, prefix = match
+    for key, tensor in found.items():
+        if (why := why_unusable(tensor)) is not None:
+            raise WeightsError(f"the checkpoint's {key} {why}; save it as a dense tensor of numbers")
     state = {key.removeprefix(prefix): found[spelling] for key, spelling in dotted.items()}
     leaf = re.compile(r"\b(kernel|scale)$")  # JAX's names for weight
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}

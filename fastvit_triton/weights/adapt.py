@@ -49,7 +49,7 @@ def read_jax(tensors: State) -> State:
     """Converts JAX kernels [in, out], [D, H, d], [H, d, D] and [P, P, C, D] to weights, and unstacks blocks."""
     single = {}
     for key, tensor in _name_resnet(tensors).items():
-        stacked = ".encoderblock." in key
+        stacked = ".encoderblock." in key and tensor.numel()  # an empty tensor may have any number of rows
         for i, one in enumerate(tensor if stacked else [tensor]):
             single[key.replace(".encoderblock.", f".encoderblock_{i}.")] = one
     out = {}

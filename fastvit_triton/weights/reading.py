@@ -1,6 +1,7 @@
 """Reads checkpoint files, and checks that they hold what was written: checksums, dense tensors, finite values."""
 
 import argparse
+import json
 import os
 import pickle
 import re
@@ -22,6 +23,8 @@ DAMAGE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, A
 DAMAGE += (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
 DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
 CHECKSUM = "checksum"  # metadata entry of our safetensors files
+MAX_HEADER, MAX_KEYS = 2**23, 65_536  # of a safetensors file: bytes, and tensors, which it reads in quadratic time
+MAX_EXPANSION, SMALL = 20, 2**28  # of a compressed file: its contents by its size; contents that are small in any case
 
 
 def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, dict[str, str]]:
@@ -29,10 +32,10 @@ def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, di
 
     Args:
         source: as for `load_weights`.
-        verify: compare checksums.
+        verify: compare checksums, and refuse files whose contents are out of proportion.
 
     Raises:
-        WeightsError: the file is missing, damaged, or a pickle that would run code.
+        WeightsError: the file is missing, damaged, out of proportion, or a pickle that would run code.
     """
     if isinstance(source, Mapping):
         return source, {}
@@ -41,6 +44,8 @@ def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, di
     if not path.is_file():
         raise WeightsError(f"there is no checkpoint {path}")
     try:
+        if verify:
+            check_proportions(path)
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 state, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
@@ -55,6 +60,8 @@ def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, di
                 check_zip(path)
             with torch.serialization.safe_globals([argparse.Namespace]):  # training scripts save their arguments
                 return torch.load(path, map_location="cpu", weights_only=True), {}
+    except WeightsError:
+        raise
     except DAMAGE as error:
         if wanted := re.search(r"GLOBAL (\S+)|(Object arrays)|(pickled data)", str(error)):
             name = wanted[1] or "a pickled object"
@@ -62,7 +69,7 @@ def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, di
                 f"{path} was refused: it is a pickle that wants to run code ({name}); "
                 "ask for a safetensors file, or save only model.state_dict() where it comes from"
             ) from error
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         remedy = "; verify=False loads it" if "checksum" in reason else ""
         raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}{remedy}") from error
     raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
@@ -91,6 +98,35 @@ def check_safetensors(state: Mapping[str, Tensor], metadata: Mapping[str, str]) 
         raise ValueError("its checksum is wrong")
 
 
+def check_proportions(path: Path) -> None:
+    """Checks the sizes that a file states, before anything of these sizes is read.
+
+    Raises:
+        WeightsError: a safetensors file has a very long header, or an archive expands to many times its size.
+        ValueError: the file is damaged.
+    """
+    size = path.stat().st_size
+    if path.suffix == ".safetensors":
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            keys = len(json.loads(file.read(length))) if length <= min(MAX_HEADER, size - 8) else 0
+        if MAX_HEADER < length <= size - 8:
+            raise WeightsError(f"{path} has a header of {length:,} bytes, over {MAX_HEADER:,}; verify=False loads it")
+        if keys > MAX_KEYS:
+            raise WeightsError(f"{path} has {keys:,} tensors, over {MAX_KEYS:,}; verify=False loads it")
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            contents = sum(record.file_size for record in archive.infolist())
+        if contents > max(MAX_EXPANSION * size, SMALL):
+            raise WeightsError(
+                f"{path} expands from {_megabytes(size)} to {_megabytes(contents)}; verify=False loads it"
+            )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.0f} GB"
+
+
 def check_zip(path: Path) -> None:
     """Compares the checksums in a file of torch.save, which writes them but does not read them.
 
@@ -116,9 +152,12 @@ def why_unusable(tensor: Tensor) -> str | None:
         return f"is {tensor.layout}".replace("torch.", "")
     if tensor.is_meta:
         return "has no values"
+    if type(tensor) is Tensor and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        return "repeats its values"  # a few bytes may stand for any size
     return f"is {tensor.dtype}".replace("torch.", "") if tensor.is_complex() or tensor.is_quantized else None
 
 
 def is_finite(tensor: Tensor) -> bool:
     """True if all values are finite."""
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    wide = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite knows no 8-bit types
+    return not tensor.is_floating_point() or bool(torch.isfinite(wide).all())

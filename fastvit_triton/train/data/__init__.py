@@ -19,7 +19,7 @@ from ..recipes import Recipe
 from .cifar import is_cifar, scan_cifar
 from .folder import FolderBatches, ImageFiles, scan_folder
 from .shards import is_shards, scan_shards
-from .transform import Transform
+from .transform import MAX_PIXELS, Transform
 
 # Mean and standard deviation of the digits' training split, pixels in [0, 1].
 DIGITS_MEAN, DIGITS_STD = 0.3054, 0.3762
@@ -135,7 +135,13 @@ class TensorBatches:
 
 @checked
 def load(
-    name: str, recipe: Recipe, *, workers: NonNegativeInt = 0, skip_bad_images: bool = False, world: World | None = None
+    name: str,
+    recipe: Recipe,
+    *,
+    workers: NonNegativeInt = 0,
+    skip_bad_images: bool = False,
+    max_pixels: PositiveInt = MAX_PIXELS,
+    world: World | None = None,
 ) -> Data:
     """Loads a data set by name.
 
@@ -148,6 +154,7 @@ def load(
         recipe: image size, batch size and augmentation.
         workers: processes that decode images; 0 decodes in this process.
         skip_bad_images: leave out images that cannot be read; `train.bad` and `test.bad` list them.
+        max_pixels: images with more pixels count as images that cannot be read.
         world: processes among which each batch of image files is divided.
 
     Raises:
@@ -164,13 +171,13 @@ def load(
         classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
         train = TensorBatches(*digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe))
     else:
-        found = _scan(Path(name), "train", world=world)
+        found = _scan(Path(name), "train", None, world, max_pixels)
         classes = found.classes
         transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
         crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_by_name(recipe.policy)}
         options = {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
         train = FolderBatches(Path(name), found, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
-    options = {"workers": workers, "skip_bad_images": skip_bad_images, "world": world}
+    options = {"workers": workers, "skip_bad_images": skip_bad_images, "max_pixels": max_pixels, "world": world}
     test = load_test(name, classes, transform, recipe.batch_size, **options)
     return Data(name, classes, transform, train, test, test_once=name == "digits")
 
@@ -184,6 +191,7 @@ def load_test(
     *,
     workers: NonNegativeInt = 0,
     skip_bad_images: bool = False,
+    max_pixels: PositiveInt = MAX_PIXELS,
     world: World | None = None,
 ) -> Batches:
     """Loads the test images only, for a trained model.
@@ -195,6 +203,7 @@ def load_test(
         batch_size: images per batch.
         workers: processes that decode images.
         skip_bad_images: leave out images that cannot be read.
+        max_pixels: images with more pixels count as images that cannot be read.
         world: processes among which each batch of image files is divided.
 
     Raises:
@@ -203,14 +212,15 @@ def load_test(
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
     options = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
-    return FolderBatches(Path(name), _scan(Path(name), "val", classes, world), transform, world=world, **options)
+    found = _scan(Path(name), "val", classes, world, max_pixels)
+    return FolderBatches(Path(name), found, transform, world=world, **options)
 
 
-def _scan(root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None) -> ImageFiles:
+def _scan(root: Path, split: str, classes: tuple[str, ...] | None, world: World | None, max_pixels: int) -> ImageFiles:
     """Lists a split of shards, CIFAR-10 or an image folder."""
     if is_shards(root):
-        return scan_shards(root, split, classes, world)
-    return (scan_cifar if is_cifar(root) else scan_folder)(root, split, classes)
+        return scan_shards(root, split, classes, world, max_pixels)
+    return scan_cifar(root, split, classes) if is_cifar(root) else scan_folder(root, split, classes, max_pixels)
 
 
 def affine_augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor]:

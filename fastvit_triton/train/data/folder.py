@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..distributed import World
 from ..ranges import NonNegativeInt, PositiveInt, checked
 from .sampler import SampleKey, SeededBatches
-from .transform import DECODE_ERRORS, SUFFIXES, Transform, find_defect, join_names, read_image
+from .transform import DECODE_ERRORS, MAX_PIXELS, SUFFIXES, Transform, find_defect, join_names, read_image, reason_of
 
 
 class ImageFiles(NamedTuple):
@@ -38,16 +38,20 @@ class ImageFiles(NamedTuple):
     check: Callable[[Path], str | None] | None = find_defect
 
 
-def scan_folder(root: Path, split: str, classes: tuple[str, ...] | None = None) -> ImageFiles:
+def scan_folder(
+    root: Path, split: str, classes: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
+) -> ImageFiles:
     """Lists one split of an image folder, in sorted order. Hidden files and other suffixes are ignored.
 
     Args:
         root: holds `train/` and `val/`.
         split: "train" or "val".
         classes: class names of the model; None accepts the folders found.
+        max_pixels: larger images are unreadable.
 
     Raises:
-        ValueError: a folder is missing, there are no classes, a class has no images or is not in `classes`.
+        ValueError: a folder is missing or cannot be read, there are no classes, a class has no images or is not in
+            `classes`.
     """
     if not root.is_dir():
         raise ValueError(
@@ -55,7 +59,8 @@ def scan_folder(root: Path, split: str, classes: tuple[str, ...] | None = None) 
         )
     if not (root / split).is_dir():
         raise ValueError(f"data {str(root)!r} has no folder {split}/; put images into {split}/<class>/")
-    found = sorted(entry.name for entry in (root / split).iterdir() if entry.is_dir() and entry.name[0] != ".")
+    _, folders, _ = next(_walk(root / split))
+    found = sorted(folders)
     if not found:
         raise ValueError(f"data {str(root / split)!r} holds no class folders; put images into {split}/<class>/")
     unknown = [name for name in found if classes is not None and name not in classes]
@@ -68,18 +73,37 @@ def scan_folder(root: Path, split: str, classes: tuple[str, ...] | None = None) 
     files, targets = [], []
     for name in found:
         folder = root / split / name
-        candidates = (path for path in folder.rglob("*") if is_image(path))
-        images = sorted(p for p in candidates if not any(part[0] == "." for part in p.relative_to(folder).parts))
+        images = list_images(folder)
         if not images:
             raise ValueError(f"data {str(folder)!r} holds no images; add some ({', '.join(SUFFIXES)})")
         files += images
         targets += [classes.index(name)] * len(images)
-    return ImageFiles(files, targets, classes)
+    decode, check = (partial(function, max_pixels=max_pixels) for function in (read_image, find_defect))
+    return ImageFiles(files, targets, classes, decode, check)
 
 
-def is_image(path: Path) -> bool:
-    """True if the file has an image suffix and is not hidden."""
-    return path.suffix.lower() in SUFFIXES and path.name[0] != "."
+def list_images(folder: Path) -> list[Path]:
+    """The files in a folder and its subfolders that have an image suffix and are not hidden, in sorted order.
+
+    Raises:
+        ValueError: a folder cannot be read.
+    """
+    return sorted(Path(place, name) for place, _, names in _walk(folder) for name in names if _is_image(name))
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk` without hidden folders; raises ValueError at a folder that cannot be read, as `rglob` does not."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"data {error.filename!r} cannot be read: {error.strerror}") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name[0] != "."]
+        yield place, folders, names
+
+
+def _is_image(name: str) -> bool:
+    return Path(name).suffix.lower() in SUFFIXES and name[0] != "."
 
 
 @contextmanager
@@ -246,8 +270,7 @@ class _ImageDataset(Dataset):
         try:
             return _Sample(self.transform(self.decode(path), key.seed, **self.crop), target, key.index, path, "")
         except DECODE_ERRORS as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            return _Sample(None, target, key.index, path, reason)
+            return _Sample(None, target, key.index, path, reason_of(error))
 
 
 def _collate(samples: list[_Sample]) -> _Batch:

@@ -1,19 +1,23 @@
 """Webdataset shards: plain tar files of `<key>.jpg` and `<key>.cls`, read by byte range.
 
     data/classes.txt            class names, one per line
+    data/index.json             size in bytes and number of images of each shard
     data/train/000000.tar …     key.jpg (or another image format) and key.cls, the class number as text
     data/val/000000.tar …
 
 The format is that of github.com/webdataset/webdataset, which `pack` writes with. Streaming cannot assign each sample to
 exactly one worker for every number of ranks and workers. An index of byte ranges can, and allows random access as in a
-folder. The tar headers are read once, at the start of a run.
+folder. The tar headers are read once, at the start of a run. Shards of others have no index.json; where there is one,
+shards that are missing, incomplete or from elsewhere are found.
 """
 
 import io
+import json
 import os
 import shutil
-import tarfile
 from collections.abc import Sequence
+from functools import partial
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +28,11 @@ from torch import Tensor
 from ..distributed import World
 from ..ranges import NonNegativeInt, PositiveInt, checked
 from .folder import ImageFiles, scan_folder
-from .transform import SUFFIXES, read_image
+from .tar import Member, read_members
+from .transform import MAX_PIXELS, SUFFIXES, join_names, read_image
 
-CLASSES = "classes.txt"
+CLASSES, INDEX = "classes.txt", "index.json"
+MAX_CLASSES, MAX_CLS_BYTES = 1_000_000, 20  # classes of a data set; bytes of a .cls file
 
 
 class Samples(Sequence):
@@ -65,7 +71,11 @@ def is_shards(root: Path) -> bool:
 
 
 def scan_shards(
-    root: Path, split: str, classes: tuple[str, ...] | None = None, world: World | None = None
+    root: Path,
+    split: str,
+    classes: tuple[str, ...] | None = None,
+    world: World | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> ImageFiles:
     """Indexes the images of one split. Collective: each rank reads some of the shards.
 
@@ -74,15 +84,21 @@ def scan_shards(
         split: "train" or "val".
         classes: class names of the model; None accepts those of the file.
         world: processes among which the shards are divided.
+        max_pixels: larger images are unreadable.
 
     Raises:
-        ValueError: there are no shards, a shard is damaged, an image has no class number, or the classes differ.
+        ValueError: there are no shards, a shard is damaged or not that of the index, an image has no class number, or
+            the classes differ.
     """
     world, files = world or World(), sorted((root / split).glob("*.tar"))
     if not files:
         raise ValueError(f"data {str(root / split)!r} holds no shards; put .tar files there")
-    local = {number: _members(files[number]) for number in range(world.rank, len(files), world.world_size)}
+    listed = _read_index(root, split, files)
+    local = {number: _labelled_images(files[number]) for number in range(world.rank, len(files), world.world_size)}
     tables = {number: table for part in world.all_gather(local) for number, table in part.items()}
+    for number, file in enumerate(files):
+        if listed and listed[file] != len(tables[number]):
+            raise ValueError(f"{file} has {len(tables[number])} images, but {listed[file]} by {INDEX}; copy it again")
     rows = [(number, member) for number in range(len(files)) for member in tables[number]]
     targets = [member.target for _, member in rows]
     found = _class_names(root, max(targets) + 1)
@@ -93,15 +109,15 @@ def scan_shards(
         raise ValueError(f"data {str(root)!r} has class number {max(targets)}, but only {len(classes)} class names")
     ranges = torch.tensor([(member.offset, member.size) for _, member in rows])
     samples = Samples(files, torch.tensor([number for number, _ in rows]), ranges, [member.name for _, member in rows])
-    return ImageFiles(samples, targets, classes, decode=read_sample, check=None)
+    return ImageFiles(samples, targets, classes, decode=partial(read_sample, max_pixels=max_pixels), check=None)
 
 
-def read_sample(path: Path) -> Image.Image:
+def read_sample(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decodes the image at a path from `Samples`; raises one of `DECODE_ERRORS`."""
     offset, size = map(int, path.parent.name.split("+"))
     with open(path.parent.parent, "rb") as shard:
         shard.seek(offset)
-        return read_image(io.BytesIO(shard.read(size)))
+        return read_image(io.BytesIO(shard.read(size)), max_pixels)
 
 
 def windowed(counts: list[int], window: int = 64) -> Tensor:
@@ -156,12 +172,13 @@ def pack(root: Path, out: Path, per_shard: PositiveInt = 1000, seed: NonNegative
                     suffix = files[i].suffix.lower().removeprefix(".")
                     writer.write({"__key__": f"{number:09d}", suffix: files[i].read_bytes(), "cls": str(targets[i])})
         (staging / CLASSES).write_text("\n".join(classes) + "\n", encoding="utf-8")
+        (staging / INDEX).write_text(json.dumps(_make_index(staging), indent=1))
         os.replace(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-class _Member(NamedTuple):
+class _Labelled(NamedTuple):
     """An image inside a shard: its name, byte range and class number."""
 
     name: str
@@ -170,34 +187,78 @@ class _Member(NamedTuple):
     target: int
 
 
-def _members(shard: Path) -> list[_Member]:
+def _labelled_images(shard: Path) -> list[_Labelled]:
     """The images of a shard."""
-    images: dict[str, tarfile.TarInfo] = {}
-    targets: dict[str, int] = {}
+    if not shard.is_file():  # opening a named pipe would wait for a writer
+        raise ValueError(f"{shard} is not a regular file; remove it")
+    images: dict[str, Member] = {}
+    labels: dict[str, bytes] = {}
     try:
-        with tarfile.open(shard, "r:") as archive:
-            for member in archive:
-                folder, _, name = member.name.rpartition("/")
-                stem, _, suffix = name.partition(".")
-                if not member.isreg() or not suffix:
-                    continue
-                key = f"{folder}/{stem}"
+        with open(shard, "rb") as file:
+            for member in read_members(shard):
+                _, _, suffix = member.name.rpartition("/")[2].partition(".")
+                key = member.name.removesuffix(f".{suffix}")
                 if f".{suffix.lower()}" in SUFFIXES:
                     images[key] = member
                 elif suffix.lower() == "cls":
-                    targets[key] = int(archive.extractfile(member).read())
-    except (tarfile.TarError, OSError, ValueError) as error:
+                    file.seek(member.offset)
+                    labels[key] = file.read(min(member.size, MAX_CLS_BYTES + 1))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{shard} is damaged or not a plain tar file: {error}") from error
-    if unlabelled := [key for key in images if targets.get(key, -1) < 0]:
-        key = unlabelled[0]
-        raise ValueError(f"{shard} has {images[key].name} without a class number; add {key}.cls".strip("/"))
+    for key, text in labels.items():
+        if len(text) > MAX_CLS_BYTES or not text.strip().isdigit() or int(text) >= MAX_CLASSES:
+            shown = text.decode(errors="backslashreplace")
+            raise ValueError(f"{shard} has {shown!r} in {key}.cls; expected a class number below {MAX_CLASSES:,}")
+    if (key := next((key for key in images if key not in labels), None)) is not None:
+        raise ValueError(f"{shard} has {images[key].name} without a class number; add {key}.cls")
     if not images:
         raise ValueError(f"{shard} holds no images; add some ({', '.join(SUFFIXES)})")
-    return [_Member(image.name, image.offset_data, image.size, targets[key]) for key, image in images.items()]
+    return [_Labelled(*member, int(labels[key])) for key, member in images.items()]
 
 
 def _class_names(root: Path, count: int) -> tuple[str, ...]:
     path = root / CLASSES
     if not path.exists():
         return tuple(map(str, range(count)))
-    return tuple(path.read_text(encoding="utf-8").split("\n")[:-1])
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except ValueError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
+
+
+def _make_index(root: Path) -> dict[str, dict[str, int]]:
+    """Size in bytes and number of images of each shard, by path."""
+    shards = {f"{path.parent.name}/{path.name}": path for path in sorted(root.glob("*/*.tar"))}
+    return {
+        name: {"bytes": path.stat().st_size, "images": len(_labelled_images(path))} for name, path in shards.items()
+    }
+
+
+def _read_index(root: Path, split: str, shards: list[Path]) -> dict[Path, int] | None:
+    """Number of images of each shard of a split by the index, if there is one, after comparing names and sizes."""
+    path = root / INDEX
+    if not path.exists():
+        return None
+    try:
+        rows = {
+            root / name: (index(row["bytes"]), index(row["images"]))
+            for name, row in json.loads(path.read_bytes()).items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}; delete it to use the shards as they are") from error
+    listed = {shard: row for shard, row in rows.items() if shard.parent == root / split}
+    if missing := sorted(listed.keys() - set(shards)):
+        raise ValueError(f"{path} lists {_names(missing)}, which {root} lacks; copy what is missing, or pack again")
+    if foreign := sorted(set(shards) - listed.keys()):
+        raise ValueError(
+            f"{path} does not list {_names(foreign)}; remove what is not part of the data, or delete {path}"
+        )
+    for shard in shards:
+        if (size := shard.stat().st_size) != listed[shard][0]:
+            raise ValueError(f"{shard} has {size:,} bytes, but {listed[shard][0]:,} by {path}; copy it again")
+    return {shard: images for shard, (_, images) in listed.items()}
+
+
+def _names(paths: list[Path]) -> str:
+    return join_names([f"{path.parent.name}/{path.name}" for path in paths])

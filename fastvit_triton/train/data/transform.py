@@ -1,19 +1,25 @@
 """Decodes image files and transforms them to model input: crop, resize, augment, normalise."""
 
+import re
+import stat
 import struct
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin, WebPImagePlugin  # noqa: F401  (the plugins register their formats)
 from torch import Tensor
 
 from ..augment.policy import Policy
 from ..ranges import FractionAbove0, ImageSide, NonNegativeInt, Probability, check_fields, checked
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of these suffixes; Pillow reads MPO as JPEG
+MAX_PIXELS = 2**26  # 8192 x 8192
 
 # Exceptions that Pillow raises on a file that is not an image or is damaged.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
@@ -88,14 +94,21 @@ class Transform:
         return (images * _column(self.std, images) + _column(self.mean, images)).clamp(0, 1)
 
 
-def read_image(path: Path | BinaryIO) -> Image.Image:
+def read_image(path: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decodes an image: applies the EXIF orientation, converts to 8 bits per channel, puts transparency on white.
 
+    Args:
+        path: a file of one of `FORMATS`, whatever its suffix.
+        max_pixels: largest image to decode; its size is read from the header.
+
     Raises:
-        One of `DECODE_ERRORS`: the file cannot be decoded.
+        One of `DECODE_ERRORS`: the file cannot be decoded, or the image is larger.
     """
-    with Image.open(path) as image:
-        image = ImageOps.exif_transpose(image)
+    with nullcontext(path) if hasattr(path, "read") else open(path, "rb") as file:
+        try:
+            image = ImageOps.exif_transpose(_open_image(file, max_pixels))
+        except (TypeError, LookupError, ArithmeticError, AttributeError) as error:  # Pillow's, at damaged tags
+            raise ValueError(f"damaged image: {error}") from error
         if image.mode.startswith("I") or image.mode == "F":  # 16 or 32 bits per pixel
             levels = np.asarray(image, dtype=np.float64)
             maximum = 65535 if image.mode.startswith("I") else max(levels.max(), 1e-12)
@@ -115,30 +128,70 @@ def save_image(image: Tensor, path: Path, side: int = 128) -> None:
     Image.fromarray(levels.repeat(repeat, 0).repeat(repeat, 1)).save(path, format="PNG")
 
 
-def find_defect(path: Path, decode: bool = False) -> str | None:
+def find_defect(path: Path, decode: bool = False, max_pixels: int = MAX_PIXELS) -> str | None:
     """Checks an image file; returns why it is unusable, in a few words, or None.
 
     Args:
         path: the file.
         decode: decode all pixels; False reads the header only, which detects empty and non-image files in about 0.1 ms.
+        max_pixels: largest usable image.
     """
     try:
-        if path.stat().st_size == 0:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "not a regular file"  # opening a named pipe would wait for a writer
+        if status.st_size == 0:
             return "empty file"
         if decode:
-            read_image(path)
+            read_image(path, max_pixels)
         else:
-            Image.open(path).close()
-    except Image.UnidentifiedImageError:
-        return "not an image"
+            with open(path, "rb") as file:
+                _open_image(file, max_pixels)
     except DECODE_ERRORS as error:
-        return str(error) or type(error).__name__
+        return reason_of(error)
     return None
+
+
+def reason_of(error: Exception) -> str:
+    """Why an image cannot be read, in a few words, from one of `DECODE_ERRORS`."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def join_names(names: list[str], limit: int = 10) -> str:
     """The first `limit` names, comma-separated, then "and … more"."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
+    """Reads the header of an image. Decoding, later, needs the open file.
+
+    Not by `Image.open`: it would try all formats, among them EPS, which runs Ghostscript; and it compares the size with
+    a limit of the whole process, beyond which it warns or raises before the size can be seen.
+    """
+    if Image.MAX_IMAGE_PIXELS is not None and max_pixels > max(Image.MAX_IMAGE_PIXELS, MAX_PIXELS):
+        # TIFF and WEBP compare with it once more. Setting it back would not be safe with threads.
+        Image.MAX_IMAGE_PIXELS = max_pixels
+    Image.preinit()
+    prefix, image = file.read(16), None
+    try:
+        for factory, accepts in (Image.OPEN[name] for name in FORMATS):
+            if accepts(prefix) is True:
+                file.seek(0)
+                image = factory(file, "")
+                break
+        pixels = image and image.width * image.height
+    except (
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:  # by Pillow's limit, which is larger
+        pixels = int(re.search(r"\d+", str(error))[0])
+    except (SyntaxError, IndexError, TypeError, struct.error):  # as in `Image.open`
+        pixels = None
+    if pixels is None:
+        raise Image.UnidentifiedImageError("not an image")
+    if pixels > max_pixels:
+        raise ValueError(f"has {pixels:,} pixels, more than --max-pixels {max_pixels:,}")
+    return image
 
 
 def _column(values: tuple[float, ...], like: Tensor) -> Tensor:

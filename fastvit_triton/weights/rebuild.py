@@ -1,0 +1,52 @@
+"""Builds the model that a file's header names, after comparing the header with the tensors that the file holds."""
+
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..models import create_model
+from . import adapt
+
+MAX_CONFIG = 65_536  # characters
+TENSORS_PER_BLOCK = 4  # at least: the weights of qkv, proj, fc1 and fc2, under any names
+TABLES = 2**26  # numbers in tables that are computed and not stored, such as fixed positions
+
+
+class _NoDraws(TorchFunctionMode):
+    """Skips `nn.init.normal_`, which on the meta device imports torch._dynamo, in 2 seconds."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
+
+
+def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> nn.Module:
+    """Builds the model of a header, which may ask for anything, only if the file can fill it.
+
+    Args:
+        tensors: contents of the file.
+        metadata: its header.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, ArithmeticError: there is no such model, or it is not that of the tensors.
+    """
+    name, text = metadata["variant"], metadata["config"]
+    if len(name) + len(text) > MAX_CONFIG:
+        raise ValueError(f"its name and config have {len(name) + len(text):,} characters, over {MAX_CONFIG:,}")
+    config = json.loads(text)
+    if not isinstance(config, dict):
+        raise ValueError(f"its config is {text!r}; expected an object")
+    depth = config.get("depth", 0)
+    if isinstance(depth, int) and depth * TENSORS_PER_BLOCK > len(tensors):
+        raise ValueError(f"its config has depth {depth:,}, and the file {len(tensors):,} tensors")
+    with torch.device("meta"), _NoDraws():  # without memory
+        skeleton = create_model(name, **config)
+    if metadata.get("layout") == "fastvit_triton":
+        adapt.check(skeleton, skeleton.state_dict(), dict(tensors), {}, "fastvit_triton")
+    wanted = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
+    found = sum(tensor.numel() for tensor in tensors.values())
+    if wanted > 2 * found + TABLES:
+        raise ValueError(f"its config asks for {wanted:,} numbers, and the file holds {found:,}")
+    return create_model(name, **config)
