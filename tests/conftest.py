@@ -46,6 +46,7 @@ FAST = {
     "launches": r"by_hand|counted|found",
     "masked": r"^(?!test_pre_training)",
     "models": r"parameter_count|^test_(options|activations|\w+drop|torchvision)|timms\[\w+(patch16_224|dinov2)\]",
+    "packaging": "",
     "parallel": r"failed_write|torchrun_is|blocks|invalid",
     "plan": r"first_table|expected_time|rates|order|ieee|host|plain",
     "pressure": r"detected|mutation|relu|alignment",

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from ..train.data.transform import read_image
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("explain draws with matplotlib; pip install matplotlib")
+        raise ValueError("explain draws with matplotlib; pip install 'fastvit_triton[train]'")
     if args.most < 1:
         raise ValueError(f"--most is {args.most}; show at least 1 image")
     trained = load_trained(args.checkpoint)

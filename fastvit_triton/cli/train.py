@@ -163,7 +163,7 @@ def _check_output(args: argparse.Namespace, out: Path) -> None:
     if existing and not (args.resume or args.overwrite):
         raise ValueError(f"--out {out} already holds a run; pass --resume, --overwrite or another --out")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("train draws its curves with matplotlib; pip install matplotlib")
+        raise ValueError("train draws its curves with matplotlib; pip install 'fastvit_triton[train]'")
 
 
 def _prepare_output(out: Path, overwrite: bool) -> None:
