@@ -6,7 +6,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-PACKAGE = (ROOT / "fastvit_triton/__init__.py").read_text(encoding="utf-8")  # read: torch may be absent while building
+PACKAGE = (ROOT / "fastvit_triton/__init__.py").read_text(encoding="utf-8")
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)  # the one place; an import would need torch
 MATPLOTLIB = "matplotlib>=3.8"  # curves.png, predictions.png, the figures of explain
 TRAIN = [MATPLOTLIB]
 DEMO = [
@@ -43,7 +44,7 @@ TEST = [
 
 setup(
     name="fastvit_triton",
-    version=re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[1],
+    version=VERSION,
     description="Vision Transformers on fused Triton kernels that plug into torch.nn",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -4,6 +4,7 @@ import argparse
 
 from rich.console import Console
 
+from .checks import check_data
 from .console import add_device_option, add_skip_option, add_workers_option, print_line, select_device
 from .loading import add_checkpoint_option, load_trained
 
@@ -13,7 +14,8 @@ HELP = "compute the test accuracy of a checkpoint"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `evaluate`."""
     add_checkpoint_option(parser)
-    parser.add_argument("--data", help="another data set, of which val/ is read (default: that of training)")
+    text = "another data set, of which val/ is read (default: that of training)"
+    parser.add_argument("--data", check=check_data, help=text)
     add_device_option(parser)
     add_workers_option(parser)
     add_skip_option(parser)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from .checks import at_least, check_checkpoint, check_data
 from .console import (
     add_device_option,
     add_skip_option,
@@ -19,6 +20,8 @@ from .console import (
     show_warmup,
 )
 from .loading import load_trained
+from .parser import Parser
+from .recipe_options import add_recipe_options
 
 if TYPE_CHECKING:
     import torch
@@ -31,52 +34,28 @@ if TYPE_CHECKING:
 
 HELP = "train a ViT, by default on handwritten digits"
 
-# Options that override a field of the recipe: type and help; `help(fastvit_triton.train.Recipe)` has the details.
-RECIPE_OPTIONS = {
-    "model": (str, "a name from list_models()"),
-    "epochs": (int, "passes over the training images"),
-    "batch-size": (int, "images per step, over all processes"),
-    "lr": (float, "peak learning rate"),
-    "warmup": (float, "fraction of the run before the peak"),
-    "img-size": (int, "image side in pixels"),
-    "ema-decay": (float, "test and save a moving average of the weights with this decay, such as 0.999"),
-    "optimizer": (str, "adamw, sgd or lamb"),
-    "schedule": (str, "own, vit, deit or mae"),
-    "loss": (str, "softmax, sigmoid or bce"),
-    "weight-decay": (float, "of matrices"),
-    "layer-decay": (float, "learning rate of a block divided by that of the next"),
-    "clip": (float, "maximum gradient norm"),
-    "label-smoothing": (float, "probability spread evenly over all classes"),
-    "mixup": (float, "alpha; 0 is off"),
-    "cutmix": (float, "alpha; 0 is off"),
-    "mixtoken": (float, "alpha; excludes mixup and cutmix"),
-    "erasing": (float, "probability of random erasing"),
-    "policy": (str, "augmentation of crops: timm, three or randaug(2,15)"),
-    "repeats": (int, "of each image, by repeated augmentation"),
-    "min-area": (float, "smallest fraction of the area in a random crop"),
-    "drop-path-rate": (float, "stochastic-depth rate of the last block"),
-}
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Adds the options of `train`."""
     add = parser.add_argument
-    add("--data", help="'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)")
+    text = "'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)"
+    add("--data", check=check_data, help=text)
     add("--out", type=Path, help="output folder (default: runs/<data>)")
     add("--resume", action="store_true", help="resume the run in --out")
     add("--overwrite", action="store_true", help="replace the run in --out")
-    add("--recipe", help="digits, folder, vit-i1k, vit-finetune, augreg, simplevit, deit, deit3, mae-pretrain, …")
-    add("--weights", help="checkpoint to start from, in any known layout; a head of another size is reinitialised")
-    for name, (kind, about) in RECIPE_OPTIONS.items():
-        add(f"--{name}", type=kind, help=about)
-    add("--grad-accum-steps", type=int, help="micro-batches per step, to save memory")
+    add_recipe_options(parser)
+    text = "checkpoint to start from, in any known layout; a head of another size is reinitialised"
+    add("--weights", check=check_checkpoint, help=text)
+    add("--grad-accum-steps", type=int, check=at_least(1), help="micro-batches per step, to save memory")
     add("--amp", choices=("auto", "bfloat16", "float16", "float32"), help="autocast (default: bfloat16 on a GPU)")
     add("--grad-checkpointing", action="store_true", default=None, help="recompute activations, to save memory")
-    add("--teacher", help="checkpoint of a teacher for distillation; needs a deit_*_distilled_* model")
+    text = "checkpoint of a teacher for distillation; needs a deit_*_distilled_* model"
+    add("--teacher", check=check_checkpoint, help=text)
     add("--distillation", choices=("hard", "soft"), help="kind of distillation (default: hard)")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: replicate the model, or shard it")
-    add("--save-every", type=int, help="steps between states within an epoch (default: after epochs only)")
-    add("--seed", type=int, help="of weights, order and augmentation (default: 0)")
+    text = "steps between states within an epoch (default: after epochs only)"
+    add("--save-every", type=int, check=at_least(1), help=text)
+    add("--seed", type=int, check=at_least(0), help="of weights, order and augmentation (default: 0)")
     add_device_option(parser)
     add_workers_option(parser)
     add_skip_option(parser)
@@ -103,15 +82,13 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, world: "World") -> int:
     import torch
 
+    from ..models import model_config
     from ..train.checkpoint import newest_state
     from ..train.data import load
-    from ..train.ranges import NonNegativeInt, PositiveInt, check
     from ..train.recipes import Recipe
     from ..train.step import autocast_dtype
     from ..train.trainer import SETTINGS, build_trainer, resolve_settings
 
-    check("--save-every", args.save_every, PositiveInt | None)
-    check("--workers", args.workers, NonNegativeInt)
     out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
     _check_output(args, out)
     state, damage = newest_state(out) if args.resume else (None, "")
@@ -119,6 +96,7 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings = resolve_settings(given, state and state["settings"])
     recipe = Recipe(**{name: settings[name] for name in Recipe.__dataclass_fields__})
+    model_config(recipe.model, **recipe.options | dict(img_size=recipe.img_size))  # before images are listed
     torch.manual_seed(settings["seed"])
     skip = settings["skip_bad_images"]
     data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=skip, world=world)
@@ -155,6 +133,7 @@ def _check_output(args: argparse.Namespace, out: Path) -> None:
     from ..train.checkpoint import PREVIOUS, STATE
     from ..train.outputs import FILES
 
+    digits = (args.data or "digits") == "digits"  # which lie in scikit-learn
     existing = [name for name in FILES if (out / name).exists()]
     if args.resume and args.overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; pass one of them")
@@ -163,7 +142,8 @@ def _check_output(args: argparse.Namespace, out: Path) -> None:
     if existing and not (args.resume or args.overwrite):
         raise ValueError(f"--out {out} already holds a run; pass --resume, --overwrite or another --out")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("train draws its curves with matplotlib; pip install 'fastvit_triton[train]'")
+        advice = "pip install 'fastvit_triton[demo]'" if digits else "pip install 'fastvit_triton[train]'"
+        raise ValueError(f"train draws its curves with matplotlib; {advice}")
 
 
 def _prepare_output(out: Path, overwrite: bool) -> None:

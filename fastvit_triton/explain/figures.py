@@ -113,9 +113,10 @@ def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[fl
     for axes, title in ((first, "picture"), (second, "token length"), (third, "components")):
         axes.set_title(title, color=INK, fontsize=10)
         axes.axis("off")
-    page.colorbar(shown, cax=page.add_subplot(places[1, :]), location="bottom").outline.set_visible(False)
+    bar = page.colorbar(shown, cax=page.add_subplot(places[1, :]), location="bottom")
+    bar.outline.set_visible(False)
     beyond = f"; not in the image: {', '.join(f'{n:.2g}' for n in prefix[:5])}" if prefix else ""
-    shown.colorbar.set_label(f"length{beyond}", fontsize=9, color=MUTED)
+    bar.set_label(f"length{beyond}", fontsize=9, color=MUTED)
     return page
 
 
