@@ -32,7 +32,7 @@ FAST = {
     **dict.fromkeys("community graphs house measured published ranges scaling schedule warm_up weights".split(), ""),
     "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
     "benchmarks": r"^(?!test_dry_run|test_compiled|test_processors|test_plots)",
-    "cli": r"doctor_names|doctor_and_bad|convert_there|rejects|version|models|defaults|order_typed|image_size",
+    "cli": r"doctor_names|doctor_and_bad|convert_there|rejects|version|models|defaults|order_typed",
     "convert": r"references_equal|report_|original_runs|keys|replaced|draws|masks|equal_the_original\[timm_vit\]",
     "convert_hooks": r"forwards_are_called\[|failed_optimize|see_every_call\[|fx|labels",
     "explain": r"reference|gradients|rollout|published",

@@ -169,11 +169,12 @@ def test_errors_come_in_the_order_typed(command: str, tmp_path: Path, monkeypatc
         assert WRONG[command][order[0][0]][1] in sentence, sentence
 
 
-def test_an_image_size_is_refused_before_images_are_listed(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture):
+def test_models_are_refused_before_images_are_listed(digits_run: Path, tmp_path: Path, monkeypatch, capsys):
     """Oracle: a scan of the folder, which takes minutes for ImageNet, that fails the test."""
     monkeypatch.setattr(data, "load", lambda *words, **options: pytest.fail("listed"))
     words = ("train", "--data", tmp_path, "--out", tmp_path / "out", "--img-size", 97)
     assert "img_size height 97 is not a multiple of patch_size 16" in refused(capsys, *words)
+    assert "needs a --model with a distillation token" in refused(capsys, *words[:-2], "--teacher", digits_run)
 
 
 def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path, monkeypatch, capsys):

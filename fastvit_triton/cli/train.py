@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, world: "World") -> int:
     import torch
 
-    from ..models import model_config
+    from ..models import create_model
     from ..train.checkpoint import newest_state
     from ..train.data import load
     from ..train.recipes import Recipe
@@ -96,7 +96,10 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings = resolve_settings(given, state and state["settings"])
     recipe = Recipe(**{name: settings[name] for name in Recipe.__dataclass_fields__})
-    model_config(recipe.model, **recipe.options | dict(img_size=recipe.img_size))  # before images are listed
+    with torch.device("meta"):  # errors of the model come before images are listed, which may take minutes
+        student = create_model(recipe.model, **recipe.options | dict(img_size=recipe.img_size))
+    if settings["teacher"] and not hasattr(student, "set_distilled_training"):
+        raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
     torch.manual_seed(settings["seed"])
     skip = settings["skip_bad_images"]
     data = load(settings["data"], recipe, workers=args.workers, skip_bad_images=skip, world=world)
@@ -186,8 +189,6 @@ def _load_teacher(path: str | None, student: "nn.Module", classes: int, device: 
         raise ValueError(
             f"--teacher has {len(teacher.classes)} classes, the data has {classes}; train one on this data"
         )
-    if not hasattr(student, "set_distilled_training"):
-        raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
     student.set_distilled_training()
     return teacher.model.to(device).eval().requires_grad_(False)
 

@@ -185,7 +185,7 @@ def draw_cost(rows: list[Cost]) -> "Figure":
     ):
         axes.barh(y + shift, [value / 1e9 for value in values], height=0.34, color=colour, label=label)
     axes.set_xscale("log")
-    axes.set_yticks(y, [f"{fill(row.label, 16)}\n{row.tokens:,} tokens" for row in rows], color=INK, fontsize=9)
+    axes.set_yticks(y, [f"{fill(row.label, 18)}\n{row.tokens:,} tokens" for row in rows], color=INK, fontsize=9)
     axes.set_xlabel("GFLOP per image", color=MUTED)
     axes.tick_params(which="both", length=0, colors=MUTED)
     axes.spines[:].set_visible(False)
