@@ -1,12 +1,18 @@
 """Packaging. Each dependency is here for one reason, given beside it."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+PACKAGE = (ROOT / "fastvit_triton/__init__.py").read_text(encoding="utf-8")
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)  # the one place; an import would need torch
+MATPLOTLIB = "matplotlib>=3.8"  # curves.png, predictions.png, the figures of explain
+TRAIN = [MATPLOTLIB]
 DEMO = [
+    *TRAIN,
     "scikit-learn>=1.4",  # the handwritten digits, which ship inside it, and the stratified split
-    "matplotlib>=3.8",  # curves.png, predictions.png, the figures of explain
 ]
 JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
 SHARDS = [
@@ -38,11 +44,26 @@ TEST = [
 
 setup(
     name="fastvit_triton",
-    version="0.1.0",
+    version=VERSION,
     description="Vision Transformers on fused Triton kernels that plug into torch.nn",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    author="The fastvit_triton contributors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords="vision transformer, ViT, Triton, GPU kernels, flash attention, PyTorch, torch.compile, timm",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: GPU",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        *[f"Programming Language :: Python :: {version}" for version in ("3", "3.10", "3.11", "3.12", "3.13")],
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Scientific/Engineering :: Image Recognition",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["fastvit_triton", "fastvit_triton.*"]),
     package_data={"fastvit_triton": ["py.typed", "*.pyi", "kernels/tuned/*.json"]},
     python_requires=">=3.10",
@@ -57,11 +78,12 @@ setup(
         "filelock>=3",  # one process at a time writes them
     ],
     extras_require={
-        "demo": DEMO,
+        "train": TRAIN,  # of a folder of images, and explain
+        "demo": DEMO,  # train without --data
         "shards": SHARDS,
         "docs": DOCS,
         "test": TEST,
-        "bench": ["pytest-benchmark>=4", "timm==1.0.31", "matplotlib>=3.8", JSONSCHEMA],
+        "bench": ["pytest-benchmark>=4", "timm==1.0.31", MATPLOTLIB, JSONSCHEMA],
     },
     entry_points={
         "console_scripts": ["fastvit-triton = fastvit_triton.cli:main"],

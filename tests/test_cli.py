@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,15 +21,19 @@ from safetensors.torch import load_file
 from test_data import truncate, write_folder
 
 from benchmarks.launches import Setting, figures
+from fastvit_triton import __version__, cli, create_model, list_models
 from fastvit_triton.cli import benchmark, main
+from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
 from fastvit_triton.convert import count
 from fastvit_triton.convert.count import predict
 from fastvit_triton.kernels import backend, cost, launch, plan
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.variants import compiling
+from fastvit_triton.train import data
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.data import digits
 from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, LOG, PREDICTIONS, STATE, WEIGHTS
+from fastvit_triton.train.settings import RECIPES
 
 EPOCHS = "16"
 
@@ -63,6 +69,130 @@ def refused(capsys: pytest.CaptureFixture, *argv: object, code: int = 2) -> str:
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith("fastvit-triton: ")
     return sentence
+
+
+def stopped(capsys: pytest.CaptureFixture, *argv: str) -> str:
+    """What a command prints that ends in the parser, with code 0 and nothing on stderr."""
+    with pytest.raises(SystemExit) as end:
+        main(list(argv))
+    captured = capsys.readouterr()
+    assert end.value.code == 0 and not captured.err
+    return captured.out
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture):
+    """Oracle: the package's version; a bare command is --help, which names every command."""
+    assert stopped(capsys, "--version") == f"fastvit-triton {__version__}\n"
+    text = stopped(capsys)
+    assert text == stopped(capsys, "--help")
+    names = {module.__name__.rpartition(".")[2] for module in cli.COMMANDS}
+    assert "models" in names and names <= set(re.findall(r"^    (\w+)", text, re.MULTILINE))
+
+
+def test_models(capsys: pytest.CaptureFixture):
+    """Oracle: list_models(); a word is a part of a name, a pattern is the whole name."""
+    for words, pattern in (((), "*"), (("deit3",), "*deit3*"), (("vit_*_224",), "vit_*_224")):
+        assert main(["models", *words]) == 0
+        head, *rows = capsys.readouterr().out.splitlines()
+        assert head.split()[0] == "name" and [row.split()[0] for row in rows] == list_models(pattern)
+    config = create_model("vit_small_patch16_384").config
+    assert main(["models", "vit_small_patch16_384"]) == 0
+    sizes = ["384×384", *map(str, (config.embed_dim, config.depth, config.num_heads))]
+    assert capsys.readouterr().out.splitlines()[1].split()[1:] == sizes
+    assert "no model matches 'resnet'" in refused(capsys, "models", "resnet")
+
+
+def test_help_shows_the_defaults_of_recipes(capsys: pytest.CaptureFixture):
+    """Oracle: each recipe's fields, read back from its options and from those of every recipe."""
+    _, _, text = stopped(capsys, "train", "--help").partition("\nrecipes:\n")
+    assert max(map(len, text.splitlines())) < 80
+    blocks = re.findall(r"^  (\w.*)\n((?:    .*\n)+)", text, re.MULTILINE)
+    (_, common), *found = [(name, shlex.split(options)) for name, options in blocks]
+    assert [name for name, _ in found] == list(RECIPES)
+    for name, words in found:
+        shown = {option: value for option, value in pairwise([*common, *words]) if option.startswith("--")}
+        recipe = RECIPES[name]
+        for option, (kind, _) in RECIPE_OPTIONS.items():
+            value = getattr(recipe, option.replace("-", "_"))
+            if option == "epochs" and value is None:
+                assert f"{recipe.steps:,} steps in all" in " ".join(words)
+            elif option == "warmup" and recipe.warmup_unit != "run":
+                assert f"warm-up of {value:,} {recipe.warmup_unit}" in " ".join(words)
+            else:
+                assert kind(shown.get(f"--{option}", kind())) == (kind() if value is None else pytest.approx(value))
+
+
+WRONG = {
+    "train": {
+        "--data": ("nowhere", "--data nowhere is not a folder"),
+        "--model": ("vit_nothing", "no model is called 'vit_nothing'"),
+        "--epochs": ("0", "--epochs is 0"),
+        "--lr": ("fast", "--lr is 'fast'"),
+        "--recipe": ("none", "--recipe is 'none'"),
+        "--weights": ("none.pt", "there is no checkpoint none.pt"),
+        "--device": ("warp", "--device warp does not work here"),
+        "--workers": ("-1", "--workers is -1"),
+    },
+    "benchmark": {
+        "--batch": ("0", "--batch is 0"),
+        "--dtype": ("int8", "--dtype: invalid choice"),
+        "--model": ("vit_nothing", "vit_nothing"),
+        "--device": ("warp", "--device warp"),
+    },
+    "doctor": {
+        "--gpu": ("gtx970", "--gpu is gtx970"),
+        "--batch": ("-1", "--batch is -1"),
+        "--model": ("timm:nothing", "timm has no model"),
+    },
+    "explain": {
+        "--most": ("0", "--most is 0"),
+        "--checkpoint": ("none", "there is no checkpoint none"),
+        "--query": ("-1", "--query is -1"),
+    },
+    "tune": {
+        "--seconds": ("nan", "--seconds is nan"),
+        "--model": ("keras:vit", "'keras'"),
+        "--batch": ("0", "--batch is 0"),
+    },
+}
+
+
+@pytest.mark.filterwarnings("default")  # timm's own
+@pytest.mark.parametrize("command", WRONG)
+def test_errors_come_in_the_order_typed(command: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture):
+    """Oracle: of all options with wrong values, the first is named, in either order, and the command does not start."""
+    monkeypatch.chdir(tmp_path)
+    module = next(module for module in cli.COMMANDS if module.__name__.endswith(f".{command}"))
+    monkeypatch.setattr(module, "run", lambda args: pytest.fail("started"))
+    words = [(option, value) for option, (value, _) in WRONG[command].items()]
+    for order in (words, words[::-1], words[1:] + words[:1]):
+        sentence = refused(capsys, command, *(word for pair in order for word in pair))
+        assert WRONG[command][order[0][0]][1] in sentence, sentence
+
+
+def test_models_are_refused_before_images_are_listed(digits_run: Path, tmp_path: Path, monkeypatch, capsys):
+    """Oracle: a scan of the folder, which takes minutes for ImageNet, that fails the test."""
+    monkeypatch.setattr(data, "load", lambda *words, **options: pytest.fail("listed"))
+    words = ("train", "--data", tmp_path, "--out", tmp_path / "out", "--img-size", 97)
+    assert "img_size height 97 is not a multiple of patch_size 16" in refused(capsys, *words)
+    assert "needs a --model with a distillation token" in refused(capsys, *words[:-2], "--teacher", digits_run)
+
+
+def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path, monkeypatch, capsys):
+    """Oracle: the extra that setup.py gives; the digits need what a folder needs, and scikit-learn."""
+    train = ("train", "--out", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert "matplotlib; pip install 'fastvit_triton[demo]'" in refused(capsys, *train)
+        assert "matplotlib; pip install 'fastvit_triton[train]'" in refused(capsys, *train, "--data", tmp_path)
+        words = ("explain", "--checkpoint", digits_run, "--image", digits_run / EXAMPLE)
+        assert "matplotlib; pip install 'fastvit_triton[train]'" in refused(capsys, *words)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "timm", None)
+        assert "fastvit_triton[bench]" in refused(capsys, "benchmark", "--model", "resnet18")
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn", "sklearn.datasets"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "scikit-learn; pip install 'fastvit_triton[demo]', or give a folder" in refused(capsys, *train)
 
 
 def test_digits_are_learned(digits_run: Path):
@@ -155,9 +285,8 @@ def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "exists already" in refused(capsys, "convert", digits_run, digits_run / WEIGHTS, "--to", "timm")
     bare = tmp_path / "bare.safetensors"
     assert main(["convert", str(digits_run), str(bare), "--to", "timm"]) == 0
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", "--epochs", "many"])
-    assert stopped.value.code == 2
+    assert "--epochs is 'many'; use an integer" in refused(capsys, "train", "--epochs", "many")
+    assert "--lr is 'high'; use a number" in refused(capsys, "train", "--lr", "high")
 
 
 def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
@@ -309,14 +438,19 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
     eager |= dict(speedup=1.0, speedup_quartiles=[1.0, 1.0], saved_bytes=2**20)
     ours = eager | dict(arm="ours", us=1000.0, speedup=2.0, speedup_quartiles=[1.9, 2.1], saved_bytes=2**19)
     wrong = dict(arm="wrong", match=False, worst="output 0", within=3.5, peak_bytes=None)
-    late, absent = dict(arm="slow", error="TimedOut: x"), dict(arm="peer", reason="peer cannot be imported")
+    late, absent = dict(arm="slow", error="TimedOut: x"), dict(arm="timm", reason="timm cannot be imported (x)")
     case = SimpleNamespace(name="vit batch 2 training")
     benchmark._report(case, "training", [eager, ours, wrong, late, absent], gpu=True)
     text = capsys.readouterr().out
     assert "2.000 (1.900-2.100)" in text
     assert re.search(r"^ *ours +1.000 \(1.900-2.100\) +2.00 +2.0 +0.5 +yes", text, re.MULTILINE)
     assert re.search(r"wrong +- +- +- +- +NO", text) and "the error of output 0 is 3.5 times the limit" in text
-    assert "slow: not ready in time" in text and "peer: peer cannot be imported" in text and "No GPU" not in text
+    assert (
+        "slow: not ready in time" in text
+        and "timm: timm cannot be imported (x)" in text
+        and "fastvit_triton[bench]" in text
+        and "No GPU" not in text
+    )
     assert text.startswith("vit batch 2, one training step without optimiser, bfloat16")
 
 
@@ -324,7 +458,8 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
 def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
     """Oracle: the sentence names what was given and what would do."""
     assert "the nearest are vit_base_patch16" in refused(capsys, "benchmark", "--model", "vit_bas_patch16")
-    assert "--batch is 0; give a number of images" in refused(capsys, "benchmark", "--batch", "0")
+    assert "--batch is 0; use an integer of at least 1" in refused(capsys, "benchmark", "--batch", "0")
+    assert "nowhere/rows.json is in a folder" in refused(capsys, "benchmark", "--out", "nowhere/rows.json")
     sentence = refused(capsys, "benchmark", "--device", "cpu", "--batch", "1000000000")
     assert "GiB for vit_tiny_patch16_224" in sentence and "can fit" in sentence
 
@@ -345,6 +480,7 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert torch.__version__ in text and "FASTVIT_TRITON_BACKEND" in text
+    assert re.search(rf"^fastvit_triton +{re.escape(__version__)}$", text, re.MULTILINE)
     assert all(re.search(rf"^{op.name} +(kernel|PyTorch path: .+)$", text, re.MULTILINE) for op in OPS)
 
 
@@ -352,7 +488,6 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     "name, side, size, candidates, launches",
     [
         ("timm:vit_tiny_patch16_224", 0, 224, 61, (126, 77, 65)),
-        ("timm:resnet18", 64, 64, 0, (68, 68, 68)),
         ("torchvision:vit_b_16", 96, 96, 61, (162, 89, 77)),
         ("hf-config:Dinov2Model", 0, 224, 61, (173, 88, 76)),
         ("hf-config:CLIPConfig", 64, 64, 61, (174, 103, 79)),
@@ -386,7 +521,15 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
         (before, compiled, *ours) = values(text, "launches")
         assert (before, *ours) == launches and compiled < before
     assert len(values(text, "MB an image")) == 4
-    assert (len(values(text, "expected ms of the blocks")) == 4) == (candidates != 0)
+    assert len(values(text, "expected ms of the blocks")) == 4
+
+
+@pytest.mark.parametrize("name", ["timm:resnet18", "torchvision:vgg11"])
+def test_doctor_on_a_model_without_blocks(name: str, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence, and no table of what does not change."""
+    assert main(["doctor", "--model", name]) == 0
+    (sentence,) = capsys.readouterr().out.splitlines()
+    assert sentence.startswith(f"{name}: ") and "has no Transformer blocks" in sentence
 
 
 def values(text: str, label: str) -> tuple[float, ...]:
@@ -502,7 +645,9 @@ def test_doctor_without_the_package(name, monkeypatch, capsys: pytest.CaptureFix
     """Oracle: the sentence names the package."""
     package = {"hf-config": "transformers"}.get(name.split(":")[0], name.split(":")[0])
     monkeypatch.setitem(sys.modules, package, None)
-    assert f"{package} cannot be imported" in refused(capsys, "doctor", "--model", name)
+    sentence = refused(capsys, "doctor", "--model", name)
+    assert f"{package} cannot be imported" in sentence
+    assert ("pip install 'fastvit_triton[bench]'" in sentence) == (package == "timm")
 
 
 def test_convert_there_and_back(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):

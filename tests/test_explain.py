@@ -16,6 +16,9 @@ import pytest
 import torch
 from foreign import build, inputs, outputs
 from interpreter import interpreting
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 from test_convert import Recorder, same, twins
 from test_data import truncate
@@ -24,6 +27,7 @@ from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
 from fastvit_triton.explain import figures, published, recording
 from fastvit_triton.layers.body import AttentionParts
+from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import write_log
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=5)
@@ -475,9 +479,49 @@ def test_report_holds_everything(page: Path):
     assert inside == [(page.parent / f"{name}.png").read_bytes() for name in names]
     assert all(data.startswith(b"\x89PNG") for data in inside)
     assert len(re.findall(r'alt="[^"]{20,}"', text)) == len(names) == text.count("<img")
-    assert not re.search(r'(src|href)="(?!data:)|url\(|@import|<script|<link', text)
+    assert not re.search(r'(src|href)="(?!data:|#)|url\(|@import|<script|<link', text)
+    assert re.findall(r'href="#([^"]+)"', text) == re.findall(r'<section id="([^"]+)"', text) == names  # the contents
     assert "digits &amp; &lt;co&gt;" in text and "<co>" not in text
     assert "50,176" in text and "published" in text
+
+
+def sizes(drawn: Figure) -> list[float]:
+    """Heights in pixels of the letters of a figure on a phone, which shows it 358 pixels wide."""
+    texts = [t for t in drawn.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    return [t.get_fontsize() / 72 * 358 / drawn.get_figwidth() for t in texts]
+
+
+def test_labels_can_be_read_on_a_phone():
+    """Oracle: letters of 10 pixels at least, about a browser's smallest heading (0.67 em)."""
+    model = create_model("vit_tiny_patch16_224", **TINY).eval()
+    classes = tuple(f"class number {i} with a long name" for i in range(5))
+    panels = list(explain.explain(model, torch.randn(2, 3, 16, 16), torch.rand(2, 3, 16, 16), ["a", "b"], classes))
+    row = dict(epoch=1, lr=0.1, train_loss=2.0, train_accuracy=0.1, test_loss=2.1, test_accuracy=0.2)
+    score = Score(0.1, 1.0, torch.arange(10), torch.arange(10))
+    panels += [*explain.explain_run([row], score, tuple("0123456789")), explain.published_tables()]
+    assert {panel.name.removeprefix("01-") for panel in panels} > {"tokens", "filters", "cost", "curves", "confusion"}
+    for panel in panels:
+        assert min(sizes(panel.figure), default=10) >= 10, panel.name
+
+
+def test_pictures_of_tokens_align():
+    """Oracle: the places that matplotlib computes: one top, one bottom and one width."""
+    drawn = figures.draw_tokens(torch.rand(3, 16, 24), torch.rand(4, 6), torch.rand(4, 6, 3), [3.0])
+    drawn.canvas.draw()
+    boxes = [axes.get_position() for axes in drawn.axes if axes.images and axes.get_title()]
+    assert len(boxes) == 3
+    for name in ("y0", "y1", "width"):
+        np.testing.assert_allclose([getattr(box, name) for box in boxes], getattr(boxes[0], name), atol=1e-3)
+
+
+def test_filters_are_framed():
+    """Oracle: pixels of white filters on white paper: a closed frame each, nothing else."""
+    drawn = figures.draw_filters(torch.ones(3, 3, 4, 4))
+    framed = [axes for axes in drawn.axes if axes.axison]
+    assert len(framed) == 3 and all(spine.get_visible() for axes in framed for spine in axes.spines.values())
+    FigureCanvasAgg(drawn).draw()
+    dark = np.asarray(drawn.canvas.buffer_rgba())[..., 0] < 200
+    assert (dark.sum(0) > 0.5 * dark.any(1).sum()).sum() >= 6  # left and right sides of three frames
 
 
 def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, references):

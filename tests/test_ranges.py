@@ -12,7 +12,7 @@ import torch
 from test_cli import refused
 
 from fastvit_triton import train
-from fastvit_triton.cli.train import RECIPE_OPTIONS
+from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
 from fastvit_triton.train import Recipe, Step, Transform, ranges
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.settings import RECIPES

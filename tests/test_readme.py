@@ -76,6 +76,12 @@ def test_the_readme_is_one_screen():
         assert lines[lines.index(heading) + 2] == "```bash"
 
 
+def test_the_number_of_models():
+    """Oracle: list_models()."""
+    for page in ("README", "proof"):
+        assert f"{len(fastvit_triton.list_models())} names" in PAGES[page], page
+
+
 def test_links_between_pages_exist():
     """Oracle: the files. Links of pages within docs/ are checked by mkdocs, too."""
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
@@ -85,5 +91,5 @@ def test_links_between_pages_exist():
 
 def test_the_version_is_one():
     """Oracle: the package."""
-    for name, text in (("CITATION.cff", "version: {}\n"), ("setup.py", 'version="{}"'), ("CHANGELOG.md", "## {}\n")):
+    for name, text in (("CITATION.cff", "version: {}\n"), ("CHANGELOG.md", "## {}\n")):
         assert text.format(fastvit_triton.__version__) in (ROOT / name).read_text(encoding="utf-8"), name

@@ -137,9 +137,9 @@ def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     train = ("train", "--out", tmp_path / "out")
     assert "recipe is 'vit'; use one of digits, folder, vit-i1k" in refused(capsys, *train, "--recipe", "vit")
     assert "--save-every is 0; use an integer of at least 1" in refused(capsys, *train, "--save-every", "0")
-    assert "grad_accum_steps is 0; use an integer of at least 1" in refused(capsys, *train, "--grad-accum-steps", "0")
+    assert "--grad-accum-steps is 0; use an integer of at least 1" in refused(capsys, *train, "--grad-accum-steps", "0")
     assert "the recipe's policy needs image files" in refused(capsys, *train, "--recipe", "deit")
-    assert "ema_decay is 1.5; use a number in [0, 1)" in refused(capsys, *train, "--ema-decay", "1.5")
+    assert "--ema-decay is 1.5; use a number in [0, 1)" in refused(capsys, *train, "--ema-decay", "1.5")
     on_folder = (*train, "--data", folder, "--recipe", "vit-i1k", "--workers", "0")
     assert "warmup is 10000 of 300 steps" in refused(capsys, *on_folder, "--img-size", "16")
     assert "beside mixup or cutmix" in refused(capsys, *train, "--mixtoken", "1")
@@ -148,7 +148,7 @@ def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "optimizer is 'adam'; use 'adamw'" in refused(capsys, *train, "--optimizer", "adam")
     assert "schedule is 'step'; use 'own'" in refused(capsys, *train, "--schedule", "step")
     assert "loss is 'mse'; use 'softmax'" in refused(capsys, *train, "--loss", "mse")
-    assert "drop_path_rate is 1.0; use a number in [0, 1)" in refused(capsys, *train, "--drop-path-rate", "1")
+    assert "--drop-path-rate is 1.0; use a number in [0, 1)" in refused(capsys, *train, "--drop-path-rate", "1")
     assert not (tmp_path / "out").exists()
 
 

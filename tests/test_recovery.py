@@ -27,7 +27,7 @@ from fastvit_triton.train.data.folder import FolderBatches, ImageFiles
 from fastvit_triton.train.data.transform import Transform
 from fastvit_triton.train.loop import Diverged
 from fastvit_triton.train.recipes import FOLDER, override_recipe
-from fastvit_triton.train.settings import check_data
+from fastvit_triton.train.settings import check_unchanged
 from fastvit_triton.weights import save_weights
 
 
@@ -272,10 +272,10 @@ def test_changed_data_are_noticed(tmp_path: Path):
     before = {"data": load(str(tmp_path), recipe).identity}
 
     def check(accept: bool = False) -> None:
-        check_data(load(str(tmp_path), recipe), before, accept)
+        check_unchanged(load(str(tmp_path), recipe), before, accept)
 
     check()
-    check_data(load(str(tmp_path), recipe), {})  # a state of an earlier version
+    check_unchanged(load(str(tmp_path), recipe), {})  # a state of an earlier version
     (tmp_path / "train/cat/0.png").rename(tmp_path / "train/dog/9.png")
     with pytest.raises(ValueError, match=r"^the training images of data .* \(6 images, \w{8}; now 6 images, \w{8}\);"):
         check()

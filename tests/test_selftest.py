@@ -210,7 +210,7 @@ def test_an_interrupt_keeps_the_rows(here, only, tmp_path, monkeypatch, capsys):
         (["--device", "cpu"], "--interpret checks tiny shapes on the CPU"),
         (["--device", "nonsense"], "--device nonsense does not work here"),
         (["--device", "meta"], "the kernels do not run on meta: Triton kernels need a CUDA or ROCm GPU"),
-        (["--interpret", "--device", "cuda"], "--interpret runs on the CPU, --device is cuda"),
+        (["--interpret", "--device", "meta"], "--interpret runs on the CPU, --device is meta"),
         (["--interpret", "--seconds", "-1"], "--seconds is -1; give a number above 0"),
         (["--interpret", "--seconds", "nan"], "--seconds is nan; give a number above 0"),
         (["--interpret", "--out", "nowhere/x.json"], "--out nowhere/x.json is in a folder that does not exist"),

@@ -159,7 +159,7 @@ def test_load_takes_shards(folder, packed, tmp_path, capsys):
     assert main(["pack", str(folder), str(tmp_path / "out"), "--per-shard", "30"]) == 0
     assert capsys.readouterr().out.endswith("holds 3 of train/ and 1 of val/ shards\n")
     assert main(["pack", str(folder), str(tmp_path / "none"), "--per-shard", "0"]) == 2
-    assert "per_shard is 0" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    assert "--per-shard is 0" in capsys.readouterr().err and not (tmp_path / "none").exists()
     recipe = override_recipe(FOLDER, img_size=8, batch_size=4)
     data = load(str(packed), recipe)
     assert data.classes == ("class 0", "class 1", "class 2") and len(data.train) == 17

@@ -363,6 +363,15 @@ def test_plots_are_drawn_without_global_state(tmp_path: Path, wrong: int):
         assert min(drawn.size) > 400
 
 
+@pytest.mark.parametrize("lr, heights, label", [(2e-5, [2, 1], "10^{-5}"), (0.5, [5, 2.5], "10^{-1}"), (0, [0, 0], "")])
+def test_learning_rates_have_a_scientific_axis(lr, heights, label):
+    """Oracle: the power of ten by hand; rates of 0 have none."""
+    row = dict(epoch=1, lr=lr, train_loss=1.0, train_accuracy=0.5, test_loss=1.1, test_accuracy=0.4)
+    *_, rate = plots.curves([row, row | dict(epoch=2, lr=lr / 2)]).axes
+    assert rate.lines[0].get_ydata() == pytest.approx(heights)
+    assert label in rate.get_ylabel() and bool(label) == bool(rate.get_ylabel())
+
+
 def test_adamw_decays_matrices_only():
     """Oracle: with zero gradients a step multiplies matrices by 1 − lr · decay and leaves the rest alone."""
     model = nn.Linear(3, 3)

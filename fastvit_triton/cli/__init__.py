@@ -1,16 +1,18 @@
 """The command line: one module per command. Only this package prints."""
 
-import argparse
 import os
+import sys
 
-from . import benchmark, convert, doctor, evaluate, explain, pack, predict, selftest, train, tune
+from .. import __version__
+from . import benchmark, convert, doctor, evaluate, explain, models, pack, predict, selftest, train, tune
 from .console import print_error
+from .parser import Parser
 
-COMMANDS = (train, predict, explain, evaluate, benchmark, selftest, tune, doctor, convert, pack)
+COMMANDS = (train, predict, explain, evaluate, models, benchmark, selftest, tune, doctor, convert, pack)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command; without arguments, prints the list of commands.
 
     Args:
         argv: the arguments; None means `sys.argv[1:]`.
@@ -19,10 +21,11 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0; 1 (disk, memory or another process failed, or a check of `selftest`); 2 (invalid input); or 130
         (Ctrl-C).
     """
-    args = build_parser().parse_args(argv)
     # Idle threads sleep instead of spinning; on busy cores small models train up to 20 times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    words = sys.argv[1:] if argv is None else argv
     try:
+        args = build_parser().parse_args(words or ["--help"])
         return args.run(args)
     except KeyboardInterrupt:
         return print_error("stopped", 130)
@@ -38,9 +41,10 @@ def main(argv: list[str] | None = None) -> int:
         return print_error("the device is out of memory; lower the batch size or use a smaller --model", 1)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of all commands. Each module of `COMMANDS` has `HELP`, `add_arguments(parser)` and `run(args)`."""
-    parser = argparse.ArgumentParser(prog="fastvit-triton", description="Vision Transformers on fused Triton kernels.")
+    parser = Parser(prog="fastvit-triton", description="Vision Transformers on fused Triton kernels.")
+    parser.add_argument("--version", action="version", version=f"fastvit-triton {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]

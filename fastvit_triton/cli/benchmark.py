@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..files import replacing
-from .console import add_device_option, print_line, select_device
+from .checks import at_least, check_output
+from .console import BENCH, add_device_option, print_line, select_device
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +29,26 @@ HELP = "measure the speed of a model on this machine"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `benchmark`."""
     add = parser.add_argument
-    add("--model", help="a name from list_models(), or of timm (default: ViT-B on a GPU, ViT-Ti elsewhere)")
-    add("--batch", type=int, help="images per batch (default: 64 on a GPU, 2 elsewhere)")
+    text = "a name that `models` lists, or of timm (default: ViT-B on a GPU, ViT-Ti elsewhere)"
+    add("--model", check=_check_model, help=text)
+    add("--batch", type=int, check=at_least(1), help="images per batch (default: 64 on a GPU, 2 elsewhere)")
     add("--dtype", choices=DTYPES, help="of weights and images (default: bfloat16 on a GPU, float32 elsewhere)")
     add("--train", action="store_true", help="forward and backward instead of inference")
-    add("--out", type=Path, help="file for the rows as JSON")
+    add("--out", type=Path, check=check_output, help="file for the rows as JSON")
     add_device_option(parser)
+
+
+def _check_model(option: str, name: str) -> None:
+    """Raises ValueError if the model cannot be measured; the message has similar names."""
+    from ..measure.model_cases import known
+    from ..models import model_config
+
+    if why := known(name):
+        try:
+            model_config(name)
+        except ValueError as error:
+            advice = f"; {BENCH}" if "cannot be imported" in why else ""
+            raise ValueError(f"{error}; {why}{advice}") from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device {device} has no float64 to compare with; use cpu or cuda")
     name = args.model or ("vit_base_patch16_224" if gpu else "vit_tiny_patch16_224")
     batch = (64 if gpu else 2) if args.batch is None else args.batch
-    if batch < 1:
-        raise ValueError(f"--batch is {batch}; give a number of images, 1 or more")
     dtype = args.dtype or ("bfloat16" if gpu else "float32")
     phase = "training" if args.train else "forward"
     deadline, hard, console = Deadline(SECONDS), Deadline(SECONDS + 15), Console(stderr=True)
@@ -80,11 +93,8 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     """The variants of a model: timm's eager model first if it is installed, compiled variants last."""
     import torch
 
-    from ..measure.model_cases import Run, case, known, least_bytes
-    from ..models import create_model
+    from ..measure.model_cases import Run, case, least_bytes
 
-    if known(name):
-        create_model(name)  # raises an error that lists similar names
     made = case(Run(name, batch, training), getattr(torch, dtype), device)
     needed, there = least_bytes(made, COPIES), _memory(device)
     if needed > there:
@@ -131,6 +141,8 @@ def _report(case: "Case", phase: str, rows: list[dict], gpu: bool) -> None:
             )
         elif not row["match"]:
             print_line(f"{row['arm']}: no time, because the error of {row['worst']} is {row['within']} times the limit")
+    if any("timm cannot be imported" in row.get("reason", "") for row in rows):
+        print_line(f"To compare with timm: {BENCH}")
     print_line("Ratio: speed relative to the first row, median of alternating pairs; quartiles in brackets.")
     print_line("Match: the error against float64 is at most twice that of eager PyTorch plus one rounding.")
     if not gpu:

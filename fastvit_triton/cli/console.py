@@ -8,21 +8,26 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..files import printable
+from .checks import at_least
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+BENCH = "pip install 'fastvit_triton[bench]'"  # has timm
+
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """Adds --device, which `select_device` reads."""
-    parser.add_argument("--device", default="auto", help="cpu, cuda, …; auto means a GPU if there is one")
+    text = "cpu, cuda, …; auto means a GPU if there is one"
+    parser.add_argument("--device", default="auto", check=check_device, help=text)
 
 
 def add_workers_option(parser: argparse.ArgumentParser) -> None:
     """Adds --workers."""
     default = min(8, os.cpu_count() or 1)
-    parser.add_argument("--workers", type=int, default=default, help="processes that decode images")
+    text = f"processes that decode images (default: {default})"
+    parser.add_argument("--workers", type=int, default=default, check=at_least(0), help=text)
 
 
 def add_skip_option(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +39,13 @@ def add_skip_option(parser: argparse.ArgumentParser) -> None:
 def add_max_pixels_option(parser: argparse.ArgumentParser) -> None:
     """Adds --max-pixels; the default is `train.data.transform.MAX_PIXELS`, which would import PyTorch."""
     text = "images with more pixels are not decoded (default: 67,108,864, which is 8192 x 8192)"
-    parser.add_argument("--max-pixels", type=int, default=2**26, help=text)
+    parser.add_argument("--max-pixels", type=int, default=2**26, check=at_least(1), help=text)
+
+
+def check_device(option: str, name: str) -> None:
+    """Raises ValueError if PyTorch cannot use this device."""
+    if "RANK" not in os.environ:  # torchrun's processes allocate on their own GPU only, later
+        select_device(name)
 
 
 def select_device(name: str) -> "torch.device":

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from .checks import check_checkpoint, check_model, check_output
 from .console import print_line
 
 HELP = "rewrite a checkpoint for another library"
@@ -10,11 +11,20 @@ HELP = "rewrite a checkpoint for another library"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `convert`."""
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint of ours, or with --model of any known layout")
-    parser.add_argument("out", type=Path, help="file to write, ending in .safetensors")
+    text = "a checkpoint of ours, or with --model of any known layout"
+    parser.add_argument("checkpoint", type=Path, check=check_checkpoint, help=text)
+    parser.add_argument("out", type=Path, check=_check_new, help="file to write, ending in .safetensors")
     layouts = ("fastvit_triton", "timm", "transformers")
     parser.add_argument("--to", required=True, choices=layouts, help="library whose parameter names to use")
-    parser.add_argument("--model", help="name of the model that another library's checkpoint holds")
+    text = "name of the model that another library's checkpoint holds"
+    parser.add_argument("--model", check=check_model, help=text)
+
+
+def _check_new(option: str, path: Path) -> None:
+    """Raises ValueError if the file exists already, or cannot be written."""
+    if path.exists():
+        raise ValueError(f"{path} exists already; name another file")
+    check_output(option, path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
     from ..models import create_model
     from ..weights import load_model, load_weights, save_weights
 
-    if args.out.exists():
-        raise ValueError(f"{args.out} exists already; name another file")
     if args.model is None:
         model, header = load_model(args.checkpoint)
     else:

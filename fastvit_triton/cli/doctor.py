@@ -8,8 +8,10 @@ import platform
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from .. import __version__
+from .checks import at_least
 from .console import print_line, select_device
-from .model_by_name import NamedModel, build_model
+from .model_by_name import PREFIXES, NamedModel, build_model, check_name
 
 if TYPE_CHECKING:
     from ..convert.count import Prediction
@@ -31,12 +33,13 @@ SAVED = " Saved: activations that the blocks keep for the backward pass."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `doctor`."""
-    text = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name from list_models()"
-    parser.add_argument("--model", help=text)
-    parser.add_argument("--gpu", help="h200, a100, rtx4090, … (default: the GPU of this machine, else h200)")
-    parser.add_argument("--img-size", type=int, help="image side in pixels (default: the model's)")
-    parser.add_argument("--batch", type=int, help=f"images per batch (default: {', '.join(map(str, BATCHES))})")
-    parser.add_argument("--train", action="store_true", help="a training step without optimiser, not inference")
+    add = parser.add_argument
+    add("--model", check=check_name, help=PREFIXES)
+    add("--gpu", check=_check_gpu, help="h200, a100, rtx4090, … (default: the GPU of this machine, else h200)")
+    add("--img-size", type=int, check=at_least(1), help="image side in pixels (default: the model's)")
+    text = f"images per batch (default: {', '.join(map(str, BATCHES))})"
+    add("--batch", type=int, check=at_least(1), help=text)
+    add("--train", action="store_true", help="a training step without optimiser, not inference")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,12 +47,10 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     if args.model is not None:
-        if args.batch is not None and args.batch < 1:
-            raise ValueError(f"--batch is {args.batch}; it must be at least 1")
         gpu = _gpu(args.gpu)
         found = build_model(args.model, args.img_size)
-        _print_model(found, args.model, args.gpu, gpu)
-        _print_predictions(found, args, gpu)
+        if _print_model(found, args.model, args.gpu, gpu):
+            _print_predictions(found, args, gpu)
         return 0
     given = {"--gpu": args.gpu, "--img-size": args.img_size, "--batch": args.batch, "--train": args.train or None}
     for option, value in given.items():
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found = importlib.util.find_spec("triton") is not None
     facts = {
+        "fastvit_triton": __version__,
         "device": f"{device} ({', '.join(gpus) or f'{torch.get_num_threads()} threads'})",
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if found else "not installed",
@@ -79,6 +81,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_gpu(option: str, name: str) -> None:
+    """Raises ValueError if no rates of this GPU are known."""
+    from ..kernels.cost import gpus
+
+    if name not in gpus():
+        raise ValueError(f"{option} is {name}; use one of {', '.join(gpus())}")
+
+
 def _gpu(name: str | None) -> "Gpu":
     """The GPU of that name; without a name, this machine's GPU if the kernels run on it, else the H200."""
     import torch
@@ -88,8 +98,6 @@ def _gpu(name: str | None) -> "Gpu":
     from ..kernels.launch import architecture
     from ..kernels.plan import gpu_on
 
-    if name is not None and name not in gpus():
-        raise ValueError(f"--gpu is {name}; use one of {', '.join(gpus())}")
     device = select_device("auto")
     if name is not None or why_not(device, torch.bfloat16) is not None:
         return gpus()[name or "h200"]
@@ -97,8 +105,8 @@ def _gpu(name: str | None) -> "Gpu":
     return gpu_on(device)._replace(architecture=architecture(device))
 
 
-def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") -> None:
-    """Converts a model and prints the conversion report."""
+def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") -> bool:
+    """Converts a model and prints the conversion report; False if there is nothing to predict, after one sentence."""
     import torch
 
     from ..convert import optimize
@@ -107,14 +115,20 @@ def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") ->
 
     why = why_not(select_device("auto"), torch.bfloat16)
     model = found.model
-    print_line(f"{name}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters\n")
-    if found.ours:
+    what = f"{name}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+    report = None if found.ours else optimize(model)
+    if report is not None and not report.rows:
+        print_line(f"{what}, has no Transformer blocks and no other module that the kernels replace.")
+        return False
+    print_line(f"{what}\n")
+    if report is None:
         print_line(f"Its layers call the kernels; nothing needs to be converted.{f' {why}.' if why else ''}")
     else:
-        print_line(str(dataclasses.replace(optimize(model), device=why)))
+        print_line(str(dataclasses.replace(report, device=why)))
     here = "" if asked or not why else f" (the kernels run on no GPU here; --gpu takes {', '.join(gpus())})"
     print_line(f"\nHow calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
     print_line(f"Source of its rates: {gpu.source}.")
+    return True
 
 
 def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..files import printable
+from .checks import check_data
 from .console import (
     add_device_option,
     add_max_pixels_option,
@@ -22,7 +23,8 @@ HELP = "compute the test accuracy of a checkpoint"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `evaluate`."""
     add_checkpoint_option(parser)
-    parser.add_argument("--data", help="another data set, of which val/ is read (default: that of training)")
+    text = "another data set, of which val/ is read (default: that of training)"
+    parser.add_argument("--data", check=check_data, help=text)
     add_device_option(parser)
     add_workers_option(parser)
     add_skip_option(parser)

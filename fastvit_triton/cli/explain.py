@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import printable
+from .checks import at_least
 from .console import add_device_option, add_max_pixels_option, add_workers_option, print_line, select_device
 from .loading import TrainedModel, add_checkpoint_option, find_images, load_trained, readable_images
 
@@ -25,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, required=True, help="an image file, or a folder of them")
     text = "folder for report.html and its figures (default: report)"
     parser.add_argument("--out", type=Path, default=Path("report"), help=text)
-    parser.add_argument("--query", type=int, help="token whose attention is shown (default: the class token)")
-    parser.add_argument("--most", type=int, default=8, help="number of images of a folder to show (default: 8)")
+    text = "token whose attention is shown (default: the class token)"
+    parser.add_argument("--query", type=int, check=at_least(0), help=text)
+    text = "number of images of a folder to show (default: 8)"
+    parser.add_argument("--most", type=int, default=8, check=at_least(1), help=text)
     text = "leave out the confusion matrix, which reads all test images"
     parser.add_argument("--no-test", action="store_true", help=text)
     add_device_option(parser)
@@ -42,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from ..train.data.transform import read_image
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("explain draws with matplotlib; pip install matplotlib")
-    if args.most < 1:
-        raise ValueError(f"--most is {args.most}; show at least 1 image")
+        raise ValueError("explain draws with matplotlib; pip install 'fastvit_triton[train]'")
     trained = load_trained(args.checkpoint)
     device = select_device(args.device)
     model = trained.model.to(device).eval()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from .checks import check_checkpoint
 from .console import print_error
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class TrainedModel(NamedTuple):
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
     """Adds the required --checkpoint, which `load_trained` reads."""
     text = "output folder of a run, or its model.safetensors"
-    parser.add_argument("--checkpoint", type=Path, required=True, help=text)
+    parser.add_argument("--checkpoint", type=Path, required=True, check=check_checkpoint, help=text)
 
 
 def load_trained(path: Path) -> TrainedModel:

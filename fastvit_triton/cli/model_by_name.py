@@ -7,11 +7,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+from .console import BENCH
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name of ours without prefix"
+PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name that `fastvit-triton models` lists"
 
 
 class NamedModel(NamedTuple):
@@ -30,6 +32,31 @@ class NamedModel(NamedTuple):
     ours: bool = False
 
 
+def check_name(option: str, name: str) -> None:
+    """Raises ValueError if no model is called so, or its package is not installed; builds nothing.
+
+    Configurations of transformers are read by `build_model`.
+    """
+    from ..models import model_config
+
+    prefix, colon, rest = name.partition(":")
+    if not colon:
+        try:
+            model_config(name)
+        except ValueError as error:
+            raise ValueError(f"{error}; for models of other packages use {PREFIXES}") from error
+    elif prefix in ("timm", "torchvision"):
+        package = _package(prefix)
+        names = package.list_models() if prefix == "timm" else package.models.list_models(module=package.models)
+        if rest not in names and not (prefix == "timm" and package.is_model(rest)):  # which knows tags, too
+            near = difflib.get_close_matches(rest, names, n=3, cutoff=0.0)
+            raise ValueError(f"{prefix} has no model called {rest!r}; the nearest are {', '.join(near)}")
+    elif prefix == "hf-config":
+        _package("transformers")
+    else:
+        raise ValueError(f"{option} {name} begins with {prefix!r}; use {PREFIXES}")
+
+
 def build_model(name: str, side: int | None = None, device: "torch.device | str" = "meta") -> NamedModel:
     """Builds a model by name, without downloading weights.
 
@@ -44,13 +71,10 @@ def build_model(name: str, side: int | None = None, device: "torch.device | str"
     import torch
 
     prefix, colon, rest = name.partition(":")
-    build = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}.get(prefix)
-    if colon and build is None:
-        raise ValueError(f"--model {name} begins with {prefix!r}; use {PREFIXES}")
-    if side is not None and side < 1:
-        raise ValueError(f"--img-size is {side}; it must be at least 1")
+    check_name("--model", name)
+    build = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}.get(prefix, _ours)
     with torch.device(device):
-        found = build(rest, side) if colon else _ours(name, side)
+        found = build(rest if colon else name, side)
     found.model.eval()
     return found
 
@@ -58,18 +82,12 @@ def build_model(name: str, side: int | None = None, device: "torch.device | str"
 def _ours(name: str, side: int | None) -> NamedModel:
     from ..models import create_model
 
-    try:
-        model = create_model(name, **({} if side is None else {"img_size": side}))
-    except ValueError as error:
-        raise ValueError(f"{error}; for models of other packages use {PREFIXES}" if side is None else error) from error
+    model = create_model(name, **({} if side is None else {"img_size": side}))
     return NamedModel(model, (model.config.in_chans, *model.config.img_size), ours=True)
 
 
 def _timm(name: str, side: int | None) -> NamedModel:
-    timm = _package("timm")
-    if not timm.is_model(name):
-        raise ValueError(_unknown("timm", name, timm.list_models()))
-    model = timm.create_model(name)
+    model = _package("timm").create_model(name)
     channels, *sides = model.pretrained_cfg["input_size"]
     if side is not None:
         sides = side, side
@@ -80,9 +98,6 @@ def _timm(name: str, side: int | None) -> NamedModel:
 
 def _torchvision(name: str, side: int | None) -> NamedModel:
     models = _package("torchvision").models
-    names = models.list_models(module=models)
-    if name not in names:
-        raise ValueError(_unknown("torchvision", name, names))
     options = {"image_size": side} if side is not None and name.startswith("vit_") else {}
     model = _fit(models.get_model, side, name, weights=None, **options)
     side = side or getattr(model, "image_size", 224)
@@ -132,13 +147,8 @@ def _package(name: str) -> ModuleType:
     from ..measure.variants import absent
 
     if (why := absent(name)) is not None:
-        raise ValueError(f"{why}; install it beside this version of torch")
+        raise ValueError(f"{why}; {BENCH if name == 'timm' else 'install it beside this version of torch'}")
     return importlib.import_module(name)
-
-
-def _unknown(package: str, name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
-    return f"{package} has no model called {name!r}; the nearest are {', '.join(near)}"
 
 
 def _fit(make, side: int | None, *inputs: object, **options: object) -> object:

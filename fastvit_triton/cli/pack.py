@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from .checks import at_least, check_data
 from .console import print_line
 
 HELP = "write an image folder as webdataset shards"
@@ -10,9 +11,10 @@ HELP = "write an image folder as webdataset shards"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `pack`."""
-    parser.add_argument("folder", type=Path, help="holds train/<class>/ and val/<class>/")
+    parser.add_argument("folder", type=Path, check=check_data, help="holds train/<class>/ and val/<class>/")
     parser.add_argument("out", type=Path, help="a new folder")
-    parser.add_argument("--per-shard", type=int, default=1000, help="images per shard (default: 1000)")
+    text = "images per shard (default: 1000)"
+    parser.add_argument("--per-shard", type=int, default=1000, check=at_least(1), help=text)
 
 
 def run(args: argparse.Namespace) -> int:

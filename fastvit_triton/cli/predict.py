@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from .checks import at_least
 from .console import add_device_option, add_max_pixels_option, print_line, select_device
 from .loading import add_checkpoint_option, find_images, load_trained, readable_images
 
@@ -13,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `predict`."""
     parser.add_argument("images", nargs="+", type=Path, help="image files, or folders of them")
     add_checkpoint_option(parser)
-    parser.add_argument("--top", type=int, default=3, help="number of classes to print (default: 3)")
+    parser.add_argument("--top", type=int, default=3, check=at_least(1), help="number of classes to print (default: 3)")
     parser.add_argument("--invert", action="store_true", help="invert the colours: the digits are white on black")
     add_device_option(parser)
     add_max_pixels_option(parser)
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         image = ImageOps.invert(image.convert("RGB")) if args.invert else image
         with torch.no_grad():
             probabilities = model(trained.transform(image)[None].to(device))[0].softmax(0)
-        best = probabilities.topk(min(max(args.top, 1), len(probabilities)))
+        best = probabilities.topk(min(args.top, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         print_line(f"{file}: " + ", ".join(f"{trained.classes[i]} ({100 * share:.1f} %)" for i, share in pairs))
     return 0 if count == len(files) else 2

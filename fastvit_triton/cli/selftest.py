@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..files import replacing
+from .checks import check_output
 from .console import add_device_option, print_line, select_device
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ MOST = 86_400  # seconds
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `selftest`."""
-    parser.add_argument("--seconds", type=float, default=60.0, help="time limit (default: 60)")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"file for the results as JSON (default: {OUT})")
+    add = parser.add_argument
+    add("--seconds", type=float, default=60.0, check=_check_seconds, help="time limit (default: 60)")
+    add("--out", type=Path, default=OUT, check=check_output, help=f"file for the results as JSON (default: {OUT})")
     parser.add_argument("--interpret", action="store_true", help="tiny shapes on the CPU, in Triton's interpreter")
     add_device_option(parser)
 
@@ -37,9 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from ..measure.timeout import Deadline
     from ..measure.workers import Run, Worker, count
 
-    if not 0 < args.seconds <= MOST:
-        raise ValueError(f"--seconds is {args.seconds:g}; give a number above 0, at most {MOST}")
-    _check_out(args.out)
+    check_output("--out", args.out)
     device = _device(args)
     names, rows, notes, start = list(planned(device)), [], [], time.monotonic()
     console = Console(stderr=True)
@@ -68,14 +67,10 @@ def run(args: argparse.Namespace) -> int:
     return int(any(map(_why, rows)) or not passed)
 
 
-def _check_out(path: Path) -> None:
-    """Raises an error if the file cannot be written."""
-    if path.is_dir():
-        raise ValueError(f"--out {path} is a folder; give a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"--out {path} is in a folder that does not exist; create {path.parent} first")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--out {path} is in a folder that cannot be written; give a file elsewhere")
+def _check_seconds(option: str, value: float) -> None:
+    """Raises ValueError if it is no time limit."""
+    if not 0 < value <= MOST:
+        raise ValueError(f"{option} is {value:g}; give a number above 0, at most {MOST}")
 
 
 def _device(args: argparse.Namespace) -> "torch.device":

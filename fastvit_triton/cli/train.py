@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from .checks import at_least, check_checkpoint, check_data
 from .console import (
     add_device_option,
     add_max_pixels_option,
@@ -22,6 +23,8 @@ from .console import (
     show_warmup,
 )
 from .loading import load_trained
+from .parser import Parser
+from .recipe_options import add_recipe_options
 
 if TYPE_CHECKING:
     import torch
@@ -34,55 +37,31 @@ if TYPE_CHECKING:
 
 HELP = "train a ViT, by default on handwritten digits"
 
-# Options that override a field of the recipe: type and help; `help(fastvit_triton.train.Recipe)` has the details.
-RECIPE_OPTIONS = {
-    "model": (str, "a name from list_models()"),
-    "epochs": (int, "passes over the training images"),
-    "batch-size": (int, "images per step, over all processes"),
-    "lr": (float, "peak learning rate"),
-    "warmup": (float, "fraction of the run before the peak"),
-    "img-size": (int, "image side in pixels"),
-    "ema-decay": (float, "test and save a moving average of the weights with this decay, such as 0.999"),
-    "optimizer": (str, "adamw, sgd or lamb"),
-    "schedule": (str, "own, vit, deit or mae"),
-    "loss": (str, "softmax, sigmoid or bce"),
-    "weight-decay": (float, "of matrices"),
-    "layer-decay": (float, "learning rate of a block divided by that of the next"),
-    "clip": (float, "maximum gradient norm"),
-    "label-smoothing": (float, "probability spread evenly over all classes"),
-    "mixup": (float, "alpha; 0 is off"),
-    "cutmix": (float, "alpha; 0 is off"),
-    "mixtoken": (float, "alpha; excludes mixup and cutmix"),
-    "erasing": (float, "probability of random erasing"),
-    "policy": (str, "augmentation of crops: timm, three or randaug(2,15)"),
-    "repeats": (int, "of each image, by repeated augmentation"),
-    "min-area": (float, "smallest fraction of the area in a random crop"),
-    "drop-path-rate": (float, "stochastic-depth rate of the last block"),
-}
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Adds the options of `train`."""
     add = parser.add_argument
-    add("--data", help="'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)")
+    text = "'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)"
+    add("--data", check=check_data, help=text)
     add("--out", type=Path, help="output folder (default: runs/<data>)")
     about = "resume the run in --out; auto starts one if there is none, for commands that are restarted"
     add("--resume", nargs="?", const="yes", choices=("yes", "auto"), metavar="auto", help=about)
     add("--accept-changes", action="store_true", help="resume although options or images differ from those of the run")
     add("--overwrite", action="store_true", help="replace the run in --out")
-    add("--recipe", help="digits, folder, vit-i1k, vit-finetune, augreg, simplevit, deit, deit3, mae-pretrain, …")
-    add("--weights", help="checkpoint to start from, in any known layout; a head of another size is reinitialised")
-    for name, (kind, about) in RECIPE_OPTIONS.items():
-        add(f"--{name}", type=kind, help=about)
-    add("--grad-accum-steps", type=int, help="micro-batches per step, to save memory")
+    add_recipe_options(parser)
+    text = "checkpoint to start from, in any known layout; a head of another size is reinitialised"
+    add("--weights", check=check_checkpoint, help=text)
+    add("--grad-accum-steps", type=int, check=at_least(1), help="micro-batches per step, to save memory")
     add("--amp", choices=("auto", "bfloat16", "float16", "float32"), help="autocast (default: bfloat16 on a GPU)")
     add("--grad-checkpointing", action="store_true", default=None, help="recompute activations, to save memory")
-    add("--teacher", help="checkpoint of a teacher for distillation; needs a deit_*_distilled_* model")
+    text = "checkpoint of a teacher for distillation; needs a deit_*_distilled_* model"
+    add("--teacher", check=check_checkpoint, help=text)
     add("--distillation", choices=("hard", "soft"), help="kind of distillation (default: hard)")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: replicate the model, or shard it")
     add("--timeout", type=float, default=10.0, help="minutes to wait for another process (default: 10)")
-    add("--save-every", type=int, help="steps between states within an epoch (default: after epochs only)")
-    add("--seed", type=int, help="of weights, order and augmentation (default: 0)")
+    text = "steps between states within an epoch (default: after epochs only)"
+    add("--save-every", type=int, check=at_least(1), help=text)
+    add("--seed", type=int, check=at_least(0), help="of weights, order and augmentation (default: 0)")
     add("--deterministic", action="store_true", default=None, help="same bits for any number of CPU threads; slower")
     add_device_option(parser)
     add_workers_option(parser)
@@ -110,12 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, world: "World") -> int:
     from ..train.outputs import locked
-    from ..train.ranges import NonNegativeInt, PositiveInt, check
 
-    check("--save-every", args.save_every, PositiveInt | None)
-    check("--workers", args.workers, NonNegativeInt)
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("train draws its curves with matplotlib; pip install matplotlib")
+        extra = "train" if args.data not in (None, "digits") else "demo"  # the digits lie in scikit-learn
+        raise ValueError(f"train draws its curves with matplotlib; pip install 'fastvit_triton[{extra}]'")
     out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
     with locked(out) if world.is_main else nullcontext():
         world.barrier()
@@ -126,10 +103,11 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     """Trains in an output folder that rank 0 has locked."""
     import torch
 
+    from ..models import create_model
     from ..train.checkpoint import newest_state
     from ..train.data import load
     from ..train.rng import use_deterministic_algorithms
-    from ..train.settings import RECIPE_FIELDS, SETTINGS, check_data, recipe_of, resolve_settings
+    from ..train.settings import RECIPE_FIELDS, SETTINGS, check_unchanged, recipe_of, resolve_settings
     from ..train.step import autocast_dtype
     from ..train.trainer import build_trainer
 
@@ -140,11 +118,15 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     recipe = recipe_of(settings)
     if settings["deterministic"]:
         use_deterministic_algorithms()
+    with torch.device("meta"):  # errors of the model come before images are listed, which may take minutes
+        student = create_model(recipe.model, **recipe.options | dict(img_size=recipe.img_size))
+    if settings["teacher"] and not hasattr(student, "set_distilled_training"):
+        raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
     torch.manual_seed(settings["seed"])
     options = {"workers": args.workers, "skip_bad_images": settings["skip_bad_images"], "max_pixels": args.max_pixels}
     data = load(settings["data"], recipe, world=world, **options)
     if state is not None:
-        check_data(data, state, args.accept_changes)
+        check_unchanged(data, state, args.accept_changes)
     model = _build_model(settings, recipe, data, resumed=state is not None)
     teacher = _load_teacher(settings["teacher"], model, len(data.classes), world.device)
     model, amp = model.to(world.device), autocast_dtype(world.device, settings["amp"])
@@ -230,8 +212,6 @@ def _load_teacher(path: str | None, student: "nn.Module", classes: int, device: 
         raise ValueError(
             f"--teacher has {len(teacher.classes)} classes, the data has {classes}; train one on this data"
         )
-    if not hasattr(student, "set_distilled_training"):
-        raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
     student.set_distilled_training()
     return teacher.model.to(device).eval().requires_grad_(False)
 

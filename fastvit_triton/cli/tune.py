@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from .checks import at_least, check_output
 from .console import add_device_option, print_line, select_device
-from .model_by_name import PREFIXES, build_model
+from .model_by_name import PREFIXES, build_model, check_name
 
 if TYPE_CHECKING:
     from ..measure.tune import Tuned
@@ -28,21 +29,29 @@ DRY = "FASTVIT_TRITON_DRY_RUN"  # marks the process of a dry run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tune`."""
     add = parser.add_argument
-    add("--model", default="vit_base_patch16_224", help=f"{PREFIXES} (default: vit_base_patch16_224)")
-    add("--batch", type=int, default=64, help="images per batch (default: 64)")
-    add("--img-size", type=int, help="image side in pixels (default: the model's own)")
+    text = f"{PREFIXES} (default: vit_base_patch16_224)"
+    add("--model", default="vit_base_patch16_224", check=check_name, help=text)
+    add("--batch", type=int, default=64, check=at_least(1), help="images per batch (default: 64)")
+    add("--img-size", type=int, check=at_least(1), help="image side in pixels (default: the model's own)")
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and images (default: bf16)")
     add("--train", action="store_true", help="training steps instead of inference")
-    add("--seconds", type=float, default=60.0, help="about how long to measure (default: 60)")
+    add("--seconds", type=float, default=60.0, check=_check_seconds, help="about how long to measure (default: 60)")
     files = parser.add_mutually_exclusive_group()
     files.add_argument("--show", action="store_true", help="print what is kept on this machine, and measure nothing")
     files.add_argument("--clear", action="store_true", help="remove what is kept on this machine")
-    files.add_argument("--export", type=Path, metavar="FILE", help="export the measurements for this GPU and software")
+    text = "export the measurements for this GPU and software"
+    files.add_argument("--export", type=Path, metavar="FILE", check=check_output, help=text)
     files.add_argument(
         "--import", type=Path, metavar="FILE", dest="source", help="import measurements exported on an identical GPU"
     )
     files.add_argument("--dry-run", action="store_true", help="execute every step on the CPU with a tiny model")
     add_device_option(parser)
+
+
+def _check_seconds(option: str, value: float) -> None:
+    """Raises ValueError if it is no duration."""
+    if not value > 0:
+        raise ValueError(f"{option} is {value:g}; give a number above 0")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,10 +74,6 @@ def run(args: argparse.Namespace) -> int:
     if args.source is not None:
         print_line(f"imported to {kept.import_from(args.source, select_device(args.device))}")
         return 0
-    if args.batch < 1:
-        raise ValueError(f"--batch is {args.batch}; give a number of images, 1 or more")
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds is {args.seconds}; give a positive number")
     return _dry_run(args) if args.dry_run else _tune(args)
 
 

@@ -1,5 +1,6 @@
 """Plots of the report. Each function returns one matplotlib figure; the other modules here compute the data."""
 
+from textwrap import fill, shorten
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..train.plots import BLUE, GRID, INK, MUTED, ORANGE, dress, figure
+from ..train.plots import BLUE, GRID, INK, MUTED, NARROW, ORANGE, dress, figure
 from .costs import Cost
 from .published import MODELS, TABLE_2, TABLE_5, TABLE_6, TASKS
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEAT = "magma"
-WIDTH = 6.4  # inches
+WIDTH = NARROW  # inches: on a phone, which shows it 358 pixels wide, 9 points are 11 pixels
 GREEN = "#2f9e6e"
 
 
@@ -33,16 +34,16 @@ def mosaic(tiles: Tensor) -> np.ndarray:
 
 def draw_predictions(picture: Tensor, chances: Tensor, classes: tuple[str, ...], most: int = 5) -> "Figure":
     """Plots an image [C, H, W] beside its most likely classes, from probabilities [K]."""
-    page = figure(WIDTH, 2.7)
+    page = figure(WIDTH, 2)
     left, right = page.subplots(1, 2, width_ratios=(1, 2))
     _picture(left, picture)
     best = chances.topk(min(most, len(chances)))
-    names = [classes[i] for i in best.indices.tolist()][::-1]
+    names = [fill(shorten(classes[i], 28, placeholder="…"), 14) for i in best.indices.tolist()][::-1]
     values = [100 * chance for chance in best.values.tolist()][::-1]
     right.barh(range(len(names)), values, color=[GRID] * (len(names) - 1) + [BLUE])
     for y, value in enumerate(values):
         right.text(value + 1, y, f"{value:.1f} %", va="center", color=INK)
-    right.set(xlim=(0, 115), xticks=[])
+    right.set(xlim=(0, 140), xticks=[])
     right.set_yticks(range(len(names)), names, color=INK, parse_math=False)  # `$` in a name is no formula
     right.tick_params(length=0)
     right.spines[:].set_visible(False)
@@ -65,20 +66,20 @@ def draw_attention(maps: Tensor, labels: list[str]) -> "Figure":
 
 def draw_overlays(picture: Tensor, heats: dict[str, Tensor]) -> "Figure":
     """Plots an image [C, H, W] with each heat map [h, w] overlaid; keys of `heats` are titles."""
-    columns = min(3, len(heats) + 1)
+    columns = 2
     rows = -(-(len(heats) + 1) // columns)
-    page = figure(WIDTH, rows * (WIDTH / columns * picture.shape[1] / picture.shape[2] + 0.2))
+    page = figure(WIDTH, rows * (WIDTH / columns * picture.shape[1] / picture.shape[2] + 0.35))
     grid = page.subplots(rows, columns, squeeze=False).flat
     for axes in grid:
         axes.axis("off")
     _picture(grid[0], picture)
-    grid[0].set_title("picture", color=INK, fontsize=11)
+    grid[0].set_title("picture", color=INK, fontsize=10)
     for axes, (title, heat) in zip(grid[1:], heats.items(), strict=False):
         heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(1e-30)
         _picture(axes, picture.mean(0, keepdim=True))
         extent = (-0.5, picture.shape[2] - 0.5, picture.shape[1] - 0.5, -0.5)
         axes.imshow(heat.cpu().numpy(), cmap=HEAT, alpha=0.65, extent=extent, interpolation="bilinear", vmin=0, vmax=1)
-        axes.set_title(title, color=INK, fontsize=11)
+        axes.set_title(title, color=INK, fontsize=10)
     return page
 
 
@@ -88,9 +89,9 @@ def draw_layers(panels: dict[str, tuple[Tensor, str]]) -> "Figure":
     Args:
         panels: title → (values [layers, heads], unit).
     """
-    page = figure(WIDTH, 3.2)
+    page = figure(WIDTH, 2.4 * len(panels))
     for axes, (title, (values, unit)) in zip(
-        page.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True
+        page.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
     ):
         at = np.arange(1, len(values) + 1)
         axes.plot(at, values.mean(1).tolist(), color=GRID, lw=2, zorder=1)
@@ -102,19 +103,20 @@ def draw_layers(panels: dict[str, tuple[Tensor, str]]) -> "Figure":
 
 def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[float]) -> "Figure":
     """Plots an image, the norms of its patch tokens [h, w], and their first principal components as RGB [h, w, 3]."""
-    page = figure(WIDTH, WIDTH / 3 * picture.shape[1] / picture.shape[2] + 0.9)
-    first, second, third = page.subplots(1, 3)
+    page = figure(WIDTH, WIDTH / 3 * picture.shape[1] / picture.shape[2] + 1.1)
+    places = page.add_gridspec(2, 3, height_ratios=(1, 0.06))  # the bar in a row of its own, so that pictures align
+    extent = (-0.5, picture.shape[2] - 0.5, picture.shape[1] - 0.5, -0.5)
+    first, second, third = (page.add_subplot(places[0, i]) for i in range(3))
     _picture(first, picture)
-    first.set_title("picture", color=INK, fontsize=11)
-    shown = second.imshow(norms.cpu().numpy(), cmap=HEAT, interpolation="nearest", vmin=0)
-    page.colorbar(shown, ax=second, shrink=0.8, location="bottom").outline.set_visible(False)
-    second.set_title("length of each token", color=INK, fontsize=11)
-    if prefix:
-        shown.colorbar.set_label(f"not in the image: {', '.join(f'{n:.2g}' for n in prefix[:5])}", fontsize=9)
-    third.imshow(colours.cpu().numpy(), interpolation="nearest")
-    third.set_title("first three components", color=INK, fontsize=11)
-    second.axis("off")
-    third.axis("off")
+    shown = second.imshow(norms.cpu().numpy(), cmap=HEAT, interpolation="nearest", vmin=0, extent=extent)
+    third.imshow(colours.cpu().numpy(), interpolation="nearest", extent=extent)
+    for axes, title in ((first, "picture"), (second, "token length"), (third, "components")):
+        axes.set_title(title, color=INK, fontsize=10)
+        axes.axis("off")
+    bar = page.colorbar(shown, cax=page.add_subplot(places[1, :]), location="bottom")
+    bar.outline.set_visible(False)
+    beyond = f"; not in the image: {', '.join(f'{n:.2g}' for n in prefix[:5])}" if prefix else ""
+    bar.set_label(f"length{beyond}", fontsize=9, color=MUTED)
     return page
 
 
@@ -122,19 +124,20 @@ def draw_positions(similarity: Tensor) -> "Figure":
     """Plots cosine similarities [h, w, h, w] as an h × w grid of tiles (ViT, figure 7 centre)."""
     h, w = similarity.shape[:2]
     tiles = mosaic(similarity)
-    page = figure(6.4, 0.4 + 5.6 * tiles.shape[0] / tiles.shape[1])
+    page = figure(WIDTH, 1.1 + (WIDTH - 0.6) * tiles.shape[0] / tiles.shape[1])
     axes = page.subplots()
     shown = axes.imshow(tiles, cmap="viridis", vmin=-1, vmax=1, interpolation="nearest")
     _label(axes, tiles.shape, [f"{i + 1}" for i in range(w)], [f"{i + 1}" for i in range(h)])
     axes.set_xlabel("column of the patch", color=MUTED)
     axes.set_ylabel("row of the patch", color=MUTED)
-    page.colorbar(shown, ax=axes, shrink=0.8, label="cosine").outline.set_visible(False)
+    bar = page.colorbar(shown, ax=axes, location="bottom", aspect=40, ticks=(-1, -0.5, 0, 0.5, 1), label="cosine")
+    bar.outline.set_visible(False)
     return page
 
 
 def draw_bands(bands: Tensor) -> "Figure":
     """Plots the rotation per patch of each rotary channel pair, vertical and horizontal, in radians [pairs, 2]."""
-    page = figure(WIDTH, 3.2)
+    page = figure(WIDTH, 2.8)
     axes = page.subplots()
     at = range(1, len(bands) + 1)
     for axis, (colour, label) in enumerate(((BLUE, "downwards"), (ORANGE, "to the right"))):
@@ -145,24 +148,25 @@ def draw_bands(bands: Tensor) -> "Figure":
 
 
 def draw_filters(components: Tensor) -> "Figure":
-    """Plots patch filters [K, C, P, P] in [0, 1], seven per row."""
+    """Plots patch filters [K, C, P, P] in [0, 1], seven per row; frames show where a white one ends."""
     K, C = components.shape[:2]
     colour = components.expand(-1, 3, -1, -1) if C == 1 else components[:, :3]
     columns = min(7, K)
-    colour = F.pad(colour, (0, 0, 0, 0, 0, 0, 0, -K % columns), value=torch.nan)
-    tiles = mosaic(colour.movedim(1, -1).unflatten(0, (-1, columns)))
-    page = figure(
-        min(WIDTH, 0.9 + 1.1 * columns), 0.3 + min(WIDTH - 0.9, 1.1 * columns) * tiles.shape[0] / tiles.shape[1]
-    )
-    axes = page.subplots()
-    axes.imshow(np.nan_to_num(tiles, nan=1.0), interpolation="nearest")
-    axes.axis("off")
+    rows = -(-K // columns)
+    page = figure(WIDTH, 0.2 + WIDTH / columns * rows)
+    for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
+        if i >= K:
+            axes.axis("off")
+            continue
+        axes.imshow(colour[i].movedim(0, -1).cpu().numpy(), interpolation="nearest", vmin=0, vmax=1)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_color(MUTED)
     return page
 
 
 def draw_similarity(values: list[float]) -> "Figure":
     """Plots the mean cosine similarity of tokens before the first block and after each block."""
-    page = figure(WIDTH, 2.8)
+    page = figure(WIDTH, 2.4)
     axes = page.subplots()
     axes.plot(range(len(values)), values, "o-", color=BLUE, lw=2, ms=5)
     dress(axes, "Likeness of an image's tokens", "mean cosine", "after block")
@@ -172,7 +176,7 @@ def draw_similarity(values: list[float]) -> "Figure":
 
 def draw_cost(rows: list[Cost]) -> "Figure":
     """Bar chart of FLOPs by image size, split into parts linear and quadratic in N, on a logarithmic scale."""
-    page = figure(WIDTH, 0.9 + 0.42 * len(rows))
+    page = figure(WIDTH, 1.3 + 0.46 * len(rows))
     axes = page.subplots()
     y = np.arange(len(rows))[::-1]
     for values, colour, label, shift in (
@@ -181,25 +185,25 @@ def draw_cost(rows: list[Cost]) -> "Figure":
     ):
         axes.barh(y + shift, [value / 1e9 for value in values], height=0.34, color=colour, label=label)
     axes.set_xscale("log")
-    axes.set_yticks(y, [f"{row.label}\n{row.tokens:,} tokens" for row in rows], color=INK, fontsize=9)
+    axes.set_yticks(y, [f"{fill(row.label, 18)}\n{row.tokens:,} tokens" for row in rows], color=INK, fontsize=9)
     axes.set_xlabel("GFLOP per image", color=MUTED)
-    axes.tick_params(length=0, colors=MUTED)
+    axes.tick_params(which="both", length=0, colors=MUTED)
     axes.spines[:].set_visible(False)
-    page.legend(loc="outside upper left", frameon=False, labelcolor=INK, ncols=2, fontsize=9)
+    page.legend(loc="outside upper left", frameon=False, labelcolor=INK, fontsize=9)
     return page
 
 
 def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
     """Plots a confusion matrix [K, K]; rows are true classes, columns predictions."""
     K = len(classes)
-    page = figure(6.4, 5.8)
+    page = figure(WIDTH, WIDTH)
     axes = page.subplots()
     shade = counts.double().log1p()
     axes.imshow(shade.numpy(), cmap="Blues", interpolation="nearest")
     if K <= 20:
         for i, j in counts.nonzero().tolist():
             colour = "white" if shade[i, j] > shade.max() / 2 else INK
-            axes.text(j, i, f"{counts[i, j]}", ha="center", va="center", color=colour, fontsize=9)
+            axes.text(j, i, f"{counts[i, j]}", ha="center", va="center", color=colour, fontsize=min(9, 90 / K))
         style = {"color": INK, "parse_math": False}
         axes.set_xticks(range(K), classes, rotation=0 if max(map(len, classes)) < 4 else 60, **style)
         axes.set_yticks(range(K), classes, **style)
@@ -212,37 +216,36 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
 
 def draw_published() -> "Figure":
     """Plots tables 2, 5 and 6 of the ViT paper, labelled as published."""
-    page = figure(WIDTH, 7.2)
-    places = page.add_gridspec(2, 2, height_ratios=(1, 1.5), hspace=0.06)
-    top, left, right = (page.add_subplot(place) for place in (places[0, :], places[1, 0], places[1, 1]))
+    page = figure(WIDTH, 10.5)
+    first, second, third = page.subplots(3, 1, height_ratios=(1, 1, 1.5))
     for i, (name, values) in enumerate(TABLE_2.items()):
         known = [(at + 0.12 * (i - 2), value) for at, value in enumerate(values) if value is not None]
         colour = (BLUE, GREEN, ORANGE, MUTED, INK)[i]
-        top.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
-    dress(top, "Table 2 (published)", "accuracy, %", "")
-    top.set_xticks(range(len(TASKS)), TASKS)
-    top.set_ylim(70, 101)
-    top.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower left", ncols=2)
+        first.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
+    dress(first, "Table 2 (published)", "accuracy, %", "")
+    first.set_xticks(range(len(TASKS)), TASKS, fontsize=9, rotation=30, ha="right", rotation_mode="anchor")
+    first.set_ylim(60, 101)
+    first.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left", ncols=2)
     for (name, values), colour in zip(TABLE_5.items(), (MUTED, ORANGE, BLUE), strict=True):
         known = [(at, value) for at, value in enumerate(values) if value is not None]
-        left.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
-    dress(left, "Table 5 (published)", "ImageNet top-1, %", "ViT, by pre-training data")
-    left.set_xticks(range(len(MODELS)), MODELS)
-    left.set_ylim(60, 92)
-    left.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
+        second.plot([at for at, _ in known], [value for _, value in known], "o", color=colour, label=name)
+    dress(second, "Table 5 (published)", "ImageNet top-1, %", "ViT, by pre-training data")
+    second.set_xticks(range(len(MODELS)), MODELS)
+    second.set_ylim(60, 92)
+    second.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
     at, names = 0, []
     for (family, models), colour in zip(TABLE_6.items(), (BLUE, GREEN, ORANGE), strict=True):
-        right.barh(range(at, at + len(models)), models.values(), color=colour, label=family)
+        third.barh(range(at, at + len(models)), models.values(), color=colour, label=family)
         names += models
         at += len(models)
-    right.set_yticks(range(at), names, fontsize=8, color=INK)
-    right.invert_yaxis()
-    right.set_xscale("log")
-    right.set_title("Table 6 (published)", loc="left", color=INK, fontsize=12, fontweight="bold")
-    right.set_xlabel("exaFLOP of pre-training", color=MUTED)
-    right.tick_params(length=0, colors=MUTED)
-    right.spines[:].set_visible(False)
-    right.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center right", bbox_to_anchor=(1, 0.31))
+    third.set_yticks(range(at), names, fontsize=9, color=INK)
+    third.invert_yaxis()
+    third.set_xscale("log")
+    third.set_title("Table 6 (published)", loc="left", color=INK, fontsize=12, fontweight="bold")
+    third.set_xlabel("exaFLOP of pre-training", color=MUTED)
+    third.tick_params(which="both", length=0, colors=MUTED)
+    third.spines[:].set_visible(False)
+    third.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center right", bbox_to_anchor=(1, 0.31))
     return page
 
 

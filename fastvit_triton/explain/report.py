@@ -61,7 +61,7 @@ def explain(
     colours = tokens.feature_colours(final, where)
     asker = "all patches together" if query is None else "the class token" if query == 0 else f"token {query}"
     for i, name in enumerate(names):
-        tag = f"{i + 1:02d}-" if len(names) > 1 else ""
+        tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
         if logits is not None:
             chances = logits[i].softmax(0)
             answer = classes[int(chances.argmax())] if classes else f"{int(chances.argmax())}"
@@ -72,6 +72,7 @@ def explain(
                 "The longest bar is the model's answer; the bars are the chances it gives to its best guesses.",
                 f"{name}, for which the model answers {answer} with {100 * chances.max():.1f} %",
                 figures.draw_predictions(pictures[i], chances, labels),
+                image=image,
             )
         yield Panel(
             f"{tag}attention",
@@ -79,6 +80,7 @@ def explain(
             "One tile is one head over the image: bright patches are read most, each tile scaled to its own maximum.",
             f"A mosaic of {rows.shape[1]} layers by {rows.shape[2]} heads of attention maps over {name}",
             figures.draw_attention(rows[i].unflatten(-1, where.grid), [f"{n + 1}" for n in range(rows.shape[1])]),
+            image=image,
         )
         yield Panel(
             f"{tag}rollout",
@@ -87,6 +89,7 @@ def explain(
             f"{asker}; the last picture counts only what speaks for the model's answer.",
             f"{name} under {len(heats)} heat maps of attention rollout",
             figures.draw_overlays(pictures[i], {t: _heat(m[i], query, where) for t, m in heats.items()}),
+            image=image,
         )
         lengths = final[i].float().norm(dim=-1)
         yield Panel(
@@ -98,6 +101,7 @@ def explain(
             figures.draw_tokens(
                 pictures[i], lengths[where.prefix :].view(where.grid), colours[i], lengths[: where.prefix].tolist()
             ),
+            image=image,
         )
     yield from _layers(seen, where, len(images))
     yield from _model(model, seen, where, images)

@@ -30,14 +30,18 @@ def create_model(name: str, **overrides) -> nn.Module:
         ValueError: the name is unknown (the message suggests three), or an option's value is invalid.
         TypeError: an option is unknown.
     """
-    if name not in CATALOGUE:
-        near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
-        raise ValueError(f"no model is called {name!r}; the nearest are {', '.join(near)}")
-    family = CATALOGUE[name]
-    config = family.VARIANTS[name].replace(**overrides)
+    config, family = model_config(name, **overrides), CATALOGUE[name]
     model = (getattr(family, "MODELS", {}).get(name) or family.MODEL)(config)
     model.variant = name
     return model
+
+
+def model_config(name: str, **overrides) -> ViTConfig:
+    """The configuration that `create_model` would build, with the same arguments and errors."""
+    if name not in CATALOGUE:
+        near = difflib.get_close_matches(name, CATALOGUE, n=3, cutoff=0.0)
+        raise ValueError(f"no model is called {name!r}; the nearest are {', '.join(near)}")
+    return CATALOGUE[name].VARIANTS[name].replace(**overrides)
 
 
 def list_models(pattern: str = "*") -> list[str]:

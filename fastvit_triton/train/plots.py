@@ -1,5 +1,6 @@
 """Training curves and a grid of predictions. matplotlib is imported on first use, without pyplot's global state."""
 
+from math import floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, RED = "#2f6fde", "#e8833a", "#d64545"
+NARROW = 4.2  # inches, of figures that a phone shows
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
@@ -35,7 +37,7 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
         history: rows of the log.
         stacked: one plot above the other, for narrow screens, instead of side by side.
     """
-    page = figure(6.4, 7.5) if stacked else figure(12.5, 3.6)
+    page = figure(NARROW, 6.9) if stacked else figure(12.5, 3.6)
     epochs = [row["epoch"] for row in history]
     loss, accuracy, rate = page.subplots(3, 1) if stacked else page.subplots(1, 3)
     style = {"lw": 2, "markersize": 5}
@@ -48,11 +50,13 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
         heights = [100 * row[f"{key}_accuracy"] for row in with_accuracy]
         accuracy.plot([row["epoch"] for row in with_accuracy], heights, color=colour, label=label, **style)
     style["marker"] = "o" if len(epochs) < 10 else ""
-    rate.plot(epochs, [row["lr"] for row in history], color=INK, **style)
-    rate.yaxis.set_major_formatter("{x:g}")
+    rates = [row["lr"] for row in history]
+    power = floor(log10(max(rates))) if max(rates) > 0 else 0
+    rate.plot(epochs, [value / 10**power for value in rates], color=INK, **style)
     if tested and tested[-1]["test_accuracy"] is not None:
         accuracy.set_title(f"{100 * tested[-1]['test_accuracy']:.1f} %", loc="right", color=ORANGE, fontsize=12)
-    for axes, title, unit in ((loss, "Loss", "nats"), (accuracy, "Accuracy", "%"), (rate, "Learning rate", "")):
+    scale = rf"$\times\,10^{{{power}}}$" if power else ""
+    for axes, title, unit in ((loss, "Loss", "nats"), (accuracy, "Accuracy", "%"), (rate, "Learning rate", scale)):
         dress(axes, title, unit)
     loss.legend(frameon=False, labelcolor=INK)
     return page

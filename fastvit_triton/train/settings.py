@@ -63,7 +63,7 @@ def recipe_of(settings: dict) -> Recipe:
     return Recipe(**{name: settings[name] for name in RECIPE_FIELDS})
 
 
-def check_data(data: Data, state: dict, accept_changes: bool = False) -> None:
+def check_unchanged(data: Data, state: dict, accept_changes: bool = False) -> None:
     """Compares the data of a run with those that its state was trained on. States of earlier versions name none.
 
     Args:

@@ -250,7 +250,8 @@ def digits(split: str, size: tuple[int, int] = (8, 8)) -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise ValueError("data 'digits' needs scikit-learn; pip install scikit-learn, or give a folder") from error
+        advice = "pip install 'fastvit_triton[demo]', or give a folder"
+        raise ValueError(f"data 'digits' needs scikit-learn; {advice}") from error
     bunch = load_digits()
     rows = train_test_split(range(len(bunch.target)), test_size=0.2, random_state=0, stratify=bunch.target)
     chosen = rows[("train", "test").index(split)]

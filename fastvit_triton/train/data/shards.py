@@ -155,7 +155,7 @@ def pack(root: Path, out: Path, per_shard: PositiveInt = 1000, seed: NonNegative
     try:
         from webdataset import ShardWriter
     except ImportError as error:
-        raise ValueError("shards are written by webdataset; pip install webdataset") from error
+        raise ValueError("shards are written by webdataset; pip install 'fastvit_triton[shards]'") from error
     if out.exists():
         raise ValueError(f"{out} exists; give a new folder")
     staging, classes = out.with_name(f".{out.name}.parts"), None

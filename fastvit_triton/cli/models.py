@@ -1,0 +1,33 @@
+"""`models`: lists the models by name."""
+
+import argparse
+
+from .console import print_line
+
+HELP = "list the models by name"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument of `models`."""
+    text = "part of a name, such as deit3, or a shell pattern, such as 'vit_*_224' (default: all)"
+    parser.add_argument("pattern", nargs="?", default="*", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists the names that create_model, train, benchmark, tune and doctor take, and the sizes of the models."""
+    from ..models import CATALOGUE, list_models, model_config
+
+    whole = set(args.pattern) & set("*?[")
+    names = list_models(args.pattern if whole else f"*{args.pattern}*")
+    if not names:
+        raise ValueError(f"no model matches {args.pattern!r}; leave it out to list all {len(CATALOGUE)}")
+    rows: list[tuple[str, ...]] = [("name", "image", "channels", "layers", "heads")]
+    for name in names:
+        config = model_config(name)
+        side = "×".join(map(str, config.img_size))
+        rows.append((name, side, *map(str, (config.embed_dim, config.depth, config.num_heads))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{row[0]:{widths[0]}}"] + [f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True)]
+        print_line("  ".join(cells))
+    return 0

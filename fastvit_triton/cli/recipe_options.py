@@ -1,0 +1,105 @@
+"""Options of `train` that choose a recipe or replace its values, and the list of all recipes for --help."""
+
+import argparse
+import textwrap
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from .checks import check_model
+from .parser import Parser
+
+if TYPE_CHECKING:
+    from ..train.recipes import Recipe
+
+# Options that override a field of the recipe: type and help; `help(fastvit_triton.train.Recipe)` has the details.
+RECIPE_OPTIONS = {
+    "model": (str, "a name that `fastvit-triton models` lists"),
+    "epochs": (int, "passes over the training images"),
+    "batch-size": (int, "images per step, over all processes"),
+    "lr": (float, "peak learning rate"),
+    "warmup": (float, "fraction of the run before the peak"),
+    "img-size": (int, "image side in pixels"),
+    "ema-decay": (float, "test and save a moving average of the weights with this decay, such as 0.999"),
+    "optimizer": (str, "adamw, sgd or lamb"),
+    "schedule": (str, "own, vit, deit or mae"),
+    "loss": (str, "softmax, sigmoid or bce"),
+    "weight-decay": (float, "of matrices"),
+    "layer-decay": (float, "learning rate of a block divided by that of the next"),
+    "clip": (float, "maximum gradient norm"),
+    "label-smoothing": (float, "probability spread evenly over all classes"),
+    "mixup": (float, "alpha; 0 is off"),
+    "cutmix": (float, "alpha; 0 is off"),
+    "mixtoken": (float, "alpha; excludes mixup and cutmix"),
+    "erasing": (float, "probability of random erasing"),
+    "policy": (str, "augmentation of crops: timm, three or randaug(2,15)"),
+    "repeats": (int, "of each image, by repeated augmentation"),
+    "min-area": (float, "smallest fraction of the area in a random crop"),
+    "drop-path-rate": (float, "stochastic-depth rate of the last block"),
+}
+
+
+def add_recipe_options(parser: Parser) -> None:
+    """Adds --recipe and an option for each of `RECIPE_OPTIONS`; --help ends with the recipes."""
+    text = "one of those below (default: digits, or for a folder: folder)"
+    parser.add_argument("--recipe", check=_check_recipe, help=text)
+    group = parser.add_argument_group("options that replace the recipe's values, which are listed below")
+    for name, (kind, about) in RECIPE_OPTIONS.items():
+        group.add_argument(f"--{name}", type=kind, check=_check_field, help=about)
+    parser.more = _recipes
+
+
+def _check_recipe(option: str, name: str) -> None:
+    """Raises ValueError if there is no recipe of that name."""
+    from ..train.settings import RECIPES
+
+    if name not in RECIPES:
+        raise ValueError(f"{option} is {name!r}; use one of {', '.join(RECIPES)}")
+
+
+def _check_field(option: str, value: Any) -> None:
+    """Raises ValueError if the value is outside the range of the recipe's field."""
+    from ..train.augment.policy import policy_by_name
+    from ..train.ranges import check
+    from ..train.recipes import Recipe
+
+    name = option.removeprefix("--").replace("-", "_")
+    check(option, value, Recipe.__annotations__[name])
+    if name == "model":
+        check_model(option, value)
+    if name == "policy":
+        policy_by_name(value)
+
+
+def _recipes() -> str:
+    """The values of each recipe as options, for --help."""
+    from ..train.recipes import Recipe
+    from ..train.settings import RECIPES
+
+    usual = {name: field.default for name, field in Recipe.__dataclass_fields__.items()}
+    common = argparse.Namespace(**usual | dict(model=None, batch_size=None, lr=None))
+    lines = ["recipes:", *_paragraph("every recipe, unless it lists another value", _values(common, {}))]
+    for name, recipe in RECIPES.items():
+        lines += _paragraph(name, _values(recipe, usual))
+    return "\n".join(lines)
+
+
+def _values(recipe: "Recipe | argparse.Namespace", usual: dict[str, object]) -> list[str]:
+    """Options that give the values of a recipe, without those that are usual or off; lengths in steps come last."""
+    words, lengths, off = [], [], (None, "", 0.0)
+    for option in RECIPE_OPTIONS:
+        name = option.replace("-", "_")
+        value, known = getattr(recipe, name), usual.get(name)
+        if name == "warmup" and recipe.warmup_unit != "run":
+            lengths.append(f"warm-up of {value:,} {recipe.warmup_unit}")
+        elif value != known and not (value in off and known in off):
+            words.append(f"--{option} {quote(value) if isinstance(value, str) else f'{value:.7g}'}")
+    if recipe.steps:
+        lengths.append(f"{recipe.steps:,} steps in all")
+    return [*words, f"({', '.join(lengths)})"] if lengths else words
+
+
+def _paragraph(name: str, words: list[str]) -> list[str]:
+    """A name and words as lines of at most 79 characters; a word, such as an option with its value, is not divided."""
+    text = " ".join(word.replace(" ", "\0") for word in words)
+    lines = textwrap.wrap(text, 75, break_on_hyphens=False)
+    return [f"  {name}", *(f"    {line}".replace("\0", " ") for line in lines)]
