@@ -103,7 +103,7 @@ ERRORS = [
     (("tune", "facts", "gpu"), "cpu", f"tune: gpu is cpu, that of benchmark is {GPU}"),
     (("tune", "facts", "triton"), "3.6.0", "tune: triton is 3.6.0, that of benchmark is 3.7.1"),
     (("selftest", "commit"), "abc", "selftest: commit is abc, that of benchmark is None"),
-    (("tune", "rows", "r.half ~1024,32", "config"), dict(A=5000), "tune: it does not hold what"),
+    (("tune", "rows", "r.half ~1024,32", "config"), dict(A=5000), "tune: it is not a file of"),
     # times
     (("benchmark", "rows", 1, "batch"), 5, "rows: batch is 4 and 5"),
     (("benchmark", "rows", 1, "phase"), "training", "rows: phase is forward and training"),
@@ -232,7 +232,7 @@ def test_exported_classes_are_adopted(contributed, tmp_path, monkeypatch):
         (lambda held: held["facts"].update(architecture="../sm_90"), "its architecture is ../sm_90"),
         (lambda held: held["facts"].pop("architecture"), "its architecture is None"),
         (lambda held: held["facts"].update(architecture="cpu"), "its architecture is cpu"),
-        (lambda held: held["rows"]["r.half ~1024,32"].update(config=dict(A="7")), "it does not hold what"),
+        (lambda held: held["rows"]["r.half ~1024,32"].update(config=dict(A="7")), "it is not a file of"),
         (lambda held: held.update(rows={"r 1,2": dict(config={})}, ways={}), "it has no entry for a class of sizes"),
     ],
 )
