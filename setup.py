@@ -1,4 +1,4 @@
-"""Packaging. Each dependency is here for one reason, given beside it."""
+"""Packaging. A comment beside each dependency gives its one reason."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ TEST = [
     *SHARDS,
     "pytest>=8",
     "pytest-benchmark>=4",
-    "pytest-xdist>=3.8",  # workers; from 3.8 on tests/conftest.py may order the files
+    "pytest-xdist>=3.8",  # parallel workers; tests/conftest.py may order the files from version 3.8 on
     "timm==1.0.31",  # oracle: plain ViT families
     "torchvision",  # oracle: vit_b_16; timm imports it
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP

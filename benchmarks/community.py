@@ -33,16 +33,16 @@ OURS = {*COLUMNS["ours"], *COLUMNS["ours, compiled"], "our kernels", "our kernel
 
 
 def join(benchmark: dict, selftest: dict, tune: dict | None = None) -> dict:
-    """The content of a contributed file."""
+    """Combines the commands' results into the content of a contributed file."""
     summary = {name: value for name, value in selftest.items() if name != "rows"}
     return dict(format=FORMAT, benchmark=benchmark, selftest=summary) | ({} if tune is None else dict(tune=tune))
 
 
 def read(path: Path) -> object:
-    """What a JSON file holds.
+    """Parses a JSON file; NaN and infinities are rejected.
 
     Raises:
-        ValueError: it is not JSON; NaN and infinities are not.
+        ValueError: the file is not valid JSON.
     """
 
     def refuse(name: str) -> None:
@@ -50,7 +50,7 @@ def read(path: Path) -> object:
 
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except ValueError as error:  # not UTF-8, too
+    except ValueError as error:  # also raised for text that is not UTF-8
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
@@ -60,18 +60,18 @@ def load(folder: Path = FOLDER) -> dict[str, dict]:
 
 
 def problems(held: object) -> list[str]:
-    """What is wrong with the content of a contributed file, one sentence each: by the schema, else by its numbers."""
+    """Errors in the content of a contributed file, one sentence each: schema violations, otherwise inconsistencies."""
     from jsonschema import Draft202012Validator
 
     if not isinstance(held, dict) or "format" not in held:
-        return ["it is no contributed file; python -m benchmarks.community join makes one from those of the commands"]
+        return ["it is not a contributed file; python -m benchmarks.community join makes one from the commands' files"]
     errors = Draft202012Validator(json.loads((FOLDER / SCHEMA).read_text())).iter_errors(held)
     found = [_sentence(error) for error in errors]
     return found or [*_wrong_parts(**held), *_wrong_times(held["benchmark"]["rows"])]
 
 
 def _sentence(error: object) -> str:
-    """An error of jsonschema as a sentence."""
+    """A jsonschema error as a sentence."""
     place = error.json_path.removeprefix("$").removeprefix(".") or "the file"
     if error.validator in ("required", "dependentRequired", "additionalProperties"):
         return f"{place}: {error.message}"
@@ -81,18 +81,18 @@ def _sentence(error: object) -> str:
 
 
 def _wrong_parts(benchmark: dict, selftest: dict, tune: dict | None = None, **_: object) -> Iterator[str]:
-    """Sentences about where and with what the parts were made."""
+    """Yields a sentence if the selftest failed or the parts differ in machine, versions or commit."""
     if selftest["failed"]:
         yield f"selftest: {len(selftest['failed'])} checks failed, the first is {selftest['failed'][0]}"
     if not selftest["passed"]:
         yield "selftest: no check passed; give it more --seconds"
     for name, part in dict(benchmark=benchmark, selftest=selftest).items():
         if part["commit"] is None and "fastvit_triton" not in part["packages"]:
-            yield f"{name}: there is neither a commit nor a version of fastvit_triton among its packages"
+            yield f"{name}: it names neither a commit nor a version of fastvit_triton"
         if part["cuda"] is None and part.get("hip") is None:
             yield f"{name}: torch was built without CUDA and HIP, so it ran on no GPU"
         if part["cuda"] is not None and "driver_version" not in part:
-            yield f"{name}: the driver's version is missing; nvidia-smi has it"
+            yield f"{name}: the driver version is missing; nvidia-smi prints it"
     for name, theirs in dict(selftest=_machine(selftest), tune=tune and tune["facts"]).items():
         for what, value in _machine(benchmark).items() if theirs else ():
             if _public(theirs[what]) != _public(value):
@@ -112,41 +112,41 @@ def _machine(part: dict) -> dict[str, str]:
 
 
 def _public(version: str) -> str:
-    """A version without its build, which packages' metadata may lack: 2.11.0+cu130 is 2.11.0."""
+    """A version without its local suffix, which package metadata may omit: 2.11.0+cu130 becomes 2.11.0."""
     return version.partition("+")[0]
 
 
 def _wrong_times(rows: Sequence[dict]) -> Iterator[str]:
-    """Sentences about the rows of a benchmark, the baseline first."""
+    """Yields a sentence for each inconsistency of a benchmark's rows, the first of which is the baseline."""
     first = rows[0]
     for name in ("model", "batch", "dtype", "phase"):
         if given := [row[name] for row in rows if row[name] != first[name]]:
-            yield f"rows: {name} is {first[name]} and {given[0]}; a file is about one computation"
+            yield f"rows: {name} is {first[name]} and {given[0]}; all rows must agree"
     arms = [row["arm"] for row in rows]
     if twice := [arm for arm in dict.fromkeys(arms) if arms.count(arm) > 1]:
-        yield f"rows: there are several of {twice[0]}"
+        yield f"rows: {twice[0]} appears more than once"
     timed = [row for row in rows if "us" in row]
     if not first["arm"].startswith("eager") or "us" not in first:
         yield f"rows: the first is {first['arm']}{' without a time' * ('us' not in first)}; it must be eager, with one"
         return
     if not any(row["arm"] in OURS for row in timed):
-        yield "rows: none of ours has a time"
+        yield "rows: no variant of fastvit_triton has a time"
     for row in timed:
         name, (low, high) = row["arm"], row["speedup_quartiles"]
         if not row["match"]:
-            yield f"{name}: it has a time though its result is wrong"
+            yield f"{name}: it has a time although its result is wrong"
         if not row["q1"] <= row["us"] <= row["q3"]:
             yield f"{name}: the quartiles {row['q1']:g} and {row['q3']:g} µs do not enclose the median {row['us']:g} µs"
         if not low <= row["speedup"] <= high:
             yield f"{name}: the quartiles {low:g} and {high:g} do not enclose the speedup {row['speedup']:g}"
-        # at least three quarters of either's samples lie above q1, so half of the pairs above the ratio, and so below
+        # at least 3/4 of each variant's samples lie above q1, so half of the pairs exceed `least`; likewise `most`
         least, most = first["q1"] / row["q3"], first["q3"] / row["q1"]
         if not 0.99 * least - 0.0005 <= row["speedup"] <= 1.01 * most + 0.0005:  # three digits; quartiles interpolate
-            yield f"{name}: its speedup is {row['speedup']:g}, its times allow {least:.3g} to {most:.3g}"
+            yield f"{name}: its speedup is {row['speedup']:g}, but its times imply {least:.3g} to {most:.3g}"
 
 
 def table(held: dict[str, dict]) -> str:
-    """Milliseconds with quartiles by GPU and computation, as markdown; the fastest is bold."""
+    """Markdown table of milliseconds with quartiles, by GPU and computation; the fastest is bold."""
     if not held:
         return NOTHING
     lines = [f"| ms on GPUs of users | eager | {' | '.join(COLUMNS)} | selftest |", "|---" * (len(COLUMNS) + 3) + "|"]
@@ -166,7 +166,7 @@ def table(held: dict[str, dict]) -> str:
 
 
 def _is_tuned(held: dict) -> bool:
-    """True if this GPU had been tuned when the benchmark ran."""
+    """True if the GPU had been tuned before the benchmark ran."""
     return "tune" in held and held["tune"]["runs"][0]["date"] <= held["benchmark"]["date"]
 
 
@@ -179,7 +179,7 @@ def _cell(row: dict | None, best: float) -> str:
 
 
 def _check(paths: Sequence[Path]) -> int:
-    """Prints one sentence for each problem, or one for a good file; returns the exit code."""
+    """Prints one line per problem, or one line for a valid file; returns the exit code."""
     wrong = 0
     for path in paths:
         try:
@@ -190,7 +190,7 @@ def _check(paths: Sequence[Path]) -> int:
         for sentence in found:
             print(f"{path}: {sentence.removeprefix(f'{path} ')}")
         if not found:
-            print(f"{path}: a good measurement of {held['benchmark']['gpu']}")
+            print(f"{path}: a valid measurement of {held['benchmark']['gpu']}")
         wrong += bool(found)
     return int(wrong > 0)
 
@@ -199,12 +199,12 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("join", help="write one file from those of the commands")
+    one = commands.add_parser("join", help="combine the commands' files into one")
     for name, command in dict(benchmark="benchmark --out", selftest="selftest", tune="tune --export").items():
         text = f"file of `fastvit-triton {command}`"
         one.add_argument(f"--{name}", type=Path, metavar="FILE", required=name != "tune", help=text)
     one.add_argument("--out", type=Path, metavar="FILE", required=True, help="the file to contribute")
-    commands.add_parser("check", help="say what is wrong with files").add_argument("files", type=Path, nargs="+")
+    commands.add_parser("check", help="check contributed files").add_argument("files", type=Path, nargs="+")
     commands.add_parser("table", help="print the table of docs/benchmarks.md")
     arguments = parser.parse_args(words)
     if arguments.command == "check":
@@ -215,7 +215,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         given = [path and read(path) for path in (arguments.benchmark, arguments.selftest, arguments.tune)]
         if not isinstance(given[1], dict):
-            raise ValueError(f"{arguments.selftest} does not hold what `fastvit-triton selftest` writes")
+            raise ValueError(f"{arguments.selftest} is not a file of `fastvit-triton selftest`")
         with replacing(arguments.out) as temporary:
             temporary.write_text(json.dumps(join(*given), indent=1) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:

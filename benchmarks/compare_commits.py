@@ -24,7 +24,7 @@ Times = dict[tuple[str, str, str], list[float]]
 
 
 def collect(folder: Path, times: Times) -> None:
-    """Adds the medians of all result files, by case, phase and variant, microseconds."""
+    """Adds the median of each (case, phase, variant) of all result files, in microseconds."""
     for path in sorted(folder.glob("*.json")):
         for row in json.loads(path.read_text())["rows"]:
             if row.get("us") is not None and row.get("match", True) and "phase" in row:
@@ -32,7 +32,7 @@ def collect(folder: Path, times: Times) -> None:
 
 
 def ratios(before: Times, after: Times) -> dict[tuple[str, str, str], tuple[float, float]]:
-    """Speedup of each variant, and that of eager PyTorch, which shows the noise."""
+    """Speedup of each variant, and eager PyTorch's, which shows the noise."""
     found = {}
     for key in before.keys() & after.keys():
         eager = (*key[:2], "eager")

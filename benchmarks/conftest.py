@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Warnings, which come from other libraries, are no errors here; --full needs a GPU."""
+    """Turns warnings of other libraries back into warnings; checks that --full has a GPU."""
     if config.getoption("--full") and DEVICE.type != "cuda":
         raise pytest.UsageError("--full needs a GPU; without it the shapes are small")
     for item in items:
@@ -40,7 +40,7 @@ class Replay:
         return next(self._times)
 
 
-@functools.lru_cache(maxsize=1)  # the tests of a case follow each other
+@functools.lru_cache(maxsize=1)  # tests of the same case run consecutively
 def measured(build: Callable[[], Case], phase: str) -> Measured:
     """All variants of a case, measured once."""
     return measure(build(), phase, DEVICE, Deadline(600), 1.0 if DEVICE.type == "cuda" else 0.3)

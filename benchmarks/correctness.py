@@ -1,4 +1,4 @@
-"""The checks of `fastvit-triton selftest` as a part of the GPU script, and the context of kernels in benchmarks."""
+"""The checks of `fastvit-triton selftest` as a part of the GPU script, and a context in which ops run their kernels."""
 
 import contextlib
 import importlib
@@ -30,7 +30,7 @@ def kernels_on(device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def _launching(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
-        with using_backend("triton"):  # whatever the plan would choose
+        with using_backend("triton"):  # instead of the plan's choice
             yield
         return
     sys.path.insert(0, str(ROOT / "tests"))
@@ -43,7 +43,7 @@ def _launching(device: torch.device) -> Iterator[None]:
 
 
 def run(result: ResultFile, device: torch.device) -> None:
-    """Runs all checks, one row each, in a dry run one of each op; they fill Triton's cache for later parts."""
+    """Adds a row for each check, or in a dry run for one per op; this fills Triton's cache for later parts."""
     names = list(planned(device))[: len(OPS) if result.dry else None]
     work = Run([n for n in names if n not in result.done], result.deadline, result.add, partial(Worker, device))
     try:

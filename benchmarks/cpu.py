@@ -40,7 +40,7 @@ from fastvit_triton.measure.timing import order
 OURS, COMPILER = "fastvit_triton", "torch.compile"
 MODELS = {"vit_tiny_patch16_224": (192, 3), "vit_small_patch16_224": (384, 6), "vit_base_patch16_224": (768, 12)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FEWEST = 3  # rounds of a cell, whatever the time
+MIN_ROUNDS = 3  # rounds per cell, even when the time is up
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def forward(model: Callable, parameters: list[nn.Parameter], images: torch.Tenso
 
 
 def training_step(model: Callable, parameters: list[nn.Parameter], images: torch.Tensor) -> None:
-    """ModelCall, backward, SGD."""
+    """Forward, backward and SGD step."""
     model(images).square().mean().backward()
     with torch.no_grad():
         for parameter in parameters:
@@ -84,7 +84,7 @@ STEPS = {"forward": forward, "training_step": training_step}
 
 
 def variants(cell: Cell, **options: int) -> dict[str, Callable]:
-    """Calls by package, ours first; all have the same weights except vit-pytorch, whose qkv has no bias."""
+    """Calls by package, ours first. All share weights, except vit-pytorch, whose qkv has no bias."""
     dtype, (D, H) = DTYPES[cell.dtype], MODELS[cell.model]
     ours, theirs = create_model(cell.model, **options), timm.create_model(cell.model, **options)
     if cell.compiled:
@@ -137,7 +137,7 @@ def time_rounds(
             step(calls[name], parameters[name], images)
             if turn:
                 taken[name].append(time.perf_counter() - start)
-        if turn >= FEWEST and time.perf_counter() > end:
+        if turn >= MIN_ROUNDS and time.perf_counter() > end:
             break
     return taken
 
@@ -190,18 +190,18 @@ def main(words: list[str] | None = None, **options: int) -> list[dict]:
     """Measures the cells, small models first, prints the table and returns its rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", action="store_true", help="keep the cells that --out holds")
-    parser.add_argument("--only", default="", help="words that a cell's name must have, separated by commas")
-    parser.add_argument("--seconds", type=float, default=1400.0, help="for all cells together, about")
-    parser.add_argument("--rounds", type=int, default=40, help="most rounds of a cell")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that are already in --out")
+    parser.add_argument("--only", default="", help="comma-separated words that a cell's name must contain")
+    parser.add_argument("--seconds", type=float, default=1400.0, help="approximate time for all cells")
+    parser.add_argument("--rounds", type=int, default=40, help="maximum number of rounds per cell")
     arguments = parser.parse_args(words)
     kept = arguments.resume and arguments.out is not None and arguments.out.exists()
     rows = json.loads(arguments.out.read_text())["rows"] if kept else []
     held, end = {row["cell"] for row in rows}, time.perf_counter() + arguments.seconds
     cells = [cell for cell in wanted(arguments.only) if cell.name not in held]
     for i, cell in enumerate(track(cells, "measuring", console=Console(stderr=True), transient=True)):
-        share = (end - time.perf_counter()) / (len(cells) - i)  # what a small model leaves goes to larger ones
-        rows.append(measured(cell, share, max(arguments.rounds, FEWEST), **options))
+        share = (end - time.perf_counter()) / (len(cells) - i)  # time left over by small models goes to larger ones
+        rows.append(measured(cell, share, max(arguments.rounds, MIN_ROUNDS), **options))
         if arguments.out is not None:
             write(arguments.out, rows)
     Console(width=150).print(table(rows))

@@ -3,7 +3,7 @@
 A key covers the code of the kernel and of every function and constant that it uses, its arguments, launch options,
 grid and architecture. Code is read as a syntax tree without the names of functions, parameters and variables, without
 docstrings, comments, layout and annotations (`constexpr` excepted): renaming something or moving it to another file
-changes no key. What belongs to Triton counts by name, so keys do not depend on the version of Triton.
+does not change a key. Triton's own functions count by name, so keys do not depend on the version of Triton.
 """
 
 import ast
@@ -20,14 +20,15 @@ from triton.runtime.jit import JITFunction
 
 from .launch_recorder import Launch, Pointer
 
-_LOCAL = object()  # stands for the value of a parameter, a variable or an expression
+_LOCAL = object()  # placeholder for the value of a parameter, a variable or an expression
 
 
 def key(launch: Launch, arch: str) -> str:
     """Twelve hexadecimal digits for a launch on an architecture such as "sm_90".
 
-    Of a pointer count its dtype, bytes, 16-byte alignment, and which other arguments are the same tensor; on AMD also
-    whether its storage is below 2 GiB. Integers and compile-time arguments count by value, other floats by type.
+    A pointer counts by its dtype, size in bytes, 16-byte alignment, and which other arguments are the same tensor; on
+    AMD also by whether its storage is below 2 GiB. Integers and compile-time arguments count by value, other floats by
+    type.
 
     Raises:
         TypeError: the kernel uses a global of a kind whose effect on the binary is not known.
@@ -58,7 +59,7 @@ def _digest(*parts: object) -> str:
 
 @functools.cache
 def code(function: JITFunction) -> str:
-    """Hash of what a function computes, with the functions that it calls and the constants that it uses.
+    """Hash of a function's code, including the functions it calls and the constants it uses.
 
     Raises:
         TypeError, NameError: as in `key`.
@@ -71,7 +72,7 @@ def code(function: JITFunction) -> str:
 
 
 class _Speller:
-    """Writes one function as `text`, in which variables are numbered in the order in which they appear."""
+    """Writes one function as `text`, with variables numbered in order of appearance."""
 
     def __init__(self, function: JITFunction) -> None:
         plain = function.fn
@@ -85,7 +86,7 @@ class _Speller:
         if isinstance(node, list):
             return "[" + ",".join(self.spell(n) for n in node if not _is_docstring(n)) + "]"
         if isinstance(node, (ast.Name, ast.Attribute)):
-            found = self.denoted(node)
+            found = self.resolve(node)
             if found is not _LOCAL:
                 return self.spell_global(node, found)
             if isinstance(node, ast.Name):
@@ -98,11 +99,11 @@ class _Speller:
         if not isinstance(node, ast.AST):
             return repr(node)
         fields = [(n, v) for n, v in ast.iter_fields(node) if n != "ctx" and v is not None and v != []]
-        fields.sort(key=lambda field: field[0] not in ("value", "iter", "generators"))  # which are read first
+        fields.sort(key=lambda field: field[0] not in ("value", "iter", "generators"))  # evaluation order
         return f"{type(node).__name__}({','.join(f'{n}={self.spell(v)}' for n, v in fields)})"
 
-    def denoted(self, node: ast.AST) -> object:
-        """What a global name, or an attribute of a module, stands for; `_LOCAL` for anything else.
+    def resolve(self, node: ast.AST) -> object:
+        """The value of a global name or of an attribute of a module; `_LOCAL` for anything else.
 
         As in Triton, a name is global until it is assigned.
         """
@@ -111,7 +112,7 @@ class _Speller:
                 raise NameError(f"{self.name} uses {node.id}, which is not defined")
             return self.scope[node.id]
         if isinstance(node, ast.Attribute):
-            owner = self.denoted(node.value)
+            owner = self.resolve(node.value)
             if isinstance(owner, ModuleType):
                 return getattr(owner, node.attr)
         return _LOCAL
@@ -126,13 +127,13 @@ class _Speller:
         if isinstance(value, JITFunction) and not _is_tritons(value):
             return f"call {code(value)}"
         if _is_tritons(value) or getattr(value, "__module__", "") == "builtins":
-            owner = self.denoted(node.value).__name__ if isinstance(node, ast.Attribute) else value.__module__
+            owner = self.resolve(node.value).__name__ if isinstance(node, ast.Attribute) else value.__module__
             return f"{owner}.{node.attr if isinstance(node, ast.Attribute) else node.id}"
         raise TypeError(f"{self.name} uses {ast.unparse(node)}, a {type(value).__name__}, which has no fingerprint")
 
     def with_numbered_keywords(self, node: ast.Call) -> ast.Call:
         """A call of one of our functions with its keywords numbered as the parameters are."""
-        callee = self.denoted(node.func)
+        callee = self.resolve(node.func)
         if not isinstance(callee, JITFunction) or _is_tritons(callee):
             return node
         keywords = [ast.keyword(f"${callee.arg_names.index(k.arg)}", k.value) for k in node.keywords]

@@ -3,9 +3,9 @@
     python -m benchmarks.fuzz                       # 10,000 on PyTorch, 500 on the kernels; writes results/fuzz.json
     python -m benchmarks.fuzz --number 37           # one call on both paths, with its arguments
 
-A call is a case of `OPS` with some arguments replaced, which its number determines. It must match the reference in
-float64, or raise ValueError, TypeError or NotImplementedError in a `raise` statement of this package. Kernels run in
-Triton's interpreter, in processes of their own, so that a crash is one failure.
+A call is a case of `OPS` with some arguments replaced; its number determines it completely. It must match the reference
+in float64, or raise ValueError, TypeError or NotImplementedError in a `raise` statement of this package. Kernels run in
+Triton's interpreter, in separate processes, so that a crash is one failure.
 """
 
 import argparse
@@ -41,13 +41,13 @@ SEED, CALLS, KERNEL_CALLS = 2026, 10_000, 500
 MODULE = ["-m", "benchmarks.fuzz"]  # what a worker runs
 LENGTHS = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-STRANGE = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+UNSUPPORTED = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
 NUMBERS = (-1, 0, 1, 2, 3, 7, -3, 1.5, 0.0, -0.25, math.nan, math.inf, 1e300, 2**40, 2**70, 1j)
 VALUES = (*NUMBERS, True, None, "x", (), (1, 2), [3])
 
 
 def example(number: int, seed: int = SEED) -> tuple[Op, dict, list[str]]:
-    """(op, arguments, what was replaced) of one call."""
+    """(op, arguments, descriptions of the replaced arguments) of one call."""
     draw = random.Random(seed * 1_000_003 + number)
     torch.manual_seed(number)
     op = draw.choice(OPS)
@@ -64,7 +64,7 @@ def example(number: int, seed: int = SEED) -> tuple[Op, dict, list[str]]:
 
 
 def _more(op: str, given: dict, draw: random.Random) -> dict:
-    """Valid values of some arguments that the op's cases do not use."""
+    """Valid values for optional arguments that the op's cases do not use."""
 
     def randn(*shape: int, like: torch.Tensor) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float64).to(like.dtype).requires_grad_()
@@ -105,7 +105,7 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
 
 
 def _replaced(value: object, draw: random.Random, exact: bool) -> tuple[object, str]:
-    """Another value for an argument, and a description; if `exact`, views have the same values."""
+    """Another value for an argument, and its description; with `exact`, views keep their values."""
     if isinstance(value, (tuple, list)) and value and draw.random() < 0.8:
         i = draw.randrange(len(value))
         part, what = _replaced(value[i], draw, exact)
@@ -154,7 +154,7 @@ def _ranked(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[torch.Te
 
 
 def _typed(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[torch.Tensor, str]:
-    dtype = draw.choice(DTYPES + STRANGE)
+    dtype = draw.choice(DTYPES + UNSUPPORTED)
     return t.to(dtype), str(dtype)
 
 
@@ -166,7 +166,7 @@ def _placed(t: torch.Tensor, draw: random.Random, exact: bool) -> tuple[object, 
 
 
 def answer(number: int, seed: int = SEED) -> dict:
-    """Runs one call: "came" is "ok" or the class of the error, "wrong" is there if that is a failure."""
+    """Runs one call; returns a row with "came" ("ok" or the error's class) and, for a failure, "wrong"."""
     op, arguments, done = example(number, seed)
     row = dict(number=number, op=op.name, done=done)
     learning = named_leaves(arguments)
@@ -195,7 +195,7 @@ def answer(number: int, seed: int = SEED) -> dict:
         truth = outcome(op.reference, wide, named_leaves(wide) or None)
         baseline = outcome(op.reference, arguments, learning or None)
     for name in [n for n, t in truth.items() if "return_stats" in arguments and t.shape != got[n].shape]:
-        del truth[name], baseline[name], got[name]  # statistics of tiles
+        del truth[name], baseline[name], got[name]  # tile statistics depend on the path
     for name, want in truth.items():  # −inf − −inf is NaN; L of a row without keys is −inf
         same = want.isinf() & (got[name] == want)
         for named in (truth, baseline, got):
@@ -206,7 +206,7 @@ def answer(number: int, seed: int = SEED) -> dict:
 
 
 def _gradients_joined(found: dict[str, torch.Tensor], every: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Outputs, and all gradients named in `every` as one tensor with one budget, zeros for a missing one.
+    """Outputs, and all gradients named in `every` joined into one tensor with one budget; a missing gradient is zeros.
 
     Attention's Δ is a sum over the stored output, whose rounding a large scale carries into the smaller gradients.
     """
@@ -217,7 +217,7 @@ def _gradients_joined(found: dict[str, torch.Tensor], every: dict[str, torch.Ten
 
 
 def _wide(value: object) -> object:
-    """The same arguments in float64, dtypes included."""
+    """The same arguments in float64, dtype arguments included."""
     if isinstance(value, dict):
         return {name: _wide(v) for name, v in value.items()}
     if isinstance(value, torch.Tensor):
@@ -228,7 +228,7 @@ def _wide(value: object) -> object:
 
 
 def on_kernels(numbers: range, seed: int = SEED) -> list[dict]:
-    """Rows of calls on the kernels; if the process ends, the call that was running has "crash"."""
+    """Rows of calls on the kernels; if the process dies, the call it was running is marked "crash"."""
     rows, first = [], numbers.start
     while first < numbers.stop:
         words = [sys.executable, *MODULE, "--worker", str(first), str(numbers.stop), "--seed", str(seed)]
@@ -253,12 +253,12 @@ def failures(plain: list[dict], kernels: list[dict]) -> list[str]:
 
 
 def counts(rows: list[dict]) -> dict[str, dict[str, int]]:
-    """Function → result → number of calls."""
+    """Number of calls by function and outcome."""
     return {op.name: dict(sorted(Counter(r["came"] for r in rows if r["op"] == op.name).items())) for op in OPS}
 
 
 def main() -> None:
-    """Runs all calls, or one, or those of a worker."""
+    """Runs all calls, a single call, or a worker's range of calls."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--number", type=int, help="one call on both paths")

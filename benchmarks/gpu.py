@@ -31,7 +31,7 @@ SECONDS = 530.0
 
 
 def environment(result: ResultFile, device: torch.device) -> None:
-    """Adds a row about the machine."""
+    """Adds a row with the machine's properties."""
     facts = dict(case="environment", **provenance())
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
@@ -40,7 +40,7 @@ def environment(result: ResultFile, device: torch.device) -> None:
 
 
 def run_ops(result: ResultFile, device: torch.device) -> None:
-    """Ops of the five models in bfloat16 at batch 256, ViT-B first and also compiled."""
+    """Ops of the five models in bfloat16 at batch 256; ViT-B comes first and is also compiled."""
     shapes, dtype = ((op_cases.TINY,), torch.float32) if result.dry else (op_cases.FULL, torch.bfloat16)
     names = ("attention", "layer_norm") if result.dry else op_cases.NAMES
     for shape in sorted(shapes, key=lambda s: s.name != "ViT-B/16"):
@@ -54,9 +54,9 @@ def run_ops(result: ResultFile, device: torch.device) -> None:
 
 
 def run_models(result: ResultFile, device: torch.device) -> None:
-    """Inference and training of models: first all without compiling, then all compiled.
+    """Inference and training of models: first all uncompiled, then all compiled.
 
-    Compiling takes longer than everything else and would leave no time for later models.
+    Compilation takes longer than everything else and would leave no time for later models.
     """
     for whole in (False, True):
         for run in model_runs.TINY if result.dry else model_runs.FULL:
@@ -72,7 +72,7 @@ def run_models(result: ResultFile, device: torch.device) -> None:
 
 
 def run_latency(result: ResultFile, device: torch.device) -> None:
-    """Latency of small batches, also with CUDA graphs."""
+    """Latency of small batches, with and without CUDA graphs."""
     for run in model_runs.TINY[:1] if result.dry else model_runs.LATENCY:
         with result.row(run.name, model=run.model, batch=run.batch) as wanted:
             if wanted:
@@ -81,11 +81,11 @@ def run_latency(result: ResultFile, device: torch.device) -> None:
 
 
 def run_tuning(result: ResultFile, device: torch.device) -> None:
-    """Launch parameters and choices; `python -m benchmarks.tune --adopt FILE` writes them into kernels/tuned."""
+    """Launch parameters and ways of blocks; `python -m benchmarks.tune --adopt FILE` writes them into kernels/tuned."""
     tune.run(result, device, partial(correctness.kernels_on, device))
 
 
-# part → its function, and its seconds; parts without seconds run only if --only names them
+# part → (function, seconds); a part without seconds runs only if --only names it
 PARTS: dict[str, tuple[Callable, float | None]] = {
     "environment": (environment, 10),
     "correctness": (correctness.run, 90),
@@ -100,7 +100,7 @@ DRY = 120  # seconds of a part in a dry run; the interpreter is slow
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
     default = [name for name, (_, seconds) in PARTS.items() if seconds]
@@ -114,17 +114,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--only names {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     if not arguments.dry_run and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --dry-run executes everything on the CPU")
+        parser.error("no GPU was found; --dry-run executes everything on the CPU")
     return arguments
 
 
 def main(words: list[str] | None = None) -> list[Path]:
-    """Runs the parts in their order and returns their files."""
+    """Runs the parts in order and returns their files."""
     arguments = parse(words)
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu") if arguments.dry_run else torch.device("cuda", torch.cuda.current_device())
     end, files = Deadline(arguments.seconds), []
-    if not arguments.dry_run:  # a kernel that hangs cannot be interrupted: print where, and exit
+    if not arguments.dry_run:  # a hanging kernel cannot be interrupted: print the stack and exit
         faulthandler.dump_traceback_later(arguments.seconds + 20, exit=True)
     wanted = [name for name in PARTS if name in arguments.only.split(",")]
     for i, name in enumerate(wanted):
@@ -142,7 +142,7 @@ def main(words: list[str] | None = None) -> list[Path]:
         except DeviceLost as error:
             result.close()
             restart(wanted[i:], arguments, end.left, str(error))
-        except (Exception, TimedOut) as error:  # outside of rows; the other parts still run
+        except (Exception, TimedOut) as error:  # outside of rows; the remaining parts still run
             result.add(dict(case=name, error=one_line(error)))
         result.close()
         took = time.monotonic() - start
@@ -153,8 +153,8 @@ def main(words: list[str] | None = None) -> list[Path]:
 
 
 def restart(parts: list[str], arguments: argparse.Namespace, left: float, why: str) -> None:
-    """Restarts the command for the parts that are left, because a device that faulted is lost to this process."""
-    print(f"{why}; starting again for {', '.join(parts)} with {left:.0f} s left", flush=True)
+    """Restarts the command for the remaining parts, because a process cannot use a device after a fault."""
+    print(f"{why}; restarting for {', '.join(parts)} with {left:.0f} s left", flush=True)
     words = ["--out", str(arguments.out), "--only", ",".join(parts), "--seconds", f"{left:.0f}", "--resume"]
     os.closerange(3, 2**16)  # open device files would keep the memory of the lost context allocated
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *words])

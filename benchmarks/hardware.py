@@ -1,4 +1,4 @@
-"""Limits of the device, and measurements that decide what to optimize next."""
+"""Device limits, and measurements that decide what to optimise next."""
 
 import os
 import statistics
@@ -25,12 +25,12 @@ from fastvit_triton.measure.variants import Case, Variant, with_backend
 from . import model_runs, op_cases
 from .correctness import kernels_on
 from .launch_cases import MODELS
-from .op_cases import here
+from .op_cases import kernel_backend
 from .result_file import ROOT, ResultFile, measure_case
 
 
 def ceilings(result: ResultFile, device: torch.device) -> None:
-    """Copy bandwidth (reads plus writes), and the rate of a large bfloat16 product of random numbers."""
+    """Copy bandwidth (reads plus writes), and the throughput of a large bfloat16 matrix product of random numbers."""
     many, side = (2**31, 8192) if not result.dry else (2**16, 64)
 
     def copy() -> tuple[Callable, float, str]:
@@ -49,7 +49,7 @@ def ceilings(result: ResultFile, device: torch.device) -> None:
 
 
 def _measured(result: ResultFile, facts: dict, calls: dict[str, Callable], device: torch.device, work: dict) -> None:
-    """Times calls in alternation and adds a row for each; `work` is (amount, unit) by variant."""
+    """Times calls in alternation and adds a row for each; `work` maps a variant to (amount, unit)."""
     steps = {name: (lambda copy, call=call: call) for name, call in calls.items()}
     timings, errors = alternate(steps, device, result.deadline, 0.02 if result.dry else 0.5)
     for name in calls:
@@ -63,7 +63,7 @@ def _measured(result: ResultFile, facts: dict, calls: dict[str, Callable], devic
 
 
 def gemms(result: ResultFile, device: torch.device) -> None:
-    """1. cuBLAS in bfloat16 and in fp8 at the four products of each model."""
+    """1. cuBLAS in bfloat16 and in fp8, on the four matrix products of each model."""
     for model, (D, _, _, N) in [("tiny", (64, 2, 8, 5))] if result.dry else MODELS.items():
         for batch in (1,) if result.dry else (256, 64, 8, 1):
             for name, (columns, K) in dict(qkv=(3 * D, D), proj=(D, D), fc1=(4 * D, D), fc2=(D, 4 * D)).items():
@@ -121,7 +121,7 @@ def wide(result: ResultFile, device: torch.device) -> None:
 
 
 def _short(case: Case, result: ResultFile) -> Case:
-    """In a dry run only the first two variants; other parts run the rest."""
+    """Keeps only the first two variants in a dry run; other parts run the rest."""
     return replace(case, variants=case.variants[:2]) if result.dry else case
 
 
@@ -142,7 +142,7 @@ def gelu(result: ResultFile, device: torch.device) -> None:
         def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
-        ours = with_backend(here(device), partial(op_cases.BY_NAME["linear"].run, activation="gelu_tanh"))
+        ours = with_backend(kernel_backend(device), partial(op_cases.BY_NAME["linear"].run, activation="gelu_tanh"))
         why = "on a CPU it computes the exact GELU" if device.type == "cpu" else None
         variants = [
             Variant("eager", None, eager),
@@ -164,7 +164,7 @@ def profile(result: ResultFile, device: torch.device) -> None:
             block = create_model("vit_base_patch16_224", **options).blocks[0].to(torch.bfloat16)
         D = block.norm1.weight.shape[0]
         x = torch.randn(2 if result.dry else 256, 197, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for backend in ("torch", here(device)):
+        for backend in ("torch", kernel_backend(device)):
             with using_backend(backend):
                 for _ in range(3):
                     block(x).sum().backward()
@@ -258,7 +258,7 @@ print(time.perf_counter() - start)
 """
     with tempfile.TemporaryDirectory() as cache, result.row("first forward pass") as wanted:
         for state in ("empty cache", "filled cache")[: 1 if result.dry else 2] if wanted else ():
-            variables = os.environ | dict(TRITON_CACHE_DIR=cache, FASTVIT_TRITON_BACKEND=here(device))
+            variables = os.environ | dict(TRITON_CACHE_DIR=cache, FASTVIT_TRITON_BACKEND=kernel_backend(device))
             done = subprocess.run(
                 [sys.executable, "-c", program], capture_output=True, text=True, env=variables, cwd=ROOT, timeout=120
             )

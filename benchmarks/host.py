@@ -1,14 +1,14 @@
-"""Host time of a transformer block against timm's: what Python, the dispatcher and autograd take, without a GPU.
+"""Host time of a transformer block compared with timm's: Python, the dispatcher and autograd, without a GPU.
 
     python -m benchmarks.host [--json] [--rounds 60] [--out benchmarks/results/host.json]
 
 Launches of kernels end in a function that does nothing (benchmarks/no_device.py), on one thread. timm's block runs on
 an empty batch, where PyTorch's operators compute nothing. Ours runs on one image, of 2 tokens and 16 channels, in the
-ways that launch kernels, because an empty batch launches none; mixed blocks leave the products to PyTorch, so they are
-compared with timm's on that image, too. In training the products of a fused block's backward pass count against it. A
-block's time is the slope between 2 and 10 blocks; both models alternate. Calls are replayed (`layers.replay`) unless a
-row says otherwise. `calls` are the Python calls of a block, built-in functions included, as cProfile counts them; they
-never vary.
+ways that launch kernels, because an empty batch launches none; mixed blocks leave matrix products to PyTorch, so they
+are compared with timm's on that image as well. In training, the matrix products of a fused block's backward pass count
+against it. A block's time is the slope between 2 and 10 blocks; the two models alternate. Calls are replayed
+(`layers.replay`) unless a row says otherwise. `calls` counts the Python calls of a block, built-in functions included,
+by cProfile; the count is deterministic.
 """
 
 import argparse
@@ -44,31 +44,31 @@ TRAINING_TARGET = 1.3
 
 
 def by_timm(depth: int) -> nn.Module:
-    """timm's model with that many blocks."""
+    """timm's model with `depth` blocks."""
     return timm.create_model("vit_tiny_patch16_224", depth=depth, **SMALL)
 
 
 def ours(depth: int) -> nn.Module:
-    """Ours, of the same sizes."""
+    """Our model with the same sizes."""
     return create_model("vit_tiny_patch16_224", depth=depth, **SMALL)
 
 
 def converted(depth: int) -> nn.Module:
-    """timm's, optimized."""
+    """timm's model after `optimize`."""
     model = by_timm(depth)
     optimize(model)
     return model
 
 
 def frozen(depth: int) -> nn.Module:
-    """Ours, with its LayerNorms folded once."""
+    """Our model with its LayerNorms folded once."""
     model = ours(depth).eval()
     freeze(model)
     return model
 
 
 def call(make: Callable[[int], nn.Module], depth: int, phase: str, batch: int) -> Callable[[], None]:
-    """One call of a model's blocks, with its backward pass in training; small products cost least in float32."""
+    """A function that runs a model's blocks, in training with backward, in float32 (cheapest for small products)."""
     model = make(depth).train(phase == "training")
     x = torch.zeros(batch, 2, 16, requires_grad=phase == "training")
     gradient = torch.zeros_like(x)
@@ -86,7 +86,7 @@ def call(make: Callable[[int], nn.Module], depth: int, phase: str, batch: int) -
 
 
 def calls_of(run: Callable[[], None]) -> int:
-    """Python calls of one run."""
+    """Number of Python calls in one run."""
     profile = cProfile.Profile()
     profile.enable()
     run()
@@ -95,18 +95,18 @@ def calls_of(run: Callable[[], None]) -> int:
 
 
 def seconds_of(run: Callable[[], None]) -> float:
-    """Time of one run on this thread."""
+    """CPU time of one run on this thread."""
     start = time.thread_time()
     run()
     return time.thread_time() - start
 
 
 def target(phase: str, way: str) -> float:
-    """The ratio to timm's time that is aimed at."""
+    """Target ratio to timm's time."""
     return TARGETS[way] if phase == "inference" else TRAINING_TARGET
 
 
-def arms() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module], bool]]:
+def variants() -> Iterator[tuple[str, str, str, Callable[[int], nn.Module], bool]]:
     """(phase, block, way, model, whether calls are replayed) of every row."""
     for phase in ("inference", "training"):
         for block, make in (("ours", ours), ("timm's, optimized", converted)):
@@ -123,9 +123,9 @@ def measure(phase: str, way: str, make: Callable[[int], nn.Module], rounds: int)
     given = [call(make, depth, phase, 0 if way == "plain" else 1) for depth in DEPTHS]
     blocks = DEPTHS[1] - DEPTHS[0]
     with forcing(way):
-        for run in (*eager, *given) * 3:  # plans, caches and compiled kernels
+        for run in (*eager, *given) * 3:  # fills caches of plans and compiled kernels
             run()
-        gc.collect()  # of the models before
+        gc.collect()  # frees earlier models
         calls = [(calls_of(deep) - calls_of(shallow)) / blocks for shallow, deep in (eager, given)]
         slopes = [[], []]
         for _ in range(rounds):
@@ -146,7 +146,7 @@ def rows(rounds: int) -> list[dict[str, object]]:
     try:
         with no_device():
             found = []
-            for phase, block, way, make, ways.REPLAYS in arms():
+            for phase, block, way, make, ways.REPLAYS in variants():
                 figures = measure(phase, way, make, rounds)
                 found.append(dict(phase=phase, block=block, way=way, **figures, target=target(phase, way)))
             return found
@@ -158,8 +158,8 @@ def main(words: list[str] | None = None) -> None:
     """Prints the rows, as a table or as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="print one JSON array")
-    parser.add_argument("--out", type=Path, help="file for the rows and where they were measured")
-    parser.add_argument("--rounds", type=int, default=60, help="calls of each model")
+    parser.add_argument("--out", type=Path, help="file for the rows and their provenance")
+    parser.add_argument("--rounds", type=int, default=60, help="number of calls of each model")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     found = rows(arguments.rounds)

@@ -1,6 +1,6 @@
 """Cases of the compile report: the ops of ViT-Ti/S/B/L/H at batch 256, and shapes of other model families.
 
-Tensors are never written, so that a batch of 256 takes address space and no memory.
+Tensors are never written, so a batch of 256 takes address space but no memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from fastvit_triton.layers.block import Block, Blocks
 from fastvit_triton.layers.mlp import Mlp
 
 BATCH = 256
-# channels, heads, patch side, tokens with the class token
+# model → channels, heads, patch side, tokens including the class token
 MODELS = {
     "ViT-Ti/16": (192, 3, 16, 197),
     "ViT-S/16": (384, 6, 16, 197),
@@ -47,7 +47,7 @@ class Case:
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """All cases; if `quick`, ViT-B in bfloat16, attention too long for one program per head, an MLP in one launch."""
+    """All cases; with `quick`, only ViT-B in bfloat16, one long attention and one MLP in a single launch."""
     if quick:
         names = ("N=577 D=64", "recompute, D=128", "ViT-B/16, LayerScale and drop path")
         other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
@@ -66,7 +66,7 @@ def _maker(dtype: str) -> Callable[..., torch.Tensor]:
 
 
 def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
-    """The ops of one block, and the patch projection."""
+    """The ops of one block and the patch embedding."""
     (D, H, P, N), new = MODELS[model], _maker(dtype)
 
     def norm():
@@ -76,7 +76,7 @@ def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
         x = new(BATCH, N, D)
         return mlp, (x, (new(4 * D, D), new(4 * D)), (new(D, 4 * D), new(D))), dict(norm=norm(), residual=x)
 
-    def handed():
+    def norm_and_stats():
         return dict(norm=norm(), stats=torch.empty(BATCH * N, D // 128, 2))
 
     def stem():
@@ -85,7 +85,7 @@ def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
 
     parts = {
         "qkv": lambda: (linear, (new(BATCH, N, D), new(3 * D, D), new(3 * D)), dict(norm=norm())),
-        "qkv, given statistics": lambda: (linear, (new(BATCH, N, D), new(3 * D, D), new(3 * D)), handed()),
+        "qkv, given statistics": lambda: (linear, (new(BATCH, N, D), new(3 * D, D), new(3 * D)), norm_and_stats()),
         "attention": lambda: (attention_qkv, (new(BATCH, N, 3 * D), H), {}),
         "proj": lambda: (linear, (new(BATCH, N, D), new(D, D), new(D)), dict(residual=new(BATCH, N, D))),
         "mlp": residual_mlp,
@@ -98,7 +98,7 @@ def _vit(model: str, dtype: str, precision: str = "highest") -> Iterator[Case]:
 
 
 def _blocks() -> Iterator[Case]:
-    """Two blocks of a model, of which the second uses what the first leaves: the launches of training."""
+    """Two consecutive blocks, the second using the first's row statistics: the launches of training."""
 
     def build(
         model: str, dtype: str, autocast: bool, way: str = "fused", **options: float
@@ -128,7 +128,7 @@ def _blocks() -> Iterator[Case]:
 
 
 def _attentions() -> Iterator[Case]:
-    """Longer sequences, other head widths, bias, padding, packing."""
+    """Longer sequences, other head dimensions, bias, padding, packed sequences."""
     new = _maker("bfloat16")
     packed = {
         "N=577 D=64": (64, 577, 12, 64),
@@ -164,17 +164,17 @@ def _attentions() -> Iterator[Case]:
 
     def varlen():
         tokens = (new(BATCH * 197, 12, 64) for _ in range(3))
-        ends = 197 * torch.arange(BATCH + 1, dtype=torch.int32)  # real values, because lengths are checked
+        ends = 197 * torch.arange(BATCH + 1, dtype=torch.int32)  # lengths are checked, so these values are real
         return varlen_attention, (*tokens, ends, 256), {}
 
-    def turned(D: int, norms: bool, interleaved: bool):
+    def with_rope(D: int, norms: bool, interleaved: bool):
         norm = (new(D), new(D), 1e-6)
         options = dict(rope=(torch.empty(196, D), torch.empty(196, D), interleaved), prefix_tokens=1)
         options |= dict(q_norm=norm, k_norm=(new(D), new(D), 1e-6)) if norms else {}
         return attention_qkv, (new(BATCH, 197, 3 * 12 * D), 12), options
 
-    yield Case("RoPE D=64", "attention_qkv", "bfloat16", partial(turned, 64, False, False))
-    yield Case("Q/K norm and interleaved RoPE D=64", "attention_qkv", "bfloat16", partial(turned, 64, True, True))
+    yield Case("RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, False, False))
+    yield Case("Q/K norm and interleaved RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, True, True))
     yield Case("packed images D=64", "varlen_attention", "bfloat16", varlen)
 
 

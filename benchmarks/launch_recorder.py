@@ -1,4 +1,4 @@
-"""Kernel launches of the public functions, recorded on CPU tensors and compiled for GPUs that are not here.
+"""Records kernel launches of the public functions on CPU tensors and compiles them for GPUs that are not present.
 
 `record` runs a function and records its launches instead of running them: sizes, alignments and launch parameters,
 without values. `compiled` compiles a launch for another target, specialised like a real launch.
@@ -23,7 +23,7 @@ TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 
 
 class Pointer:
-    """A tensor in a recorded launch: its size, and what Triton specialises on."""
+    """A tensor in a recorded launch: its size and the properties that Triton specialises on."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
@@ -35,7 +35,7 @@ class Pointer:
         return self._address
 
     def ptr_range(self) -> int:
-        """Bytes of its storage; below 2 GiB the compiler for AMD uses 32-bit offsets."""
+        """Bytes of its storage; below 2 GiB the AMD compiler uses 32-bit offsets."""
         return self._range
 
 
@@ -55,12 +55,12 @@ class Launch:
 
     @property
     def programs(self) -> int:
-        """Programs in the grid."""
+        """Number of programs in the grid."""
         return math.prod(self.grid)
 
     @property
     def tensors(self) -> list[Pointer]:
-        """Its tensors, those in tuples included."""
+        """All tensors among the arguments, including those in tuples."""
         given = (t for v in self.values.values() for t in (v if isinstance(v, tuple) else (v,)))
         return [t for t in given if isinstance(t, Pointer)]
 
@@ -71,7 +71,7 @@ class Launch:
 
     @property
     def config(self) -> str:
-        """Compile-time arguments that are neither None nor False, and launch options, as text."""
+        """Launch options and the compile-time arguments that are neither None nor False, as text."""
         fixed = {p.name: self.values[p.name] for p in self.kernel.params if p.is_constexpr and p.name in self.values}
         named = [n if v is True else f"{n}={v}" for n, v in fixed.items() if v is not None and v is not False]
         return " ".join(named + [f"{n}={v}" for n, v in self.options.items() if n != "enable_fp_fusion"])
@@ -79,9 +79,9 @@ class Launch:
 
 @contextlib.contextmanager
 def recording(arch: str) -> Iterator[list[Launch]]:
-    """In this context launches are recorded, as they would be on `arch`, and not run.
+    """In this context launches are recorded as on `arch` and not run.
 
-    Products by PyTorch are not computed, because their values are not used.
+    PyTorch's matrix products are not computed, because their values are not used.
     """
     found: list[Launch] = []
 
@@ -116,14 +116,14 @@ def recording(arch: str) -> Iterator[list[Launch]]:
 
 
 def _pointers(value: object) -> object:
-    """A tensor, or those of a tuple, as pointers."""
+    """A tensor, or each tensor of a tuple, as a `Pointer`."""
     if isinstance(value, tuple):
         return tuple(map(_pointers, value))
     return Pointer(value) if isinstance(value, torch.Tensor) else value
 
 
 def record(arch: str, function: Callable, *arguments: object, **options: object) -> dict[str, list[Launch]]:
-    """Launches of one call on `arch` by phase: "inference" without gradients, "forward" with them, and "backward"."""
+    """Launches of one call on `arch` by phase: "inference" (no gradients), "forward" (with gradients), "backward"."""
     phases = {}
     with recording(arch) as phases["inference"], torch.no_grad():
         function(*arguments, **options)
@@ -145,7 +145,7 @@ def _leaves(value) -> Iterator[torch.Tensor]:
 
 
 class _Absent:
-    """Triton's driver for a GPU that is not here: it knows the target alone."""
+    """Triton driver for a GPU that is not present; only its target is defined."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -154,7 +154,7 @@ class _Absent:
         return self._target
 
     def get_current_device(self) -> str:
-        return f"{self._target.backend}{self._target.arch}"  # Triton keeps its compiled kernels by device
+        return f"{self._target.backend}{self._target.arch}"  # the key of Triton's cache of compiled kernels
 
     def get_current_stream(self, device: object = None) -> int:
         return 0
@@ -171,13 +171,13 @@ def _on(arch: str) -> Iterator[_Absent]:
 
 
 def compiled(launch: Launch, arch: str):
-    """The compiled kernel of a launch on `arch`. Triton's errors are raised."""
+    """The compiled kernel of a launch on `arch`; Triton's errors are raised."""
     with _on(arch):
         return launch.kernel.run(grid=launch.grid, warmup=True, **launch.values, **launch.options)
 
 
 def specialization(launch: Launch, arch: str) -> tuple[str, str]:
-    """What Triton chooses the binary of a launch on `arch` by: types and facts of its arguments, and options."""
+    """What determines the binary of a launch on `arch`: the arguments' types and properties, and the options."""
     with _on(arch) as device:
         *_, binder = launch.kernel.device_caches[device.get_current_device()]
     _, facts, options = binder(**launch.values, **launch.options)
@@ -186,12 +186,12 @@ def specialization(launch: Launch, arch: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic of a launch.
+    """Arithmetic work of a launch.
 
     Attributes:
         flops: of the operation, without padding.
-        padded: of one program, with padding.
-        passes: of the main loop in one program.
+        padded: flops of one program, with padding.
+        passes: iterations of the main loop in one program.
     """
 
     flops: float = 0.0
@@ -200,7 +200,7 @@ class Work:
 
 
 def work(launch: Launch) -> Work:
-    """Work of a launch, computed from its arguments; no flops for kernels that are bound by memory."""
+    """Work of a launch, computed from its arguments; zero flops for memory-bound kernels."""
     a, name = launch.values, launch.name
     if name.startswith("attention."):
         return _attention_work(launch)
@@ -229,7 +229,7 @@ def work(launch: Launch) -> Work:
 
 
 def sequence(launch: Launch) -> tuple[int, int]:
-    """Queries and keys of an image in an attention launch; their mean over packed images."""
+    """Queries and keys per image of an attention launch; for packed images their mean."""
     a = launch.values
     if not a.get("HAS_CU_SEQLENS"):
         return a["Nq"], a["Nk"]
@@ -237,7 +237,7 @@ def sequence(launch: Launch) -> tuple[int, int]:
     return mean, mean
 
 
-# kernel → number of its products over the width of q and k, and over that of v
+# kernel → number of matrix products that contract over the width of q and k, and over that of v
 _OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
 
 
@@ -245,7 +245,7 @@ def _attention_work(launch: Launch) -> Work:
     a, kernel = launch.values, launch.name.removeprefix("attention.")
     q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]
     over_q, over_v = _OVER.get(kernel, (1, 1))
-    pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops of one query and one key
+    pair = 2 * (over_q * a["D"] + over_v * a["Dv"])  # flops per query-key pair
     padded_pair = 2 * (over_q * q_width + over_v * v_width)
     if kernel == "_bwd_dbias_kernel":
         images = a["B"] / a["G"]

@@ -1,12 +1,12 @@
-"""Launches and bytes of whole models on GPUs that need not be here: what runs by default, eager PyTorch, torch.compile.
+"""Launches and bytes of whole models on GPUs that need not be present: our default, eager PyTorch and torch.compile.
 
     python -m benchmarks.launches --model timm:vit_base_patch16_224 --arch sm_90 --batch 8 --phase inference --json
     python -m benchmarks.launches --table --out benchmarks/results/launches.json
 
 Counted from shapes by fastvit_triton.convert.trace; nothing runs and nothing is measured. Phases: inference, training
-(forward and backward of one batch, gradients into fresh memory), autocast (training of float32 weights in bfloat16).
-Figures stand for the whole model and, under "block", for one of its blocks: two blocks less one. torch.compile is
-estimated by the rule of fastvit_triton.convert.inductor_rule.
+(forward and backward of one batch, new gradient tensors), autocast (training of float32 weights in bfloat16).
+Figures are those of the whole model and, under "block", of one block: two blocks minus one. torch.compile is estimated
+by the rule of fastvit_triton.convert.inductor_rule.
 """
 
 import argparse
@@ -38,16 +38,16 @@ PHASES = ("inference", "training", "autocast")
 
 @dataclass(frozen=True)
 class Setting:
-    """A model in use.
+    """A model and how it is run.
 
     Attributes:
-        model: "timm:NAME"; of our models NAME, too.
-        batch: images.
+        model: "timm:NAME", or NAME for one of our models.
+        batch: number of images.
         phase: one of PHASES.
-        arch: of the GPU; None for eager PyTorch, which launches the same on each.
-        ours: our model of that name instead of timm's, optimised.
-        frozen: with folded weights that are kept.
-        depth: blocks; None for the model's own.
+        arch: the GPU's architecture; None for eager PyTorch, whose launches do not depend on it.
+        ours: use our model of that name instead of timm's optimised model.
+        frozen: keep folded weights between calls.
+        depth: number of blocks; None for the model's default.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Setting:
 
 
 def build(setting: Setting) -> nn.Module:
-    """The model of a setting, its parameters without values."""
+    """The model of a setting, with parameters that have no storage."""
     name = setting.model.removeprefix("timm:")
     options = {} if setting.depth is None else {"depth": setting.depth}
     with torch.device("meta"):
@@ -75,9 +75,9 @@ def build(setting: Setting) -> nn.Module:
 
 
 def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
-    """All operators and launches of one call, and of its backward pass in training; and the way of each branch.
+    """Operators and launches of one call (in training also of its backward pass), and the way of each branch.
 
-    Ways are "fused", "mixed" or "plain", by branch: "attention", "mlp" and the "stem"; empty for eager PyTorch.
+    The second result maps "attention", "mlp" and "stem" to "fused", "mixed" or "plain"; it is empty for eager PyTorch.
     """
     model, gpu = build(setting), nullcontext() if setting.arch is None else targeting(setting.arch)
     if setting.arch is not None and model.__class__.__module__.partition(".")[0] != "fastvit_triton":
@@ -109,13 +109,13 @@ def _traced(model: nn.Module, images: torch.Tensor, phase: str) -> Trace:
 
 @functools.lru_cache(maxsize=64)
 def _eager(setting: Setting) -> tuple[Count, Count]:
-    """Eager PyTorch, and what the rule makes of it for torch.compile."""
+    """Counts for eager PyTorch, and for torch.compile as estimated by the rule."""
     found, _ = trace(replace(setting, arch=None))
     return found.count, inductor_count(found.events)
 
 
 def figures(setting: Setting) -> dict[str, object]:
-    """Ways, launches and bytes of a model: ours, eager PyTorch's, Inductor's."""
+    """Ways, launches and bytes of a model: ours, eager PyTorch's and Inductor's."""
     found, ways = trace(setting)
     eager, inductor = _eager(replace(setting, arch=None, ours=False, frozen=False))
     counts = {"": found.count, "eager_": eager, "inductor_": inductor}
@@ -124,14 +124,14 @@ def figures(setting: Setting) -> dict[str, object]:
 
 
 def parts(setting: Setting) -> tuple[dict[str, object], dict[str, object]]:
-    """The same of one block, which is that of two blocks less that of one, and of what is not in a block."""
+    """Figures of one block (two blocks minus one), and of everything outside the blocks."""
     one, two = (figures(replace(setting, depth=depth)) for depth in (1, 2))
     block = {k: v - one[k] if isinstance(v, int) else v for k, v in two.items()}
     return block, {k: v - block[k] for k, v in one.items() if isinstance(v, int)}
 
 
 def violations(setting: Setting, block: dict[str, object], rest: dict[str, object]) -> list[str]:
-    """What a model costs above its limits, one sentence each."""
+    """Limits that a model exceeds, one sentence each."""
     found, inference = [], setting.phase == "inference"
     launches, eager_bytes = block["launches"], block["eager_bytes"]
     chosen = {block["ways"][branch] for branch in ("attention", "mlp")}
@@ -150,13 +150,13 @@ def violations(setting: Setting, block: dict[str, object], rest: dict[str, objec
             limit("bytes in a fused block", block["bytes"], 0.65 * eager_bytes)
     if inference and "mixed" in chosen and "fused" not in chosen:
         limit("launches in a mixed block", launches, 9)
-        if setting.batch >= 8:  # of one image, most bytes are weights, which every way reads
+        if setting.batch >= 8:  # for one image most bytes are weights, which every way reads
             limit("bytes in a mixed block", block["bytes"], 0.95 * eager_bytes)
     return found + list(block.get("findings", []))
 
 
 def settings() -> Iterator[Setting]:
-    """All of the table, so that those that share eager figures stand together."""
+    """All settings of the table, ordered so that those with the same eager figures are adjacent."""
     for model, batch, phase in product(MODELS, BATCHES, PHASES):
         for arch, ours in product(ARCHS, (True, False)):
             for frozen in (False, True) if phase == "inference" else (False,):
@@ -164,7 +164,7 @@ def settings() -> Iterator[Setting]:
 
 
 def table() -> list[dict[str, object]]:
-    """One row for each setting: figures of one block and of the rest, and the limits that they violate."""
+    """One row per setting: figures of one block and of the rest, and the violated limits."""
     rows = []
     for setting in settings():
         block, rest = parts(setting)
@@ -173,8 +173,8 @@ def table() -> list[dict[str, object]]:
     return rows
 
 
-def written(rows: list[dict[str, object]]) -> str:
-    """JSON with one row a line, so that a changed figure is a changed line."""
+def to_json(rows: list[dict[str, object]]) -> str:
+    """JSON with one row per line, so that a changed figure is a changed line."""
     lines = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
     note = "of one block, and of the rest; counted from shapes, not measured; inductor_* are estimated by a rule"
     return f'{{\n "command": {json.dumps(COMMAND)},\n "note": {json.dumps(note)},\n "rows": [\n{lines}\n ]\n}}\n'
@@ -183,12 +183,12 @@ def written(rows: list[dict[str, object]]) -> str:
 def main() -> None:
     """Prints the figures of one model, or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="timm:vit_base_patch16_224", help="timm:NAME, or a name of ours")
+    parser.add_argument("--model", default="timm:vit_base_patch16_224", help="timm:NAME, or NAME for our model")
     parser.add_argument("--arch", default="sm_90", choices=ARCHS)
-    parser.add_argument("--batch", type=int, default=8, help="images (default: 8)")
+    parser.add_argument("--batch", type=int, default=8, help="number of images (default: 8)")
     parser.add_argument("--phase", default="inference", choices=PHASES)
-    parser.add_argument("--depth", type=int, help="blocks (default: the model's own)")
-    parser.add_argument("--ours", action="store_true", help="our model of that name instead of timm's, optimised")
+    parser.add_argument("--depth", type=int, help="number of blocks (default: the model's)")
+    parser.add_argument("--ours", action="store_true", help="our model of that name, not timm's optimised model")
     parser.add_argument("--frozen", action="store_true", help="after fastvit_triton.freeze")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--table", action="store_true", help="all models, batches, phases and architectures")
@@ -198,7 +198,7 @@ def main() -> None:
         rows = table()
         if given.out:
             with replacing(given.out) as temporary:
-                temporary.write_text(written(rows))
+                temporary.write_text(to_json(rows))
         print(f"{len(rows)} rows, {sum(bool(row['violations']) for row in rows)} of them violate a limit")
         return
     setting = Setting(given.model, given.batch, given.phase, given.arch, given.ours, given.frozen, given.depth)

@@ -1,10 +1,10 @@
-"""The models that are measured, and their batch sizes."""
+"""The measured models and their batch sizes."""
 
 from fastvit_triton.measure.model_cases import Run, case, variant_names
 
 __all__ = ["FULL", "LATENCY", "SMALL", "TINY", "Run", "case", "variant_names"]
 
-# The most important first.
+# most important first
 FULL = (
     Run("vit_base_patch16_224", 256),
     Run("vit_base_patch16_224", 128, True),
@@ -15,7 +15,7 @@ FULL = (
     Run("vit_small_patch16_224", 128, True),
     Run("vit_huge_patch14_224", 128),
     Run("vit_base_patch16_siglip_224", 256),
-    Run("vit_base_patch16_dinov3", 256),  # timm's
+    Run("vit_base_patch16_dinov3", 256),  # timm's implementation
     Run("deit3_base_patch16_224", 256),
     Run("vit-pytorch SimpleViT-B", 256),
     Run("vit_large_patch16_224", 64, True),

@@ -1,7 +1,7 @@
-"""Kernels launched on CPU tensors as if these were a GPU's: nothing is compiled and nothing runs.
+"""Launches kernels on CPU tensors as if they were on a GPU, without compiling or running anything.
 
-All that the host does for a launch is done, by this package and by Triton, until the driver would be called. So host
-time is measured without a GPU (`benchmarks.host`), and what a launch passes to the driver is compared.
+The host does everything it does for a real launch, in this package and in Triton, up to the call of the driver. This
+measures host time without a GPU (`benchmarks.host`) and lets tests compare what launches pass to the driver.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ def ignore(*arguments: object) -> None:
 
 
 class Driver:
-    """A driver of Triton for an H200 whose memory is the CPU's.
+    """A Triton driver for an H200 whose memory is the CPU's.
 
     Attributes:
-        device: index of the current device; that of a CPU tensor is -1.
+        device: index of the current device; a CPU tensor's index is -1.
     """
 
     utils = SimpleNamespace(get_device_properties=lambda device: dict(max_shared_mem=232448, warpSize=32))
@@ -46,11 +46,11 @@ class Driver:
 
 @contextlib.contextmanager
 def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Iterator[None]:
-    """In this context the package runs its kernels on CPU tensors, and their launches call the launcher instead.
+    """In this context the package runs its kernels on CPU tensors, and each launch calls `launcher` instead.
 
     Args:
         launcher: takes what Triton's launcher takes: the grid's three sizes, stream, function, metadata, launch
-            metadata, two hooks, and the kernel's arguments. The function is a number, another for each binary.
+            metadata, two hooks, and the kernel's arguments. The function is an integer that identifies the binary.
         device: index of the current device.
     """
     numbers, kernels = itertools.count(1), []
@@ -58,8 +58,8 @@ def no_device(launcher: Callable[..., None] = ignore, device: int = -1) -> Itera
     def compile_nothing(kernel, key, signature, device, *rest):
         binary = CompiledKernel.__new__(CompiledKernel)
         binary.__dict__.update(name=kernel.__name__, function=next(numbers), packed_metadata=(4, 1, 0), module=1)
-        binary.__dict__.update(src=None, _run=launcher, _module_pid=0)  # of another process, so never unloaded
-        assert kernel.cache_key  # finds the globals that the kernel reads
+        binary.__dict__.update(src=None, _run=launcher, _module_pid=0)  # of another process: never unloaded
+        assert kernel.cache_key  # computing it records the globals that the kernel reads
         kernel.device_caches[device][0][key] = binary
         kernels.append(kernel)
         return binary

@@ -1,4 +1,4 @@
-"""The ops of a ViT as benchmark cases: ours, PyTorch's, torch.compile's, and those of other libraries."""
+"""The ops of a ViT as benchmark cases: our kernels, PyTorch, torch.compile and other libraries."""
 
 import importlib
 import math
@@ -26,7 +26,7 @@ BACKENDS = {
 
 
 def variant_names(name: str) -> tuple[str, ...]:
-    """Names of all variants of an op, those that cannot run here included."""
+    """Names of all variants of an op, including those that cannot run here."""
     more = {"attention": (*BACKENDS, "flash-attn", "xformers"), "layer_norm": ("Liger",)}
     return ("eager", "ours eager", "torch.compile", "ours compiled", "as planned", *more.get(name, ()))
 
@@ -49,8 +49,8 @@ SMALL = Shape("small", 4, 50, 96, 3, 16, 112)
 TINY = Shape("tiny", 2, 5, 32, 2, 8, 16)
 
 
-def here(device: torch.device) -> str:
-    """The backend with which our kernels run on this device, whatever the plan would choose."""
+def kernel_backend(device: torch.device) -> str:
+    """The backend that forces our kernels on this device, instead of what the plan would choose."""
     return "triton" if device.type == "cuda" else "auto"
 
 
@@ -69,7 +69,7 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         return make(new)
 
     run, reference = partial(op.run, **fixed), partial(op.reference, **fixed)
-    gpu, kernels = device.type == "cuda", here(device)
+    gpu, kernels = device.type == "cuda", kernel_backend(device)
     variants = [
         Variant("eager", None, reference),
         Variant("ours eager", None, with_backend(kernels, run)),
@@ -83,7 +83,7 @@ def case(name: str, s: Shape, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict, tuple[float, float]]:
-    """(op, function from a maker of random tensors to arguments, other arguments, (flops, bytes) of a forward pass)."""
+    """(op, function from a tensor factory to arguments, fixed arguments, (flops, bytes) of a forward pass)."""
     M, D, size, d = s.B * s.N, s.D, dtype.itemsize, s.D // s.H
     rows = (s.B, s.N, D)
 
@@ -149,7 +149,7 @@ def _libraries(name: str, s: Shape, op: Op, device: torch.device, reference: Cal
 
 
 def _imported(name: str, module: str, device: torch.device, build: Callable) -> Variant:
-    """A variant of a library that needs a GPU."""
+    """A variant that needs a library and a GPU."""
     reason = absent(module, name) or (None if device.type == "cuda" else "needs a GPU")
     if reason:
         return Variant(name, reason)

@@ -1,8 +1,8 @@
-"""Writes the tables of the README and of docs/, between markers, and pictures, from result files alone.
+"""Writes the tables of the README and of docs/, between markers, and the plots, from result files alone.
 
     python -m benchmarks.plot [--results benchmarks/results]
 
-Without a measurement a table says so, and has the predicted bound of the committed compile report, named as such.
+Where there is no measurement, a table says so and shows the predicted bound from the committed compile report.
 """
 
 import argparse
@@ -36,14 +36,14 @@ COLUMNS = {
 }
 OURS = ("ours eager", "ours compiled")
 SHOWN = "ViT-B/16"  # the model whose ops are listed
-PICTURED = "vit_base_patch16_224"  # the model whose launches are drawn
+PICTURED = "vit_base_patch16_224"  # the model whose launches are plotted
 SHOWN_GPUS = dict(h200="H200", a100="A100", rtx4090="RTX 4090")
 SHOWN_MODELS = (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
 
 
 @dataclass(frozen=True)
 class Results:
-    """Newest measured file of each part, the reports, CPU files, oldest first, and files of users."""
+    """Newest measurement of each part, compile reports, CPU files (oldest first), and users' files."""
 
     ops: dict | None
     models: dict | None
@@ -56,12 +56,12 @@ class Results:
 
 
 def load(folder: Path = RESULTS) -> Results:
-    """Reads the folder, without dry runs."""
+    """Reads the folder, ignoring dry runs."""
     newest: dict[str, dict] = {}
     cpu = []
     for path in sorted(folder.glob("*.json")):
         held = json.loads(path.read_text())
-        if isinstance(held, list):  # of releases or suites, not a measurement
+        if isinstance(held, list):  # lists of releases or suites are not measurements
             continue
         if "benchmarks.cpu" in held.get("command", "") and "packages" in held:
             cpu.append(held)
@@ -77,7 +77,7 @@ def load(folder: Path = RESULTS) -> Results:
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
-    """(case, phase) → microseconds by variant, of variants whose results matched; of one model if it is given."""
+    """(case, phase) → microseconds by variant, for variants whose results matched; optionally of one model only."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in result["rows"] if result else ():
         if row.get("us") is not None and row.get("match") and model in (None, row["model"]):
@@ -86,14 +86,14 @@ def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str]
 
 
 def origin(result: dict) -> str:
-    """A table's provenance in one line."""
+    """Provenance of a result in one line."""
     versions = ", ".join(f"{name} {v}" for name, v in result["packages"].items() if name in ("torch", "triton", "timm"))
     driver = f", driver {result['driver_version']}" if "driver_version" in result else ""
     return f"{result['gpu']}{driver}, {versions}, commit {result['commit']}, {result['date']}: `{result['command']}`."
 
 
 def models_table(results: Results) -> str:
-    """Milliseconds per batch and variant; the fastest is bold."""
+    """Table of milliseconds per batch by variant; the fastest is bold."""
     measured = times(results.models)
     if not measured:
         return _predicted("models", results.static)
@@ -114,7 +114,7 @@ def _cell(us: float | None, best: float) -> str:
 
 
 def ops_table(results: Results) -> str:
-    """Times faster than eager and than the fastest other variant, losses included."""
+    """Table of speedups over eager and over the fastest other variant, including those below 1."""
     measured = times(results.ops, SHOWN)
     if not measured:
         return _predicted("ops", results.static)
@@ -129,7 +129,7 @@ def ops_table(results: Results) -> str:
 
 
 def cpu_table(results: Results) -> str:
-    """Ratios of seconds, theirs over ours, with quartiles; none for results that do not match."""
+    """Table of time ratios (theirs over ours) with quartiles; cells whose results do not match show no ratio."""
     newest = {row["cell"]: (row, held) for held in results.cpu for row in held["rows"]}
     if not newest:
         return f"{NOT_YET}; `python -m benchmarks.cpu --out FILE` measures it."
@@ -151,7 +151,7 @@ def cpu_table(results: Results) -> str:
 
 
 def host_table(results: Results) -> str:
-    """Host time of a block over timm's, with quartiles, by way and phase."""
+    """Table of a block's host time relative to timm's, with quartiles, by way and phase."""
     if results.host is None:
         return f"{NOT_YET}; `python -m benchmarks.host --out benchmarks/results/host.json` measures it."
     found = {(row["block"], row["way"], row["phase"]): row for row in results.host["rows"]}
@@ -173,7 +173,7 @@ def _ratio(row: dict | None) -> str:
 
 
 def _predicted(what: str, static: dict | None) -> str:
-    """Says that there is no measurement, and for ops has the bounds of the compile report for an H200."""
+    """States that there is no measurement; for ops, adds the H200 bounds from the compile report."""
     if static is None:
         return f"{NOT_YET}; `python -m benchmarks.gpu --out benchmarks/results` measures it on a GPU."
     rows = [r for r in static["operations"] if r["arch"] == "sm_90" and r["dtype"] == "bfloat16"]
@@ -188,17 +188,17 @@ def _predicted(what: str, static: dict | None) -> str:
         for r in rows
         if r["case"] == SHOWN
     ]
-    source = f"Predicted from instruction counts by `{static['command']}` on {static['date']}; not one was measured."
+    source = f"Predicted from instruction counts by `{static['command']}` on {static['date']}; nothing was measured."
     return "\n".join([*lines, "", source])
 
 
 def users_table(results: Results) -> str:
-    """Measurements of users."""
+    """Table of users' measurements."""
     return community.table(results.users)
 
 
 def expected_table(results: Results) -> str:
-    """What is expected of ViT blocks, by the rule that chooses; predicted from published rates, nothing is measured."""
+    """Table of expected speedups of ViT blocks, predicted by the rule that chooses their way; nothing is measured."""
     lines = [f"| expected speed against eager, predicted | {' | '.join(SHOWN_GPUS.values())} |"]
     lines.append("|---" * (len(SHOWN_GPUS) + 1) + "|")
     for (name, C, heads), (phase, batch) in itertools.product(SHOWN_MODELS, (("inference", 64), ("training", 64))):
@@ -220,7 +220,7 @@ def expected_table(results: Results) -> str:
 
 
 def pages() -> list[Path]:
-    """Files with tables between markers."""
+    """Files that contain tables between markers."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -229,10 +229,10 @@ TABLES["expected"] = expected_table
 
 
 def fill(readme: str, results: Results) -> str:
-    """The text with each table between `<!-- measured: NAME -->` and `<!-- end -->` written anew.
+    """Replaces each table between `<!-- measured: NAME -->` and `<!-- end -->`.
 
     Raises:
-        ValueError: a marker is not closed, or names no table.
+        ValueError: a marker is not closed, or names an unknown table.
     """
     parts = readme.split("<!-- measured: ")
     for i, part in enumerate(parts[1:], 1):
@@ -246,7 +246,7 @@ def fill(readme: str, results: Results) -> str:
 
 
 def bars(results: Results, path: Path) -> bool:
-    """Draws speed-ups over eager and torch.compile by model, losses in red; False without measurements."""
+    """Plots speedups over eager and torch.compile by model, slowdowns in red; False if there are no measurements."""
     rows = []
     for (case, _), by_variant in times(results.models).items():
         ours = [by_variant[variant] for variant in OURS if variant in by_variant]
@@ -272,7 +272,7 @@ def bars(results: Results, path: Path) -> bool:
 
 
 def roofline(results: Results, path: Path) -> bool:
-    """Draws rate against arithmetic intensity of our forward ops, and the measured limits; False without both."""
+    """Plots throughput against arithmetic intensity of our forward ops, and the measured limits; False without both."""
     ceilings = {row["case"]: row for row in results.ceilings["rows"]} if results.ceilings else {}
     rows = [r for r in (results.ops or {"rows": ()})["rows"] if r.get("flops") and r.get("us") and r["arm"] in OURS]
     if not rows or "tbs" not in ceilings.get("copy", {}) or "tflops" not in ceilings.get("bf16 matmul", {}):
@@ -291,7 +291,7 @@ def roofline(results: Results, path: Path) -> bool:
 
 
 def launch_bars(results: Results, path: Path) -> bool:
-    """Draws launches of a ViT-B block by way, counted: eager, torch.compile, ours; False without the table."""
+    """Plots the counted launches of a ViT-B block by way (eager, torch.compile, ours); False if there is no table."""
     if results.launches is None:
         return False
     rows = [r for r in results.launches["rows"] if r["model"].endswith(PICTURED) and r["phase"] == "inference"]
@@ -329,7 +329,7 @@ def _saved(figure: object, path: Path) -> bool:
 
 
 def main(words: Iterable[str] | None = None) -> None:
-    """Draws the pictures and fills the README and docs/."""
+    """Draws the plots and fills the tables of the README and docs/."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Launch parameters for an architecture that is not here, predicted by compiling for it."""
+"""Predicts launch parameters for an architecture that is not present, by compiling for it."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,8 +17,8 @@ from .static import bounds, violations
 def predict_candidates(target: Target, arch: str) -> dict:
     """Compiles all candidates; the best has the smallest bound of the compile report among those without violations.
 
-    The parameters in use are the best unless another bound is 5 % lower. The result is that of `time_candidates`, with
-    "predicted_us" and "faults" in place of measured times.
+    The parameters in use stay the best unless another bound is 5 % lower. The result has the form of `time_candidates`,
+    with "predicted_us" and "faults" instead of measured times.
     """
     name, tried = compile_candidates(target, arch)
     right = [t for t in tried if not t.get("faults", ["error"])]
@@ -29,16 +29,16 @@ def predict_candidates(target: Target, arch: str) -> dict:
 
 
 def compile_candidates(target: Target, arch: str, start: int = 0, stop: int | None = None) -> tuple[str, list[dict]]:
-    """The name of the target's row; for each of its candidates "config", and "predicted_us" and "faults", or "error".
+    """Compiles candidates; returns the name of the target's row, and one dictionary per candidate.
 
-    The first are the parameters in use. Faults are those of inference and training, times those of inference or of the
-    backward pass.
+    Each has "config", and "predicted_us" and "faults", or "error". The first candidate is the parameters in use. Faults
+    cover inference and training; times cover inference, or the backward pass for its own kernels.
 
     Args:
-        target: what is tuned.
+        target: kernel and shape to tune.
         arch: architecture, such as "sm_90".
-        start: number of the first candidate to compile.
-        stop: number of the one after the last.
+        start: index of the first candidate to compile.
+        stop: index after the last one.
     """
     op, arguments = arguments_of(target, torch.bfloat16, torch.device("cpu"))
     phases = ("backward",) if target.backward else ("inference", "forward")
@@ -65,9 +65,9 @@ def compile_candidates(target: Target, arch: str, start: int = 0, stop: int | No
 
 
 def _uses(launch: Launch, row: str) -> bool:
-    """True if the row has the launch parameters of this launch's kernel."""
+    """True if this launch's kernel takes its launch parameters from the row."""
     file, kernel = row.split(".")[:2]
-    if row.startswith("attention.bwd."):  # it decides between one kernel and two
+    if row.startswith("attention.bwd."):  # this row chooses between one kernel and two
         return launch.name in ("attention._bwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_dkdv_kernel")
     if row.startswith("mlp.fwd."):
         return launch.name in ("mlp._fwd_kernel", "linear._fwd_kernel", "layer_norm._stats_kernel")

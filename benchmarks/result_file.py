@@ -1,4 +1,4 @@
-"""Result files: measurements with their provenance, and the names of those that there was no time for."""
+"""Result files: measurements with their provenance, and the names of measurements that were not reached in time."""
 
 import contextlib
 import datetime
@@ -19,17 +19,17 @@ ROOT = Path(__file__).parents[1]
 
 
 class DeviceLost(BaseException):
-    """The device is lost to this process."""
+    """The process can no longer use the device."""
 
 
 class ResultFile:
     """One result file, which is rewritten after every row.
 
     Args:
-        name: of the part of the script.
-        folder: of the file.
-        deadline: no row is begun after it, and a row that has begun is interrupted.
-        dry: the file is that of a dry run.
+        name: name of the part of the script.
+        folder: folder of the file.
+        deadline: no row starts after it, and a running row is interrupted by it.
+        dry: mark the file as a dry run's.
         show: called with a line for each row.
         resume: keep the rows of the file if it exists, and do not measure them again.
     """
@@ -79,13 +79,13 @@ class ResultFile:
 
     @contextlib.contextmanager
     def row(self, name: str, **facts: object) -> Iterator[bool]:
-        """Context of the measurement of one row, or of several; an exception in it becomes a row with "error".
+        """Context that measures one or more rows; an exception inside becomes a row with "error".
 
         Yields:
-            False if the row is known already or there is no time for it.
+            False if the row is already in the file or there is no time left for it.
 
         Raises:
-            DeviceLost: after a row with an error.
+            DeviceLost: the device was lost; a row with "error" is added first.
         """
         if name in self.done:
             yield False

@@ -1,7 +1,7 @@
-"""Figures of a compiled kernel, read from its binary without a GPU.
+"""Properties of a compiled kernel, read from its binary without a GPU.
 
-NVIDIA binaries are disassembled by the `cuobjdump` that Triton ships; AMD's assembly carries its own numbers. Spilled
-bytes are counted in the binary itself, because running ptxas again by hand uses other flags than Triton did.
+NVIDIA binaries are disassembled by the `cuobjdump` that Triton ships; AMD's assembly states the figures itself. Spilled
+bytes are counted in the binary, because running ptxas again by hand would not use Triton's flags.
 """
 
 import math
@@ -15,15 +15,15 @@ from pathlib import Path
 import triton
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-# bytes a cycle from L2 into a unit: 7.8 TB/s on an H200, which explain the 629 TF/s published for Gluon's matmul with
-# tiles of 128 × 256 (fp16, K = 8192, H100); the same number stands for all GPUs, of which no other has been looked at
+# L2-to-unit bandwidth in bytes per cycle: 7.8 TB/s on an H200, which explains the 629 TFLOP/s published for Gluon's
+# matmul with 128 × 256 tiles (fp16, K = 8192, H100); used for all GPUs, although no other GPU was checked
 FILL = 7800 / 132 / 1.755
 MATRIX = re.compile(r"HGMMA|QGMMA|HMMA|QMMA|OMMA|UTC\w*MMA")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of an architecture. Rates are peaks from data sheets (dense, 16-bit); those of the H200 were measured.
+    """One GPU of an architecture. Rates are data-sheet peaks (dense, 16-bit); those of the H200 were measured.
 
     Attributes:
         name: product name.
@@ -31,10 +31,10 @@ class Gpu:
         ghz: clock of one unit.
         tflops: 16-bit matrix product, TFLOP/s.
         gbs: memory bandwidth, GB/s.
-        block_kb: shared memory one block may have, KiB.
-        unit_kb: shared memory of one unit, KiB.
-        warps: resident on one unit.
-        blocks: resident on one unit.
+        block_kb: largest shared memory of a block, KiB.
+        unit_kb: shared memory of a unit, KiB.
+        warps: largest number of resident warps per unit.
+        blocks: largest number of resident blocks per unit.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Gpu:
 
     @property
     def fill_gbs(self) -> float:
-        """GB/s from L2 into all units."""
+        """Bandwidth from L2 into all units, GB/s."""
         return FILL * self.units * self.ghz
 
 
@@ -76,12 +76,12 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Pipes:
-    """Cost of a sequence of instructions for one block on one unit.
+    """Cost of an instruction sequence for one block on one unit.
 
     Attributes:
-        flops: of matrix instructions.
+        flops: flops of matrix instructions.
         exp: cycles of the exp2 unit.
-        issue: cycles of the schedulers.
+        issue: issue cycles of the schedulers.
         shared: cycles of shared memory.
         fill: bytes loaded from L2.
     """
@@ -99,7 +99,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Binary:
-    """Figures of a compiled kernel: `loop` is one pass of its main loops, `once` all else; both are empty for AMD."""
+    """Figures of a compiled kernel: `loop` is one pass of its main loops, `once` the rest; both are empty for AMD."""
 
     registers: int
     spill_bytes: int
@@ -115,7 +115,7 @@ class Binary:
 
 
 def read(kernel: "triton.compiler.CompiledKernel") -> Binary:
-    """The figures of one compiled kernel."""
+    """The properties of one compiled kernel."""
     return _read_amd(kernel) if "amdgcn" in kernel.asm else _read_nvidia(kernel)
 
 
@@ -151,7 +151,7 @@ def _read_amd(kernel) -> Binary:
     def count(pattern: str) -> int:
         return len(re.findall(pattern, text))
 
-    registers, gpu = number("vgpr_count"), GPUS["gfx942"]  # vector and accumulation registers share 512 a lane
+    registers, gpu = number("vgpr_count"), GPUS["gfx942"]  # vector and accumulation registers share 512 per lane
     by_registers = min(8, 512 // max(math.ceil(registers / 8) * 8, 1)) * 4 // meta.num_warps
     by_memory = gpu.unit_kb * 1024 // max(meta.shared, 1)
     wide = count(r"(?:global|buffer)_(?:load|store)_dwordx4")
@@ -188,24 +188,24 @@ def _instructions(text: str) -> list[Instruction]:
 
 
 def _bytes(code: str) -> int:
-    """Bytes one lane moves, from an opcode's width suffix."""
+    """Bytes that one lane moves, from the width suffix of an opcode."""
     widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
     return next((widths[gpu] for gpu in code.split(".")[1:] if gpu in widths), 4)
 
 
 def _resident(registers: int, warps: int, shared: int, gpu: Gpu) -> int:
-    """Blocks that fit on one unit: it has 4 × 16,384 registers, allocated in 256s to a warp; a block reserves 1 KiB."""
+    """Blocks that fit on a unit: 4 × 16,384 registers, given to warps in units of 256; each block reserves 1 KiB."""
     quarter = 16384 // (math.ceil(registers * 32 / 256) * 256)
     return min(quarter * 4 // warps, gpu.unit_kb * 1024 // (shared + 1024), gpu.warps // warps, gpu.blocks)
 
 
 def _pipes(code: list[Instruction], warps: int) -> Pipes:
-    """Bounds for one pass over `code`; a unit has 4 schedulers, 16 exp2 lanes, 128 B/cycle of shared memory."""
+    """Cycles of one pass over `code`; a unit has 4 schedulers, 16 exp2 lanes and 128 B/cycle of shared memory."""
     flops = exp = shared = fill = 0.0
     for i in code:
         if m := re.match(r"[HQ]GMMA\.64x(\d+)x(\d+)", i.code):
             n, k = int(m[1]), int(m[2])
-            flops += 64 * n * k * 2 * warps / 4  # one per four warps
+            flops += 64 * n * k * 2 * warps / 4  # one instruction per four warps
             from_registers = re.match(r"R\d+, R\d+", i.operands)
             shared += (n * 32 + (0 if from_registers else 64 * 32)) * warps / 4
         elif m := re.match(r"HMMA\.(16816|1688)", i.code):
@@ -223,7 +223,7 @@ def _pipes(code: list[Instruction], warps: int) -> Pipes:
 
 
 def _mix(code: list[Instruction]) -> dict[str, int]:
-    """Instructions by kind."""
+    """Number of instructions by kind."""
     kinds = dict(mma=MATRIX.pattern, mufu="MUFU", ffma="FFMA", fmul="FMUL", fadd="FADD", fmnmx="FMNMX", sel="F?SEL")
     kinds |= dict(convert="F2F", shuffle="SHFL", copy="LDGSTS|UTMALDG", load="LDG(?!STS)", ldsm="LDSM", barrier="BAR")
     found = {name: sum(bool(re.match(p, i.code)) for i in code) for name, p in kinds.items()}
@@ -252,9 +252,9 @@ def _blocks(code: list[Instruction]) -> tuple[list[range], list[list[int]]]:
 
 
 def _main_loops(code: list[Instruction]) -> set[int]:
-    """Instructions of the innermost natural loops that do matrix work; where none does, of the longest loop.
+    """Instructions of the innermost natural loops that contain matrix instructions; without any, of the longest loop.
 
-    Loops are found by dominators, because retry blocks of barrier waits, which lie behind EXIT, also jump back.
+    Loops are found by dominators, because the retry blocks of barrier waits, placed after EXIT, also jump back.
     """
     blocks, after = _blocks(code)
     before: list[list[int]] = [[] for _ in blocks]
@@ -284,5 +284,5 @@ def _main_loops(code: list[Instruction]) -> set[int]:
         return set.union(*inner)
     if any(MATRIX.match(i.code) for i in code):
         return set()
-    bodies = [body for body in bodies if len(body) > 4]  # each kernel ends in an empty endless loop
+    bodies = [body for body in bodies if len(body) > 4]  # every kernel ends in an empty infinite loop
     return max(bodies, key=len, default=set())

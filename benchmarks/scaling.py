@@ -1,17 +1,18 @@
 """Predicted cost of training on 8 and on 64 H200s: `python -m benchmarks.scaling`. Nothing here is measured.
 
-A step computes 3 F B operations on each GPU (forward F, backward 2 F; B images per GPU) at a stated share of the peak,
-and sends over the slowest link, per GPU and one way (Thakur et al., Optimization of collective communication operations
-in MPICH, 2005: a ring sends (P − 1)/P of a tensor for all-gather and for reduce-scatter, twice that for all-reduce):
+A step computes 3 F B operations on each GPU (forward F, backward 2 F; B images per GPU) at an assumed fraction of peak,
+and sends over the slowest link, per GPU and direction (Thakur et al., Optimization of Collective Communication
+Operations in MPICH, 2005: a ring sends (P − 1)/P of a tensor for all-gather and for reduce-scatter, twice that for
+all-reduce):
 
     DDP     all-reduce of float32 gradients             2 · 4 n · (P − 1)/P            n parameters
     FSDP2   all-gather of bfloat16 weights, twice       2 · 2 n · (P − 1)/P
             reduce-scatter of float32 gradients           + 4 n · (P − 1)/P
-    TP      four all-reduces a block, of B T images     4 L · 2 · 2 B T N D · (T − 1)/T   T GPUs, Shoeybi et al.,
+    TP      four all-reduces per block, of B T images   4 L · 2 · 2 B T N D · (T − 1)/T   T GPUs, Shoeybi et al.,
             and DDP of n/T between the groups                                         arXiv:1909.08053, section 3
 
-DDP's communication overlaps with the backward pass, except for the last bucket, and FSDP2's with both passes, except
-for the first gather and the last scatter, of one block each. TP's does not overlap: the next product depends on it.
+DDP's communication overlaps with the backward pass, except for the last bucket. FSDP2's overlaps with both passes,
+except for the first gather and the last scatter, of one block each. TP's does not: the next product depends on it.
 """
 
 import argparse
@@ -24,17 +25,17 @@ import torch
 from fastvit_triton import create_model
 from fastvit_triton.explain.costs import image_cost
 
-PEAK = 989e12  # dense bfloat16, operations a second: NVIDIA H200 datasheet, 1,979 with sparsity
-MFU = 0.40  # assumed share of it
-MEMORY = 141e9  # bytes, the same datasheet
-NVLINK = 450e9  # bytes a second one way: NVLink 4, 900 GB/s both ways together, the same datasheet
-FABRIC = 50e9  # bytes a second one way: one 400 Gb/s adapter a GPU, as in a DGX H200
-REACHED = 0.80  # assumed share of a link's rate
+PEAK = 989e12  # dense bfloat16, operations per second: NVIDIA H200 data sheet (1,979 with sparsity)
+MFU = 0.40  # assumed fraction of the peak
+MEMORY = 141e9  # bytes, same data sheet
+NVLINK = 450e9  # bytes per second in one direction: NVLink 4, 900 GB/s in both directions, same data sheet
+FABRIC = 50e9  # bytes per second in one direction: one 400 Gb/s adapter per GPU, as in a DGX H200
+REACHED = 0.80  # assumed fraction of a link's bandwidth
 NODE = 8
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's bucket_cap_mb
-STATE = 16  # bytes a parameter: weight, gradient and AdamW's two, float32
+STATE = 16  # bytes per parameter: weight, gradient and AdamW's two moments, in float32
 
-# model → images a GPU
+# model → images per GPU
 MODELS = {
     "vit_base_patch16_224": 256,
     "vit_large_patch16_224": 128,
@@ -47,32 +48,33 @@ ENGINES = ("DDP", "FSDP2", "TP")
 
 PAGE = f"""# Scaling plan
 
-**Planned and predicted**: no run on more than one GPU was made. Written by `python -m benchmarks.scaling` from shapes;
-its docstring has the formulas and their sources.
+**Planned and predicted**: no run on more than one GPU was made. Computed from shapes by `python -m benchmarks.scaling`,
+whose docstring has the formulas and their sources.
 
-- Arithmetic at {MFU:.0%} of {PEAK / 1e12:.0f} TFLOP/s dense bfloat16 (NVIDIA H200 datasheet; the share is assumed).
-- NVLink 4 in a node of 8: {NVLINK / 1e9:.0f} GB/s one way (900 both ways, the same datasheet). Between nodes: one
-  400 Gb/s adapter a GPU, {FABRIC / 1e9:.0f} GB/s one way. {REACHED:.0%} of either is reached (assumed). DDP and FSDP2
-  run a ring over each of a node's {NODE} adapters, {FABRIC * NODE / 1e9:.0f} GB/s together; TP's groups have one each.
+- Arithmetic at {MFU:.0%} of {PEAK / 1e12:.0f} TFLOP/s dense bfloat16 (NVIDIA H200 data sheet; the fraction is assumed).
+- NVLink 4 in a node of 8: {NVLINK / 1e9:.0f} GB/s per direction (900 in both, same data sheet). Between nodes:
+  one 400 Gb/s adapter per GPU, {FABRIC / 1e9:.0f} GB/s per direction. Links reach {REACHED:.0%} of either (assumed).
+  DDP and FSDP2 run a ring over each of a node's {NODE} adapters, {FABRIC * NODE / 1e9:.0f} GB/s in total; a TP group
+  uses one.
 - Efficiency is arithmetic / step. Communication of DDP overlaps with the backward pass, that of FSDP2 with both
-  passes, that of TP with none. With fewer images a GPU than in the last column it does not overlap completely.
-- Latency, stragglers and reading images are not counted, so the efficiency of small models is overestimated.
-- TP is as wide as the largest common divisor of heads and 8 (ViT-B: 4), with DDP between its groups.
+  passes, that of TP with neither. With fewer images per GPU than in the last column, the overlap is incomplete.
+- Latency, stragglers and image loading are not counted, so the efficiency of small models is overestimated.
+- A TP group has as many GPUs as the greatest common divisor of heads and 8 (ViT-B: 4), with DDP between groups.
 
-| model | n, M | F, GFLOP | images a GPU | GPUs | engine | weights and optimiser a GPU, GB | \
-sent a GPU and step, GB | arithmetic, ms | sending, ms | step, ms | images a second | efficiency | hidden from, images |
+| model | n, M | F, GFLOP | images per GPU | GPUs | engine | weights and optimiser per GPU, GB | \
+sent per GPU and step, GB | arithmetic, ms | sending, ms | step, ms | images/s | efficiency | hidden from, images |
 | --- | --: | --: | --: | --: | --- | --: | --: | --: | --: | --: | --: | --: | --: |
 {{rows}}
 
-What follows from it: all five fit one H200 ({MEMORY / 1e9:.0f} GB) with DDP as far as weights and optimiser go, and
-DDP and FSDP2 send the same bytes (8 a parameter), so FSDP2 buys memory, not speed, and TP only costs at these sizes.
-`fastvit-triton train --parallel ddp` is the plan; `fsdp` where it runs out of memory.
+Conclusions: the weights and optimiser states of all five models fit on one H200 ({MEMORY / 1e9:.0f} GB) with DDP. DDP
+and FSDP2 send the same number of bytes (8 per parameter), so FSDP2 saves memory, not time, and TP only adds cost at
+these sizes. The plan is `fastvit-triton train --parallel ddp`, and `fsdp` where memory runs out.
 """
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model: n parameters, F operations an image, tokens, width, depth, heads."""
+    """Sizes of a model: n parameters, F operations per image, tokens, width, depth, heads."""
 
     name: str
     parameters: int
@@ -85,10 +87,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """A predicted step of so many GPUs, in groups of `width` for TP.
+    """Predicted training step on a number of GPUs; for TP, in groups of `width`.
 
-    `sent` and `state` are bytes: communication of a GPU, and its weights and optimiser state. `compute`, `sending` and
-    `exposed`, the communication that does not overlap, are seconds. Below `hidden_from` images a GPU more is exposed.
+    `sent` and `state` are bytes per GPU: communication, and weights with optimiser state. `compute`, `sending` and
+    `exposed` (communication that does not overlap) are seconds. Below `hidden_from` images per GPU, more is exposed.
     """
 
     gpus: int
@@ -128,16 +130,16 @@ def shape(name: str) -> Shape:
 
 
 def predict(model: Shape, images: int, gpus: int, engine: str) -> StepEstimate:
-    """One training step.
+    """Predicts one training step.
 
     Args:
         model: from `shape`.
-        images: a GPU.
-        gpus: 8 in one node, or nodes of 8.
-        engine: "DDP", "FSDP2" or "TP", which is as wide as the heads allow in a node, with DDP around it.
+        images: images per GPU.
+        gpus: 8, in one node, or a multiple of 8, in nodes of 8.
+        engine: "DDP", "FSDP2" or "TP", which splits the heads within a node, with DDP between its groups.
     """
     compute = 3 * model.flops * images / (MFU * PEAK)
-    rate = REACHED * (NVLINK if gpus <= NODE else min(NVLINK, FABRIC * NODE))  # a ring for each adapter of a node
+    rate = REACHED * (NVLINK if gpus <= NODE else min(NVLINK, FABRIC * NODE))  # one ring per adapter of a node
     ring, weights, width, state = (gpus - 1) / gpus, model.parameters, 1, STATE * model.parameters
     if engine == "DDP":
         sent = 2 * 4 * weights * ring

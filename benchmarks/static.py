@@ -1,18 +1,18 @@
-"""The compile report: all launches of the public functions, compiled for GPUs that need not be here.
+"""The compile report: every launch of the public functions, compiled for GPUs that need not be present.
 
     python -m benchmarks.static --out DIR [--arch sm_80,sm_90] [--quick] [--all] [--report-only]
 
 Writes DIR/static.json and DIR/static.md: registers, spills, shared memory, occupancy, instructions, and two times,
-*predicted* from counts, not measured, without latency. The bound (predicted_us), by which tiles are chosen, is that of
-the busiest pipe. What is expected (expected_us) corrects it twice, as published measurements ask: in attention tensor
-and exp pipes take turns, and what L2 delivers has a rate (sass.FILL).
+*predicted* from counts, not measured, without latency. The bound (predicted_us), which the choice of tiles uses, is the
+time of the busiest pipe. The expected time (expected_us) makes two corrections based on published measurements: in
+attention the tensor and exp pipes alternate, and L2 has a limited bandwidth (sass.FILL).
 Exits with 1 if a kernel spills, does not fit the GPU, or computes products without its matrix instructions.
 
-Only what changed is compiled: a launch whose key (see fingerprint.py) stands in DIR/static.json keeps the figures of
-that row if the report was made by the same Triton and ptxas, for the same figures of the GPU, and the row has no
-violation. Kept are the figures of the binary and what was computed from its instructions (fill_bytes, predicted_us,
-bound, bounds_us), which cannot be computed again because only one loop pass is stored; the others are computed each
-time. After a change of these computations or of sass.py, --all compiles everything anew.
+Only changed launches are compiled: a launch whose key (see fingerprint.py) is in DIR/static.json keeps the figures of
+that row if the report was made with the same Triton and ptxas and the same figures of the GPU, and the row has no
+violation. The figures of the binary are kept, and what was computed from its instructions (fill_bytes, predicted_us,
+bound, bounds_us), which cannot be recomputed because only one loop pass is stored; the rest is recomputed every time.
+After a change of these computations or of sass.py, --all recompiles everything.
 """
 
 import argparse
@@ -46,7 +46,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def violations(launch: Launch, binary: Binary, arch: str, ttir: str) -> list[str]:
-    """Violations of a binary, one sentence each: see the head of this file."""
+    """Violations of a binary, one sentence each; the module docstring lists them."""
     found, gpu = [], GPUS[arch]
     if binary.spill_bytes:
         found.append(f"{binary.spill_bytes} bytes spilled")
@@ -69,22 +69,22 @@ def _warpgroup(binary: Binary) -> bool:
     return any(name.startswith("HGMMA") for name in binary.mma)
 
 
-def spent(launch: Launch, binary: Binary) -> tuple[Pipes, Pipes]:
-    """Cost of one program in its main loops, and outside them."""
+def program_cost(launch: Launch, binary: Binary) -> tuple[Pipes, Pipes]:
+    """Cost of one program, inside and outside its main loops."""
     todo, looped = work(launch), binary.loop.flops
     passes = (todo.padded - binary.once.flops) / looped if looped else todo.passes
     loop = Pipes().plus(binary.loop, max(passes, 0.0))
-    if binary.mma and not loop.flops + binary.once.flops:  # instructions whose names do not have their size
+    if binary.mma and not loop.flops + binary.once.flops:  # instructions whose names do not state their size
         loop = replace(loop, flops=todo.padded)
     return loop, binary.once
 
 
 def bounds(launch: Launch, binary: Binary, gpu: Gpu) -> dict[str, float]:
-    """Least microseconds of each pipe, and "together", those of the busiest.
+    """Lower bound of each pipe in microseconds, and "together", that of the busiest pipe.
 
-    With one block on a unit, its prologue and epilogue do not overlap with other blocks and are added.
+    With one block per unit, its prologue and epilogue do not overlap with other blocks and are added.
     """
-    phases = [_pipe_us(p, launch, gpu) for p in spent(launch, binary)]
+    phases = [_pipe_us(p, launch, gpu) for p in program_cost(launch, binary)]
     total = {name: phases[0][name] + phases[1][name] for name in phases[0]}
     total["memory"] = launch.nbytes / gpu.gbs / 1e3
     alone = sum(max(p.values()) for p in phases) if binary.ctas_per_sm == 1 else 0.0
@@ -92,7 +92,7 @@ def bounds(launch: Launch, binary: Binary, gpu: Gpu) -> dict[str, float]:
 
 
 def expected(kernel: str, needed: dict[str, float], fill_bytes: float, gpu: Gpu) -> float:
-    """Microseconds that are expected: the header's, from `bounds` and the bytes that all programs load from L2."""
+    """Expected microseconds (see the module docstring), from `bounds` and the bytes that all programs load from L2."""
     in_turn = needed["tensor"] + needed["exp"] if kernel.startswith("attention.") else 0.0
     return max(*needed.values(), in_turn, fill_bytes / gpu.fill_gbs / 1e3)
 
@@ -105,10 +105,10 @@ def _pipe_us(pipes: Pipes, launch: Launch, gpu: Gpu) -> dict[str, float]:
 
 
 def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
-    """Lower bound of the operation in microseconds: its flops at the GPU's rate, or each byte moved once.
+    """Lower bound of the operation in microseconds: its flops at the GPU's peak, or one transfer of each byte.
 
-    Attention pads queries to 64 and keys to 16. Its backward pass, whose floor is that of the dq kernel, reads and
-    writes all eight tensors once. The floor of row statistics and folded weights, which are overhead, is 0.
+    Attention pads queries to 64 and keys to 16. Its backward pass, whose floor is listed with the dq kernel, reads and
+    writes all eight tensors once. Row statistics and folded weights are overhead, so their floor is 0.
     """
     a, name = launch.values, launch.name
     if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_kernel"):
@@ -133,7 +133,7 @@ def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
 
 
 def recorded(case: Case, arch: str) -> list[tuple[str, Launch]]:
-    """Phase and launch of all that a case launches; a forward pass that launches what inference does is left out."""
+    """(phase, launch) of a case; the forward phase is omitted if it launches the same as inference."""
     function, arguments, options = case.build()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(case.precision)
@@ -154,7 +154,7 @@ def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, known: d
         case: a call of a public function.
         archs: architectures, such as "sm_90".
         pool: threads that read binaries.
-        known: by key, the row of an earlier report, or what `_compile` returned; new kernels are added.
+        known: by key, a row of an earlier report or a result of `_compile`; newly compiled kernels are added.
     """
     rows = []
     for arch in archs:
@@ -168,7 +168,7 @@ def rows_of(case: Case, archs: Iterable[str], pool: ThreadPoolExecutor, known: d
 
 
 def _compile(launch: Launch, arch: str, pool: ThreadPoolExecutor) -> tuple[Future, str] | str:
-    """The figures of a binary, once they are read, and its Triton IR; a compile error is a finding, as a sentence."""
+    """The future figures of a binary and its Triton IR; or, if it does not compile, the error as a sentence."""
     try:
         kernel = compiled(launch, arch)
     except (TritonError, RuntimeError) as error:
@@ -189,7 +189,7 @@ def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) ->
     binary, ttir = known[0].result(), known[1]
     figures = asdict(binary)
     figures["loop"] = {name: round(count, 1) for name, count in figures["loop"].items()}
-    needed, fill = bounds(launch, binary, gpu), sum(p.fill for p in spent(launch, binary)) * launch.programs
+    needed, fill = bounds(launch, binary, gpu), sum(p.fill for p in program_cost(launch, binary)) * launch.programs
     figures.pop("once")
     likely = expected(launch.name, needed, fill, gpu)
     together = needed.pop("together")
@@ -200,7 +200,7 @@ def _row(launch: Launch, facts: dict, known: dict | tuple[Future, str] | str) ->
 
 
 def reusable(earlier: dict) -> dict[str, dict]:
-    """Rows of an earlier report by key, those that need not be compiled again: see the head of this file."""
+    """Rows of an earlier report, by key, that need not be compiled again; the module docstring states when."""
     if (earlier["triton"], earlier["ptxas"]) != (triton.__version__, ptxas_versions()):
         return {}
     same = {arch for arch, gpu in GPUS.items() if earlier["parts"].get(arch) == asdict(gpu)}
@@ -208,9 +208,9 @@ def reusable(earlier: dict) -> dict[str, dict]:
 
 
 def operations(rows: list[dict]) -> list[dict]:
-    """Bound and expected time of operations, and the ratio of the bound to their floor.
+    """Bound and expected time of each operation, and the ratio of the bound to its floor.
 
-    The backward pass of a block is left out: PyTorch computes most of its products.
+    The backward pass of a block is omitted, because PyTorch computes most of its products.
     """
     sums: dict[tuple, list[float]] = {}
     for row in rows:
@@ -226,7 +226,7 @@ def operations(rows: list[dict]) -> list[dict]:
 
 
 def report(archs: Iterable[str], quick: bool = False, known: dict[str, dict] | None = None) -> dict:
-    """Compiles and reads every launch whose row is not `known` by its key; the content of static.json."""
+    """Compiles and reads every launch whose key is not in `known`; returns the content of static.json."""
     known = dict(known or {})
     with ThreadPoolExecutor(2) as pool:
         made = cases(quick)
@@ -253,7 +253,7 @@ def ptxas_versions() -> dict[str, str]:
     return found
 
 
-def written(result: dict) -> str:
+def to_json(result: dict) -> str:
     """JSON with one row per line, so that a changed kernel is a changed line."""
     lists = {name: result[name] for name in ("operations", "rows")}
     head = json.dumps({name: value for name, value in result.items() if name not in lists}, indent=1)
@@ -270,8 +270,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for static.json and static.md")
     parser.add_argument("--arch", default=",".join(GPUS), help="comma-separated architectures")
     parser.add_argument("--quick", action="store_true", help="ViT-B in bfloat16 only")
-    parser.add_argument("--all", action="store_true", help="compile what is unchanged since the report in --out, too")
-    parser.add_argument("--report-only", action="store_true", help="exit with 0 in spite of violations")
+    parser.add_argument("--all", action="store_true", help="also compile launches unchanged since the report in --out")
+    parser.add_argument("--report-only", action="store_true", help="exit with 0 even if there are violations")
     arguments = parser.parse_args()
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ def main() -> None:
     summary = f"{len(result['rows'])} launches, {kept} of them unchanged and not compiled, {len(found)} violations"
     console.print(summary, *found, sep="\n", markup=False)
     if arguments.out:
-        for name, text in (("static.json", written(result)), ("static.md", markdown(result))):
+        for name, text in (("static.json", to_json(result)), ("static.md", markdown(result))):
             with replacing(arguments.out / name) as temporary:
                 temporary.write_text(text)
     sys.exit(bool(found) and not arguments.report_only)

@@ -6,7 +6,7 @@ from .sass import GPUS
 
 
 def operation_table(result: dict, arch: str) -> Table:
-    """Predicted microseconds of operations on one GPU: the bound of the busiest pipe, and what is expected."""
+    """Predicted microseconds of operations on one GPU: the bound of the busiest pipe, and the expected time."""
     names = ("case", "op", "phase", "dtype", "bound µs", "expected µs", "floor µs", "bound / floor")
     table = Table(*names, title=f"{arch}, predicted")
     for row in result["operations"]:
@@ -45,9 +45,9 @@ def markdown(result: dict) -> str:
     lines = [
         "# Compile report",
         "",
-        f"Made by `{result['command']}` on {result['date']} with triton {result['triton']}. Times are **predicted**",
-        "from instruction counts; nothing here was measured. The bound is that of the busiest pipe; expected adds the",
-        "tensor and exp pipes of attention and limits what L2 delivers, as published measurements ask.",
+        f"Written by `{result['command']}` on {result['date']} with triton {result['triton']}. Times are **predicted**",
+        "from instruction counts; nothing here was measured. The bound is that of the busiest pipe. The expected time",
+        "adds up the tensor and exp pipes of attention and limits L2's bandwidth, based on published measurements.",
         "",
         "| case | op | phase | bound µs | expected µs | floor µs | bound / floor |",
         "| --- | --- | --- | --: | --: | --: | --: |",

@@ -10,7 +10,7 @@ from .conftest import DEVICE
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Arms vary fastest: a case is measured once for all of them."""
+    """Lets the variant vary fastest, so that each case is measured once for all variants."""
     full = metafunc.config.getoption("--full")
     found = [
         pytest.param(build, "training" if run.training else "forward", variant, id=f"{run.name}-{variant}")
@@ -22,5 +22,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_model(tabulate, build, phase, variant):
-    """Time, memory and match of one variant."""
+    """Reports time, memory and match of one variant."""
     tabulate(build, phase, variant, build.args[0].name)

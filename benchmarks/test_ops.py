@@ -12,7 +12,7 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Arms vary fastest: a case is measured once for all of them."""
+    """Lets the variant vary fastest, so that each case is measured once for all variants."""
     shapes = op_cases.FULL if metafunc.config.getoption("--full") else (op_cases.SMALL,)
     found = [
         pytest.param(build, phase, variant, id=f"{name}-{shape.name}-{phase}-{variant}")
@@ -26,6 +26,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_op(tabulate, build, phase, variant):
-    """Time, memory and match of one variant."""
+    """Reports time, memory and match of one variant."""
     name, shape, *_ = build.args
     tabulate(build, phase, variant, f"{name}, {shape.name}, {phase}")

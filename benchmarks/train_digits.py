@@ -1,9 +1,9 @@
 """Trains on the digits in five ways, and with the default recipe from twenty seeds.
 
-    python -m benchmarks.train_digits               every way, seed 0; about ten minutes of one core
-    python -m benchmarks.train_digits --seeds 20    the default recipe, twenty seeds; about half an hour of one core
-    python -m benchmarks.train_digits --quick       every way for eight epochs: the marks of tests/test_train_digits.py
-    python -m benchmarks.train_digits --epochs 5    shorter runs, to try it; prints, and writes nothing
+    python -m benchmarks.train_digits               every way, seed 0; about ten minutes on one core
+    python -m benchmarks.train_digits --seeds 20    the default recipe, twenty seeds; about half an hour on one core
+    python -m benchmarks.train_digits --quick       every way for eight epochs, as tests/test_train_digits.py expects
+    python -m benchmarks.train_digits --epochs 5    shorter runs, for a trial; prints, writes nothing
 
 Each run trains on the training split and evaluates the test split once, after its last epoch; no choice depends on it.
 The first three commands write results/learn.json.
@@ -36,13 +36,13 @@ from fastvit_triton.weights import load_weights
 RESULT = Path(__file__).parent / "results" / "learn.json"
 TRANSFORM = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))
 SIZE = dict(embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1)
-QUICK = 8  # epochs that a test can afford
-SHOTS = 10  # labelled images of each class, where labels are few
+QUICK = 8  # few enough for a test
+SHOTS = 10  # labelled images per class in the few-shot ways
 PRETRAIN = replace(DIGITS, loss="colours", mask_ratio=0.5, label_smoothing=0.0, mixup=0.0)
 
 
 def fit(model: nn.Module, recipe: Recipe, images: Tensor, targets: Tensor, **options: object) -> Score:
-    """Trains by the recipe on these images and evaluates the test split once."""
+    """Trains with the recipe on these images and evaluates the test split once."""
     train = TensorBatches(images, targets, TRANSFORM, recipe.batch_size, affine_augmentation(recipe))
     test = TensorBatches(*digits("test"), TRANSFORM, 128)
     data = Data("digits", tuple("0123456789"), TRANSFORM, train, test, test_once=True)
@@ -51,7 +51,7 @@ def fit(model: nn.Module, recipe: Recipe, images: Tensor, targets: Tensor, **opt
 
 
 def build(name: str, **options: object) -> nn.Module:
-    """A model of the digits' size, prepared as the default recipe has it."""
+    """A model for the digits, initialised as in the default recipe."""
     model = create_model(name, **SIZE | {"num_classes": 10} | options)
     configure_model(DIGITS, model)
     return model
@@ -73,13 +73,13 @@ def distilled_deit(epochs: int) -> dict:
 
 
 def simplevit(epochs: int) -> dict:
-    """No class token, fixed positions, mean of the tokens."""
+    """SimpleViT: no class token, fixed positions, mean over tokens."""
     model = build("simplevit_small_patch16_224")
     return {"accuracy": fit(model, replace(DIGITS, epochs=epochs), *digits("train")).accuracy}
 
 
 def masked(epochs: int) -> dict:
-    """Masked patch prediction on all training images without labels, then fine-tuning with ten labels of each class."""
+    """Masked patch prediction on all training images without labels, then fine-tuning with ten labels per class."""
     images, targets = digits("train")
     chosen = sample_per_class(targets, SHOTS)
     encoder = build("vit_digits_patch2_8")
@@ -93,9 +93,9 @@ def masked(epochs: int) -> dict:
 
 
 def ridge(epochs: int) -> dict:
-    """Ridge regression with ten labels of each class, on the patch tokens of a model that was pre-trained with masks.
+    """Ridge regression with ten labels per class, on the patch tokens of a model pre-trained by masking.
 
-    That the features are all tokens and not their mean was chosen on part of the training split.
+    Using all tokens as features, instead of their mean, was chosen on part of the training split.
     """
     images, targets = digits("train")
     encoder = build("vit_digits_patch2_8")
@@ -117,7 +117,7 @@ WAYS = {way.__name__: way for way in (vit, distilled_deit, simplevit, masked, ri
 
 
 def learn(name: str, epochs: int, seed: int = 0) -> dict:
-    """Trains in one way from one seed, on one core; returns its results and "core_seconds"."""
+    """Trains in one way from one seed, on one core; returns its results with "core_seconds"."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     began = time.process_time()
@@ -126,7 +126,7 @@ def learn(name: str, epochs: int, seed: int = 0) -> dict:
 
 
 def spread(seeds: int, epochs: int) -> dict:
-    """The default recipe from many seeds."""
+    """Trains the default recipe from several seeds and returns the distribution of its results."""
     with ProcessPoolExecutor() as pool:
         rows = list(pool.map(learn, ["vit"] * seeds, [epochs] * seeds, range(seeds)))
     reached = [row["accuracy"] for row in rows]
@@ -144,9 +144,9 @@ def spread(seeds: int, epochs: int) -> dict:
 def main() -> None:
     """Runs one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, help="the default recipe from so many seeds")
-    parser.add_argument("--epochs", type=int, help="shorter runs; nothing is written")
-    parser.add_argument("--only", choices=WAYS, help="one way; nothing is written")
+    parser.add_argument("--seeds", type=int, help="number of seeds for the default recipe")
+    parser.add_argument("--epochs", type=int, help="number of epochs of a trial run; nothing is written")
+    parser.add_argument("--only", choices=WAYS, help="run a single way; nothing is written")
     parser.add_argument("--quick", action="store_true", help="every way for eight epochs")
     args = parser.parse_args()
     epochs = QUICK if args.quick else args.epochs or DIGITS.epochs

@@ -2,10 +2,10 @@
 
     python -m benchmarks.tune [--arch sm_90] [--seconds 300] [--check] [--ways] [--adopt FILE]
 
---adopt takes a result of benchmarks.gpu, a file of `fastvit-triton tune --export`, or one that a user contributed.
-If the architecture is that of the GPU here, candidates and ways are timed on it ("measured"). Otherwise candidates are
-compiled and the bound of the compile report decides ("predicted"); ways then follow their expected time, which needs no
-table. A measured row is never replaced by a predicted one. --ways times the ways of blocks alone.
+--adopt takes a result of benchmarks.gpu, a file of `fastvit-triton tune --export`, or a contributed file.
+If the architecture is that of the local GPU, candidates and ways are timed on it ("measured"). Otherwise candidates are
+compiled, and the bound of the compile report decides ("predicted"); ways then follow their expected time, which needs
+no table. A measured row is never replaced by a predicted one. --ways times only the ways of blocks.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from fastvit_triton.measure.ways import MODELS, time_ways
 
 from .result_file import ResultFile
 
-WAYS = 60.0  # seconds that are kept for the ways of blocks
+WAYS = 60.0  # seconds reserved for the ways of blocks
 
 
 def measure_ways(
     result: ResultFile, arch: str, device: torch.device, context: Callable[[], AbstractContextManager]
 ) -> None:
-    """Times the blocks of all models in each way and adds a row for each, in inference and training."""
+    """Times the blocks of all models in each way, in inference and training, and adds a row for each."""
     tiny = dict(img_size=32, embed_dim=32, num_heads=2)
     for name, batch in MODELS[:1] if result.dry else MODELS:
         for training in (False, True):
@@ -46,7 +46,7 @@ def measure_ways(
 
 
 def run(result: ResultFile, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
-    """Times all candidates, and then blocks in each way with the best of them; `--adopt` takes the file."""
+    """Times all candidates, then blocks in each way with the best of them; `--adopt` reads the file."""
     arch = launch.architecture(device)
     for target in targets(result.dry):
         name = f"{target.row} {' '.join(f'{k}={v}' for k, v in target.shape.items())}"
@@ -63,13 +63,13 @@ def run(result: ResultFile, device: torch.device, context: Callable[[], Abstract
 
 
 def main() -> None:
-    """Tunes, prints what was found, and writes the table."""
+    """Tunes, prints the result, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = launch.architecture(torch.device("cuda", 0)) if torch.cuda.is_available() else "sm_90"
-    parser.add_argument("--arch", default=here, help="whose table is written; predicted unless it is that of this GPU")
-    parser.add_argument("--seconds", type=float, default=300.0, help="no new row is begun after this time")
-    parser.add_argument("--check", action="store_true", help="print what was found and write nothing")
-    parser.add_argument("--ways", action="store_true", help="time the ways of blocks alone")
+    parser.add_argument("--arch", default=here, help="architecture of the table; predicted unless it is this GPU's")
+    parser.add_argument("--seconds", type=float, default=300.0, help="start no new row after this time")
+    parser.add_argument("--check", action="store_true", help="print the result and write nothing")
+    parser.add_argument("--ways", action="store_true", help="time only the ways of blocks")
     parser.add_argument("--adopt", type=Path, metavar="FILE", help="take a tuning result or an exported file instead")
     arguments = parser.parse_args()
     if arguments.adopt:
@@ -81,7 +81,7 @@ def main() -> None:
     deadline, rows, here = Deadline(arguments.seconds), [], torch.cuda.is_available() and arguments.arch == here
     kernels = partial(using_backend, "triton")
     if not here:
-        from . import predict  # which needs the compile report's packages
+        from . import predict  # needs the compile report's packages
     for target in () if arguments.ways else targets():
         if deadline.over:
             break

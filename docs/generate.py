@@ -1,6 +1,6 @@
-"""A hook of mkdocs: `{{ name }}` on a page becomes the text of PAGES[name], from code and results.
+"""An mkdocs hook: replaces `{{ name }}` on a page by the text of PAGES[name], generated from code and results.
 
-Pictures of benchmarks/results are added to the site under images/.
+Images of benchmarks/results are added to the site under images/.
 """
 
 import ast
@@ -26,13 +26,13 @@ SIZES = (("ViT-Ti/16", 192, 3), ("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("V
 
 
 def _table(*rows: list[object]) -> str:
-    """A table in markdown; the first row is its head."""
+    """A markdown table whose first row is the header."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def ways() -> str:
-    """The way that is chosen by default, without a measurement, of timm's models after `optimize`."""
+    """The way that is chosen by default, without measurements, for timm's models after `optimize`."""
     rows = json.loads((RESULTS / "launches.json").read_text())["rows"]
     found = {}
     for row in rows:
@@ -46,7 +46,7 @@ def ways() -> str:
 
 
 def memory() -> str:
-    """Values that a block saves for its backward pass, a token, from the equations of kernels/cost.py."""
+    """Values that a block saves per token for its backward pass, from the equations of kernels/cost.py."""
     from fastvit_triton.kernels.cost import Branch, saved_values
 
     lines = [["model", "channels C", "plain, MiB a block", "mixed or fused, MiB a block", "saved"]]
@@ -62,7 +62,7 @@ def memory() -> str:
 
 
 def models() -> str:
-    """Every name of `create_model` with its parameters, counted on the meta device."""
+    """Every name of `create_model`, with its number of parameters counted on the meta device."""
     from fastvit_triton import create_model, list_models
 
     rows = []
@@ -75,7 +75,7 @@ def models() -> str:
 
 
 def kernels() -> str:
-    """The headers of the files of `OPS`: their mathematics."""
+    """The docstrings of the files of `OPS`, which contain their mathematics."""
     found = []
     for path in sorted((ROOT / "fastvit_triton" / "kernels").glob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def kernels() -> str:
 
 
 def api() -> str:
-    """One entry of mkdocstrings for each public name."""
+    """A mkdocstrings entry for each public name."""
     tree = ast.parse((ROOT / "fastvit_triton" / "__init__.pyi").read_text(encoding="utf-8"))
     nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
     names = sorted((a.name, node.module) for node in nodes for a in node.names)
@@ -97,7 +97,7 @@ PAGES = dict(ways=ways, memory=memory, models=models, kernels=kernels, api=api)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Fills a page in."""
+    """Fills in the placeholders of a page."""
     for name, text in PAGES.items():
         if "{{ " + name + " }}" in markdown:
             markdown = markdown.replace("{{ " + name + " }}", text())
@@ -105,7 +105,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds pictures."""
+    """Adds the images."""
     for path in RESULTS.glob("*.png"):
         files.append(File.generated(config, f"images/{path.name}", abs_src_path=str(path)))
     return files

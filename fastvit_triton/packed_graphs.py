@@ -105,7 +105,7 @@ def cuda_graph_packed(
         if not given or min(given) < 1:
             raise ValueError(f"{name} must be positive, got {given if name == 'token_budgets' else given[0]}")
     if {max_images, max_images + 1} & set(token_budgets):
-        raise ValueError(f"max_images is {max_images}, and token_budgets has it or one more; take another number")
+        raise ValueError(f"max_images is {max_images}; token_budgets must not contain it or {max_images + 1}")
     graphs.check(model, tokens)
     return GraphedPackedModel(model, example, token_budgets, max_images, max_graphs, copy)
 

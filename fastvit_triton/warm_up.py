@@ -40,7 +40,7 @@ def warmup(
         on_progress: called with the number of kernels compiled so far and the total.
 
     Raises:
-        TypeError: model is no nn.Module, or the example is of another type.
+        TypeError: model is not an nn.Module, or the example is of another type.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; give an nn.Module")

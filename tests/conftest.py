@@ -1,38 +1,38 @@
-"""What all tests share: the order of files, one thread a process, the same random numbers, and a check of what is left.
+"""Shared setup of all tests: file order, one thread per process, fixed seeds, and a check of restored global state.
 
 With workers (`-n auto --dist loadfile`) a file runs in one process, and files are handed out in order, so those that
-take longest come first. Workers share Triton's cache: its files are named by content and moved into place whole.
+take longest come first. Workers share Triton's cache safely: its files are named by content and moved into place.
 """
 
 import os
 import re
 
-# before torch is imported
+# must be set before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and workers share the cores
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads do not spin: a busy machine stays usable
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads do not spin, so the machine stays usable
 
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-import benchmarks  # noqa: F401  (before timm)
+import benchmarks  # noqa: F401  (must precede timm)
 from fastvit_triton.kernels import backend, fold, launch, op, plan
 from fastvit_triton.layers import ways
 
-# by processor time of the whole file
+# sorted by CPU time of the whole file, longest first
 LONGEST = """backend convert parallel cli static candidates export interpreter freeze replay benchmarks kernel_graphs
 explain plan models pressure tune launches convert_hooks fake_device recovery recipes train shards readme
 masked""".split()
 
 
-# For `-m fast`: file → a regular expression that the names of its fast tests match; an empty one matches all. Chosen by
-# `--durations=0`, to take a minute on two cores: files that take longer contribute the quickest proof of each concern.
+# For `-m fast`: file → a regular expression for the names of its fast tests; an empty one matches all. Chosen with
+# `--durations=0` to take a minute on two cores; slow files contribute the quickest test of each concern.
 FAST = {
     **dict.fromkeys("augment block count data equations fewshot fingerprint kernels loss mix naflex".split(), ""),
     **dict.fromkeys("community graphs house measured published ranges scaling schedule warm_up weights".split(), ""),
     "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
-    "benchmarks": r"^(?!test_dry_run|test_compiled|test_processors|test_plots)",
-    "cli": r"doctor_names|doctor_and_bad|convert_there|rejects|version|models|defaults|order_typed",
+    "benchmarks": r"^(?!test_dry_run|test_compiled|test_cpu_benchmark)",
+    "cli": r"doctor_names|convert_round_trip|rejects|version|models|defaults|order_typed",
     "convert": r"references_equal|report_|original_runs|keys|replaced|draws|masks|equal_the_original\[timm_vit\]",
     "convert_hooks": r"forwards_are_called\[|failed_optimize|see_every_call\[|fx|labels",
     "explain": r"reference|gradients|rollout|published",
@@ -51,7 +51,7 @@ FAST = {
     "plan": r"first_table|expected_time|rates|order|ieee|host|plain",
     "pressure": r"detected|mutation|relu|alignment",
     "readme": r"shows|recorded|\[0 ",
-    "replay": r"buffers|passed_the_same|guards_what|later_is_seen\[(scale|transposed)",
+    "replay": r"buffers|same_arguments|guards_saved|later_changes_take_effect\[(scale|transposed)",
     "recipes": r"lamb|operations|policy|accumulated|distillation_equals|dropped|invalid",
     "recovery": r"within|old_file|divergence|non_finite|vanishes",
     "selftest": r"wrong_op|interrupt|invalid|plan_of|modes|bits|share",
@@ -64,13 +64,13 @@ FAST = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Files are handed out as ordered below, and not by their numbers of tests."""
+    """Makes xdist hand out files in the order below instead of by their number of tests."""
     config.option.loadscopereorder = False
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+@pytest.hookimpl(tryfirst=True)  # runs before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the fast tests, and puts the longest files first; tests of a file keep their order."""
+    """Marks the fast tests, and moves the longest files to the front; tests within a file keep their order."""
     found = {item: item.path.stem.removeprefix("test_") for item in items if item.path.parent.name == "tests"}
     for item, file in found.items():
         if file in FAST and re.search(FAST[file], item.name):
@@ -85,12 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Every test draws the same numbers, alone or in the suite."""
+    """Seeds every test, so that it draws the same random numbers alone and in the suite."""
     torch.manual_seed(0)
 
 
 def state() -> dict[str, object]:
-    """Everything global that a test may change and must put back."""
+    """All global state that a test may change and must restore."""
     hooks = torch.nn.modules.module
     held = {name: dict(getattr(hooks, name)) for name in dir(hooks) if name.startswith("_global_") and "hooks" in name}
     return dict(
@@ -109,7 +109,7 @@ def state() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def restored():
-    """A test leaves the switch, hooks of every module, and Triton's launcher as it found them."""
+    """Checks that a test restores the global state."""
     before = state()
     yield
     assert state() == before
@@ -117,19 +117,19 @@ def restored():
 
 @pytest.fixture
 def switch():
-    """For tests that call `set_backend`: restores the switch."""
+    """Restores the switch after tests that call `set_backend`."""
     with backend.using_backend(None):
         yield
 
 
 @pytest.fixture
 def references():
-    """Fused forwards run on PyTorch, as FASTVIT_TRITON_BACKEND=torch asks."""
+    """Runs fused forwards on PyTorch, like FASTVIT_TRITON_BACKEND=torch."""
     with backend.using_backend("torch"):
         yield
 
 
 @pytest.fixture
 def always_folded(monkeypatch):
-    """LayerNorms are folded into products whatever the number of rows, so that small cases take that path."""
+    """Folds LayerNorms into products for any number of rows, so that small cases take that path."""
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0))

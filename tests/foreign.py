@@ -1,6 +1,6 @@
-"""Models of other packages, small, with random weights: what `optimize` is tested on.
+"""Small models of other packages with random weights, on which `optimize` is tested.
 
-A package is imported where one of its models is built: a release that lacks others of them can still be tried.
+Packages are imported when a model is built, so that a release without some of the models can still be tested.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ TIMM = dict(img_size=SIDE, patch_size=PATCH, embed_dim=24, depth=2, num_heads=2,
 TOWER = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 HF = dict(image_size=SIDE, patch_size=PATCH, **TOWER)
 DROPLESS = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-DINO_V3 = dict(num_register_tokens=2, pos_embed_rescale=None)  # without random positions in training
+DINO_V3 = dict(num_register_tokens=2, pos_embed_rescale=None)  # no random positions in training
 ROTARY = dict(use_rot_pos_emb=True, use_abs_pos_emb=False, rope_type="dinov3", rope_rotate_half=True)
 
 
@@ -112,7 +112,7 @@ TOKENS = ("torch_", "mlp_")
 
 
 def redraw(model: nn.Module) -> nn.Module:
-    """The model with every parameter drawn anew, so that no zero or one hides an error."""
+    """Sets every parameter to random values, so that no zero or one hides an error; returns the model."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() in (0, 1, 3) else parameter[0].numel() ** -0.5
@@ -122,7 +122,7 @@ def redraw(model: nn.Module) -> nn.Module:
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The model by name, its parameters drawn anew."""
+    """The named model with random parameters."""
     return redraw(MODELS[name]()).to(dtype)
 
 
@@ -145,7 +145,7 @@ def inputs(name: str, dtype: torch.dtype = torch.float64) -> Tensor | dict[str, 
 
 
 def outputs(model: nn.Module, given: Tensor | dict[str, Tensor]) -> Tensor:
-    """All that the model returns, in one vector."""
+    """All outputs of the model, in one vector."""
     if isinstance(model, nn.MultiheadAttention):
         return torch.cat(
             [

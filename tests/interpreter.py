@@ -1,10 +1,10 @@
 """`with interpreting():` runs the Triton kernels on CPU tensors in a process that also compiles them.
 
-TRITON_INTERPRET=1 decides at import and then forbids compiling; this context decides at launch. Triton's interpreter
-keeps bfloat16 as bit patterns and computes on those: casts and dot products are repaired here, and any other bfloat16
-arithmetic raises, because a kernel that needs it is wrong on purpose: values are cast to float32 right after a load.
+TRITON_INTERPRET=1 takes effect at import and then forbids compiling; this context takes effect at launch. Triton's
+interpreter stores bfloat16 as bit patterns and computes on those: casts and dot products are corrected here, and any
+other bfloat16 arithmetic raises, because our kernels must cast values to float32 right after a load.
 
-Every load and store is held to the memory of the launch's tensors: an unmasked lane outside of it raises.
+Every load and store is checked against the memory of the launch's tensors: an unmasked lane outside of it raises.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ def _interpreted(function):
 
 
 def _call(self, *arguments, **options):
-    """A device function, called by a kernel, whose launch has patched triton.language."""
+    """Calls a device function from a kernel whose launch has already patched triton.language."""
     return _interpreted(self).rewrite()(*arguments, **options)
 
 
 def _language(patch_lang):
-    """`patch_lang` for a function that sees both modules of the language: ours see the first, Triton's own the second.
+    """`patch_lang` for a function that sees both language modules: our kernels use the first, Triton's own the second.
 
     The interpreter searches the language at every launch and at every call of a device function, which takes most of
-    its time; here it is searched once in a process, and patched for as long as a launch runs.
+    its time; here it is searched once per process, and patched for the duration of a launch.
     """
 
     sees = SimpleNamespace(__globals__=dict(tl=tl, core=tl.core))
@@ -62,7 +62,7 @@ def _language(patch_lang):
 
 
 def _remembered(np_dtype):
-    """The dtype of an array by the name of its type; the interpreter's own makes a table of all types in each call."""
+    """Caches the dtype of an array by its type's name; the interpreter builds a table of all types in each call."""
 
     def remembered(kind):
         name = kind.scalar.name
@@ -74,7 +74,7 @@ def _remembered(np_dtype):
 
 
 def _indexed(original):
-    """triton 3.6's scalars are arrays of one value, which NumPy from 2.4 on takes for no index."""
+    """Makes triton 3.6's scalars, which are arrays of one value, usable as indices; NumPy 2.4 rejects them."""
 
     def patch(tensor, scope):
         original(tensor, scope)
@@ -113,7 +113,7 @@ def _refusing_reduction(original):
 
 
 def _rounding(original):
-    """float32 → bfloat16 rounds to nearest even, as a GPU does; the stock interpreter truncates."""
+    """Rounds float32 → bfloat16 to nearest even, like a GPU; the stock interpreter truncates."""
 
     def cast(self, source, target, *rest):
         if target.scalar == tl.bfloat16 and source.dtype.scalar == tl.float32:
@@ -125,18 +125,18 @@ def _rounding(original):
 
 
 def _mm(a, b, out_dtype=None):
-    """PyTorch's mm; with another result dtype, which it has on GPUs alone, accumulated and returned in that."""
+    """PyTorch's mm with `out_dtype` on the CPU (PyTorch has it only on GPUs); accumulates and returns in that dtype."""
     return torch.ops.aten.mm(a, b) if out_dtype is None else torch.ops.aten.mm(a.to(out_dtype), b.to(out_dtype))
 
 
 class Memory:
-    """The bytes that the tensors of the launch at hand cover, each from its first element to its last."""
+    """The memory of the current launch's tensors, each from its first to its last element."""
 
     def __init__(self):
         self.starts = self.ends = np.empty(0, np.uint64)
 
     def open(self, arguments):
-        """Takes the tensors among the arguments and in tuples; ranges that overlap, as views do, become one."""
+        """Registers the tensors among the arguments and in tuples; overlapping ranges, such as views, are merged."""
         given = (t for a in arguments for t in (a if isinstance(a, tuple) else (a,)))
         spans = sorted(_span(t) for t in given if isinstance(t, torch.Tensor) and t.numel())
         merged = []
@@ -148,8 +148,8 @@ class Memory:
         self.starts, self.ends = np.array(merged, np.uint64).reshape(-1, 2).T
 
     def hold(self, what, pointers, mask):
-        """Raises IndexError when an unmasked lane has an address outside, TypeError on a mask that is not of bools."""
-        if mask.data.dtype != bool:  # a block & a scalar, spread as int32, which triton 3.9's interpreter refuses
+        """Raises IndexError if an unmasked lane is out of bounds, and TypeError if the mask is not boolean."""
+        if mask.data.dtype != bool:  # block & scalar, broadcast as int32, which triton 3.9 rejects
             raise TypeError(
                 f"{what} with a mask of {mask.data.dtype}: move its limit instead, m < tl.where(scalar, M, 0)"
             )
@@ -165,7 +165,7 @@ class Memory:
 
 
 def _span(tensor):
-    """[first byte, one past the last byte) of a tensor, whatever its strides."""
+    """[first byte, one past the last byte) of a tensor with any strides."""
     start, size = tensor.data_ptr(), tensor.element_size()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
@@ -175,13 +175,13 @@ _memory = Memory()
 
 
 def _run(self, *arguments, grid, warmup=False, **options):
-    """A launch in the interpreter, with its tensors as the only memory."""
+    """Runs a launch in the interpreter, where only its tensors may be accessed."""
     _memory.open([*arguments, *options.values()])
     return _interpreted(self).run(*arguments, grid=grid, warmup=warmup, **options)
 
 
 def _launch(kernel, grid, arguments, fixed):
-    """A launch by `launch.run`."""
+    """Runs a launch made by `launch.run`."""
     _run(kernel, *arguments, grid=grid, **fixed)
 
 
@@ -203,9 +203,9 @@ def _storing(original):
 
 @contextlib.contextmanager
 def interpreting():
-    """Kernel launches and device calls go to the interpreter, and the package takes its Triton path on CPU tensors."""
+    """Runs kernels and device functions in the interpreter; the package takes its Triton path on CPU tensors."""
     builder = interpreter.InterpreterBuilder
-    # checks of 32-bit overflow are computed and, without `debug`, thrown away
+    # overflow checks are computed and, without `debug`, discarded
     unchecked = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     dot = builder.create_dot
     patches = [
@@ -231,7 +231,7 @@ def interpreting():
     for owner, name, function in patches:
         setattr(owner, name, function)
     try:
-        # exp2 overflows to infinity without a word on a GPU
+        # on a GPU exp2 overflows to infinity silently
         with using_backend("triton"), knobs.runtime.scope(), np.errstate(over="ignore"):
             knobs.runtime.interpret = True
             yield
@@ -242,7 +242,7 @@ def interpreting():
 
 @contextlib.contextmanager
 def poisoned():
-    """Fresh memory is NaN, so that reading memory that no kernel wrote shows in the results."""
+    """Fills newly allocated memory with NaN, so that reading memory that no kernel wrote shows in the results."""
     makers = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in makers:

@@ -1,8 +1,8 @@
-"""What each process of `tests/test_parallel.py` runs under torchrun: measures, asserts nothing, and writes one JSON.
+"""The job that each process of `tests/test_parallel.py` runs under torchrun: it measures and writes one JSON file.
 
     torchrun --nproc-per-node 2 tests/parallel_job.py <folder>
 
-An error of a gradient or weight is ‖got − float64‖, beside the same of one process without engines, and ‖float64‖.
+The error of a gradient or weight is listed as (‖got − float64‖, the same for one process without engines, ‖float64‖).
 """
 
 import faulthandler
@@ -41,7 +41,7 @@ CLIP = 1.0
 
 
 class Foreign(nn.Module):
-    """A model that is not ours, with blocks that `optimize` knows."""
+    """A third-party model with blocks that `optimize` recognises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def train(model: nn.Module, world: World, images: int = 10, steps: int = STEPS) -> tuple[dict, dict]:
-    """(gradients of the first step, weights after the last) by name."""
+    """(gradients of the first step, weights after the last step) by name."""
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
     dtype = next(model.parameters()).dtype
     for step in range(steps):
@@ -109,7 +109,7 @@ def train(model: nn.Module, world: World, images: int = 10, steps: int = STEPS) 
 
 @functools.cache
 def references(make, images: int) -> tuple:
-    """float64 and float32 on one process."""
+    """Results in float64 and float32 on one process."""
     steps = 1 if images == 2 else STEPS
     return train(make().double(), World(), images, steps), train(make(), World(), images, steps)
 
@@ -125,7 +125,7 @@ def errors(make, got: tuple[dict, dict], images: int) -> dict[str, list]:
 
 
 class Half(nn.Module):
-    """`ours`, computing with weights rounded to bfloat16, whose gradients are float32's: FSDP2's mixed precision."""
+    """`ours` computed with weights rounded to bfloat16 and float32 gradients, like FSDP2's mixed precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Half(nn.Module):
 
 
 def half_errors(model: nn.Module, world: World) -> dict[str, list]:
-    """As `errors`, in bfloat16."""
+    """Like `errors`, in bfloat16."""
     plain = [{name.removeprefix("inner."): t for name, t in part.items()} for part in train(Half(), World())]
     exact, _ = references(ours, 10)
     table = {}
@@ -161,7 +161,7 @@ def optimised() -> nn.Module:
 
 
 def cases(world: World) -> dict:
-    """name → (plain maker, wrapped model, images)"""
+    """name → (factory of the plain model, factory of the wrapped model, number of images)."""
     found = {
         "ddp": (ours, lambda: ddp(ours(), world), 10),
         "fsdp": (ours, lambda: fsdp(ours(), world), 10),
@@ -174,9 +174,9 @@ def cases(world: World) -> dict:
     }
     if world.world_size == 4:
         return {name: found[name] for name in ("ddp", "fsdp", "ddp, few images", "fsdp, few images")}
-    import fastvit_triton.convert.backend  # noqa: F401  (registers its name)
+    import fastvit_triton.convert.backend  # noqa: F401  (registers the backend's name)
 
-    if shutil.which("c++") or shutil.which("g++"):  # Inductor needs one
+    if shutil.which("c++") or shutil.which("g++"):  # needed by Inductor
         found["fsdp, compiled"] = small, lambda: fsdp(compiled(m := small(), find_blocks(m)), world), 10
         found["ddp, compiled"] = small, lambda: ddp(compiled(m := small(), [m]), world), 10
     return found
@@ -200,7 +200,7 @@ def fresh(wrap, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def checkpoints(folder: Path, world: World) -> dict:
-    """Two processes write; each then reads what there is, sharded and whole."""
+    """Two processes write checkpoints; every process then reads them, sharded and unsharded."""
     report = {}
     for name, wrap in {"ddp": ddp, "fsdp": fsdp}.items():
         place = folder / name
@@ -254,7 +254,7 @@ class Double(nn.Module):
 
 
 def task() -> Data:
-    """Of 21 and 13 images, the last batches have 5: no number of processes cuts them evenly."""
+    """21 training and 13 test images: the last batches have 5, which no number of processes divides evenly."""
     images, targets = batch(34)
     transform = Transform((8, 8), (0.0,), (1.0,))
     train = TensorBatches(images[:21], targets[:21], transform, 8, lambda x: x.roll(int(torch.randint(3, ())), 3))
@@ -270,9 +270,9 @@ def run(
     image_folder: Path | None = None,
     **options,
 ) -> dict[str, Tensor]:
-    """The weights after a run of two epochs, or of the one in `out` to its end, or until its fifth step.
+    """Weights after a run: a new one of two epochs, the one in `out` continued to its end, or one stopped at step five.
 
-    On noise, or on image files without mixing, since each rank would mix its own images.
+    Uses noise, or image files without mixing, because each rank would mix its own images.
     """
     recipe, data = RECIPE, task() if image_folder is None else None
     if image_folder is not None:
@@ -308,7 +308,7 @@ def keep(weights: dict, path: Path) -> None:
 
 
 def paint(root: Path) -> Path:
-    """21 noise images for training, 13 for testing, and one damaged image in each."""
+    """Writes 21 noise images for training, 13 for testing, and one damaged image in each split."""
     noise = torch.randint(256, (36, 9, 10), generator=torch.Generator().manual_seed(2)).byte().numpy()
     for i in range(36):
         place = root / ("train" if i < 22 else "val") / str(i % 10)
@@ -321,7 +321,7 @@ def paint(root: Path) -> Path:
 
 
 def runs(folder: Path, world: World) -> dict:
-    """Two processes train, and stop within an epoch; two and four go on from there. Weights stay in the folder."""
+    """Two processes train and stop within an epoch; two and four continue. Weights are saved in the folder."""
     report = {}
     if world.is_main and world.world_size == 2:
         paint(folder / "images")
@@ -349,7 +349,7 @@ def runs(folder: Path, world: World) -> dict:
 
 
 def same(state: dict, path: Path) -> bool:
-    """Weights and optimiser, number by number, are those in the file. The first process knows."""
+    """True if weights and optimiser state equal those in the file bit by bit; known on rank 0 only."""
     if not state:
         return True
     got, want = (torch.utils._pytree.tree_flatten_with_path(s)[0] for s in (state, torch.load(path)))
@@ -378,7 +378,7 @@ def main() -> None:
             report["seconds"][name] = time.perf_counter() - began
         model = fsdp(ours(), world, dtype=torch.bfloat16)
         report["errors"]["fsdp, bfloat16"] = half_errors(model, world)
-        if world.world_size == 2:  # the kernels themselves, where FSDP2 frees and gathers the weights that they read
+        if world.world_size == 2:  # also runs the kernels, because FSDP2 frees and gathers the weights that they read
             from interpreter import interpreting
 
             began = time.perf_counter()

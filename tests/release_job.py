@@ -1,4 +1,4 @@
-"""One release of timm or transformers, in a process of its own: prints what `optimize` makes of its models, as JSON."""
+"""Tests `optimize` on one release of timm or transformers in a process of its own, and prints the results as JSON."""
 
 import copy
 import inspect
@@ -12,16 +12,16 @@ from foreign import MODELS, SIDE, TIMM, inputs, outputs, redraw
 from interpreter import interpreting
 from torch import nn
 
-import benchmarks  # noqa: F401  (before timm)
+import benchmarks  # noqa: F401  (must precede timm)
 from fastvit_triton import optimize, revert
 from fastvit_triton.kernels import backend
 
-ROUNDINGS = 84  # as in test_models
+ROUNDINGS = 84  # as in test_models.py
 RATES = dict(drop_path_rate=0.2)
 
 
 def fitted(module: str, name: str, **options: object) -> nn.Module:
-    """The class with those of the options that its release takes."""
+    """An instance of the class, with only the options that this release accepts."""
     cls = getattr(import_module(f"timm.models.{module}"), name)
     known = set()
     for base in cls.__mro__:
@@ -40,7 +40,7 @@ def deit() -> nn.Module:
 SWIN = dict(img_size=32, patch_size=4, embed_dim=16, depths=(2, 1), num_heads=(2, 4), window_size=4, num_classes=5)
 PIT = dict(img_size=SIDE, patch_size=8, stride=4, base_dims=(12, 12), depth=(1, 1), heads=(2, 4), mlp_ratio=2)
 EVA = dict(qkv_fused=False, swiglu_mlp=True, scale_mlp=True, use_rot_pos_emb=True, scale_attn_inner=True)
-HF_MODELS = {n for n in MODELS if n.startswith("hf_")} - {"hf_vit_eager"}  # whose softmax is float32 in float64 too
+HF_MODELS = {n for n in MODELS if n.startswith("hf_")} - {"hf_vit_eager"}  # its softmax is float32 even in float64
 FAMILIES = {
     "timm": {
         "vit": lambda: fitted("vision_transformer", "VisionTransformer", **TIMM, **RATES),
@@ -62,7 +62,7 @@ FAMILIES = {
 
 
 def gradients(model: nn.Module, given: object) -> dict[str, torch.Tensor]:
-    """The output and every gradient, from the same random numbers each time."""
+    """The output and every gradient, with the same random numbers each time."""
     torch.manual_seed(1)
     y = outputs(model, given)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)
@@ -72,7 +72,7 @@ def gradients(model: nn.Module, given: object) -> dict[str, torch.Tensor]:
 
 
 def differs(model: nn.Module, plain: nn.Module, given: object) -> str | None:
-    """What differs between the two in float64, where the references run; None for nothing."""
+    """Names the first difference between the two models in float64, on PyTorch; None if there is none."""
     for train in (False, True):
         got, want = (gradients(m.train(train), given) for m in (model, plain))
         if got.keys() != want.keys():
@@ -86,7 +86,7 @@ def differs(model: nn.Module, plain: nn.Module, given: object) -> str | None:
 
 
 def strays(model: nn.Module, plain: nn.Module, exact: object) -> str | None:
-    """Whether the kernels' output in float32 is further from float64 than twice PyTorch's own."""
+    """Says if the kernels' float32 output is further from float64 than twice PyTorch's own error; else None."""
     given = (
         {k: v.float() if v.is_floating_point() else v for k, v in exact.items()} if isinstance(exact, dict) else None
     )
@@ -105,11 +105,11 @@ def strays(model: nn.Module, plain: nn.Module, exact: object) -> str | None:
 
 
 def tried(name: str, make) -> dict[str, object]:
-    """What became of one family, and whether its numbers stayed."""
+    """The outcome for one model family, and whether its results are unchanged."""
     torch.manual_seed(0)
     try:
         plain = redraw(make()).double()
-    except Exception as error:  # a release without this model
+    except Exception as error:  # this release lacks the model
         return {"absent": sentence(error)}
     given = inputs(f"hf_{name}")
     model = copy.deepcopy(plain)
@@ -130,12 +130,12 @@ def tried(name: str, make) -> dict[str, object]:
 
 
 def sentence(error: Exception) -> str:
-    """An error in one line, without paths of this machine."""
+    """The error as one line, without local paths."""
     return f"{type(error).__name__}: {error}".splitlines()[0].split(" (/")[0]
 
 
 def main(package: str) -> None:
-    """Prints the record of this release."""
+    """Prints the results for this release."""
     versions = {"torch": torch.__version__, "triton": metadata.version("triton"), "python": platform.python_version()}
     record = {"package": package, "version": metadata.version(package), **versions}
     try:

@@ -1,4 +1,4 @@
-"""Augmentation policies, random erasing, repeated augmentation and drop-path rates."""
+"""Tests of augmentation policies, random erasing, repeated augmentation and drop-path rates."""
 
 import random
 
@@ -26,13 +26,13 @@ def photo(mode: str = "RGB") -> Image.Image:
 
 @pytest.mark.parametrize("level", [0.0, 0.31, 0.9, 1.0])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_each_operation_is_timms(sign: int, level: float, monkeypatch: pytest.MonkeyPatch):
-    """Oracle: timm's AugmentOp of the same place in `_RAND_INCREASING_TRANSFORMS`, pixel for pixel; 1 bit at least."""
+def test_operations_equal_timms(sign: int, level: float, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: timm's AugmentOp at the same index of `_RAND_INCREASING_TRANSFORMS`, pixel for pixel; at least 1 bit."""
     monkeypatch.setattr(random, "random", lambda: 0.9 if sign < 0 else 0.1)
     for name, theirs in zip(policy.OPERATIONS, _RAND_INCREASING_TRANSFORMS, strict=True):
         assert theirs.lower().startswith(name.replace("_", "")), "the same operation"
         moved = dict(fillcolor=FILL, resample=Image.Resampling.BICUBIC)
-        if name == "posterize" and level == 1:  # timm would keep 0 bits, which Pillow refuses
+        if name == "posterize" and level == 1:  # timm would keep 0 bits, which Pillow rejects
             assert policy.OPERATIONS[name](photo(), level, sign, moved) == ImageOps.posterize(photo(), 1)
             continue
         hparams = dict(img_mean=FILL, interpolation=Image.Resampling.BICUBIC)
@@ -41,8 +41,8 @@ def test_each_operation_is_timms(sign: int, level: float, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_policies_are_their_seed(mode: str):
-    """Oracle: the same seed, the same image; size and mode are kept; probability 0 changes nothing."""
+def test_policies_are_determined_by_their_seed(mode: str):
+    """Oracle: the same seed gives the same image; size and mode are kept; probability 0 changes nothing."""
     for change in (policy.rand_augment, policy.three_augment):
         results = set()
         for seed in range(30):
@@ -54,8 +54,8 @@ def test_policies_are_their_seed(mode: str):
     assert same.tobytes() == photo(mode).tobytes()
 
 
-def test_three_augment_is_one_of_three(monkeypatch: pytest.MonkeyPatch):
-    """Oracle: Pillow's grey and solarised images, or a blur of 0.1 to 2 pixels; all come up; jitter by ±30 %."""
+def test_three_augment_applies_one_of_three_operations(monkeypatch: pytest.MonkeyPatch):
+    """Oracle: Pillow's grey and solarised images, or a blur of 0.1 to 2 pixels; each occurs; jitter by ±30 %."""
     radii, blur = [], ImageFilter.GaussianBlur
     monkeypatch.setattr(ImageFilter, "GaussianBlur", lambda radius: (radii.append(radius), blur(radius))[1])
     grey, solarised = ImageOps.grayscale(photo()).convert("RGB").tobytes(), ImageOps.solarize(photo()).tobytes()
@@ -66,14 +66,14 @@ def test_three_augment_is_one_of_three(monkeypatch: pytest.MonkeyPatch):
     others = [kind for kind in kinds if kind not in (grey, solarised)]
     assert others == [photo().filter(blur(radius)).tobytes() for radius in radii]
     assert 0.1 <= min(radii) < 0.6 and 1.5 < max(radii) <= 2
-    flat = Image.new("RGB", (8, 8), (50, 50, 50))  # grey, unsolarised and blurred it stays as it is
+    flat = Image.new("RGB", (8, 8), (50, 50, 50))  # unchanged by grey, solarise and blur
     levels = {policy.three_augment(flat, torch.Generator().manual_seed(seed)).getpixel((4, 4))[0] for seed in range(60)}
     bounds = [ImageEnhance.Brightness(flat).enhance(factor).getpixel((0, 0))[0] for factor in (0.7, 1.3)]
     assert bounds[0] <= min(levels) < 42 and 58 < max(levels) <= bounds[1]
 
 
 def test_a_transform_applies_its_policy():
-    """Oracle: a policy that paints the image black; never where no crop is drawn."""
+    """Oracle: a policy that paints the image black is applied in training and not without a random crop."""
     transform = Transform((8, 8), (0.0,) * 3, (1.0,) * 3)
     black = lambda image, generator: Image.new("RGB", image.size)  # noqa: E731
     assert transform(photo(), seed=3, policy=black).abs().sum() == 0
@@ -81,13 +81,13 @@ def test_a_transform_applies_its_policy():
 
 
 def test_random_erasing():
-    """Oracle: what changed is one box per image, of an area and aspect within the limits; the input is left alone."""
+    """Oracle: one box per image changes, with area and aspect ratio within the limits; the input is not modified."""
     images = torch.full((200, 3, 32, 24), 9.0)
     erased = random_erasing(images, probability=0.5)
     assert (images == 9).all()
     changed = (erased != 9).all(1)
     touched = changed.any((1, 2))
-    assert 70 < touched.sum() < 130  # four deviations of a fair coin are 28
+    assert 70 < touched.sum() < 130  # 28 is four standard deviations of a fair coin
     for mask in changed[touched]:
         rows, columns = mask.any(1), mask.any(0)
         h, w = int(rows.sum()), int(columns.sum())
@@ -102,7 +102,7 @@ def test_random_erasing():
 
 @pytest.mark.parametrize(("count", "world"), [(1000, 1), (1000, 4), (256, 3), (10, 1), (10, 4)])
 def test_repeated_augmentation(count: int, world: int):
-    """Oracle: timm's RepeatAugSampler, index by index, for every process and two epochs."""
+    """Oracle: timm's RepeatAugSampler, index by index, for every rank and two epochs."""
     for rank in range(world):
         ours = RepeatedAugmentation(count, 3, rank, world)
         theirs = RepeatAugSampler(range(count), num_replicas=world, rank=rank)
@@ -116,8 +116,8 @@ def test_repeated_augmentation(count: int, world: int):
         RepeatedAugmentation(0)
 
 
-def test_drop_path_is_set_block_by_block():
-    """Oracle: the model built with that rate: ours, timm's and torchvision's own modules."""
+def test_drop_path_rates_are_set_per_block():
+    """Oracle: models built with that rate: ours, timm's and torchvision's modules."""
     import torchvision
 
     model, built = (create_model("vit_digits_patch2_8", drop_path_rate=rate) for rate in (0.0, 0.3))

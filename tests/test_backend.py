@@ -1,4 +1,4 @@
-"""`torch.compile(backend="fastvit_triton")`: what it rewrites, what it leaves, and that the numbers stay."""
+"""Tests of `torch.compile(backend="fastvit_triton")`: which calls it rewrites, and that results equal eager's."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ from benchmarks.launch_recorder import recording
 from fastvit_triton import convert, create_model
 from fastvit_triton.convert import backend, rewrite
 
-pytestmark = [  # Dynamo's and Inductor's own
+pytestmark = [  # warnings of Dynamo and Inductor
     pytest.mark.filterwarnings(f"ignore:.*{words}")
     for words in ("should not be instantiated", "The .grad attribute of a Tensor", "`torch.jit", "torch.jit")
 ]
@@ -36,14 +36,14 @@ ATTENTION = ("scaled_dot_product_attention", "softmax", "multi_head_attention")
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No test sees what another one compiled."""
+    """Resets Dynamo, so that no test sees graphs of another."""
     yield
     torch._dynamo.reset()
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The CPU stands in for a GPU when graphs are rewritten; the calls then run the references."""
+    """Makes the CPU count as a GPU while graphs are rewritten; the rewritten calls run the references."""
 
     def why_not(device, dtype, head_dim=0):
         return "float64 runs on PyTorch" if dtype == torch.float64 else None
@@ -53,7 +53,7 @@ def gpu(monkeypatch):
 
 
 class Eager:
-    """A backend that rewrites as ours and runs what AOTAutograd makes of the graph node by node."""
+    """A backend that rewrites graphs like ours and runs AOTAutograd's graph node by node."""
 
     def __init__(self):
         self.graphs, self.nodes, self.rows = [], [], []
@@ -69,12 +69,12 @@ class Eager:
 
     @property
     def became(self):
-        """What candidates have become."""
+        """What each candidate was rewritten to."""
         return {row.became for row in self.rows if row.became is not None}
 
 
 def results(run, model, given):
-    """Outputs and every gradient in float64, for the same cotangent each time."""
+    """Outputs and every gradient in float64, for a fixed cotangent."""
     y = run(model, given)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
@@ -84,10 +84,10 @@ def results(run, model, given):
 
 
 def assert_within_budget(got, baseline, truth, dtype=torch.float32):
-    """Error ≤ 2 · (PyTorch's own error in this dtype + one rounding), output and every gradient.
+    """Asserts error ≤ 2 · (PyTorch's own error in this dtype + one rounding) for the output and every gradient.
 
-    Some gradients cancel (key biases have none in exact arithmetic), so a gradient's rounding is that of the model's
-    largest one.
+    Some gradients cancel (those of key biases vanish in exact arithmetic), so one rounding is relative to the model's
+    largest gradient.
     """
     largest = max((float(g.norm()) for n, g in truth.items() if n != "output"), default=0.0)
     assert got.keys() == truth.keys()
@@ -99,14 +99,14 @@ def assert_within_budget(got, baseline, truth, dtype=torch.float32):
 
 
 def cast(given, dtype):
-    """Images, or a dictionary of tensors, with floating values in this dtype."""
+    """Images, or a dictionary of tensors, with floating-point values in this dtype."""
     if isinstance(given, dict):
         return {k: cast(v, dtype) for k, v in given.items()}
     return given.to(dtype) if given.is_floating_point() else given
 
 
 def check(model, given, run=lambda model, given: model(given), dynamic=None, fullgraph=True):
-    """Compiles a float32 twin of a float64 model, holds it to its budget, and returns the stand-in compiler."""
+    """Compiles a float32 copy of a float64 model, checks it against its budget, and returns the stand-in compiler."""
     plain = copy.deepcopy(model).float()
     model.load_state_dict(cast(plain.state_dict(), torch.float64))
     single = cast(given, torch.float32)
@@ -117,14 +117,14 @@ def check(model, given, run=lambda model, given: model(given), dynamic=None, ful
     return eager
 
 
-# Candidates that are no attention of ours, by model: talking heads, a latent query.
+# Candidates that are not attention in our sense, by model: talking heads, a latent query.
 NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "hf_siglip2": 1, "torch_multihead": 1}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_equal_the_original(name, gpu):
-    """Oracle: the untouched model, every gradient; truth in float64. All of its attention must have been rewritten."""
-    whole = name not in ("timm_naflex", "hf_mae")  # they break graphs themselves
+    """Oracle: the unmodified model, every gradient; truth in float64. All of its attention must be rewritten."""
+    whole = name not in ("timm_naflex", "hf_mae")  # these models have graph breaks
     eager = check(build(name).train(), inputs(name), outputs, fullgraph=whole)
     assert {"mlp", "linear"} & eager.became or name == "torch_multihead"
     left = [row for row in eager.rows if row.type in ATTENTION and row.became is None]
@@ -136,7 +136,7 @@ def test_models_equal_the_original(name, gpu):
     ["timm_deit3", "timm_beit", "hf_dinov3", "vit_pytorch_vit", "torch_encoder_layer", "torch_encoder_layer_first"],
 )
 def test_inference_equals_the_original(name, gpu):
-    """Oracle: the untouched model in eval mode without gradients."""
+    """Oracle: the unmodified model in eval mode without gradients."""
     model, given = build(name).eval(), inputs(name)
     plain, eager = copy.deepcopy(model).float(), Eager()
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_inference_equals_the_original(name, gpu):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_timm_without_fused_attention(fused, gpu):
-    """Oracle: the same model; timm then writes softmax out by hand."""
+    """Oracle: the same model, in which timm then writes softmax out."""
     timm.layers.set_fused_attn(fused)
     try:
         eager = check(build("timm_vit").train(), inputs("timm_vit"))
@@ -159,15 +159,15 @@ def test_timm_without_fused_attention(fused, gpu):
     assert [r.type for r in eager.rows if r.became is None] == ["linear"]  # the head
 
 
-def test_our_own_models(gpu):
-    """Oracle: the model itself; its references are PyTorch's calls and are rewritten like any other's."""
+def test_our_models_are_rewritten(gpu):
+    """Oracle: the model itself; its references are PyTorch calls and are rewritten like any other model's."""
     model = create_model("vit_digits_patch2_8", depth=2, embed_dim=24, init_values=0.1).double()
     eager = check(model.train(), torch.randn(2, 1, 8, 8, dtype=torch.float64))
     assert {"patch_embed", "attention_qkv", "mlp"} <= eager.became
 
 
-def test_drop_path_is_drawn_as_before(gpu):
-    """Oracle: the original in training with the same seed."""
+def test_drop_path_draws_are_unchanged(gpu):
+    """Oracle: the original model in training mode with the same seed."""
     options = dict(img_size=32, patch_size=16, embed_dim=24, depth=3, num_heads=2, drop_path_rate=0.5, init_values=0.1)
     model = timm.models.VisionTransformer(**options).train()
     images, eager = torch.randn(8, 3, 32, 32), Eager()
@@ -180,11 +180,11 @@ def test_drop_path_is_drawn_as_before(gpu):
     got = results(partial(seeded, torch.compile(model, backend=eager, fullgraph=True)), model, images)
     assert_within_budget(got, want, want)
     scaled = [n for g in eager.graphs for n in g.graph.nodes if n.kwargs.get("sample_scale") is not None]
-    assert len(scaled) == 4  # both branches of the two blocks that drop
+    assert len(scaled) == 4  # both branches of the two blocks with drop path
 
 
 def test_checkpointed_blocks_are_rewritten(gpu):
-    """Oracle: the model itself; each block is a graph of its own."""
+    """Oracle: the model itself; each block is a separate graph."""
     model = build("timm_vit").train()
     model.set_grad_checkpointing(True)
     eager = check(model, inputs("timm_vit"))
@@ -193,7 +193,7 @@ def test_checkpointed_blocks_are_rewritten(gpu):
 
 @pytest.mark.parametrize("name, dtype", [("timm_deit3", torch.bfloat16), ("hf_vit_eager", torch.float16)])
 def test_autocast(name, dtype, gpu):
-    """Oracle: the model under the same autocast, in dtype and value; truth in float64."""
+    """Oracle: the model under the same autocast, dtypes and values; truth in float64."""
 
     def run(model, given):
         with torch.autocast("cpu", dtype, enabled=given.dtype != torch.float64):
@@ -202,7 +202,7 @@ def test_autocast(name, dtype, gpu):
     plain = build(name, torch.float32).train()
     images, eager = inputs(name, torch.float32), Eager()
 
-    def inside(model, given):  # autocast is on when the graph is captured, and no part of it
+    def inside(model, given):  # autocast is on during capture, but not part of the graph
         with torch.autocast("cpu", dtype):
             return torch.compile(outputs, backend=eager, fullgraph=True)(model, given)
 
@@ -213,8 +213,8 @@ def test_autocast(name, dtype, gpu):
     assert {"patch_embed", "linear", "mlp"} <= eager.became
 
 
-def test_subclasses_of_tensor_are_left(gpu):
-    """Oracle: eager; a quantised or sharded weight is such a tensor, and its own rules compute with it."""
+def test_tensor_subclasses_are_not_rewritten(gpu):
+    """Oracle: eager PyTorch; quantised and sharded weights are subclasses that define their own operators."""
     weight, x, eager = TwoTensor(W24, W24.clone()), torch.randn(X), Eager()
     got = torch.compile(lambda x, w: F.gelu(F.linear(norm(x), w)), backend=eager, fullgraph=True)(x, weight)
     assert not eager.became and torch.equal(got.a, F.gelu(layer(x, W24)))
@@ -249,7 +249,7 @@ FOREIGN = {
     ),
 }  # fmt: skip
 EXPECTED = {
-    "poolformer": {"layer_norm", "linear"},  # of its head
+    "poolformer": {"layer_norm", "linear"},  # of its classification head
     "convnext": {"layer_norm", "mlp"},
     "mixer": {"patch_embed", "mlp", "layer_norm"},
     "gmlp": {"patch_embed", "linear", "layer_norm"},
@@ -257,8 +257,8 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_models_that_are_no_transformers(name, gpu):
-    """Oracle: the model itself. Those of convolutions stay as they were, node for node; the others only gain."""
+def test_other_architectures_equal_the_original(name, gpu):
+    """Oracle: the model itself. Convolutional models stay unchanged, node for node; others are rewritten in part."""
     model, images = FOREIGN[name]().eval(), torch.randn(2, 3, 32, 32)
     eager, before = Eager(), []
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_models_that_are_no_transformers(name, gpu):
 
 @pytest.mark.parametrize("name", ["timm_deit3", "hf_vit_eager"])
 def test_kernels_run_forward_and_backward(name):
-    """Oracle: the untouched model, every gradient; the kernels themselves, in the interpreter."""
+    """Oracle: the unmodified model, every gradient; the kernels run in the interpreter."""
     with interpreting():
         eager = check(build(name).train(), inputs(name), outputs)
     names = ("patch_embed_fwd", "fold", "linear_fwd", "attention_fwd", "layer_norm_fwd", "layer_norm_bwd")
@@ -287,7 +287,7 @@ def test_kernels_run_forward_and_backward(name):
 
 
 def test_a_dynamic_batch_compiles_once(gpu):
-    """Oracle: graphs after the first batch and after another; mark_dynamic raises where a size is specialised."""
+    """Oracle: number of graphs after two batch sizes; mark_dynamic raises if a size is specialised."""
     model, eager, graphs = build("timm_vit", torch.float32).eval(), Eager(), 0
     compiled = torch.compile(model, backend=eager, fullgraph=True, dynamic=True)
     for batch in (3, 5):
@@ -295,13 +295,13 @@ def test_a_dynamic_batch_compiles_once(gpu):
         torch._dynamo.mark_dynamic(images, 0)
         with torch.no_grad():
             got, want = (outputs(run, images) for run in (compiled, model))
-        assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()  # as in test_kernel_graphs
+        assert (got - want).norm() <= 64 * torch.finfo(torch.float32).eps * want.norm()  # as test_kernel_graphs
         graphs = graphs or len(eager.graphs)
     assert len(eager.graphs) == graphs and {"patch_embed", "attention_qkv", "mlp"} <= eager.became
 
 
 def test_a_block_is_five_launches(always_folded):
-    """Oracle: launches of three blocks less those of two, in bf16 inference; nothing but views lies between."""
+    """Oracle: launches of three blocks minus those of two, in bfloat16 inference; only views lie between them."""
 
     def launches(depth):
         options = dict(img_size=32, patch_size=16, embed_dim=256, num_heads=2, depth=depth)
@@ -326,7 +326,7 @@ def test_a_block_is_five_launches(always_folded):
     (three, calls), (two, fewer) = launches(3), launches(2)
     read_images = [name for name in three if "fold" not in name]
     assert len(read_images) - sum("fold" not in name for name in two) == 5
-    assert len(three) - len(two) == 5 + 2  # and two that fold weights
+    assert len(three) - len(two) == 5 + 2  # two more fold weights
     assert {c for c in calls if calls.count(c) != fewer.count(c)} == {"linear", "attention_qkv", "mlp", "getitem"}
 
 
@@ -344,14 +344,14 @@ def layer(x, w):
 
 
 def written(x):
-    """LN(x), written to before the layer reads it."""
+    """LN(x), modified in place before the linear layer reads it."""
     h = norm(x)
     h.add_(1.0)
     return F.gelu(F.linear(h, W))
 
 
 def writes_source(x):
-    """What the layer reads is written to before it is added."""
+    """The layer's input is modified in place before it is added."""
     x = x + 0
     h = F.linear(x, W24)
     x.mul_(2.0)
@@ -359,7 +359,7 @@ def writes_source(x):
 
 
 def writes_scale(x):
-    """The draw is written to after it was read and before the branch ends."""
+    """The drop-path mask is modified in place after it was read, before the branch ends."""
     draw = x.new_empty(2, 1, 1).fill_(0.5)
     h = F.linear(x.detach(), W24) * draw
     draw.mul_(3.0)
@@ -367,27 +367,27 @@ def writes_scale(x):
 
 
 def wide_values(x):
-    """Scores in bfloat16, values in float32: no one kernel has both."""
+    """Scores in bfloat16 and values in float32, which no single kernel supports."""
     q = heads(x).bfloat16()
     return (q @ q.transpose(2, 3)).softmax(-1, torch.float32) @ heads(x)
 
 
 def other_mode(x):
-    """The LayerNorm learns nothing; the layer does."""
+    """The LayerNorm runs under no_grad, the linear layer does not."""
     with torch.no_grad():
         h = norm(x)
     return F.linear(h, W24) + x
 
 
 def other_autocast(x):
-    """The LayerNorm is float32, the layer is not."""
+    """The LayerNorm runs in float32, the linear layer under autocast."""
     h = norm(x)
     with torch.autocast("cpu", torch.bfloat16):
         return F.linear(h, W24) + 0.0
 
 
 def in_autocast(x):
-    """Both in the region: the kernel casts as PyTorch does."""
+    """Both linear layers run under autocast, where the kernel casts like PyTorch."""
     with torch.autocast("cpu", torch.bfloat16):
         return F.linear(F.gelu(F.linear(x, W)), W48) + x
 
@@ -398,13 +398,13 @@ def heads(x):
 
 
 def other_axes(x):
-    """Queries times keys with heads and tokens exchanged."""
+    """Queries times keys, with heads and tokens exchanged."""
     q = k = v = x[:, :4, :16].reshape(2, 4, 4, 4)
     return (q @ k.permute(0, 2, 1, 3)).softmax(-1) @ v
 
 
 def mixed(x, which):
-    """q, k and v from the thirds of one projection, in this order."""
+    """q, k and v from the thirds of one projection, in the given order."""
     parts = x.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
     return [parts[i] for i in which]
 
@@ -414,15 +414,15 @@ def merged(q, k, v):
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def by_hand(x, bias=None, dim=-1, turned=True):
+def by_hand(x, bias=None, dim=-1, with_keys=True):
     """softmax(0.3 · q kᵀ + bias) v."""
     q = k = v = heads(x)
-    scores = (0.3 * q) @ (k.transpose(2, 3) if turned else torch.ones(8, 5))
+    scores = (0.3 * q) @ (k.transpose(2, 3) if with_keys else torch.ones(8, 5))
     return (scores if bias is None else scores + bias).softmax(dim) @ v
 
 
 def windowed(x, mask, bias=None, windows=2):
-    """The same in windows, each with a mask of its own, for two images of two windows."""
+    """`by_hand` in windows, each with its own mask, for two images of two windows."""
     q = k = v = heads(torch.cat((x, 2 * x)))  # [4, 3, 5, 8]
     scores = q @ k.transpose(2, 3)
     scores = scores if bias is None else scores + bias
@@ -439,7 +439,7 @@ CASES = {
     "hidden is returned": (lambda x: ((h := F.linear(x, W)), F.linear(F.gelu(h), W48) + x), {"linear"}),
     "norm is returned": (lambda x: ((h := norm(x)), F.gelu(F.linear(h, W))), {"linear", "layer_norm"}),
     "dropout inside": (lambda x: F.linear(F.dropout(F.gelu(layer(x, W)), 0.5), W48), {"linear"}),
-    "dropout at rest": (lambda x: F.linear(F.dropout(F.gelu(layer(x, W)), 0.5, False), W48), {"mlp"}),
+    "dropout in eval mode": (lambda x: F.linear(F.dropout(F.gelu(layer(x, W)), 0.5, False), W48), {"mlp"}),
     "norm over two axes": (lambda x: F.gelu(F.linear(F.layer_norm(x, (5, 24)), W)), {"linear"}),
     "written norm": (written, {"linear", "layer_norm"}),
     "written source": (writes_source, LEFT),
@@ -453,34 +453,34 @@ CASES = {
         {"mlp", "layer_norm"},
     ),
     "quick gelu": (lambda x: (h := layer(x, W)) * torch.sigmoid(1.702 * h), {"linear"}),
-    "slow gelu": (lambda x: (h := F.linear(x, W)) * torch.sigmoid(h * 1.7), LEFT),
+    "sigmoid gelu with 1.7": (lambda x: (h := F.linear(x, W)) * torch.sigmoid(h * 1.7), LEFT),
     "swiglu": (lambda x: F.silu((h := layer(x, W).chunk(2, -1))[0]) * h[1], {"linear"}),
-    "swiglu of one half": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[0]) * h[0], LEFT),
+    "swiglu, same half twice": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[0]) * h[0], LEFT),
     "swiglu, gate last": (lambda x: F.silu((h := F.linear(x, W).chunk(2, -1))[1]) * h[0], LEFT),
     "residual broadcast": (lambda x: F.linear(x, W24) + x[:1], LEFT),
     "residual scaled": (lambda x: torch.add(x, F.linear(x, W24), alpha=2), LEFT),
     "layer_scale": (lambda x: x + W24[0] * F.linear(x, W24), {"linear"}),
-    "a scale for each token": (lambda x: x + x[..., :1] * F.linear(x, W24), LEFT),
-    "a scale that learns": (lambda x: x + x[:, :1, :1] * F.linear(x, W24), LEFT),
-    "bare": (lambda x: F.linear(x, W24), LEFT),
+    "scale per token": (lambda x: x + x[..., :1] * F.linear(x, W24), LEFT),
+    "scale with gradient": (lambda x: x + x[:, :1, :1] * F.linear(x, W24), LEFT),
+    "linear alone": (lambda x: F.linear(x, W24), LEFT),
     "causal": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, is_causal=True), LEFT),
-    "dropped attention": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, None, 0.5), LEFT),
+    "attention dropout": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, None, 0.5), LEFT),
     "mask": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK), {"attention"}),
     "mask of keys": (lambda x: F.scaled_dot_product_attention(*[heads(x)] * 3, MASK[:1] > 0), {"attention"}),
-    "mixed heads": (lambda x: merged(*mixed(x, (1, 0, 2))), {"attention"}),
-    "sorted heads": (lambda x: merged(*mixed(x, (0, 1, 2))), {"attention_qkv"}),
+    "permuted q, k, v": (lambda x: merged(*mixed(x, (1, 0, 2))), {"attention"}),
+    "ordered q, k, v": (lambda x: merged(*mixed(x, (0, 1, 2))), {"attention_qkv"}),
     "no heads": (lambda x: F.scaled_dot_product_attention(x, x, x), LEFT),
     "by hand": (by_hand, {"attention"}),
     "by hand with a mask": (lambda x: by_hand(x, MASK), {"attention"}),
-    "by hand over queries": (lambda x: by_hand(x, dim=2), LEFT),
+    "by hand, softmax over queries": (lambda x: by_hand(x, dim=2), LEFT),
     "windows": (lambda x: windowed(x, WINDOWS), {"attention"}),
     "windows with a bias": (lambda x: windowed(x, WINDOWS, MASK), {"attention"}),
-    "windows of heads": (lambda x: windowed(x, WINDOWS.expand(1, 2, 3, 5, 5)), LEFT),
+    "windows, mask per head": (lambda x: windowed(x, WINDOWS.expand(1, 2, 3, 5, 5)), LEFT),
     "one mask for all windows": (lambda x: windowed(x, WINDOWS[:, :1]), LEFT),
-    "windows of images": (lambda x: windowed(x, WINDOWS.mT.reshape(2, 1, 1, 5, 5)), LEFT),
-    "windows of keys": (lambda x: windowed(x, WINDOWS[..., :1, :]), LEFT),
-    "by hand, not of keys": (lambda x: by_hand(x, turned=False), LEFT),
-    "by hand, viewed": (lambda x: by_hand(x).view(6, 5, 8), {"attention"}),
+    "windows, mask per image": (lambda x: windowed(x, WINDOWS.mT.reshape(2, 1, 1, 5, 5)), LEFT),
+    "windows, mask of keys": (lambda x: windowed(x, WINDOWS[..., :1, :]), LEFT),
+    "by hand, scores without keys": (lambda x: by_hand(x, with_keys=False), LEFT),
+    "by hand, reshaped": (lambda x: by_hand(x).view(6, 5, 8), {"attention"}),
     "by hand, other axes": (other_axes, LEFT),
     "weights returned": (lambda x: ((p := (heads(x) @ heads(x).mT).softmax(-1)), p @ heads(x)), LEFT),
 }
@@ -488,7 +488,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_equivalent_calls_are_rewritten(case, gpu):
-    """Oracle: the function itself, value, dtype and gradient; and the set of calls that it may become."""
+    """Oracle: the function itself (value, dtype and gradient), and the set of ops that it may be rewritten to."""
     function, expected = CASES[case]
     x, eager, found = torch.randn(X), Eager(), []
     compiled = torch.compile(function, backend=eager, fullgraph=True)
@@ -503,12 +503,12 @@ def test_only_equivalent_calls_are_rewritten(case, gpu):
     half = "autocast" in case or case == "wide values"
     eps = torch.finfo(torch.bfloat16 if half else torch.float32).eps
     for got, want in zip(*found, strict=True):
-        # sums of at most a few dozen terms each, taken in another order
+        # sums of at most a few dozen terms, in another order
         assert got.dtype == want.dtype and (got - want).norm() <= 64 * eps * want.norm()
 
 
 def test_dtypes_are_kept():
-    """Oracle: the dtype in eager; the kernel would give that of the queries."""
+    """Oracle: eager PyTorch's dtype; the kernel would return that of the queries."""
     x, eager = torch.randn(X), Eager()
     with interpreting():
         got = torch.compile(wide_values, backend=eager, fullgraph=True)(x)
@@ -516,7 +516,7 @@ def test_dtypes_are_kept():
 
 
 def patches(**options):
-    """Tokens of a convolution."""
+    """Patch tokens from a convolution."""
     weight = torch.randn(6, 3 // options.get("groups", 1), 4, 4)
     return lambda x: F.conv2d(x, weight, None, **{"stride": 4, **options}).flatten(2).transpose(1, 2)
 
@@ -539,8 +539,8 @@ PREFIX, POSITIONS = torch.randn(1, 2, 6), torch.randn(1, 6, 6)
     ],
     ids="plain overlapping padded dilated grouped ragged prefix positions suffix".split(),
 )
-def test_patches(function, expected, gpu):
-    """Oracle: the function itself, and what it may become."""
+def test_patch_projections_are_rewritten(function, expected, gpu):
+    """Oracle: the function itself, and the op that it may be rewritten to."""
     x, eager = torch.randn(2, 3, 8, 8), Eager()
     torch.manual_seed(1)
     want = function(x)
@@ -550,7 +550,7 @@ def test_patches(function, expected, gpu):
 
 
 def test_cpu_graphs_are_passed_on_unchanged(monkeypatch):
-    """Oracle: the graph that goes on, node for node, and the mode and options that go with it."""
+    """Oracle: the graph that is passed on, node for node, with its mode and options."""
     seen = []
 
     class Wrapper:
@@ -573,8 +573,8 @@ def test_cpu_graphs_are_passed_on_unchanged(monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-def test_inductor_compiles_what_is_left():
-    """Oracle: eager, through the same kernels; Inductor itself compiles the rest of the graph, with gradients."""
+def test_inductor_compiles_the_rest_of_the_graph():
+    """Oracle: eager PyTorch with the same kernels; Inductor compiles the rest of the graph, with gradients."""
     fc, x = nn.Linear(8, 8), torch.randn(2, 3, 8)
 
     def function(x):
@@ -587,7 +587,7 @@ def test_inductor_compiles_what_is_left():
 
 
 def test_decisions_are_logged_and_reported(caplog):
-    """Oracle: the sentences; twelve reports of a model compile nothing that a later one could run into."""
+    """Oracle: the expected sentences; twelve reports of a model fill no compile cache."""
     model, images = build("timm_vit", torch.float32), inputs("timm_vit", torch.float32)
     small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
     for _ in range(12):
@@ -598,7 +598,7 @@ def test_decisions_are_logged_and_reported(caplog):
     assert [row.became for row in found.rows[:4]] == ["patch_embed", "linear", "linear", "attention_qkv"]
     assert str(found).endswith("18 of 19 candidates are fused.") and "head" in str(found)
     assert (found.left[0].path, found.left[0].type) == ("head", "linear")
-    assert not convert.report(model, images).fused  # on this CPU
+    assert not convert.report(model, images).fused  # the kernels cannot run on this CPU
     with caplog.at_level(logging.INFO, "fastvit_triton.convert.backend"):
         torch.compile(model, backend=partial(backend.backend, inner=lambda graph, _: graph.forward))(images)
     assert "Triton kernels need a CUDA or ROCm GPU, this is cpu" in caplog.text
@@ -623,9 +623,9 @@ assert fn is module.backend and "fastvit_triton" in torch._dynamo.list_backends(
 
 @pytest.mark.parametrize("installed, logged", [(True, False), (False, False), (False, True)])
 def test_the_backend_is_found_by_name(tmp_path, installed, logged):
-    """Oracle: Dynamo's own look-up, for an installed package with setup.py's entry point and for a source tree.
+    """Oracle: Dynamo's own lookup, for an installed package with setup.py's entry point and for a source tree.
 
-    TORCH_LOGS makes PyTorch import the package before it is there itself.
+    With TORCH_LOGS, PyTorch imports the package before torch itself is fully imported.
     """
     made = {}
     with pytest.MonkeyPatch.context() as patch:

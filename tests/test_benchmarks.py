@@ -1,4 +1,4 @@
-"""Tests of the benchmark harness: order, medians, verdicts, deadlines, files, tables. Oracle: hand-made variants."""
+"""Tests of the benchmark harness: order, medians, verdicts, deadlines, files, tables. Oracle: artificial variants."""
 
 import json
 import math
@@ -31,15 +31,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def part(tmp_path):
-    """Makes result files whose rows are not shown."""
+    """A factory of result files that print no rows."""
     return lambda seconds=60.0, **named: ResultFile("x", tmp_path, Deadline(seconds), True, lambda line: None, **named)
 
 
-@pytest.mark.filterwarnings("default")  # other libraries' own
+@pytest.mark.filterwarnings("default")  # warnings of other libraries
 def test_dry_run_executes_every_part(tmp_path):
-    """Oracle: the files. Every part leaves one, whole, with its provenance, nothing missed and no error."""
+    """Oracle: the files. Every part writes a complete one, with its provenance and without missing rows or errors."""
     words, apart = ["--out", str(tmp_path), "--dry-run", "--quiet", "--only"], ("correctness", "hardware")
-    command = [sys.executable, "-m", "benchmarks.gpu", *words, ",".join(apart)]  # beside the others, for time's sake
+    command = [sys.executable, "-m", "benchmarks.gpu", *words, ",".join(apart)]  # in a second process, to save time
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}) as other:
         gpu.main([*words, ",".join(part for part in gpu.PARTS if part not in apart)])
     paths = list(tmp_path.iterdir())
@@ -53,7 +53,7 @@ def test_dry_run_executes_every_part(tmp_path):
 
 
 def test_variants_alternate_in_both_orders():
-    """Oracle: the order of calls, recorded by the variants themselves; the untimed part comes before each."""
+    """Oracle: the order of calls, recorded by the variants; the untimed part runs before each call."""
     called = []
 
     def step(name, copy):
@@ -69,7 +69,7 @@ def test_variants_alternate_in_both_orders():
 
 
 def test_median_and_quartiles():
-    """Oracle: five numbers in order, read by eye, and a call of known length."""
+    """Oracle: the quartiles of five ordered numbers, and a call of known duration."""
     assert timing.Timing.of([5.0, 1.0, 4.0, 2.0, 3.0]) == timing.Timing(3.0, 2.0, 4.0, 5)
     assert timing.Timing.of([7.0]) == timing.Timing(7.0, 7.0, 7.0, 1)
     found, _ = timing.alternate({"nap": lambda i: lambda: time.sleep(0.002)}, CPU, Deadline(60), 0.0, (3, 3))
@@ -77,7 +77,7 @@ def test_median_and_quartiles():
 
 
 def layer():
-    """A linear layer with variants that are right, wrong in the result or in a gradient, NaN, broken and absent."""
+    """A linear layer whose variants are correct, wrong in the output or in a gradient, NaN, raising and missing."""
 
     def inputs(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -119,16 +119,16 @@ def test_wrong_variants_have_no_time():
     assert forward.rows["eager"]["speedup"] == 1.0 and forward.rows["eager"]["flops"] == 2 * 64 * 16 * 32
 
 
-def test_a_missing_output_is_no_match():
-    """Oracle: the definition; a variant that gives less than was asked, or another shape, is wrong."""
+def test_a_missing_output_does_not_match():
+    """Oracle: the definition; a variant that returns fewer outputs, or one of another shape, does not match."""
     truth = {"output 0": torch.ones(2), "output 1": torch.ones(3)}
     assert not verdict({"output 0": torch.ones(2)}, truth, truth, torch.float32).match
     assert not verdict(truth | {"output 1": torch.ones(1)}, truth, truth, torch.float32).match
     assert verdict(truth, truth, truth, torch.float32).match
 
 
-def test_a_deep_model_may_err_where_eager_was_lucky():
-    """Oracle: by hand. Eager errs by 1 % in two tensors and by luck not in the third, a variant by 1 % there too."""
+def test_error_limit_uses_all_tensors_of_a_deep_model():
+    """Oracle: by hand. Eager errs by 1 % in two of three tensors, a variant by 1 % in the third as well."""
     truth = {f"output {i}": torch.full((2,), 10.0, dtype=torch.float64) for i in range(3)}
     eager = truth | {f"output {i}": torch.full((2,), 10.1) for i in range(2)}
     variant = truth | {"output 2": torch.full((2,), 10.1)}
@@ -139,7 +139,7 @@ def test_a_deep_model_may_err_where_eager_was_lucky():
 
 
 def test_saved_bytes_count_storages_once():
-    """Oracle: x·y keeps x and y of 4 KiB each; views share a storage; what the caller holds is not counted."""
+    """Oracle: x·y saves x and y of 4 KiB each; views share a storage; tensors that the caller keeps do not count."""
     x, y = torch.randn(1024, requires_grad=True), torch.randn(1024, requires_grad=True)
     assert timing.saved_bytes(lambda: x * y, []) == 8192
     assert timing.saved_bytes(lambda: x[:512] * x[512:], []) == 4096
@@ -147,8 +147,8 @@ def test_saved_bytes_count_storages_once():
     assert timing.saved_bytes(lambda: (x * y).exp(), [x, y]) == 4096
 
 
-def test_deadlines(part):
-    """Oracle: the clock. Before it rows are done; in the middle one is interrupted; after it the rest is named."""
+def test_deadlines_interrupt_and_list_missing_rows(part):
+    """Oracle: the clock. Rows before the deadline finish, one is interrupted, and later ones are listed as missing."""
     made, start = part(0.3), time.monotonic()
     with made.row("quick") as go:
         assert go
@@ -163,8 +163,8 @@ def test_deadlines(part):
     assert held["not_reached"] == ["slow (begun)", "later"] and held["rows"] == [{"case": "quick"}]
 
 
-def test_an_alarm_while_a_deadline_ends_leaves_none_behind(monkeypatch):
-    """Oracle: the process's own timer and handler, where the alarm comes in the middle of turning it off."""
+def test_an_alarm_while_a_deadline_ends_leaves_no_timer(monkeypatch):
+    """Oracle: the process's own timer and handler, if the alarm arrives while it is being turned off."""
     handler, turn, came = signal.getsignal(signal.SIGALRM), signal.setitimer, []
 
     def interrupted(which, seconds, again=0.0):
@@ -180,7 +180,7 @@ def test_an_alarm_while_a_deadline_ends_leaves_none_behind(monkeypatch):
 
 
 def test_deadlines_nest_and_leave_no_alarm():
-    """Oracle: the process's own timer and handler; the sooner of two deadlines interrupts, and the outer goes on."""
+    """Oracle: the process's own timer and handler; the earlier of two deadlines interrupts, the outer one continues."""
     handler, outer = signal.getsignal(signal.SIGALRM), Deadline(20)
     with outer, outer:
         with pytest.raises(TimedOut), outer.sooner(0.05):
@@ -195,8 +195,8 @@ class _Slow:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_lost_in_a_destructor_comes_again(monkeypatch):
-    """Oracle: the clock. Python prints and drops what a destructor raises; the next interrupt ends the work."""
+def test_an_interrupt_lost_in_a_destructor_is_repeated(monkeypatch):
+    """Oracle: the clock. Python prints and drops exceptions of destructors; the next interrupt ends the work."""
     monkeypatch.setattr(timeout, "AGAIN", 0.2)
     start = time.monotonic()
     with pytest.raises(TimedOut), Deadline(0.1):
@@ -206,7 +206,7 @@ def test_an_interrupt_lost_in_a_destructor_comes_again(monkeypatch):
 
 
 class Gpu:
-    """Stands for torch on a machine with a GPU: writes down what is asked of it, in order."""
+    """A stand-in for torch on a machine with a GPU; it records the calls in order."""
 
     int8 = torch.int8
 
@@ -233,7 +233,7 @@ class Gpu:
 
 @pytest.mark.parametrize("latency", [False, True])
 def test_device_times_are_taken_between_events(latency, monkeypatch):
-    """Oracle: the order. A head start for the host, a cold cache, events around the call alone, milliseconds to µs."""
+    """Oracle: the order: head start for the host, cold cache, events around the call only; milliseconds become µs."""
     monkeypatch.setattr(timing, "torch", gpu_ := Gpu())
     clock = timing.Clock(torch.device("cuda"), latency)
     clock.time("a", lambda copy: lambda: gpu_.asked.append(f"call {copy}"), 1)
@@ -243,14 +243,14 @@ def test_device_times_are_taken_between_events(latency, monkeypatch):
 
 
 def test_peak_memory_is_what_a_call_adds(monkeypatch):
-    """Oracle: 350 bytes at most where 100 were held."""
+    """Oracle: a peak of 350 bytes where 100 were allocated before."""
     monkeypatch.setattr(timing, "torch", gpu_ := Gpu())
     assert timing.peak_bytes(lambda: gpu_.asked.append("call"), torch.device("cuda")) == 250
     assert gpu_.asked == ["synchronize", "reset_peak_memory_stats", "call", "synchronize"]
 
 
-def test_a_lost_device_starts_the_script_again_after_the_row(tmp_path, monkeypatch):
-    """Oracle: the command of the second process: parts and time that are left, rows kept; and the watchdog's hour."""
+def test_a_lost_device_restarts_the_script_after_the_row(tmp_path, monkeypatch):
+    """Oracle: the second process's command (remaining parts and time, kept rows), and the watchdog's time limit."""
 
     def lost(part, device):
         with part.row("bad"):
@@ -296,7 +296,7 @@ def test_models_are_measured_eager_before_any_is_compiled(monkeypatch, part):
     assert all("compile" in name for names in seen[half:] for name in names[1:])
 
 
-def test_an_arm_that_is_not_ready_in_time_leaves_time_to_the_others():
+def test_a_slow_variant_leaves_time_for_the_others():
     """Oracle: a variant that sleeps past the deadline."""
     case = layer()
     case.variants.insert(2, Variant("slow", None, lambda x, weight: time.sleep(30)))
@@ -306,7 +306,7 @@ def test_an_arm_that_is_not_ready_in_time_leaves_time_to_the_others():
 
 
 def test_a_failing_row_is_recorded_and_files_stay_complete(part):
-    """Oracle: the file after every row; a resumed part leaves out what it holds."""
+    """Oracle: the file after every row; a resumed part skips the rows that it contains."""
     made = part()
     with made.row("bad", op="x"):
         raise ValueError("first line\nsecond line")
@@ -319,8 +319,8 @@ def test_a_failing_row_is_recorded_and_files_stay_complete(part):
     assert [row["case"] for row in again.rows] == ["bad", "good"]
 
 
-def test_measured_rows_outlive_predictions(tmp_path):
-    """Oracle: the table's file."""
+def test_measured_rows_are_not_replaced_by_predictions(tmp_path):
+    """Oracle: the file of the table."""
     (tmp_path / "sm_90.json").write_text('{"a": {"config": {"X": 1}, "provenance": "measured"}}')
     assert tuned_tables.write("sm_90", {"a": {"X": 2}, "b": {"X": 3}}, "predicted", tmp_path) == ["b"]
     table = json.loads((tmp_path / "sm_90.json").read_text())
@@ -330,8 +330,8 @@ def test_measured_rows_outlive_predictions(tmp_path):
     assert json.loads((tmp_path / "sm_90.json").read_text())["a"]["config"] == {"X": 4}
 
 
-def test_measured_ways_outlive_new_launch_parameters(tmp_path):
-    """Oracle: the table. Of one shape the first counts; a later measurement replaces an earlier one."""
+def test_measured_ways_are_kept_with_new_launch_parameters(tmp_path):
+    """Oracle: the table. For one shape the first measurement counts; a later run replaces an earlier one."""
     said = [dict(shape="a", way=way) for way in ("mixed", "fused")]
     tuned_tables.write("sm_90", {"a": {"X": 1}}, "predicted", tmp_path, [*said, dict(shape="b", way="plain")])
     tuned_tables.write("sm_90", {"a": {"X": 2}}, "measured", tmp_path, [dict(shape="b", way="fused")])
@@ -341,17 +341,17 @@ def test_measured_ways_outlive_new_launch_parameters(tmp_path):
 
 
 def test_ways_are_timed_and_compared():
-    """Oracle: PyTorch path, where every way is the modules'; the names are those that the plan looks up."""
+    """Oracle: the PyTorch path, on which every way calls the modules; shapes are named as the plan looks them up."""
     tiny = dict(img_size=32, embed_dim=16, num_heads=2)
     for training in (False, True):
         row = time_ways("vit_tiny_patch16_224", 2, training, CPU, Deadline(60), interpreting, True, **tiny)
-        assert row["way"] in WAYS and row["rule"] == "fused"  # the switch of the interpreter
+        assert row["way"] in WAYS and row["rule"] == "fused"  # forced by the interpreter's switch
         assert row["shape"].startswith("~attention C=16 F=48 H=2 N=8 B=2 + mlp C=16 F=64 N=8 B=2")
         assert all(row[f"{way}_match"] and row[f"{way}_us"] > 0 for way in WAYS)
 
 
-def test_adopting_a_sweep(tmp_path):
-    """Oracle: the table; the first shape decides, a dry run is refused, and the row says where it comes from."""
+def test_tuning_results_are_adopted(tmp_path):
+    """Oracle: the table; the first shape decides, a dry run is rejected, and each row names its source."""
     rows = [dict(case=str(x), arch="sm_90", row="a", best={"X": x}) for x in (1, 2)]
     rows.append(dict(case="way", arch="sm_90", shape="c", way="mixed"))
     (tmp_path / "t.json").write_text(fake("tuning", [*rows, dict(case="3", arch="sm_90", row="b", best=None)]))
@@ -360,12 +360,12 @@ def test_adopting_a_sweep(tmp_path):
     want["ways"] = dict(measured=dict(c="mixed"), facts=dict(c=dict(source="t.json")))
     assert json.loads((tmp_path / "sm_90.json").read_text()) == want
     (tmp_path / "dry.json").write_text(fake("tuning", rows, dry=True))
-    with pytest.raises(ValueError, match="no tuning result of a GPU"):
+    with pytest.raises(ValueError, match="not a tuning result of a GPU"):
         tuned_tables.adopt(tmp_path / "dry.json", tmp_path)
 
 
-def test_overridden_launch_parameters_last_as_long_as_their_context():
-    """Oracle: what `config` returns inside and outside; contexts nest, and the innermost has the lookups."""
+def test_overridden_launch_parameters_end_with_their_context():
+    """Oracle: what `config` returns inside and outside; contexts nest, and the innermost one has precedence."""
     device, row = torch.device("cpu"), "linear.fwd.half"
     before = launch.config(row, {"X": 1}, device)
     with launch.overriding({row: {"X": 7}}) as looked_up, launch.overriding({"other": {"X": 8}}) as inner:
@@ -374,7 +374,7 @@ def test_overridden_launch_parameters_last_as_long_as_their_context():
     assert inner == {row: {"X": 7}, "other": {"X": 8}} and looked_up == {}
 
 
-def test_the_lists_of_arms_are_true():
+def test_variant_lists_match_the_cases():
     """Oracle: the variants that the cases have."""
     for name in op_cases.NAMES:
         case = op_cases.case(name, op_cases.TINY, torch.float32, CPU)
@@ -385,7 +385,7 @@ def test_the_lists_of_arms_are_true():
 
 
 def fake(part, rows, dry=False):
-    """A result file as a GPU would leave it."""
+    """A result file as written on a GPU."""
     facts = dict(part=part, dry_run=dry, gpu="A GPU", date="2026-01-01", commit="abc", command="c", packages={})
     return json.dumps(facts | dict(rows=rows))
 
@@ -396,8 +396,8 @@ def row(variant, us, match=True, phase="forward"):
     return dict(case="m", phase=phase, arm=variant, us=us, match=match, **work)
 
 
-def test_tables_come_from_files_alone(tmp_path):
-    """Oracle: numbers put into files by hand; without files no number, with a dry run neither."""
+def test_tables_are_generated_from_files_only(tmp_path):
+    """Oracle: numbers written into files by hand; without files, or with a dry run, there is no number."""
     readme = "a\n<!-- measured: models -->\nold 1.23\n<!-- end -->\nb\n<!-- measured: ops -->\n<!-- end -->\n"
     empty = plot.fill(readme, plot.load(tmp_path))
     assert empty.count(plot.NOT_YET) == 2 and "1.23" not in empty and empty.startswith("a\n") and "\nb\n" in empty
@@ -419,8 +419,8 @@ def test_tables_come_from_files_alone(tmp_path):
     assert "A GPU" in full and plot.NOT_YET not in full and plot.fill(full, plot.load(tmp_path)) == full
 
 
-def test_the_cpu_table_comes_from_files(tmp_path):
-    """Oracle: ratios put into files by hand; a newer file counts cell by cell, a wrong result has no number."""
+def test_the_cpu_table_is_generated_from_files(tmp_path):
+    """Oracle: ratios written into files by hand; newer files win cell by cell, and wrong results show no number."""
     facts = dict(command="python -m benchmarks.cpu --out x", threads=2, packages=dict(torch="2"))
     cell = dict(model="m", dtype="float32", batch=1, median=1.5, q1=1.25, q3=1.75, match=True)
 
@@ -437,9 +437,9 @@ def test_the_cpu_table_comes_from_files(tmp_path):
     assert cells in text and "2026-01-01" in text and "2026-01-02" in text
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's warning
 def test_compiled_cells(monkeypatch):
-    """Oracle: who compiles which variant, that results match, and that those of other weights do not."""
+    """Oracle: the compiler of each variant; results match, except for a model with other weights."""
     asked, compile_ = [], torch.compile
 
     def compile_fast(model, backend="inductor"):
@@ -458,7 +458,7 @@ def test_compiled_cells(monkeypatch):
 
 
 def test_comparing_two_trees(tmp_path):
-    """Oracle: ratios of hand-made times, medians over the rounds; rows without a match or a phase are no times."""
+    """Oracle: ratios of artificial times, medians over the rounds; rows without a match or a phase are ignored."""
     sides = {"before": ([4.0, 4.0], [2.0, 6.0]), "after": ([4.0, 2.0], [1.0, 3.0])}
     found = {}
     for side, (eager, ours) in sides.items():
@@ -471,7 +471,7 @@ def test_comparing_two_trees(tmp_path):
 
 
 def test_the_pages_are_up_to_date(tmp_path):
-    """Oracle: the committed result files; `python -m benchmarks.plot` writes tables and the picture anew."""
+    """Oracle: the committed result files, from which `python -m benchmarks.plot` writes tables and the plot."""
     found, results = {page: page.read_text(encoding="utf-8") for page in plot.pages()}, plot.load()
     assert all(any(f"<!-- measured: {name} -->" in text for text in found.values()) for name in plot.TABLES)
     for page, text in found.items():
@@ -479,8 +479,8 @@ def test_the_pages_are_up_to_date(tmp_path):
     assert plot.launch_bars(results, tmp_path / "launches.png")
 
 
-def test_pictures(tmp_path):
-    """Oracle: a PNG appears when there is something to draw, for each picture."""
+def test_images_are_written_when_there_is_data(tmp_path):
+    """Oracle: for each plot, a PNG is written if and only if there is data."""
     (tmp_path / "m.json").write_text(fake("models", [row("eager", 3e3), row("ours eager", 2e3)]))
     (tmp_path / "o.json").write_text(fake("ops", [row("eager", 30.0), row("ours eager", 20.0)]))
     assert plot.bars(plot.load(tmp_path), tmp_path / "bars.png")
@@ -492,9 +492,9 @@ def test_pictures(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.filterwarnings("default")  # other libraries' own
-def test_processors_are_compared_cell_by_cell(tmp_path):
-    """Oracle: the file after two calls: every cell once, resumed, matching; the fastest library is one of them."""
+@pytest.mark.filterwarnings("default")  # warnings of other libraries
+def test_cpu_benchmark_writes_each_cell_once(tmp_path):
+    """Oracle: the file after two calls: every cell once, resumed and matching; the fastest library is one of them."""
     words = ["--out", str(tmp_path / "cpu.json"), "--resume", "--seconds", "0", "--rounds", "3", "--only"]
     small = dict(depth=1, img_size=32)
     assert len(cpu.main([*words, "vit_tiny,bfloat16,batch 1 "], **small)) == 2
@@ -508,8 +508,8 @@ def test_processors_are_compared_cell_by_cell(tmp_path):
     assert json.loads((tmp_path / "cpu.json").read_text())["packages"]["torch"]
 
 
-def test_turns_alternate_in_both_orders(monkeypatch):
-    """Oracle: the calls, written down; the first turn is not timed."""
+def test_rounds_alternate_in_both_orders(monkeypatch):
+    """Oracle: the recorded calls; the first round is not timed."""
     called = []
     calls = {name: torch.nn.Identity() for name in "ab"}
     names = {id(module): name for name, module in calls.items()}
@@ -518,7 +518,7 @@ def test_turns_alternate_in_both_orders(monkeypatch):
 
 
 def test_unknown_markers_and_parts_raise(tmp_path, capsys):
-    """Oracle: the sentence names what was wrong."""
+    """Oracle: the sentence names the unknown marker or part."""
     with pytest.raises(ValueError, match="nonsense"):
         plot.fill("<!-- measured: nonsense -->", plot.load(tmp_path))
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What a block launches and hands on: launches counted, row statistics."""
+"""Tests of a block's launches and of the row statistics that it passes on."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ FREE = ("view", "reshape", "transpose", "permute", "unbind", "slice", "select", 
 
 
 class Kernels(TorchDispatchMode):
-    """Names of PyTorch's own operations that would launch something on a GPU."""
+    """Records the names of PyTorch operations that would launch a kernel on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Kernels(TorchDispatchMode):
 
 
 def model(depth: int = 2, dtype: torch.dtype = torch.float32, **sizes: int) -> torch.nn.Module:
-    """A small ViT with LayerScale; every parameter is random."""
+    """A small ViT with LayerScale and random parameters."""
     torch.manual_seed(0)
     net = create_model("vit_tiny_patch16_224", depth=depth, init_values=0.1, **SIZES | sizes).eval()
     with torch.no_grad():
@@ -41,9 +41,9 @@ def model(depth: int = 2, dtype: torch.dtype = torch.float32, **sizes: int) -> t
 
 
 def launched(depth: int, width: int, way: str) -> tuple[list[str], list[str]]:
-    """Our launches and PyTorch's in bfloat16 inference, after one call that fills what is kept."""
+    """Our launches and PyTorch's in bfloat16 inference, after one call that fills the caches."""
     net = model(depth, torch.bfloat16, embed_dim=width)
-    rows = -(-4 * width // 5) * 5  # as many as the MLP has outputs, or a batch less
+    rows = -(-4 * width // 5) * 5  # as many rows as the MLP has outputs, or one batch fewer
     image = torch.randn(rows // 5 - (way == "norms"), 3, 8, 8, dtype=torch.bfloat16)
     if way == "frozen":
         freeze(net)
@@ -61,23 +61,23 @@ NORM = ["layer_norm._fwd_kernel"]
 
 @pytest.mark.parametrize("width, mlp", [(256, ["linear._fwd_kernel"] * 2), (16, ["mlp._fwd_kernel"])])
 @pytest.mark.parametrize("way", ["frozen", "fold", "norms"])
-def test_a_block_is_five_to_seven_launches(way, width, mlp):
-    """Oracle: the plan of LN → qkv, attention, proj + residual, LN → fc1 → GELU, fc2 + residual; none is PyTorch's.
+def test_a_block_makes_five_to_seven_launches(way, width, mlp):
+    """Oracle: the plan: LN → qkv, attention, proj + residual, LN → fc1 → GELU, fc2 + residual, without PyTorch kernels.
 
-    Five where folds are kept, one more to fold both norms, or two for the norms themselves. The last two products are
-    one launch where rows are narrow.
+    Five launches if folds are kept; six if one launch folds both norms; seven if both norms run. In a narrow model, the
+    last two products are one launch.
     """
     (two, before), (three, after) = launched(2, width, way), launched(3, width, way)
     plan = {"frozen": [*QKV, *mlp], "fold": ["fold._fold_kernel", *QKV, *mlp], "norms": [*NORM, *QKV, *NORM, *mlp]}[way]
     blocks = plan * 3
-    if way != "norms":  # row statistics of the first block's input, which no product leaves
+    if way != "norms":  # statistics of the first block's input, which no product computes
         blocks.insert(way == "fold", "layer_norm._stats_kernel")
     assert three == ["patch_embed._fwd_kernel", *blocks, *NORM]
     assert len(three) - len(two) == len(plan) and after == before
 
 
 def test_training_folds_both_norms_of_a_block_in_one_launch():
-    """Oracle: the plan; the backward pass needs no fold but the matrix that takes the gradient to x, twice a block."""
+    """Oracle: the plan; backward folds nothing but the matrix that maps the gradient to x, twice per block."""
     net, image = model(2, torch.bfloat16, embed_dim=256).train(), torch.randn(256, 3, 8, 8, dtype=torch.bfloat16)
     with recording("sm_90") as found:
         net(image)
@@ -85,7 +85,7 @@ def test_training_folds_both_norms_of_a_block_in_one_launch():
 
 
 def test_statistics_are_passed_on_unless_a_block_has_hooks(monkeypatch):
-    """Oracle: the PyTorch path. A hook on a block sees one tensor, and the result is the same."""
+    """Oracle: the PyTorch path. A hook on a block receives one tensor, and the result is the same."""
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     net, image, seen = model(3), torch.randn(2, 3, 8, 8), []
     want = net(image).detach()
@@ -99,8 +99,8 @@ def test_statistics_are_passed_on_unless_a_block_has_hooks(monkeypatch):
     assert float((fused - want).abs().max()) <= scale and float((watched - want).abs().max()) <= scale
 
 
-def test_statistics_are_made_only_where_a_product_reads_them(monkeypatch):
-    """A LayerNorm of its own finds its own: under autocast that of a float32 stream, and that of few rows."""
+def test_statistics_are_computed_only_if_a_linear_layer_reads_them(monkeypatch):
+    """Oracle: the norm runs by itself, without statistics, on a float32 stream under autocast and on few rows."""
     block, x = model().blocks[0], torch.randn(2, 5, 16)
     assert 10 < block.mlp.fc1.out_features
     with interpreting(), torch.no_grad():
@@ -114,14 +114,14 @@ def test_statistics_are_made_only_where_a_product_reads_them(monkeypatch):
 
 
 class Rolled(layers.Attention):
-    """Attention that overrides `attend` alone: it reads the tokens in another order."""
+    """Attention that overrides only `attend`: it reads the tokens in another order."""
 
     def attend(self, qkv: torch.Tensor) -> torch.Tensor:
         return super().attend(qkv.roll(1, 1)).flip(1)
 
 
 class Pool(torch.nn.Module):
-    """A body of its own: a product of the mean token, without a layer that reads x."""
+    """A custom body: a linear layer on the mean token, with no layer that reads x directly."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -140,8 +140,8 @@ class Pool(torch.nn.Module):
 
 
 @pytest.mark.parametrize("body, launches", [(Rolled, 6), (Pool, 4)])
-def test_a_new_body_is_fused_with_what_stands_around_it(body, launches, always_folded):
-    """Oracle: the PyTorch path, output and every gradient; the launches of a block without the new body's own."""
+def test_a_custom_body_is_fused_with_norm_and_residual(body, launches, always_folded):
+    """Oracle: the PyTorch path, output and every gradient; the launches of a block without the custom body's own."""
     torch.manual_seed(0)
     block = Block(16, body(16), layers.Mlp(16, 32), init_values=0.5, drop_path=0.5)
     x = torch.randn(4, 5, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Candidates of launch parameters: short lists, and every one compiles for its architectures without violations."""
+"""Tests of candidate launch parameters: lists are short, and every candidate compiles without violations."""
 
 import dataclasses
 import json
@@ -9,11 +9,11 @@ from benchmarks.predict import compile_candidates
 from benchmarks.sass import GPUS
 from fastvit_triton.measure.candidates import CANDIDATES, Target, candidates, targets
 
-TARGETS = [dataclasses.replace(t, shape=t.shape | dict(B=16)) for t in targets()]  # of the same binaries as larger ones
+TARGETS = [dataclasses.replace(t, shape=t.shape | dict(B=16)) for t in targets()]  # same binaries as larger batches
 
 
 def faults(target: Target, arch: str, stop: int | None = None) -> list[str]:
-    """Violations and compile errors of the candidates below number `stop`, without the launch parameters in use."""
+    """Violations and compile errors of candidates 1 to `stop`; candidate 0 is the launch parameters in use."""
     _, tried = compile_candidates(target, arch, 1, stop)
     assert tried
     return [f"{target.row} on {arch}, {t['config']}: {f}" for t in tried for f in t.get("faults", [t.get("error")])]
@@ -21,7 +21,7 @@ def faults(target: Target, arch: str, stop: int | None = None) -> list[str]:
 
 @pytest.mark.parametrize("arch", [*GPUS, "another"])
 def test_lists_of_candidates_are_short(arch):
-    """A tuner has a minute for all rows; no candidate stands twice."""
+    """Oracle: the tuner's budget of a minute for all rows; no candidate occurs twice."""
     assert CANDIDATES.keys() == {target.row for target in TARGETS}
     for row in CANDIDATES:
         found = candidates(row, arch)
@@ -30,20 +30,20 @@ def test_lists_of_candidates_are_short(arch):
 
 
 @pytest.mark.parametrize("row, arch", [("linear.fwd.half", "sm_90"), ("mlp.fwd", "sm_86"), ("attention.fwd", "gfx942")])
-def test_first_candidates_are_clean(row, arch):
-    """The oracle is that of `test_static.test_launches_in_use_are_clean`, for the first candidate of a row."""
+def test_first_candidates_have_no_violations(row, arch):
+    """Oracle: that of `test_static.test_launches_in_use_have_no_violations`, for the first candidates of a row."""
     assert not faults(next(target for target in TARGETS if target.row == row), arch, stop=2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("arch", GPUS)
-def test_candidates_are_clean(arch):
-    """The same for every candidate of every row, in inference and training."""
+def test_all_candidates_have_no_violations(arch):
+    """Oracle: as above, for every candidate of every row, in inference and training."""
     assert not [fault for target in TARGETS for fault in faults(target, arch)]
 
 
-def test_candidates_that_spill_in_training_are_seen(monkeypatch):
-    """Oracle: a tile of fc1 that takes 242 registers, and more than there are where the pre-activation is written."""
+def test_candidates_that_spill_in_training_are_reported(monkeypatch):
+    """Oracle: a tile of fc1 that needs 242 registers, and too many where the pre-activation is written as well."""
     config = dict(BLOCK_M=256, BLOCK_F=128, BLOCK_K=64, GROUP=8, PARTS=2, WGMMA_WARPS=0, num_warps=8, num_stages=3)
     monkeypatch.setitem(CANDIDATES, "linear.fwd.half", {"sm_90": (config,)})
     (fault,) = faults(TARGETS[0], "sm_90", stop=2)

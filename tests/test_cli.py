@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages, files, and real images."""
+"""Tests of the command line: exit codes, messages, files, and real images."""
 
 import json
 import os
@@ -39,7 +39,7 @@ EPOCHS = "16"
 
 
 def start(*argv: str, variables: dict[str, str] | None = None, **options) -> subprocess.Popen:
-    """The command in a process of its own."""
+    """Starts the command in a process of its own."""
     command = [sys.executable, "-m", "fastvit_triton.cli", *argv]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | (variables or {})
     return subprocess.Popen(
@@ -49,7 +49,7 @@ def start(*argv: str, variables: dict[str, str] | None = None, **options) -> sub
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default run, with fewer epochs."""
+    """The folder of a default run with fewer epochs."""
     out = tmp_path_factory.mktemp("runs") / "digits"
     child = start("train", "--epochs", EPOCHS, "--out", str(out))
     _, errors = child.communicate(timeout=300)
@@ -63,7 +63,7 @@ def accuracy(out: Path) -> float:
 
 
 def refused(capsys: pytest.CaptureFixture, *argv: object, code: int = 2) -> str:
-    """The one sentence on stderr of a command that must fail with `code`."""
+    """The single sentence on stderr of a command that must fail with exit code `code`."""
     capsys.readouterr()
     assert main([str(word) for word in argv]) == code
     (sentence,) = capsys.readouterr().err.splitlines()
@@ -195,14 +195,14 @@ def test_missing_libraries_are_named_with_their_extra(digits_run: Path, tmp_path
     assert "scikit-learn; pip install 'fastvit_triton[demo]', or give a folder" in refused(capsys, *train)
 
 
-def test_digits_are_learned(digits_run: Path):
-    """Oracle: the promised files, and 94.8 % of the test digits, the mean of four seeds, less three deviations."""
+def test_default_run_learns_the_digits(digits_run: Path):
+    """Oracle: the documented files; 94.8 % of the test digits (mean of four seeds) minus three standard deviations."""
     assert accuracy(digits_run) >= 0.92
     assert sorted(path.name for path in digits_run.iterdir()) == sorted([*FILES, LOCK])
 
 
-def test_summary_says_where_and_what_next(digits_run: Path, capsys: pytest.CaptureFixture):
-    """Oracle: a finished run that is resumed trains no more and ends with the same summary; its commands work."""
+def test_summary_lists_the_files_and_next_commands(digits_run: Path, capsys: pytest.CaptureFixture):
+    """Oracle: resuming a finished run trains nothing and prints the same summary; the suggested commands work."""
     assert main(["train", "--out", str(digits_run), "--resume"]) == 0
     text = capsys.readouterr().out
     assert f"test accuracy {100 * accuracy(digits_run):.2f} % after {EPOCHS} epochs" in text
@@ -212,8 +212,8 @@ def test_summary_says_where_and_what_next(digits_run: Path, capsys: pytest.Captu
     assert all(main(command.split()) == 0 for command in commands)
 
 
-def test_evaluate_repeats_the_accuracy_exactly(digits_run: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the log's last row; the classes' counts add up."""
+def test_evaluate_reproduces_the_logged_accuracy(digits_run: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the last row of the log; the counts of all classes add up."""
     assert main(["evaluate", "--checkpoint", str(digits_run)]) == 0
     text = capsys.readouterr().out
     correct = round(accuracy(digits_run) * 360)
@@ -225,7 +225,7 @@ def test_evaluate_repeats_the_accuracy_exactly(digits_run: Path, capsys: pytest.
 
 
 def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the correct digits; 16 of 20 is 95 % less three deviations; inverted images give the same class."""
+    """Oracle: the correct digits; 16 of 20 is 95 % minus three deviations; inverted images give the same class."""
     images, targets = digits("test")
     pages = tmp_path / "pages"
     pages.mkdir()
@@ -246,7 +246,7 @@ def test_predict_reads_real_images(digits_run: Path, tmp_path: Path, capsys: pyt
 
 
 def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: one sentence for the bad image, a prediction for the good one, exit code 2."""
+    """Oracle: one sentence for the bad image, a prediction for the good one, and exit code 2."""
     good, bad = digits_run / EXAMPLE, tmp_path / "bad.png"
     bad.write_bytes(b"")
     assert main(["predict", "--checkpoint", str(digits_run), str(bad), str(good)]) == 2
@@ -258,7 +258,7 @@ def test_predict_with_bad_images(digits_run: Path, tmp_path: Path, capsys: pytes
 
 
 def test_an_existing_run_is_not_overwritten(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the files' bytes, after every way to ask for trouble."""
+    """Oracle: the bytes of the files after each attempt."""
     before = {path.name: path.read_bytes() for path in digits_run.iterdir()}
     train = ("train", "--out", digits_run)
     assert "already holds a run; pass --resume, --overwrite or another --out" in refused(capsys, *train)
@@ -270,7 +270,7 @@ def test_an_existing_run_is_not_overwritten(digits_run: Path, tmp_path: Path, ca
 
 
 def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: one sentence that says what would do; nothing is written."""
+    """Oracle: one sentence that suggests a remedy; nothing is written."""
     out = tmp_path / "out"
     train = ("train", "--out", out)
     assert "leave it out to start a run there" in refused(capsys, *train, "--resume")
@@ -290,7 +290,7 @@ def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
-    """Oracle: epochs in the state; one epoch from trained weights beats a fresh one."""
+    """Oracle: the epoch in the state; one epoch from trained weights beats one from random weights."""
     out = tmp_path / "run"
     assert main(["train", "--out", str(out), "--epochs", "1"]) == 0
     fresh = accuracy(out)
@@ -302,7 +302,7 @@ def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
 
 
 def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: red and blue are classified; the same files; the two bad images raise, then are skipped and listed."""
+    """Oracle: red and blue are classified; the files are the same; two bad images raise, or are skipped and listed."""
     folder = write_folder(tmp_path / "my images", per_class=8)
     (folder / "train" / "red" / "1.png").write_bytes(b"")
     cut = truncate(folder / "val" / "blue" / "2.jpg")
@@ -314,7 +314,7 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["train", *options, "--skip-bad-images"]) == 0
     text = capsys.readouterr().out
     assert "skipped 2 images that cannot be read: " in text and str(cut) in text
-    assert accuracy(out) >= 13 / 15  # the two grey images are guesses
+    assert accuracy(out) >= 13 / 15  # the two grey images can only be guessed
     assert (out / CURVES).exists() and (out / PREDICTIONS).exists()
     assert f"--checkpoint '{out}'" in text
 
@@ -328,9 +328,9 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to a child alone")
 def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: exit code 130, one sentence, a state and weights that read back and evaluate."""
+    """Oracle: exit code 130, one sentence, and a state and weights that load and evaluate."""
     out = tmp_path / "run"
-    # a suite that runs in the background ignores Ctrl-C, and children inherit that
+    # processes started in the background ignore Ctrl-C, and children inherit that
     listen = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     child = start("train", "--out", str(out), "--epochs", "5000", preexec_fn=listen)
     try:
@@ -351,7 +351,7 @@ def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_full_disk(tmp_path: Path):
-    """Oracle: exit code 1 and one sentence when no file may grow beyond 100 kB."""
+    """Oracle: exit code 1 and one sentence if no file may grow beyond 100 kB."""
     resource = pytest.importorskip("resource")
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # noqa: E731
     child = start("train", "--out", str(tmp_path / "run"), "--epochs", "1", preexec_fn=limit)
@@ -414,11 +414,11 @@ def test_deterministic(tmp_path: Path):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.filterwarnings("default")  # other libraries' own
+@pytest.mark.filterwarnings("default")  # warnings of other libraries
 @pytest.mark.parametrize("words", [(), ("--train", "--dtype", "bfloat16")])
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[str, ...]):
-    """Oracle: the verdicts; every variant here is right, no absolute time on a processor, and the file says on what."""
-    with compiling("aot_eager"):  # the same graphs without a compiler
+    """Oracle: the verdicts; every variant is correct, a CPU gets no absolute times, and the file has its provenance."""
+    with compiling("aot_eager"):  # captures the same graphs without a compiler
         command = ["benchmark", "--device", "cpu", "--model", "vit_digits_patch2_8", "--batch", "2", *words]
         assert main([*command, "--out", str(tmp_path / "rows.json")]) == 0
     text, held = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
@@ -433,7 +433,7 @@ def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[s
 
 
 def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixture):
-    """Oracle: rows by hand. Milliseconds with quartiles and memory of those that are right; the others say why not."""
+    """Oracle: rows by hand: milliseconds with quartiles and memory for correct variants, the reason for the others."""
     eager = dict(arm="eager (timm)", dtype="bfloat16", match=True, us=2000.0, q1=1900.0, q3=2100.0, peak_bytes=2**21)
     eager |= dict(speedup=1.0, speedup_quartiles=[1.0, 1.0], saved_bytes=2**20)
     ours = eager | dict(arm="ours", us=1000.0, speedup=2.0, speedup_quartiles=[1.9, 2.1], saved_bytes=2**19)
@@ -456,7 +456,7 @@ def test_benchmark_on_a_gpu_reports_times_and_memory(capsys: pytest.CaptureFixtu
 
 @pytest.mark.filterwarnings("default")
 def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
-    """Oracle: the sentence names what was given and what would do."""
+    """Oracle: the sentence names what was given and suggests a remedy."""
     assert "the nearest are vit_base_patch16" in refused(capsys, "benchmark", "--model", "vit_bas_patch16")
     assert "--batch is 0; use an integer of at least 1" in refused(capsys, "benchmark", "--batch", "0")
     assert "nowhere/rows.json is in a folder" in refused(capsys, "benchmark", "--out", "nowhere/rows.json")
@@ -466,8 +466,8 @@ def test_benchmark_rejects_invalid_options(capsys: pytest.CaptureFixture):
 
 @pytest.mark.filterwarnings("default")
 def test_benchmark_ends_in_time(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    """Oracle: the clock, with seconds for minutes: what takes longer ends with a sentence."""
-    monkeypatch.setattr(benchmark, "SECONDS", -14.0)  # and 15 beyond that
+    """Oracle: the clock, with seconds for minutes; a measurement that takes too long ends with a sentence."""
+    monkeypatch.setattr(benchmark, "SECONDS", -14.0)  # plus 15 seconds
     start = time.monotonic()
     sentence = refused(capsys, "benchmark", "--device", "cpu", "--model", "vit_huge_patch14_224")
     assert "vit_huge_patch14_224 at batch 2 takes longer than" in sentence and time.monotonic() - start < 30
@@ -497,11 +497,11 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
     ],
 )
 def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_path, capsys: pytest.CaptureFixture):
-    """Oracle: operators counted by eye, modules of twelve blocks, all of them fused; it says that kernels need a GPU.
+    """Oracle: operators counted by hand, modules of twelve blocks, all fused; the output says that kernels need a GPU.
 
-    A block that is not frozen launches one more to fold its LayerNorms or, where rows are few, to run both, and one
-    more to pack separate queries, keys and values. The bias of an eager convolution is one launch, and so is the copy
-    of CLIP's class token for the LayerNorm behind it.
+    A block that is not frozen needs one more launch to fold its LayerNorms, or to run both when there are few rows, and
+    one more to pack separate queries, keys and values. The bias of an eager convolution is one launch, and so is the
+    copy of CLIP's class token for the following LayerNorm.
     """
     config = dict(
         model_type="dinov2", num_hidden_layers=2, image_size=28, architectures=["Dinov2ForImageClassification"]
@@ -520,7 +520,7 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
         assert f"\n{candidates} of {candidates} candidates are fused" in text
         (before, compiled, *ours) = values(text, "launches")
         assert (before, *ours) == launches and compiled < before
-    assert len(values(text, "MB an image")) == 4
+    assert len(values(text, "MB per image")) == 4
     assert len(values(text, "expected ms of the blocks")) == 4
 
 
@@ -533,7 +533,7 @@ def test_doctor_on_a_model_without_blocks(name: str, capsys: pytest.CaptureFixtu
 
 
 def values(text: str, label: str) -> tuple[float, ...]:
-    """The numbers of a row in `doctor`'s tables, without their ranges; the first such row."""
+    """The numbers of the first row with this label in `doctor`'s tables, without their ranges."""
     row = re.search(rf"^{label}  +(.*)$", text, re.MULTILINE)
     return () if row is None else tuple(map(float, re.sub(r"\(.*?\)|-", "", row[1]).split()))
 
@@ -544,7 +544,7 @@ def values(text: str, label: str) -> tuple[float, ...]:
 )
 @pytest.mark.parametrize("model", ["timm:vit_small_patch16_224", "vit_small_patch16_224"])
 def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, monkeypatch, capsys):
-    """Oracle: `benchmarks.launches`; by hand, a block's times in the three ways, 16 or 10 values saved a token."""
+    """Oracle: `benchmarks.launches`; by hand, a block's times in three ways, and 16 or 10 saved values per token."""
     seen = []
     monkeypatch.setattr(count, "predict", lambda *given: seen.append(predict(*given)) or seen[0])
     words = ["--gpu", gpu, "--batch", str(batch), *(["--train"] if training else [])]
@@ -557,7 +557,7 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     assert values(text, "launches") == launches
     way = want[0]["ways"]["mlp"]
     nbytes = want[0]["eager_bytes"], want[0]["inductor_bytes"], *(found["bytes"] for found in want)
-    assert values(text, "MB an image") == tuple(round(n / 1e6 / batch, 1) for n in nbytes)
+    assert values(text, "MB per image") == tuple(round(n / 1e6 / batch, 1) for n in nbytes)
     C, N = 384, 197
     sizes = cost.Branch("attention", batch, N, C, 3 * C, C, 6), cost.Branch("mlp", batch, N, C, 4 * C, 4 * C)
     rates, block = cost.gpus()[gpu], seen[0].blocks[0].branches
@@ -573,19 +573,19 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     assert expected[2] == pytest.approx(12e-3 * likely, abs=5e-4)
     if training:
         saved = tuple(round(12 * n * C * N * 2 / 1e6, 1) for n in (16, 16 if way == "plain" else 10))
-        assert values(text, "MB an image saved") == saved
+        assert values(text, "MB per image saved") == saved
 
 
-def test_doctor_knows_batches_and_gpus(capsys: pytest.CaptureFixture):
-    """Oracle: the table of rates, and the batches that are asked for by default."""
+def test_doctor_has_default_batches_and_gpus(capsys: pytest.CaptureFixture):
+    """Oracle: the table of rates, and the default batch sizes."""
     assert main(["doctor", "--model", "vit_digits_patch2_8", "--gpu", "l40s"]) == 0
     text = capsys.readouterr().out
     assert re.findall(r"^batch (\d+):", text, re.MULTILINE) == ["1", "8", "64", "256"]
     assert "here for L40S, sm_89." in text and cost.gpus()["l40s"].source in text
 
 
-def test_doctor_takes_the_gpu_that_is_here(monkeypatch, capsys: pytest.CaptureFixture):
-    """Oracle: a fake driver. Rates by name; an architecture without rates takes those of another GPU."""
+def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
+    """Oracle: a fake driver. Rates are found by name; an architecture without rates uses another GPU's."""
     monkeypatch.setattr(backend, "why_not", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -629,8 +629,8 @@ def test_doctor_takes_the_gpu_that_is_here(monkeypatch, capsys: pytest.CaptureFi
         (" --train", "--train belongs to a --model"),
     ],
 )
-def test_doctor_and_bad_models(words, sentence, tmp_path, capsys: pytest.CaptureFixture):
-    """Oracle: one sentence that says what is wrong."""
+def test_doctor_rejects_bad_models(words, sentence, tmp_path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence that states the problem."""
     name, *options = words.split(" --") if "{" not in words else [words]
     if name.startswith(("hf-config:{", "hf-config:[")):
         path = tmp_path / "made.json"
@@ -641,7 +641,7 @@ def test_doctor_and_bad_models(words, sentence, tmp_path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "torchvision:vit_b_16", "hf-config:ViTConfig"])
-def test_doctor_without_the_package(name, monkeypatch, capsys: pytest.CaptureFixture):
+def test_doctor_reports_a_missing_package(name, monkeypatch, capsys: pytest.CaptureFixture):
     """Oracle: the sentence names the package."""
     package = {"hf-config": "transformers"}.get(name.split(":")[0], name.split(":")[0])
     monkeypatch.setitem(sys.modules, package, None)
@@ -650,8 +650,8 @@ def test_doctor_without_the_package(name, monkeypatch, capsys: pytest.CaptureFix
     assert ("pip install 'fastvit_triton[bench]'" in sentence) == (package == "timm")
 
 
-def test_convert_there_and_back(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: every tensor of the model that went in."""
+def test_convert_round_trip_keeps_every_tensor(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: every tensor of the original model."""
     from fastvit_triton.weights import load_model
 
     there, back = tmp_path / "timm.safetensors", tmp_path / "back.safetensors"

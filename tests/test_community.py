@@ -1,4 +1,4 @@
-"""Files that users contribute: a good one passes, each damage is named in one sentence, and tables come from them.
+"""Tests of contributed files: valid ones pass, each error gives one sentence, and tables are generated from them.
 
 All numbers here are invented.
 """
@@ -20,14 +20,14 @@ NEAR = "~attention C=32 F=96 H=2 N=8 B=2 + mlp C=32 F=128 N=8 B=2 inference"
 
 
 def row(arm, us, speedup):
-    """A variant with a time whose quartiles are a tenth away."""
+    """A variant with a time whose quartiles differ by a tenth."""
     found = dict(arm=arm, model="vit_invented", batch=4, dtype="bfloat16", phase="forward", match=True, within=0.5)
     times = dict(us=us, q1=0.9 * us, q3=1.1 * us, rounds=9)
     return found | times | dict(speedup=speedup, speedup_quartiles=[0.9 * speedup, 1.1 * speedup])
 
 
 def parts():
-    """(benchmark, selftest, exported file), as the commands would write them on a GPU."""
+    """(benchmark, selftest, exported file) as written by the commands on a GPU."""
     missing = {
         name: value for name, value in row("timm", 1.0, 1.0).items() if name in ("arm", "model", "batch", "dtype")
     }
@@ -57,21 +57,21 @@ def checked(tmp_path, capsys, held):
     return code, [line.removeprefix(f"{path}: ") for line in lines]
 
 
-def test_joined_files_are_good(tmp_path, capsys):
-    """Oracle: by hand; the file is what the commands wrote, without the selftest's rows, and tuning may be missing."""
+def test_joined_files_are_valid(tmp_path, capsys):
+    """Oracle: by hand: the commands' files, without the selftest's rows; tuning may be missing."""
     names = ("benchmark", "selftest", "tune")
     for name, part in zip(names, parts(), strict=True):
         (tmp_path / f"{name}.json").write_text(json.dumps(part))
     words = [word for name in names for word in (f"--{name}", str(tmp_path / f"{name}.json"))]
     for count in (6, 4):
         assert community.main(["join", *words[:count], "--out", str(tmp_path / "out.json")]) == 0
-        assert capsys.readouterr().out == f"{tmp_path / 'out.json'}: a good measurement of {GPU}\n"
+        assert capsys.readouterr().out == f"{tmp_path / 'out.json'}: a valid measurement of {GPU}\n"
         held = json.loads((tmp_path / "out.json").read_text())
         assert held.get("tune") == (parts()[2] if count == 6 else None) and held["benchmark"] == parts()[0]
         assert held["selftest"]["passed"] == 7 and "rows" not in held["selftest"]
 
 
-DAMAGES = [
+ERRORS = [
     # the schema
     (("format",), 2, "format is 2; it must be 1"),
     (("extra",), 1, "the file: Additional properties are not allowed ('extra' was unexpected)"),
@@ -92,26 +92,26 @@ DAMAGES = [
     (("tune", "facts", "architecture"), "../sm_90", "an architecture such as sm_89"),
     (("tune", "facts", "units"), 0, "the number of multiprocessors"),
     (("tune", "ways", NEAR, "way"), "fast", "it must be plain, mixed or fused"),
-    # where and with what
+    # machine and versions
     (("selftest", "failed"), ["linear"], "selftest: 1 checks failed, the first is linear"),
     (("selftest", "passed"), 0, "selftest: no check passed"),
-    (("benchmark", "packages", "fastvit_triton"), None, "benchmark: there is neither a commit nor a version"),
+    (("benchmark", "packages", "fastvit_triton"), None, "benchmark: it names neither a commit nor a version"),
     (("selftest", "cuda"), "null", "selftest: torch was built without CUDA and HIP"),
-    (("benchmark", "driver_version"), None, "benchmark: the driver's version is missing"),
+    (("benchmark", "driver_version"), None, "benchmark: the driver version is missing"),
     (("selftest", "gpu"), "Other", f"selftest: gpu is Other, that of benchmark is {GPU}"),
     (("selftest", "packages", "torch"), "2.12.0", "selftest: torch is 2.12.0, that of benchmark is 2.13.0"),
     (("tune", "facts", "gpu"), "cpu", f"tune: gpu is cpu, that of benchmark is {GPU}"),
     (("tune", "facts", "triton"), "3.6.0", "tune: triton is 3.6.0, that of benchmark is 3.7.1"),
     (("selftest", "commit"), "abc", "selftest: commit is abc, that of benchmark is None"),
-    (("tune", "rows", "r.half ~1024,32", "config"), dict(A=5000), "tune: it does not hold what"),
+    (("tune", "rows", "r.half ~1024,32", "config"), dict(A=5000), "tune: it is not a file of"),
     # times
     (("benchmark", "rows", 1, "batch"), 5, "rows: batch is 4 and 5"),
     (("benchmark", "rows", 1, "phase"), "training", "rows: phase is forward and training"),
-    (("benchmark", "rows", 1, "arm"), "ours eager", "rows: there are several of ours eager"),
+    (("benchmark", "rows", 1, "arm"), "ours eager", "rows: ours eager appears more than once"),
     (("benchmark", "rows", 0, "arm"), "ours compiled", "rows: the first is ours compiled; it must be eager"),
     (("benchmark", "rows", 0, "us"), None, "rows: the first is eager (timm) without a time"),
-    (("benchmark", "rows", 2, "us"), None, "rows: none of ours has a time"),
-    (("benchmark", "rows", 2, "match"), False, "ours eager: it has a time though its result is wrong"),
+    (("benchmark", "rows", 2, "us"), None, "rows: no variant of fastvit_triton has a time"),
+    (("benchmark", "rows", 2, "match"), False, "ours eager: it has a time although its result is wrong"),
     (("benchmark", "rows", 1, "q1"), 2100.0, "torch.compile: the quartiles 2100 and 2200 µs do not enclose"),
     (("benchmark", "rows", 1, "q3"), 1900.0, "torch.compile: the quartiles 1800 and 1900 µs do not enclose"),
     (("benchmark", "rows", 2, "speedup_quartiles"), [2.1, 2.2], "ours eager: the quartiles 2.1 and 2.2 do not enclose"),
@@ -122,9 +122,9 @@ DAMAGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place, value, sentence", DAMAGES, ids=[f"{i}" for i in range(len(DAMAGES))])
-def test_each_damage_is_named(place, value, sentence, tmp_path, capsys):
-    """Oracle: one place of a good file is changed by hand (None removes it); that alone is named. None: still good."""
+@pytest.mark.parametrize("place, value, sentence", ERRORS, ids=[f"{i}" for i in range(len(ERRORS))])
+def test_each_error_is_reported(place, value, sentence, tmp_path, capsys):
+    """Oracle: one entry of a valid file is changed by hand (None removes it); only that is reported, if anything."""
     held = inner = good()
     *path, last = place
     for key in path:
@@ -136,13 +136,15 @@ def test_each_damage_is_named(place, value, sentence, tmp_path, capsys):
             inner[name] = None if new == "null" else new
     code, lines = checked(tmp_path, capsys, held)
     assert (code, len(lines)) == (int(sentence is not None), 1), lines
-    assert (sentence or "a good measurement") in lines[0]
+    assert (sentence or "a valid measurement") in lines[0]
 
 
 @pytest.mark.parametrize(
-    "text, sentence", [("{", "is not JSON"), ("[]", "it is no contributed file"), ("{}", "it is no contributed file")]
+    "text, sentence",
+    [("{", "is not JSON"), ("[]", "it is not a contributed file"), ("{}", "it is not a contributed file")],
 )
-def test_other_files_are_refused(text, sentence, tmp_path, capsys):
+def test_other_files_are_rejected(text, sentence, tmp_path, capsys):
+    """Oracle: the sentence, and the exit code."""
     code, (line,) = checked(tmp_path, capsys, text)
     assert code == 1 and sentence in line
     assert community.main(["check", str(tmp_path / "none.json")]) == 1
@@ -154,7 +156,7 @@ def test_other_files_are_refused(text, sentence, tmp_path, capsys):
 
 
 def test_every_rule_of_the_schema_has_a_sentence():
-    """Oracle: every subschema that can fail by itself says what it must be; `check` prints that."""
+    """Oracle: every subschema that can fail by itself has a description, which `check` prints."""
     from jsonschema import Draft202012Validator
 
     schema = json.loads((community.FOLDER / community.SCHEMA).read_text())
@@ -169,14 +171,14 @@ def test_every_rule_of_the_schema_has_a_sentence():
     walk(schema, [])
 
 
-def test_committed_files_are_good():
-    """Oracle: `check`. So far there may be none."""
+def test_committed_files_are_valid():
+    """Oracle: `check`; there may be no files yet."""
     for name, held in community.load().items():
         assert community.problems(held) == [], name
 
 
-def test_table_comes_from_files(tmp_path):
-    """Oracle: the invented numbers. Models of other libraries have variants of their own; a missing one is empty."""
+def test_table_is_generated_from_files(tmp_path):
+    """Oracle: the invented numbers. Other libraries' models have their own variants; missing ones are empty cells."""
     assert plot.fill("<!-- measured: users --><!-- end -->", plot.load(tmp_path)).count(community.NOTHING) == 1
     folder = tmp_path / "community"
     folder.mkdir()
@@ -195,8 +197,8 @@ def test_table_comes_from_files(tmp_path):
     assert second == f"| {GPU}: {versions}, tuned, {link}b.json){cells}"
 
 
-def test_table_is_that_of_the_docs(capsys):
-    """Oracle: the page."""
+def test_table_equals_the_one_in_the_docs(capsys):
+    """Oracle: the table on the page."""
     assert community.main(["table"]) == 0
     page = (community.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert f"<!-- measured: users -->\n{capsys.readouterr().out}<!-- end -->" in page
@@ -204,7 +206,7 @@ def test_table_is_that_of_the_docs(capsys):
 
 @pytest.mark.parametrize("contributed", [False, True])
 def test_exported_classes_are_adopted(contributed, tmp_path, monkeypatch):
-    """Oracle: the table, and what is looked up with it; exact sizes are left out, other rows stay."""
+    """Oracle: the table, and the values looked up in it; exact sizes are omitted, other rows are kept."""
     (tmp_path / "sm_89.json").write_text('{"other": {"config": {"X": 1}, "provenance": "predicted"}}')
     (tmp_path / "t.json").write_text(json.dumps(good() if contributed else parts()[2]))
     names = ["r.half ~1024,32", NEAR, "r inference ~8,4"]
@@ -230,11 +232,11 @@ def test_exported_classes_are_adopted(contributed, tmp_path, monkeypatch):
         (lambda held: held["facts"].update(architecture="../sm_90"), "its architecture is ../sm_90"),
         (lambda held: held["facts"].pop("architecture"), "its architecture is None"),
         (lambda held: held["facts"].update(architecture="cpu"), "its architecture is cpu"),
-        (lambda held: held["rows"]["r.half ~1024,32"].update(config=dict(A="7")), "it does not hold what"),
+        (lambda held: held["rows"]["r.half ~1024,32"].update(config=dict(A="7")), "it is not a file of"),
         (lambda held: held.update(rows={"r 1,2": dict(config={})}, ways={}), "it has no entry for a class of sizes"),
     ],
 )
-def test_bad_exported_files_are_refused(change, sentence, tmp_path, monkeypatch, capsys):
+def test_bad_exported_files_are_rejected(change, sentence, tmp_path, monkeypatch, capsys):
     """Oracle: one sentence on stderr, exit code 2, and no table."""
     held = parts()[2]
     change(held)

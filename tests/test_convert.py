@@ -1,4 +1,4 @@
-"""Foreign models after `optimize`: numbers, gradients, keys, hooks and draws as before, and the report."""
+"""Tests of `optimize` on other packages' models. Oracle: outputs, gradients, keys, hooks, draws of the original."""
 
 import contextlib
 import copy
@@ -30,24 +30,24 @@ from fastvit_triton.kernels import backend, fold, mlp
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import hooks
 
-ROUNDINGS = 84  # as in test_models
+ROUNDINGS = 84  # as in test_models.py
 
 
 @pytest.fixture
 def meta_is_a_gpu(monkeypatch):
-    """The meta device stands in for one where the kernels run: shapes and dtypes flow, nothing is computed."""
+    """Makes the meta device count as one with kernels: shapes and dtypes propagate, nothing is computed."""
     monkeypatch.setattr(backend, "why_not", lambda device, *_: None if device.type == "meta" else "a CPU")
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know the meta device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # autocast does not support the meta device
 
 
 def same(got, want, dtype=None):
-    """‖got − want‖ is rounding: sums of at most a few hundred terms each, taken in another order."""
+    """True if ‖got − want‖ is rounding of sums of at most a few hundred terms, in another order."""
     got, want = got.detach(), want.detach()
     return bool((got - want).norm() <= ROUNDINGS * torch.finfo(dtype or want.dtype).eps * want.norm())
 
 
 class Recorder(TorchDispatchMode):
-    """The names of all operators that run, our own by their last part."""
+    """Records the names of all operators that run; ours by their last part."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
 
 
 def results(model, given):
-    """Outputs and every gradient in float64, for the same random cotangent each time."""
+    """Outputs and every gradient in float64, for a fixed random cotangent."""
     y = outputs(model, given)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
@@ -73,24 +73,24 @@ def results(model, given):
 
 
 def assert_within_budget(got, baseline, truth, dtype):
-    """Error ≤ 2 · (PyTorch's own error in this dtype + one rounding), output and every gradient.
+    """Asserts error ≤ 2 · (PyTorch's own error in this dtype + one rounding) for the output and every gradient.
 
-    Some gradients cancel (key biases have none in exact arithmetic), so a gradient's rounding is that of the model's
-    largest one.
+    Some gradients cancel (those of key biases vanish in exact arithmetic), so one rounding is relative to the model's
+    largest gradient.
     """
     largest = max(float(g.norm()) for n, g in truth.items() if n != "output")
     assert got.keys() == truth.keys()
     for name, want in truth.items():
         size, eps = float(want.norm()) if name == "output" else largest, torch.finfo(dtype).eps
         own = float((baseline[name] - want).norm())
-        assert own <= eps**0.5 * size, f"{name}: the original is no oracle"  # random, or torn apart by rounding
+        assert own <= eps**0.5 * size, f"{name}: the original is not an oracle"  # random, or dominated by rounding
         allowed = 2 * (own + eps * size)
         error = float((got[name] - want).norm())
         assert got[name].isfinite().all() and error <= allowed, (name, error, allowed)
 
 
 def twins(name, train):
-    """(original in float64, in float32, a second one to optimise) with the same weights, and their inputs."""
+    """(original in float64, original in float32, copy to optimise) with the same weights, and their inputs."""
     truth = build(name).train(train)
     plain = copy.deepcopy(truth).float()
     truth.load_state_dict({k: v.double() if v.is_floating_point() else v for k, v in plain.state_dict().items()})
@@ -115,7 +115,7 @@ def test_references_equal_the_original(name, train, references):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_equal_the_original(name):
-    """The same through the Triton kernels, in the interpreter."""
+    """Oracle: as above, through the Triton kernels in the interpreter."""
     truth, plain, model, exact, given = twins(name, True)
     optimize(model)
     baseline, want = results(plain, given), results(truth, exact)
@@ -127,14 +127,14 @@ def test_kernels_equal_the_original(name):
 
 @pytest.mark.parametrize("name", ["timm_deit3", "timm_swin", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"])
 def test_keys_parameters_and_classes_are_unchanged(name):
-    """Oracle: identities before; `revert` leaves each instance's dictionary as it was."""
+    """Oracle: identities before `optimize`; `revert` restores each instance's dictionary."""
     model = build(name)
     dictionaries = {path: dict(module.__dict__) for path, module in model.named_modules()}
     parameters, state = dict(model.named_parameters()), list(model.state_dict())
     classes = [type(m) for m in model.modules()]
     own = {type(m): type(m).forward for m in model.modules()}
     optimize(model)
-    optimize(model)  # a second time changes nothing more
+    optimize(model)  # a second call changes nothing
     assert list(model.state_dict()) == state and [type(m) for m in model.modules()] == classes
     assert all(p is parameters[n] for n, p in model.named_parameters()) and len(parameters) == len(
         list(model.parameters())
@@ -147,8 +147,8 @@ def test_keys_parameters_and_classes_are_unchanged(name):
         assert all(module.__dict__[k] is v for k, v in dictionaries[path].items())
 
 
-def test_a_copy_trains_alone(references):
-    """Oracle: training the deepcopy changes its own output and not the original's."""
+def test_training_a_deepcopy_leaves_the_original_unchanged(references):
+    """Oracle: training the deepcopy changes its own output but not the original's."""
     model, given = build("timm_deit3"), inputs("timm_deit3")
     optimize(model)
     before = outputs(model, given)
@@ -181,7 +181,7 @@ def test_pickle_keeps_the_fused_forwards(name, references):
 
 
 def test_hooks_added_later_fire(references):
-    """Oracle: the same hooks on the original; each module of a block in turn, and all at once."""
+    """Oracle: the same hooks on the original, on each module of a block in turn, and on all at once."""
     model, plain, given = build("timm_deit3").train(), None, inputs("timm_deit3")
     plain = copy.deepcopy(model)
     optimize(model)
@@ -203,7 +203,7 @@ def test_hooks_added_later_fire(references):
 
 
 class LowRank(nn.Module):
-    """An adapter around a linear layer, as fine-tuning libraries put one in its place."""
+    """An adapter around a linear layer, like those of fine-tuning libraries."""
 
     def __init__(self, base):
         super().__init__()
@@ -214,7 +214,7 @@ class LowRank(nn.Module):
 
 
 class Halved(torch.Tensor):
-    """A weight of a class of its own, as quantisation makes them."""
+    """A weight of a tensor subclass, like those of quantisation libraries."""
 
 
 def replace_qkv(block):
@@ -245,7 +245,7 @@ def replace_forward(block):
 @pytest.mark.parametrize("change", [replace_qkv, parametrize_fc2, quantise_proj, wrap_mlp, other_norm, replace_forward])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_replaced_submodules_are_called(change, when, references):
-    """Oracle: the same change on the original; made before or after `optimize`."""
+    """Oracle: the same change on the original, made before or after `optimize`."""
     model, given = build("timm_deit3"), inputs("timm_deit3")
     plain = copy.deepcopy(model)
     if when == "after":
@@ -270,8 +270,8 @@ def test_meta_then_to_empty_then_load(references):
     assert same(outputs(model, given), outputs(theirs, given))
 
 
-def test_another_device_later_uses_the_kernels(meta_is_a_gpu):
-    """`.cuda()` after `optimize`; oracle: the operators that run before and after."""
+def test_moving_to_a_gpu_after_optimize_uses_the_kernels(meta_is_a_gpu):
+    """Oracle: the operators that run before and after `.cuda()` is called on an optimised model."""
     model, given = build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32)
     optimize(model)
     with torch.no_grad(), Recorder() as run:
@@ -283,13 +283,13 @@ def test_another_device_later_uses_the_kernels(meta_is_a_gpu):
     assert run.ours.count("attention_fwd") == 2
 
 
-NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "timm_naflex")  # the last reads its input
+NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "timm_naflex")  # naflex needs its own input
 BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
 
 
-# launches beside those of a plain block, (frozen, fold, norms): separate queries, keys, values are packed where there
-# is no fold; rotary positions or norms of queries and keys; inner norms, each with its fold and statistics; norms after
-# the branches
+# launches beyond a plain block's, (frozen, fold, norms): separate queries, keys and values are packed if there is no
+# fold; rotary positions, or norms of queries and keys; inner norms, each with a fold and statistics; norms after the
+# branches
 SEPARATE = ("vit", "vit_eager", "deit", "mae", "dinov2", "dinov2_swiglu", "clip", "siglip", "siglip2")
 MORE = {f"hf_{name}": (0, 0, 1) for name in SEPARATE} | dict.fromkeys(("timm_dinov3", "timm_rope_vit"), (1, 1, 1))
 MORE |= dict.fromkeys(("hf_dinov3", "hf_dinov3_gated"), (1, 1, 2)) | {
@@ -302,11 +302,11 @@ WAYS = ("frozen", "fold", "norms")
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
+def test_a_block_makes_six_to_eight_launches(name, way, monkeypatch):
     """Oracle: the plan: row statistics, LN → qkv, attention, proj + residual, LN → fc1 → act, fc2 + residual.
 
-    One more folds both LayerNorms where they are not kept; or they run, without row statistics, and one more packs
-    separate queries, keys and values. Rows as narrow as these would take the last two in one launch.
+    One more launch folds both LayerNorms if folds are not kept. If the norms run instead, there are no row statistics,
+    and one more launch packs separate queries, keys and values. Rows this narrow would also merge the last two.
     """
     monkeypatch.setattr(mlp, "one_launch_blocks", lambda *_: None)
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0 if way == "fold" else math.inf))
@@ -321,7 +321,7 @@ def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
             block.register_forward_pre_hook(lambda *_: seen.append(len(found)))
             block.register_forward_hook(lambda *_: seen.append(len(found) - seen.pop()))
         outputs(model, given)
-    if type(blocks[0]).__name__ == "Transformer":  # two blocks and a norm; the second has statistics from the first
+    if type(blocks[0]).__name__ == "Transformer":  # two blocks and a norm; the second block has statistics
         expected = {"frozen": 6 + 5 + 1, "fold": 7 + 6 + 1, "norms": 7 + 7 + 1}[way]
     else:
         expected = {"frozen": 6, "fold": 7, "norms": 7}[way] + MORE.get(name, (0, 0, 0))[WAYS.index(way)]
@@ -330,7 +330,7 @@ def test_a_block_is_six_to_eight_launches(name, way, monkeypatch):
 
 @pytest.mark.parametrize("rate", ["drop_path_rate", "proj_drop_rate", "attn_drop_rate", "patch_drop_rate"])
 def test_dropout_draws_equal_the_original(rate, references):
-    """Oracle: the original from the same seed; drop-path is always on."""
+    """Oracle: the original with the same seed; drop path is always on."""
     plain = timm.models.VisionTransformer(**TIMM, **{"drop_path_rate": 0.4} | {rate: 0.3}).train().double()
     model = copy.deepcopy(plain)
     report = optimize(model)
@@ -357,7 +357,7 @@ def test_dropout_draws_equal_the_original(rate, references):
     ids=["hf_hidden", "hf_attention", "torchvision", "torchvision_attention", "vit_pytorch"],
 )
 def test_dropout_draws_of_other_packages_equal_the_original(make, references):
-    """Oracle: the original from the same seed."""
+    """Oracle: the original with the same seed."""
     plain = make().double().train()
     model, given, ys = copy.deepcopy(plain), torch.randn(2, 3, 32, 32, dtype=torch.float64), []
     optimize(model)
@@ -369,7 +369,7 @@ def test_dropout_draws_of_other_packages_equal_the_original(make, references):
 
 @pytest.mark.parametrize("name", ["hf_dinov2", "hf_dinov3"])
 def test_transformers_drop_path_draws_equal_the_original(name, references):
-    """Oracle: the original from the same seed."""
+    """Oracle: the original with the same seed."""
     plain = build(name).train()
     for module in plain.modules():
         if hasattr(module, "drop_path"):
@@ -387,7 +387,7 @@ def test_transformers_drop_path_draws_equal_the_original(name, references):
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
 @pytest.mark.parametrize("name", ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"])
-def test_autocast_gives_the_originals_dtypes(name, kernels, references):
+def test_autocast_dtypes_equal_the_original(name, kernels, references):
     """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
     truth, plain, model, exact, given = twins(name, False)
     optimize(model)
@@ -407,7 +407,7 @@ def test_autocast_gives_the_originals_dtypes(name, kernels, references):
 
 
 def test_report_lists_each_candidate():
-    """Oracle: the rows written out, for one module of each outcome."""
+    """Oracle: the rows written out by hand, for one module of each outcome."""
     model = nn.Module()
     model.block = timm.models.vision_transformer.Block(24, 2, attn_drop=0.1, act_layer=nn.Mish)
     model.gated = timm.layers.Attention(24, 2, gated=True)
@@ -430,10 +430,10 @@ def test_report_lists_each_candidate():
         "block.norm2": ("fused LayerNorm", "block", None),
         "block.mlp": ("fused MLP, Mish", "block", "activation Mish is called"),
         "gated": (None, None, "gated attention"),
-        "hooked": ("LayerNorm kernel", None, "a hook watches it, so it is called"),
-        "taken": (None, None, "another forward is in its place"),
+        "hooked": ("LayerNorm kernel", None, "it has a hook, so it is called"),
+        "taken": (None, None, "its forward was replaced"),
         "other": (None, None, "unknown type"),
-        "left": (None, None, "left out by filter_fn"),
+        "left": (None, None, "excluded by filter_fn"),
         "again": ("LayerNorm kernel", None, "the same module as hooked"),
         "mlp": ("fused MLP, gelu", None, None),
     }
@@ -444,7 +444,7 @@ def test_report_lists_each_candidate():
 
 
 def test_report_prints_a_table():
-    """Oracle: the text; blocks that read alike share a line."""
+    """Oracle: the text; blocks with identical rows share a line."""
     model = MODELS["timm_cait"]()
     lines = [" ".join(line.split()) for line in str(optimize(model)).splitlines()]
     assert lines[:6] == [
@@ -462,7 +462,7 @@ def test_report_prints_a_table():
 
 
 def test_on_a_cpu_the_original_runs():
-    """Oracle: the untouched model, bit by bit; no operator of ours runs."""
+    """Oracle: the untouched model, bit by bit; none of our operators runs."""
     model = build("timm_deit3", torch.float32)
     given = inputs("timm_deit3", torch.float32)
     want = outputs(model, given)
@@ -486,8 +486,8 @@ MASKS = {
 
 @pytest.mark.parametrize("first", [False, True], ids=["batch_second", "batch_first"])
 @pytest.mark.parametrize("masks", [{}, *MASKS.values()], ids=["none", *MASKS])
-def test_multihead_masks(masks, first, references):
-    """Oracle: the untouched nn.MultiheadAttention, and nn.TransformerEncoderLayer around it."""
+def test_multihead_masks_equal_the_original(masks, first, references):
+    """Oracle: the untouched nn.MultiheadAttention, and an nn.TransformerEncoderLayer that contains it."""
     x = torch.randn((2, 5, 24) if first else (5, 2, 24), dtype=torch.float64)
     plain = nn.MultiheadAttention(24, 3, batch_first=first, dtype=torch.float64)
     model = copy.deepcopy(plain)
@@ -495,7 +495,7 @@ def test_multihead_masks(masks, first, references):
     with Recorder():
         got, weights = model(x, x, x, need_weights=False, **masks)
     assert weights is None and same(got, plain(x, x, x, need_weights=False, **masks)[0])
-    assert torch.equal(model(x, x, x, **masks)[1], plain(x, x, x, **masks)[1])  # the weights are asked for
+    assert torch.equal(model(x, x, x, **masks)[1], plain(x, x, x, **masks)[1])  # with attention weights
     renamed = {{"attn_mask": "src_mask"}.get(k, "src_key_padding_mask"): v for k, v in masks.items()}
     for norm_first in (False, True):
         plain = nn.TransformerEncoderLayer(24, 3, 32, 0.0, batch_first=first, norm_first=norm_first).double()
@@ -515,8 +515,8 @@ def test_multihead_masks(masks, first, references):
     ],
     ids=str,
 )
-def test_unusual_multihead_attention(options, why, references):
-    """Oracle: the untouched module from the same seed."""
+def test_unusual_multihead_attention_equals_the_original(options, why, references):
+    """Oracle: the untouched module with the same seed."""
     plain = nn.MultiheadAttention(24, 3, batch_first=True, **options).double()
     model, query, ys = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64), []
     key = torch.randn(2, 7, options.get("kdim", 24), dtype=torch.float64)
@@ -528,7 +528,7 @@ def test_unusual_multihead_attention(options, why, references):
 
 
 ANGLES = torch.linspace(0, 1, 4 * 12, dtype=torch.float64).view(4, 12)
-ROPE = torch.cat((ANGLES.sin(), ANGLES.cos()), -1)  # of four tokens; the first of five has no position
+ROPE = torch.cat((ANGLES.sin(), ANGLES.cos()), -1)  # of four tokens; the prefix token has no rotary position
 PARTS = {
     "gated": (lambda: timm.layers.Attention(24, 2, gated=True), {}),
     "differential": (lambda: timm.layers.DiffAttention(24, 2), {}),
@@ -565,8 +565,8 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_unusual_parts(name, references):
-    """Oracle: the untouched module, whether it converts or not."""
+def test_unusual_modules_equal_the_original(name, references):
+    """Oracle: the untouched module, whether it is converted or not."""
     make, call = PARTS[name]
     plain = make().double().eval()
     with torch.no_grad():
@@ -577,8 +577,8 @@ def test_unusual_parts(name, references):
     assert same(model(x, **call), plain(x, **call))
 
 
-def test_masks_of_timm(references):
-    """Oracle: the untouched block, with masks of each form; a causal one runs its own forward."""
+def test_timm_masks_equal_the_original(references):
+    """Oracle: the untouched block with each kind of mask; a causal mask makes the block run its own forward."""
     plain = timm.models.vision_transformer.Block(24, 2).double()
     model, x = copy.deepcopy(plain), torch.randn(2, 5, 24, dtype=torch.float64)
     optimize(model)
@@ -595,7 +595,7 @@ def test_masks_of_timm(references):
 COMPILED = ["timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("backend", ["auto", "kernels"])
 @pytest.mark.parametrize("name", [*COMPILED, "torch_encoder_layer"])
 def test_compiles_as_one_graph(name, backend):
@@ -609,9 +609,9 @@ def test_compiles_as_one_graph(name, backend):
     assert same(got, want)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_compiled_training_with_dynamic_batches(name="timm_deit3"):
-    """Oracle: the same model uncompiled, outputs and gradients, for batches of two sizes."""
+    """Oracle: the same model uncompiled, outputs and gradients, for two batch sizes."""
     model, given = build(name, torch.float32).train(), inputs(name, torch.float32)
     optimize(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -630,7 +630,7 @@ def test_compiled_training_with_dynamic_batches(name="timm_deit3"):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_other_tracers_trace_the_original(references):
-    """Oracle: the model; torch.fx traces proxies, and nn.TransformerEncoder passes nested tensors on."""
+    """Oracle: the model itself; torch.fx traces proxies, and nn.TransformerEncoder passes nested tensors on."""
     model, given = build("torchvision_vit").eval(), inputs("torchvision_vit")
     optimize(model)
     assert same(torch.fx.symbolic_trace(model)(given), model(given))
@@ -646,7 +646,7 @@ def test_other_tracers_trace_the_original(references):
 
 @pytest.mark.parametrize("shape", [(2, 3, 33, 32), (3, 32, 32), (2, 3, 48, 48)])
 def test_invalid_images_raise_as_in_the_original(shape, references):
-    """Oracle: what the untouched model answers, a result or an error."""
+    """Oracle: the untouched model's result or error."""
     plain = build("timm_vit")
     model, image = copy.deepcopy(plain), torch.randn(shape, dtype=torch.float64)
     optimize(model)
@@ -661,7 +661,7 @@ def test_invalid_images_raise_as_in_the_original(shape, references):
 
 
 def test_cpu_exports_hold_no_custom_op():
-    """Oracle: the model; the program holds no operator of ours."""
+    """Oracle: the model itself; the exported program contains none of our operators."""
     model, given = build("timm_deit3", torch.float32).eval(), inputs("timm_deit3", torch.float32)
     optimize(model)
     program = torch.export.export(model, (given,))
@@ -670,7 +670,7 @@ def test_cpu_exports_hold_no_custom_op():
 
 
 def test_transformers_checkpointing_still_works(references):
-    """Oracle: gradients without it; each layer's forward runs twice, once more in the backward pass."""
+    """Oracle: gradients without checkpointing; each layer's forward runs again in the backward pass."""
     model, given = build("hf_vit").train(), inputs("hf_vit")
     optimize(model)
     grads, calls = [], []
@@ -697,13 +697,13 @@ def test_transformers_returns_hidden_states_and_attentions(implementation, refer
     for a, b in zip(
         got.hidden_states + (got.attentions or ()), want.hidden_states + (want.attentions or ()), strict=True
     ):
-        assert same(a, b, torch.float32)  # eager's softmax is
+        assert same(a, b, torch.float32)  # eager attention computes softmax in float32
     assert len(got.hidden_states) == 3 and (implementation == "sdpa" or len(got.attentions) == 2)
     assert hooks.has_hooks(model.layers[0].attention) is False
 
 
 def test_attention_interface_of_transformers():
-    """Oracle: the model with "sdpa"; CLIP's text tower is causal and is left to it."""
+    """Oracle: the model with "sdpa"; CLIP's text tower is causal, so its attention stays with "sdpa"."""
     optimize(nn.Identity())
     for name in ("hf_vit", "hf_dinov3"):
         model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
@@ -727,7 +727,7 @@ def test_attention_interface_of_transformers():
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_data_parallel_wrappers(wrap, references):
-    """Oracle: gradients of the model that is not wrapped; one process is enough for the wrappers to do their work."""
+    """Oracle: gradients of the unwrapped model; the wrappers do their work even with one process."""
     from torch.distributed.fsdp import fully_shard
 
     plain, given = build("timm_deit3").train(), inputs("timm_deit3")
@@ -744,7 +744,7 @@ def test_data_parallel_wrappers(wrap, references):
         wrapped(given).square().sum().backward()
         torch.distributed.barrier()
         del wrapped
-        gc.collect()  # an engine that outlives the group ends its threads, which may still wait for the interpreter
+        gc.collect()  # an engine freed after the group joins threads that may wait for the GIL
     finally:
         torch.distributed.destroy_process_group()
     plain(given).square().sum().backward()
@@ -765,7 +765,7 @@ for name in ('timm', 'transformers', 'torchvision', 'vit_pytorch', *(['torch._dy
 
 
 @pytest.mark.parametrize("name", ["convnext_atto", "mixer_s32_224", "pvt_v2_b0", "mobilevit_xxs", "crossvit_9_240"])
-def test_an_unknown_model_is_no_error(name, references):
+def test_an_unknown_model_is_partly_fused(name, references):
     """Oracle: the untouched model; its LayerNorms, MLPs and known attention are fused, and the rest is reported."""
     plain = timm.create_model(name, num_classes=5).double().eval()
     model, side = copy.deepcopy(plain), plain.default_cfg["input_size"][-1]
@@ -777,7 +777,7 @@ def test_an_unknown_model_is_no_error(name, references):
 
 
 def test_filtered_modules_are_called():
-    """Oracle: the operators that run; a fused block calls the attention that it may not read through."""
+    """Oracle: the operators that run; a fused block calls a filtered attention as a module."""
     model, given = build("timm_vit", torch.float32).eval(), inputs("timm_vit", torch.float32)
     want = outputs(model, given)
     optimize(model, filter_fn=lambda module, path: not path.startswith("blocks.0.attn"))
@@ -787,20 +787,20 @@ def test_filtered_modules_are_called():
 
 
 def named_alike(module, bases, **members):
-    """A class that `optimize` takes for the module's own, as another release of its package might write it."""
+    """A class that `optimize` mistakes for the module's own class, as written by another release of its package."""
     cls = type(module)
     return type(cls.__name__, bases, members | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def rename(module):
-    """The module in one that has none of its attributes."""
+    """Wraps the module in one of the same name without its attributes."""
     other = named_alike(module, (nn.Module,), forward=lambda self, *x, **more: self.hidden[0](*x, **more))()
-    other.hidden, other.gradient_checkpointing = (module,), False  # in a tuple: no part that could be found
+    other.hidden, other.gradient_checkpointing = (module,), False  # a tuple hides it from modules()
     return other
 
 
 def extend(module):
-    """The module with one more argument."""
+    """The module with one more argument in its forward."""
     own = type(module).forward
     module.__class__ = named_alike(
         module, (type(module),), forward=lambda self, *x, later=None, **more: own(self, *x, **more)
@@ -811,14 +811,14 @@ def extend(module):
 TOWERS = ["hf_vit", "hf_dinov2_swiglu", "hf_dinov3", "hf_siglip"]
 PLACES = [(t, {hooks.type_name(m): n for n, m in MODELS[t]().named_modules()}) for t in TOWERS]
 DECLARED = [(t, n, f) for t, names in PLACES for k, n in names.items() for f in FORWARDS.get(k, [])[:1]]
-OTHERWISE = [(t, n, rename, "it has no ") for t, n, f in DECLARED if f.needs]
-OTHERWISE += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]
-OTHERWISE += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
+OTHER_RELEASES = [(t, n, rename, "it has no ") for t, n, f in DECLARED if f.needs]
+OTHER_RELEASES += [("hf_siglip", "embeddings", rename, "it has no patch_embedding")]
+OTHER_RELEASES += [(t, n, extend, "it takes later") for t, n, f in DECLARED if f.takes is not None]
 
 
-@pytest.mark.parametrize("name, path, change, why", OTHERWISE)
+@pytest.mark.parametrize("name, path, change, why", OTHER_RELEASES)
 def test_a_module_of_another_release_is_not_fused(name, path, change, why):
-    """Oracle: the model before; only that module runs its own forward, alone and in a fused block."""
+    """Oracle: the model before the change; only that module runs its own forward, by itself and in a fused block."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     want, usual = outputs(model, given), {row.path: row.became is None for row in optimize(copy.deepcopy(model)).rows}
     module = model.get_submodule(path)
@@ -833,32 +833,32 @@ def test_a_module_of_another_release_is_not_fused(name, path, change, why):
         assert same(outputs(model, given), want)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("change", [rename, extend])
 @pytest.mark.parametrize("name", TOWERS)
 def test_models_with_modules_of_another_release_compile(name, change):
-    """Oracle: the model before. The modules of the test above are changed all at once, the first layer as a whole."""
+    """Oracle: the model before the changes of the test above, made to all modules at once and to the first layer."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     want = outputs(model, given)
-    paths = {re.sub(r"\.1$", ".0", path) for tower, path, how, _ in OTHERWISE if (tower, how) == (name, change)}
+    paths = {re.sub(r"\.1$", ".0", path) for tower, path, how, _ in OTHER_RELEASES if (tower, how) == (name, change)}
     for path in sorted(paths, key=len, reverse=True):
         model.set_submodule(path, change(model.get_submodule(path)))
     left = {row.path for row in optimize(model).left}
-    assert paths - left <= {"head.mlp"}  # which a renamed head hides
+    assert paths - left <= {"head.mlp"}  # hidden inside a renamed head
     with interpreting(), torch.no_grad():
         assert same(outputs(torch.compile(model, backend="aot_eager", fullgraph=True), given), want)
     torch._dynamo.reset()
 
 
 class Inner(nn.Module):
-    """Half of an attention, which the other half calls."""
+    """The inner half of an attention, called by the outer half."""
 
     def forward(self):
         raise NotImplementedError
 
 
 class Nested(nn.Module):
-    """The attention as older transformers build it: in two modules, the second with a dropout."""
+    """Attention as in older transformers: two modules, the second with a dropout."""
 
     def __init__(self, attention, drop):
         super().__init__()
@@ -881,7 +881,7 @@ class Nested(nn.Module):
 
 
 class PackedGate(nn.Module):
-    """DINOv2's SwiGLU as older transformers build it: gate and value in one layer."""
+    """DINOv2's SwiGLU as in older transformers: gate and value in one linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -909,8 +909,8 @@ MASK = torch.linspace(-1, 1, 25, dtype=torch.float64).view(1, 1, 5, 5)
     [(nested, {}), (lambda: nested(0.3), {}), (nested, {"head_mask": MASK}), (gate, {})],
     ids=["attention", "dropout", "head_mask", "gate"],
 )
-def test_parts_of_older_transformers(make, call, references, monkeypatch):
-    """Oracle: their own forwards, from the same seed; those run where a mask is given, and nowhere else."""
+def test_modules_of_older_transformers_are_fused(make, call, references, monkeypatch):
+    """Oracle: the modules' own forwards with the same seed; they run only where a mask is given."""
     own = forwards.original
     monkeypatch.setattr(forwards, "original", lambda *x, **more: calls.append(x[0]) or own(*x, **more))
     plain, x, ys, calls = make().double().train(), torch.randn(2, 5, 24, dtype=torch.float64), [], []
@@ -924,7 +924,7 @@ def test_parts_of_older_transformers(make, call, references, monkeypatch):
 
 
 def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):
-    """Oracle: autocast's list for CUDA, on which layer_norm runs in float32; half-precision streams come out wide."""
+    """Oracle: autocast's list for CUDA, where layer_norm runs in float32; half-precision inputs give float32 output."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
     norm = nn.LayerNorm(8).to("meta")
     optimize(norm)
@@ -933,13 +933,13 @@ def test_layer_norm_under_autocast_on_a_gpu(meta_is_a_gpu, monkeypatch):
 
 
 def test_no_other_package_is_imported():
-    """A fresh interpreter optimises torch's own modules, and no package whose types are known is loaded."""
+    """Oracle: sys.modules of a fresh interpreter that optimises torch's modules: no other known package is imported."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_invalid_arguments_raise():
-    """One sentence: the argument, what was given, what would do."""
+    """Oracle: one sentence that names the argument, states what was given and suggests a remedy."""
     for call in (optimize, revert):
         with pytest.raises(TypeError, match=r"model is str; give an nn.Module"):
             call("vit_base_patch16_224")

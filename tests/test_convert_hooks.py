@@ -1,4 +1,4 @@
-"""Optimised models under hooks, patched classes, a failing `optimize`, and other tracers."""
+"""Tests of optimised models under hooks, patched classes, a failing `optimize`, and tracers. Oracle: the original."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ SMALL = dict(img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
 
 
 def ours():
-    """A small model of our own, with every part that a fused block reads through."""
+    """A small model of ours with every module that a fused block reads instead of calling."""
     return create_model("vit_base_patch16_224", **SMALL, init_values=0.1, drop_path_rate=0.1)
 
 
@@ -62,7 +62,7 @@ def watched_run(model, given, register):
     return [(paths[m], [t.detach() for t in found if isinstance(t, torch.Tensor)]) for m, found in seen], y
 
 
-@pytest.mark.filterwarnings("ignore:.*backward hook:UserWarning")  # of images without a gradient, of dictionaries
+@pytest.mark.filterwarnings("ignore:.*backward hook:UserWarning")  # for images without a gradient, and dictionaries
 @pytest.mark.parametrize("register", [forward_pre, forward, backward_pre, backward])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_global_hooks_see_every_call(name, register, references):
@@ -70,7 +70,7 @@ def test_global_hooks_see_every_call(name, register, references):
     model, given = build(name).train(), inputs(name)
     plain = copy.deepcopy(model)
     optimize(model)
-    outputs(model, given)  # nothing of a call without hooks may stay
+    outputs(model, given)  # state of a call without hooks must not persist
     (got, y), (want, z) = (watched_run(m, given, register) for m in (model, plain))
     assert [path for path, _ in got] == [path for path, _ in want] and len(got) > 20
     assert torch.equal(y, z)
@@ -78,16 +78,16 @@ def test_global_hooks_see_every_call(name, register, references):
         assert len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
     calls = []
     handle = register([])
-    optimize(model)  # while the hook is there
+    optimize(model)  # while the hook is registered
     handle.remove()
     model.register_forward_hook(lambda *_: calls.append(1))
     assert same(outputs(model, given), z) and calls == [1]
 
 
-@pytest.mark.filterwarnings("ignore:.*backward hook:UserWarning")  # of images without a gradient, of dictionaries
+@pytest.mark.filterwarnings("ignore:.*backward hook:UserWarning")  # for images without a gradient, and dictionaries
 @pytest.mark.parametrize("register", [forward_pre, forward, backward_pre, backward])
 def test_global_hooks_see_every_call_of_our_models(register):
-    """Oracle: the PyTorch path of the same model, on which every module is called; without a hook the kernels run."""
+    """Oracle: the PyTorch path of the same model, which calls every module; without a hook the kernels run."""
     model, given = ours().eval(), torch.randn(2, 3, 32, 32)
     want, z = watched_run(model, given, register)
     with interpreting():
@@ -113,7 +113,7 @@ def test_flops_are_counted_by_module(references):
 
 
 def wrapping(own):
-    """With functools.wraps: the name, the module and __wrapped__ are those of the original."""
+    """A patch with functools.wraps, which copies name, module and __wrapped__ from the original."""
 
     @functools.wraps(own)
     def twice(*inputs, **named):
@@ -124,19 +124,19 @@ def wrapping(own):
 
 
 def disguised(own):
-    """The same without __wrapped__."""
+    """The same patch without __wrapped__."""
     twice = wrapping(own)
     del twice.__wrapped__
     return twice
 
 
 def decorated(own):
-    """By a decorator of torch."""
+    """A patch by a torch decorator."""
     return torch.no_grad()(own)
 
 
 class Twice:
-    """A callable that is no function."""
+    """A callable that is not a function."""
 
     def __init__(self, own):
         self.own = own
@@ -182,7 +182,7 @@ PATCHED = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", PATCHED)
 def test_patched_forwards_are_called(name, when, references, monkeypatch):
-    """Oracle: the original under the same patch, and without it when the patch is undone."""
+    """Oracle: the original under the same patch, and without it after the patch is undone."""
     family, cls = PATCHED[name]
     model, given = build(family), inputs(family)
     plain, own = copy.deepcopy(model), cls.forward
@@ -205,7 +205,7 @@ def test_patched_forwards_are_called(name, when, references, monkeypatch):
 
 
 def test_a_method_of_another_class_is_a_patch(references, monkeypatch):
-    """Oracle: the original under the same patch; the function is of the same package, and of another class."""
+    """Oracle: the original under the same patch; the function belongs to another class of the same package."""
     model, given = build("timm_vit"), inputs("timm_vit")
     plain = copy.deepcopy(model)
     report = optimize(model)
@@ -231,7 +231,7 @@ def test_patched_forwards_are_called_in_our_models(cls, monkeypatch):
     want = outputs(model, given)
     with interpreting(), torch.no_grad():
         assert same(outputs(model, given), want)
-    assert same(want, free) == (cls is nn.GELU)  # which ours do not use
+    assert same(want, free) == (cls is nn.GELU)  # which our models do not use
     monkeypatch.undo()
     with interpreting(), torch.no_grad(), Recorder() as run:
         assert same(outputs(model, given), free)
@@ -239,7 +239,7 @@ def test_patched_forwards_are_called_in_our_models(cls, monkeypatch):
 
 
 class Stop(BaseException):
-    """Neither an Exception nor one that a handler expects, as KeyboardInterrupt."""
+    """An exception that is not an Exception and that no handler expects, like KeyboardInterrupt."""
 
 
 def facts(model):
@@ -257,7 +257,7 @@ def unchanged(model, before):
 @pytest.mark.parametrize("place", ["filter", "reader", "revert"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["plain", "optimised"])
 def test_a_failed_optimize_changes_nothing(earlier, place, error, monkeypatch, references):
-    """Oracle: every instance's dictionary before; the model then works as before."""
+    """Oracle: every instance's dictionary before the call; the model then works as before."""
     model, given, left = build("timm_beit").train(), inputs("timm_beit"), [5]
     model.blocks[0].attn.eval()
     if earlier:
@@ -278,7 +278,7 @@ def test_a_failed_optimize_changes_nothing(earlier, place, error, monkeypatch, r
             own = torch.Tensor.permute
             monkeypatch.setattr(torch.Tensor, "permute", lambda t, *axes: fail() and own(t, *axes))
             assert beit.__name__ == "Attention"
-            left[0] = 2  # while it is read as in training
+            left[0] = 2  # as during training
             optimize(model)
         else:
             optimize(model)
@@ -306,7 +306,7 @@ def test_fx_traces_the_original(name, references):
 
 
 def test_feature_extractors(references):
-    """Oracle: the extractors of torchvision and of timm around the original."""
+    """Oracle: the feature extractors of torchvision and timm applied to the original."""
     from timm.models import FeatureGraphNet
     from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -333,7 +333,7 @@ def trace(model, given):
 
 @pytest.mark.parametrize("name", ["timm_vit", "timm_swin", "hf_vit", "torchvision_vit", "vit_pytorch_vit", "ours"])
 def test_jit_traces_the_original(name):
-    """Oracle: kinds of nodes in the original's trace; no operator of ours is in it, where the kernels would run."""
+    """Oracle: node kinds in the original's trace; none of our operators is in it, even where the kernels would run."""
     model, given = (ours() if name == "ours" else build(name, torch.float32)).eval(), torch.randn(2, 3, 32, 32)
     plain = trace(copy.deepcopy(model), given)
     optimize(model)
@@ -349,7 +349,7 @@ def test_jit_traces_the_original(name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", ["timm_vit", "timm_swin", "torchvision_vit"])
 def test_jit_scripts_after_revert(name):
-    """Oracle: the original's scripted code; an optimised model is refused by TorchScript, not scripted wrongly."""
+    """Oracle: the original's scripted code; TorchScript rejects an optimised model instead of scripting it wrongly."""
     model, given = build(name).eval(), inputs(name)
     plain = torch.jit.script(copy.deepcopy(model))
     optimize(model)
@@ -360,8 +360,8 @@ def test_jit_scripts_after_revert(name):
     assert scripted.code == plain.code and same(scripted(given), plain(given))
 
 
-def test_capture_beside_a_running_model():
-    """Oracle: the model's output; other threads run it all the while, and nothing of theirs is recorded."""
+def test_jit_capture_ignores_other_threads():
+    """Oracle: the model's output; other threads run it meanwhile, and none of their operations is recorded."""
     model, given = build("timm_vit").eval(), inputs("timm_vit")
     optimize(model)
     want, errors, stop = outputs(model, given).detach(), [], threading.Event()
@@ -397,20 +397,20 @@ CALLED = [n for n in MODELS if n not in ("torch_multihead", "torch_encoder_layer
 
 @pytest.mark.parametrize("name", CALLED)
 def test_the_report_matches_what_runs(name, monkeypatch):
-    """Oracle: the modules that were called, and those whose own forward ran, on one call in inference that folds norms.
+    """Oracle: the called modules, and those that ran their own forward, in one inference call that folds norms.
 
-    A LayerNorm is called if and only if its row is bare, and no row that is fused falls back.
+    A LayerNorm is called if and only if its row is bare, and no fused row falls back to its own forward.
     """
     monkeypatch.setitem(fold.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     report, own, called = optimize(model), nn.Module.__call__, set()
     monkeypatch.setattr(nn.Module, "__call__", lambda self, *x, **more: called.add(id(self)) or own(self, *x, **more))
-    fell = set()
+    fallbacks = set()
     for file in ("forwards", "from_torch", "from_timm_blocks", "from_transformers", "from_vit_pytorch"):
         kept = __import__(f"fastvit_triton.convert.{file}", fromlist=["original"]).original
 
         def spy(module, *x, kept=kept, **more):
-            fell.add(id(module))
+            fallbacks.add(id(module))
             return kept(module, *x, **more)
 
         monkeypatch.setattr(f"fastvit_triton.convert.{file}.original", spy)
@@ -419,13 +419,13 @@ def test_the_report_matches_what_runs(name, monkeypatch):
     for row in report.rows:
         module = model.get_submodule(row.path)
         if row.became is not None:
-            assert id(module) not in fell, row
+            assert id(module) not in fallbacks, row
         if hooks.type_name(module) in LAYER_NORMS and (id(module) in called or not row.bare):
             assert (id(module) in called) == row.bare, row
 
 
-def test_labels_of_towers_that_are_not_fused():
-    """Oracle: what their forwards do: CLIP's text tower is always causal; Swin of transformers has LayerNorms alone."""
+def test_labels_of_unfused_towers():
+    """Oracle: CLIP's text tower is always causal, so nothing is fused; of transformers' Swin, only LayerNorms are."""
     sizes = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=9)
     config = transformers.CLIPTextConfig(**sizes, eos_token_id=8, bos_token_id=0)
     report = optimize(transformers.CLIPTextModel(config).eval())

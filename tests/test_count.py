@@ -1,4 +1,4 @@
-"""What `doctor --model` says a model costs: counted from shapes, held to hand counts and to recorded launches."""
+"""Tests of `doctor --model`'s counts of launches, bytes and flops. Oracle: hand counts and recorded launches."""
 
 from functools import partial
 
@@ -18,32 +18,32 @@ from fastvit_triton.kernels.plan import forcing
 
 
 def empty(*shape, dtype=torch.bfloat16):
-    """An uninitialised tensor that is never read."""
+    """An uninitialised tensor whose values are never read."""
     return torch.empty(shape, dtype=dtype)
 
 
 def kernels(model, *inputs):
-    """Inference as PyTorch runs it, with all kernels, and with them when the model is frozen."""
+    """Counts of inference: in eager PyTorch, with all kernels, and with all kernels and a frozen model."""
     with forcing("fused"):
         found = predict(model, cost.gpus()["h200"], False, *inputs)
     return found.eager, found.ours, found.frozen
 
 
 def test_operators_by_hand():
-    """Oracle: operands and results by hand, 2 bytes a number; views and fresh memory are free."""
+    """Oracle: operands and results by hand, 2 bytes per number; views and new memory are free."""
     x, w, b = empty(6, 8), empty(16, 8), empty(16)
     read, written = 6 * 8 + 16 * 8 + 16, 6 * 16
     assert count(F.linear, x, w, b) == Count(1, 2 * (read + written), 2 * 6 * 8 * 16)
     assert count(F.gelu, x) == Count(1, 2 * 2 * 48)
-    assert count(x.add_, x) == Count(1, 2 * 2 * 48)  # read once, written once
+    assert count(x.add_, x) == Count(1, 2 * 2 * 48)  # one read, one write
     assert count(lambda: x.t().reshape(2, 4, 6).detach().unbind(0)) == Count()
     assert count(lambda: (x.new_empty(5), torch.empty_like(x))) == Count()
-    assert count(F.gelu, empty(1, 8).expand(6, 8)).nbytes == 2 * (8 + 48)  # one row is read
+    assert count(F.gelu, empty(1, 8).expand(6, 8)).nbytes == 2 * (8 + 48)  # only one row is read
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_by_hand(masked):
-    """Oracle: q, k, v, mask and output once each, and L in fp32; both products; for each way to call it."""
+    """Oracle: q, k, v, mask and output once each, and L in fp32; both matrix products; for every calling convention."""
     q, k, v, mask = empty(2, 3, 5, 8), empty(2, 3, 7, 8), empty(2, 3, 7, 8), empty(2, 1, 5, 7) if masked else None
     nbytes = 2 * (2 * 2 * 3 * 5 * 8 + 2 * 2 * 3 * 7 * 8 + (2 * 5 * 7 if masked else 0)) + 4 * 2 * 3 * 5
     found = count(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
@@ -66,7 +66,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_launches_of_blocks_are_those_recorded(name):
+def test_counted_launches_equal_recorded_launches(name):
     """Oracle: the kernels that the same block launches on real tensors, and the bytes of their arguments."""
     block = BLOCKS[name](build(name, torch.bfloat16)).eval()
     optimize(block)
@@ -76,7 +76,7 @@ def test_launches_of_blocks_are_those_recorded(name):
         for prepare in (lambda: None, partial(freeze, block)):
             prepare()
             with recording("sm_90") as found:
-                block(x)  # folds
+                block(x)  # folds weights
                 del found[:]
                 block(x)
             recorded.append((len(found), sum(launch.nbytes for launch in found)))
@@ -86,11 +86,11 @@ def test_launches_of_blocks_are_those_recorded(name):
 
 @pytest.mark.parametrize("name, after", [("vit_small_patch16_224", 5), ("vit_tiny_patch16_224", 4)])
 @pytest.mark.parametrize("batch, more", [(1, 2), (8, 1)], ids=["few_rows", "many_rows"])
-def test_a_block_is_ten_launches_before_and_five_when_frozen(batch, more, name, after):
-    """Oracle: the operators of an eager block, counted by eye, and the plan; three blocks less two.
+def test_a_block_makes_ten_launches_before_and_five_when_frozen(batch, more, name, after):
+    """Oracle: the operators of an eager block, counted by hand, and the plan; three blocks minus two.
 
-    Where it is not frozen one launch folds both LayerNorms, or they run where rows are few. ViT-Ti's rows are narrow
-    enough for an MLP in one launch.
+    In a model that is not frozen, one launch folds both LayerNorms, or both run if there are few rows. ViT-Ti's rows
+    are narrow enough for an MLP in one launch.
     """
 
     def both(depth):
@@ -103,8 +103,8 @@ def test_a_block_is_ten_launches_before_and_five_when_frozen(batch, more, name, 
     assert three[1].nbytes < three[0].nbytes
 
 
-def test_flops_are_those_of_the_cost_table():
-    """Oracle: `explain`'s formula for one image, and the head; the same before and after."""
+def test_flops_equal_the_cost_table():
+    """Oracle: `explain`'s formula for one image plus the head; the same before and after `optimize`."""
     with torch.device("meta"):
         model = create_model("vit_base_patch16_224").to(torch.bfloat16).eval()
     cost = image_cost(224, 16, dim=768, depth=12, num_heads=12, head_dim=64, hidden=3072)
@@ -115,7 +115,7 @@ def test_flops_are_those_of_the_cost_table():
 
 
 def test_each_gpu_has_its_own_choices(monkeypatch):
-    """Oracle: on a GPU so fast that the host decides, the way of the least host time; the real one in between."""
+    """Oracle: the way with the least host time, on a GPU so fast that the host is the bottleneck; then a real GPU."""
     monkeypatch.setitem(cost.table()["host_us"]["replayed"], "inference", dict(plain=1.0, mixed=1.5, fused=2.0))
     with torch.device("meta"):
         model = create_model("vit_small_patch16_224", depth=2).to(torch.bfloat16).eval()
@@ -123,7 +123,7 @@ def test_each_gpu_has_its_own_choices(monkeypatch):
     fast = real._replace(product_tflops=1e6, copy_gbs=1e6, attention_tflops=(1e6, 1e6))
     first, second, third = found = [predict(model, gpu, False, empty(256, 3, 224, 224)) for gpu in (fast, real, fast)]
     assert [{choice.way for choice in one.blocks} for one in found] == [{"plain"}, {"fused"}, {"plain"}]
-    assert second.frozen.launches == second.ours.launches - 2  # one fold a block
+    assert second.frozen.launches == second.ours.launches - 2  # one fold per block
     assert first == third and first.frozen == first.ours and first.eager == second.eager
     assert second.ours_us()[0] > second.ours_us()[1] > second.ours_us()[2] > second.ours_us(frozen=True)[2]
     assert first.eager_us() == first.ours_us()[1] == 2 * plan.host_us("plain", 2, False, True) > first.compiled_us()
@@ -131,7 +131,7 @@ def test_each_gpu_has_its_own_choices(monkeypatch):
 
 
 def test_training_counts_every_output():
-    """Oracle: two heads of one layer, by hand: their products, and two for each in the backward pass, for x's too."""
+    """Oracle: by hand: the products of two heads on one input, and two each in the backward pass (one is for x)."""
 
     class Heads(nn.Module):
         def __init__(self):
@@ -146,8 +146,8 @@ def test_training_counts_every_output():
     assert found.eager.launches == 4 and found.eager.flops == 2 * 2 * 4 * 8 * (3 + 5)
 
 
-def test_everything_is_put_back():
-    """Oracle: the switch and what stands in for a GPU, after a model that needs real numbers and one that does not."""
+def test_global_state_is_restored():
+    """Oracle: the switch and the assumed GPU, after a model that needs real values and one that does not."""
 
     class Reader(nn.Module):
         def forward(self, x):
@@ -166,7 +166,7 @@ def test_everything_is_put_back():
 
 
 def test_counts_need_no_triton(monkeypatch):
-    """Oracle: the count with it; each operator is one launch then."""
+    """Oracle: the count with Triton; without it each operator is one launch."""
     with torch.device("meta"):
         model = create_model("vit_tiny_patch16_224", depth=1).to(torch.bfloat16).eval()
     with_it = kernels(model, empty(2, 3, 224, 224))

@@ -1,4 +1,4 @@
-"""Data sets: the digits, image folders, transforms, and invalid folders and files."""
+"""Tests of data sets: the digits, image folders, transforms, and invalid folders and files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ RECIPE = replace(FOLDER, img_size=16, batch_size=4)
 
 
 def write_folder(root: Path, per_class: int = 5) -> Path:
-    """Two classes, red and blue, of noisy images in several sizes, modes and formats."""
+    """Writes two classes, red and blue, of noisy images in several sizes, modes and formats."""
     generator = np.random.default_rng(0)
     for split in ("train", "val"):
         for name, channel in (("red", 0), ("blue", 2)):
@@ -40,14 +40,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def truncate(path: Path) -> Path:
-    """Cuts the last fifth off, which is all pixels."""
+    """Cuts off the last fifth of a file, which holds only pixels."""
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 4 // 5])
     return path
 
 
 def test_digits_split_is_fixed():
-    """Oracle: the published count 1,797, disjoint parts, every class within one image of a fifth; stated constants."""
+    """Oracle: the published count 1,797, disjoint splits, each class within one image of a fifth; fixed constants."""
     (train, train_targets), (test, test_targets) = digits("train"), digits("test")
     assert train.shape == (1437, 1, 8, 8) and test.shape == (360, 1, 8, 8)
     counts, share = torch.bincount(test_targets), torch.bincount(torch.cat([train_targets, test_targets])) / 5
@@ -58,14 +58,14 @@ def test_digits_split_is_fixed():
 
 
 def test_digits_in_another_size():
-    """Oracle: enlarging keeps the mean grey, because a pixel's weights sum to one away from borders."""
+    """Oracle: enlarging keeps the mean grey level, because a pixel's weights sum to one away from borders."""
     images, _ = digits("test", (16, 16))
     assert images.shape == (360, 1, 16, 16)
     assert abs(images.mean() - digits("test")[0].mean()) < 0.01
 
 
 def test_digit_batches():
-    """Training batches differ by epoch and hold every target once; test batches keep the order and are normalised."""
+    """Oracle: training batches differ by epoch and hold each target once; test batches are ordered and normalised."""
     data = load("digits", DIGITS)
     first, second = (torch.cat([targets for _, targets in data.train]) for _ in range(2))
     assert not torch.equal(first, second) and torch.equal(first.sort()[0], second.sort()[0])
@@ -75,8 +75,8 @@ def test_digit_batches():
     assert torch.equal(data.transform.restore(images[0]).round(decimals=4), digits("test")[0][:64].round(decimals=4))
 
 
-def test_random_affine_at_rest_and_in_motion():
-    """Oracle: no motion is the identity up to rounding; a whole-pixel shift of an inner dot moves all its light."""
+def test_random_affine_identity_and_shift():
+    """Oracle: no motion is the identity up to rounding; a whole-pixel shift of an inner dot keeps its intensity."""
     images = torch.rand(5, 2, 8, 6)
     torch.testing.assert_close(random_affine(images), images)
     dot = torch.zeros(64, 1, 9, 9)
@@ -91,7 +91,7 @@ def test_random_affine_at_rest_and_in_motion():
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F"])
 def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str):
-    """Oracle: an image that is black on the left and white on the right looks the same in every mode."""
+    """Oracle: an image that is black on the left and white on the right is the same in every mode."""
     levels = np.zeros((12, 20), np.uint8)
     levels[:, 10:] = 255
     image = Image.fromarray(levels)
@@ -111,16 +111,16 @@ def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str):
     torch.testing.assert_close(image[:, :, 3], torch.ones(3, 4), atol=0.02, rtol=0)
 
 
-def test_transparent_is_white_and_rotated_is_upright(tmp_path: Path):
-    """Oracle: an empty transparent page is white; EXIF orientation 6 turns the image's left edge to its top."""
+def test_transparency_becomes_white_and_exif_orientation_is_applied(tmp_path: Path):
+    """Oracle: a fully transparent image is white; EXIF orientation 6 turns the image's left edge to its top."""
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "empty.png")
     assert read_image(tmp_path / "empty.png").convert("L").getextrema() == (255, 255)
-    lying = Image.new("L", (16, 8))
-    lying.paste(255, (0, 0, 8, 8))
+    rotated = Image.new("L", (16, 8))
+    rotated.paste(255, (0, 0, 8, 8))
     exif = Image.Exif()
     exif[0x0112] = 6
-    lying.save(tmp_path / "lying.png", exif=exif)
-    upright = np.asarray(read_image(tmp_path / "lying.png"))
+    rotated.save(tmp_path / "rotated.png", exif=exif)
+    upright = np.asarray(read_image(tmp_path / "rotated.png"))
     assert upright.shape == (16, 8) and upright[:8].min() == 255 and upright[8:].max() == 0
 
 
@@ -137,8 +137,8 @@ def test_transform_takes_the_centre_or_a_seeded_crop():
         Transform((8, 8), (0.0, 0.0), (1.0, 1.0))
 
 
-def test_saved_picture_reads_back(tmp_path: Path):
-    """Oracle: eight bits a channel, so half a level of error before any resampling, none after repetition."""
+def test_saved_image_reads_back(tmp_path: Path):
+    """Oracle: eight bits per channel, so half a level of error before any resampling, none after repetition."""
     image = torch.rand(3, 8, 8)
     save_image(image, tmp_path / "x.png", side=8)
     torch.testing.assert_close(
@@ -147,7 +147,7 @@ def test_saved_picture_reads_back(tmp_path: Path):
 
 
 def test_folder_of_any_size_and_mode(folder: Path):
-    """Oracle: class names sorted, targets by folder, shapes by recipe, test order by file name."""
+    """Oracle: sorted class names, targets by folder, shapes by recipe, test order by file name."""
     data = load(str(folder), RECIPE)
     assert data.classes == ("blue", "red") and data.transform.size == (16, 16)
     images, targets = zip(*data.test, strict=True)
@@ -160,7 +160,7 @@ def test_folder_of_any_size_and_mode(folder: Path):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_do_not_change_the_batches(folder: Path):
-    """Oracle: two epochs decoded in this process, from the same seed."""
+    """Oracle: two epochs decoded in this process with the same seed."""
 
     def epochs(workers: int) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -198,7 +198,7 @@ def test_invalid_folders_raise(tmp_path: Path):
 
 
 def test_bad_images_are_named_counted_and_skipped(folder: Path):
-    """Oracle: an empty file and a foreign one are found by their headers, a truncated one when it is decoded."""
+    """Oracle: headers reveal an empty and a foreign file; only decoding reveals a truncated one."""
     (folder / "train" / "red" / "1.png").write_bytes(b"")
     (folder / "train" / "blue" / "3.png").write_text("not an image")
     cut = truncate(folder / "val" / "red" / "0.jpg")
@@ -212,7 +212,7 @@ def test_bad_images_are_named_counted_and_skipped(folder: Path):
     assert sum(len(targets) for _, targets in data.train) == 8
     assert sum(len(targets) for _, targets in data.test) == 9
     assert list(data.test.bad) == [cut] and "truncated" in data.test.bad[cut]
-    # Predictions count readable images only: the sixth is now red/1.png.
+    # only readable images are counted, so the sixth is now red/1.png
     expected = data.transform.restore(data.transform(read_image(folder / "val" / "red" / "1.png")))
     assert torch.equal(data.test.display_image(5), expected)
 
@@ -225,8 +225,8 @@ def test_truncated_image_is_fatal_unless_skipped(folder: Path):
         list(data.train)
 
 
-def test_many_bad_images_are_ten_names_and_a_count(tmp_path: Path):
-    """Oracle: 12 empty files."""
+def test_many_bad_images_are_listed_as_ten_names_and_a_count(tmp_path: Path):
+    """Oracle: the sentence about 12 empty files."""
     folder = write_folder(tmp_path / "many", per_class=7)
     for path in (folder / "train").rglob("*.*g"):
         if path.stem != "0":
@@ -237,8 +237,8 @@ def test_many_bad_images_are_ten_names_and_a_count(tmp_path: Path):
     assert str(caught.value).count("empty file") == 10
 
 
-def test_defect_reads_the_header_or_the_whole_file(folder: Path):
-    """Oracle: a truncated file has a sound header."""
+def test_find_defect_reads_the_header_or_the_whole_file(folder: Path):
+    """Oracle: a truncated file has a valid header."""
     path = truncate(folder / "train" / "red" / "2.jpg")
     assert find_defect(path) is None and "truncated" in find_defect(path, decode=True)
     assert "No such file" in find_defect(folder / "nowhere.png")

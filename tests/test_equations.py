@@ -1,6 +1,6 @@
-"""The snippets and equations by which ViT is usually taught, each held against the package.
+"""Tests of the package against the code snippets and equations by which ViT is usually taught.
 
-A snippet is transcribed as it is printed, with its imports made explicit, and both sides get the same weights.
+A snippet is transcribed as printed, with explicit imports, and both sides get the same weights.
 """
 
 import math
@@ -33,13 +33,13 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Within 200 roundings of float64 of the largest value: sums of at most some hundred terms, in another order."""
+    """True if within 200 float64 roundings of the largest value: sums of some hundred terms in another order."""
     got, want = got.detach(), want.detach()
     return got.shape == want.shape and float((got - want).abs().max()) <= 200 * EPS * max(1.0, float(want.abs().max()))
 
 
 def random_(module: nn.Module) -> nn.Module:
-    """Float64 weights, all random."""
+    """Sets all weights to random float64 values; returns the module."""
     module.double()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -48,7 +48,7 @@ def random_(module: nn.Module) -> nn.Module:
 
 
 def copied(ours: nn.Module, theirs: nn.Module, renames: dict[str, str] | None = None) -> None:
-    """Loads their weights into ours; `renames` replaces parts of their keys."""
+    """Loads their weights into our module; `renames` replaces parts of their keys."""
     state = theirs.state_dict()
     for old, new in (renames or {}).items():
         state = {key.replace(old, new): value for key, value in state.items()}
@@ -56,7 +56,7 @@ def copied(ours: nn.Module, theirs: nn.Module, renames: dict[str, str] | None = 
 
 
 def same_gradients(ours: nn.Module, theirs: nn.Module, x: torch.Tensor) -> bool:
-    """Outputs, input gradients and, in order of size, all parameter gradients agree."""
+    """True if outputs, input gradients and, sorted by size, all parameter gradients agree."""
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     outputs = [module(i) for module, i in zip((ours, theirs), inputs, strict=True)]
     weights = torch.randn_like(outputs[0])
@@ -179,7 +179,7 @@ def test_adding_positions_before_the_class_token_needs_a_shorter_table():
 
 
 def test_attention_without_positions_is_equivariant():
-    """Permuting the patches permutes the outputs and leaves the class token's output alone; positions break that."""
+    """Permuting patches permutes their outputs and leaves the class token's output unchanged; positions break this."""
     order = torch.randperm(16)
     for pos_embed, invariant in (("none", True), ("learned", False)):
         model = vit(pos_embed=pos_embed)
@@ -255,7 +255,7 @@ def snippet_resize_pos_embed(posemb, posemb_new):
 
 @pytest.mark.parametrize("old, new", [(14, 24), (14, 20), (7, 7), (24, 14)])
 def test_resize_pos_embed_snippet(old, new):
-    """Bilinear, align_corners=False, class token kept apart."""
+    """Bilinear, align_corners=False; the class token's position is not resized."""
     table = torch.randn(1, 1 + old * old, 8)
     got = resize_pos_embed(table, (old, old), (new, new), 1, "bilinear")
     assert torch.equal(got, snippet_resize_pos_embed(table, torch.empty(1, 1 + new * new, 8)))

@@ -1,4 +1,4 @@
-"""The notebook in examples/ runs from top to bottom: on a stand-in for a GPU, and here, where there is none."""
+"""Tests of the notebook in examples/: it runs completely with a stand-in for a GPU, and without a GPU."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ class cuda:
     is_available = staticmethod(lambda: True)
     get_device_name = staticmethod(lambda: {GPU!r})
 """
-# writes what a command would have written on a GPU, or fails where there is nothing
+# copies what a command would write on a GPU; fails if there is nothing to copy
 COMMAND = """
 import shutil, sys
 from pathlib import Path
@@ -26,12 +26,12 @@ for option in {"--out", "--export"} & set(words):
     shutil.copy(Path(__file__).with_name(target.name), target)
 """
 
-pytestmark = pytest.mark.filterwarnings("default")  # the notebook's packages have their own
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of the notebook's packages
 
 
 @pytest.fixture
 def notebook(tmp_path, monkeypatch):
-    """(runs the notebook in an empty folder and returns what its code cells print, the folder)."""
+    """(function that runs the notebook in an empty folder and returns what its code cells print, that folder)."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "FASTVIT_TRITON_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     here = tmp_path / "here"
@@ -51,7 +51,7 @@ def notebook(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """The folder of a torch with a GPU, and of commands that take no time."""
+    """The folder of a torch that reports a GPU, and of commands that take no time."""
     folder = tmp_path / "stand_in"
     (folder / "fastvit_triton").mkdir(parents=True)
     (folder / "torch.py").write_text(TORCH)
@@ -62,7 +62,7 @@ def stand_in(tmp_path):
     return folder
 
 
-def test_on_a_gpu_it_makes_a_good_file(notebook, stand_in):
+def test_notebook_on_a_gpu_writes_a_valid_file(notebook, stand_in):
     """Oracle: what `python -m benchmarks.community join` makes of the same files, and its check; the printed line."""
     run, here = notebook
     skipped, first, *printed = run(stand_in)
@@ -78,8 +78,8 @@ def test_on_a_gpu_it_makes_a_good_file(notebook, stand_in):
     assert json.loads(printed[-1]) == held
 
 
-def test_it_stops_where_a_command_fails(notebook, stand_in):
-    """Oracle: the sentence names the command; nothing is joined."""
+def test_notebook_stops_at_a_failing_command(notebook, stand_in):
+    """Oracle: the sentence names the command; no file is joined."""
     (stand_in / "fastvit_triton" / "benchmark.json").unlink()
     run, here = notebook
     with pytest.raises(
@@ -90,8 +90,8 @@ def test_it_stops_where_a_command_fails(notebook, stand_in):
 
 
 @pytest.mark.full
-def test_without_a_gpu_it_runs_to_the_end(notebook, monkeypatch):
-    """Oracle: every command did what it does without a GPU; the file is not accepted for that reason alone."""
+def test_notebook_without_a_gpu_runs_to_the_end(notebook, monkeypatch):
+    """Oracle: what every command does without a GPU; the file is invalid only because it has no GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run, here = notebook
     _, first, selftest, tune, benchmark, joined = run(community.ROOT)
@@ -106,8 +106,8 @@ def test_without_a_gpu_it_runs_to_the_end(notebook, monkeypatch):
     assert len(wrong) == 2 and all("gpu is null; it must be the name of a GPU" in sentence for sentence in wrong)
 
 
-def test_notebook_is_tidy():
-    """Oracle: nbformat. No outputs or counts are stored, markdown stands before each code cell, only pip is skipped."""
+def test_notebook_is_stored_without_outputs():
+    """Oracle: nbformat. No outputs or counts are stored, markdown precedes each code cell, only pip is skipped."""
     book = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(book)
     for before, cell in zip([None, *book.cells], book.cells, strict=False):

@@ -1,4 +1,4 @@
-"""Explanations: attention maps against each package's own softmax, numbers by hand, and the report in a browser."""
+"""Tests of explanations: maps against each package's own softmax, numbers by hand, and the report in a browser."""
 
 import base64
 import copy
@@ -45,27 +45,27 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 def within(got, baseline, truth):
-    """Error ≤ 2 · (the baseline's own error + one rounding), against float64."""
+    """Asserts error ≤ 2 · (the baseline's own error + one rounding), against float64."""
     got, baseline, truth = (t.detach().double() for t in (got, baseline, truth))
     allowed = 2 * ((baseline - truth).norm() + torch.finfo(torch.float32).eps * truth.norm())
     assert got.shape == truth.shape and (got - truth).norm() <= allowed, (float((got - truth).norm()), float(allowed))
 
 
 def exact(got, want):
-    """Equal up to the rounding of a few sums in float64."""
+    """Asserts equality up to the rounding of a few sums in float64."""
     torch.testing.assert_close(
         got, want, rtol=64 * torch.finfo(torch.float64).eps, atol=64 * torch.finfo(torch.float64).eps
     )
 
 
 def hooks(model):
-    """How many hooks each module has."""
+    """The number of hooks of each module."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [[len(getattr(m, k)) for k in kinds] for m in model.modules()]
 
 
 def softmaxes(name, model, given):
-    """Each layer's attention probabilities by the package's own unfused code, and the tensors to ask for gradients."""
+    """Each layer's attention probabilities from the package's own unfused code, and the tensors for gradients."""
     found, handles = [], []
     if name.startswith("hf_"):
         model.set_attn_implementation("eager")
@@ -87,7 +87,7 @@ def softmaxes(name, model, given):
 
 
 def probabilities(model, images):
-    """Each layer's softmax(scale · q kᵀ + bias) of our model, written out from its weights and its blocks' inputs."""
+    """Each layer's softmax(scale · q kᵀ + bias) in our model, from its weights and its blocks' inputs."""
     found, inside = [], []
     handles = [b.register_forward_pre_hook(lambda _, a: inside.append(a[0])) for b in model.blocks]
     with torch.no_grad():
@@ -105,7 +105,7 @@ def probabilities(model, images):
 
 
 def own(**options):
-    """Our model in float64 with every parameter drawn anew, the same in float32, and images."""
+    """Our model in float64 with random parameters, the same in float32, and images."""
     model = create_model("vit_tiny_patch16_224", **TINY | options).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
@@ -114,8 +114,8 @@ def own(**options):
 
 @pytest.mark.parametrize("path", ["reference", "interpreter"])
 @pytest.mark.parametrize("options", OWN.values(), ids=OWN)
-def test_own_maps_are_the_softmax(options, path):
-    """Oracle: the full matrix written out in float64; outputs and hooks are as without."""
+def test_maps_of_our_models_equal_the_softmax(options, path):
+    """Oracle: the full matrix written out in float64; outputs and hooks are those without capture."""
     truth, model, images = own(**options)
     want, before = probabilities(truth, images.double()), hooks(model)
     with torch.no_grad(), interpreting() if path == "interpreter" else torch.no_grad():
@@ -131,11 +131,11 @@ def test_own_maps_are_the_softmax(options, path):
 
 
 def test_captured_blocks_stay_fused():
-    """Oracle: the operators of the unwatched model; calling its parts would add LayerNorms and sums of their own."""
+    """Oracle: the operators of the model without capture; calling its submodules would add LayerNorms and additions."""
     _, model, images = own()
     runs = []
     with torch.no_grad(), interpreting():
-        model(images)  # keeps the folds
+        model(images)  # caches the folds
         with Recorder() as run:
             model(images)
         runs.append(Counter(run.ops))
@@ -148,7 +148,7 @@ def test_captured_blocks_stay_fused():
 
 @pytest.mark.parametrize("path", ["reference", "interpreter"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_maps_equal_their_softmax(name, path, request):
+def test_maps_of_other_models_equal_their_softmax(name, path, request):
     """Oracle: the package's own probabilities, unfused, in float64."""
     truth, plain, model, exactly, given = twins(name, False)
     optimize(model)
@@ -163,19 +163,19 @@ def test_foreign_maps_equal_their_softmax(name, path, request):
             with explain.capture(model) as seen, Recorder() as run:
                 watched = outputs(model, given)
             maps = [layer.map() for layer in seen.layers]
-    assert path == "reference" or any("attention" in name for name in run.ours)  # fused while watched
+    assert path == "reference" or any("attention" in name for name in run.ours)  # fused during capture
     within(watched, unwatched, right)
     assert len(maps) == len(want) > 0
     for got, one, exact_map in zip(maps, baseline, want, strict=True):
-        known = got.sum(-1, keepdim=True) > 0  # padding reads nothing here, and anything there
+        known = got.sum(-1, keepdim=True) > 0  # padded queries are zeros here, and arbitrary in the oracle
         within(got, one * known, exact_map * known)
     assert hooks(model) == before
 
 
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_map_gradients_are_autograds(name, optimised, references):
-    """Oracle: autograd through the package's own probabilities in float64, by a random cotangent."""
+def test_map_gradients_equal_autograd(name, optimised, references):
+    """Oracle: autograd through the package's own probabilities in float64, for a random cotangent."""
     truth, plain, model, exactly, given = twins(name, False)
     if optimised:
         optimize(model)
@@ -196,7 +196,7 @@ def test_map_gradients_are_autograds(name, optimised, references):
 
 
 def test_gradient_rollout_depends_on_the_class():
-    """Oracle: the paper's recursion on gradients that autograd takes of written-out attention; nothing stays behind."""
+    """Oracle: the paper's recursion with autograd's gradients of written-out attention; no hook or gradient stays."""
     truth, _, images = own()
     images, classes = images.double(), torch.tensor([3, 1])
     maps = []
@@ -224,7 +224,7 @@ def test_gradient_rollout_depends_on_the_class():
     assert all(p.grad is None for p in truth.parameters()) and not any(map(any, hooks(truth)))
 
 
-def test_rows_blocks_and_map_agree(monkeypatch):
+def test_rows_and_blocks_equal_the_whole_map(monkeypatch):
     """Oracle: the whole map, with and without a bias."""
     monkeypatch.setattr(recording, "ROWS", 5)
     for options in (OWN["plain"], OWN["relative"]):
@@ -240,8 +240,8 @@ def test_rows_blocks_and_map_agree(monkeypatch):
         torch.testing.assert_close(torch.cat([rows for _, rows in layer.blocks()], 2), whole)
 
 
-def test_masked_queries_read_nothing():
-    """Oracle: zeros, where a boolean mask lets a query see no key."""
+def test_masked_queries_have_zero_attention():
+    """Oracle: zeros for a query whose boolean mask excludes every key."""
     model = build("torch_encoder_layer", torch.float32).eval()
     mask = torch.zeros(5, 5, dtype=torch.bool)
     mask[2] = True
@@ -251,8 +251,8 @@ def test_masked_queries_read_nothing():
     torch.testing.assert_close(sums, (torch.arange(5) != 2).float().expand_as(sums))
 
 
-def test_boolean_masks_say_who_attends():
-    """Oracle: softmax over the keys that are True, written out; float64 stays float64."""
+def test_boolean_masks_select_keys():
+    """Oracle: softmax over the keys whose mask is True, written out; float64 stays float64."""
     fc, mask = torch.nn.Linear(6, 18).double(), torch.tensor([[True, False, True], [False, True, True], [True] * 3])
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     layer = explain.AttentionLayer("a", x, AttentionParts((fc,), None, 2, 0.7, mask[None, None]))
@@ -262,12 +262,12 @@ def test_boolean_masks_say_who_attends():
     assert got.dtype == torch.float64 and same(got, want, torch.float32)  # the log-sum-exp is fp32
 
 
-def test_capture_of_nothing_is_one_sentence():
-    """Oracle: the sentences; hooks are gone after an error in the model, too."""
+def test_capture_errors_are_one_sentence():
+    """Oracle: the sentences; hooks are removed after an error in the model as well."""
     _, model, images = own()
     before = hooks(model)
     with (
-        pytest.raises(ValueError, match="no attention of Linear could be read"),
+        pytest.raises(ValueError, match="no attention of Linear could be recorded"),
         explain.capture(torch.nn.Linear(2, 2)),
     ):
         pass
@@ -279,12 +279,12 @@ def test_capture_of_nothing_is_one_sentence():
         dropping(images)
     with torch.no_grad(), explain.capture(model) as seen:
         model(images)
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn saw no gradient"):
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn has no gradient"):
         seen.layers[0].map_grad()
 
 
 def test_rollout_by_hand():
-    """Oracle: (A + I) / 2 multiplied by hand; rows sum to 1 whatever is fused or discarded."""
+    """Oracle: (A + I) / 2 multiplied by hand; rows sum to 1 for every fusion and discard ratio."""
     first = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=torch.float64)
     second = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
     want = torch.tensor([[0.75, 0.25], [0.1875, 0.8125]], dtype=torch.float64)  # [[1, 0], [¼, ¾]] · [[¾, ¼], [0, 1]]
@@ -312,7 +312,7 @@ def test_rollout_by_hand():
 
 
 def test_distance_and_entropy_by_hand():
-    """Oracle: on a 2 × 2 grid of 10 px patches a uniform map looks (0 + 10 + 10 + 10√2) / 4 px far; the identity 0."""
+    """Oracle: a uniform map on 2 × 2 patches of 10 px has mean distance (0 + 10 + 10 + 10√2) / 4, the identity 0."""
     uniform = torch.full((1, 1, 4, 4), 0.25, dtype=torch.float64)
     identity = torch.eye(4, dtype=torch.float64)[None, None]
     every = torch.arange(4)
@@ -321,26 +321,26 @@ def test_distance_and_entropy_by_hand():
     exact(explain.attention_distance([(every, identity)], (2, 2), (10, 10)), torch.zeros(1, 1, dtype=torch.float64))
     exact(explain.entropy([(every, uniform)]), torch.tensor([[math.log(4)]], dtype=torch.float64))
     exact(explain.entropy([(every, identity)]), torch.zeros(1, 1, dtype=torch.float64))
-    crowd = torch.full((1, 1, 6, 6), 1 / 6, dtype=torch.float64)  # two prefix tokens change nothing
-    crowd[..., :2] = 0.25
-    crowd[..., 2:] = 0.125
-    blocks = [(torch.arange(3), crowd[:, :, :3]), (torch.arange(3, 6), crowd[:, :, 3:])]
+    with_prefix = torch.full((1, 1, 6, 6), 1 / 6, dtype=torch.float64)  # two prefix tokens make no difference
+    with_prefix[..., :2] = 0.25
+    with_prefix[..., 2:] = 0.125
+    blocks = [(torch.arange(3), with_prefix[:, :, :3]), (torch.arange(3, 6), with_prefix[:, :, 3:])]
     exact(explain.attention_distance(blocks, (2, 2), (10, 10)), torch.tensor([[far]], dtype=torch.float64))
     step = torch.zeros(1, 1, 2, 2, dtype=torch.float64)
-    step[..., 0, 1] = step[..., 1, 0] = 1  # each of two patches, one below the other, looks at the other
+    step[..., 0, 1] = step[..., 1, 0] = 1  # each of two patches, one below the other, attends to the other
     exact(explain.attention_distance([(torch.arange(2), step)], (2, 1), (7, 9)), torch.tensor([[7.0]]).double())
     with pytest.raises(ValueError, match="grid 3 x 3 has 9 patches, but the map has 4 tokens"):
         explain.attention_distance([(every, uniform)], (3, 3), (1, 1))
 
 
-def test_components_are_numpys():
-    """Oracle: numpy's SVD of the centred matrix, up to sign; the sign is fixed by the largest entry."""
+def test_components_equal_numpys():
+    """Oracle: numpy's SVD of the centred matrix, up to sign; the largest entry determines the sign."""
     samples = torch.randn(20, 7, dtype=torch.float64)
     directions, along, part = explain.principal_components(samples, 5)
     centred = samples.numpy() - samples.numpy().mean(0)
     _, values, rows = np.linalg.svd(centred, full_matrices=False)
     signs = np.sign(np.take_along_axis(rows, abs(rows).argmax(1)[:, None], 1))
-    # a direction is known to a rounding of the matrix over the gap between its singular value and the next
+    # a direction's error is a rounding of the matrix divided by the gap to the next singular value
     known = 64 * torch.finfo(torch.float64).eps * values[0] / -np.diff(values)[:5].max()
     torch.testing.assert_close(directions, torch.from_numpy((rows * signs)[:5]), rtol=0, atol=float(known))
     exact(along, torch.from_numpy(centred) @ directions.T)
@@ -350,7 +350,7 @@ def test_components_are_numpys():
 
 
 def test_filters_and_colours():
-    """Oracle: two known patterns in the filters come back; patches of two kinds get two colours."""
+    """Oracle: two known patterns in the filters are recovered; patches of two kinds get two colours."""
     patterns = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 1]])
     weights = torch.tensor([[4.0, 0], [-4, 0], [0, 1], [0, -1]]) @ patterns
     components = explain.filter_components(weights.view(4, 1, 2, 2))
@@ -364,8 +364,8 @@ def test_filters_and_colours():
 
 
 @pytest.mark.parametrize("stem", ["conv", "linear"])
-def test_filters_of_both_stems_are_the_projection(stem):
-    """Oracle: the stem's own tokens are products of its filters with the patches."""
+def test_filters_of_both_stems_equal_the_projection(stem):
+    """Oracle: the stem's own tokens are the products of its filters with the patches."""
     model = create_model("vit_tiny_patch16_224", **TINY, patch_embed=stem).eval()
     images = torch.randn(1, 3, 16, 16)
     filters = explain.patch_filters(model, 3)
@@ -374,7 +374,7 @@ def test_filters_of_both_stems_are_the_projection(stem):
 
 
 def test_similarity_by_hand():
-    """Oracle: like tokens 1, orthogonal ones 0, opposite ones −1; three tokens by hand."""
+    """Oracle: 1 for equal tokens, 0 for orthogonal ones, −1 for opposite ones; three tokens by hand."""
     same, across = torch.ones(1, 3, 4), torch.eye(3)[None]
     torch.testing.assert_close(explain.token_similarity(same), torch.ones(1))
     torch.testing.assert_close(explain.token_similarity(across), torch.zeros(1))
@@ -390,7 +390,7 @@ def test_similarity_by_hand():
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rotary_bands_by_hand(interleaved):
-    """Oracle: tables made from known angles per patch, which may pass π on the way."""
+    """Oracle: tables made from known angles per patch, which may exceed π."""
     speeds = torch.tensor([[0.5, 0.0], [0.0, 1.5], [0.25, 0.125]], dtype=torch.float64)  # [pairs, 2]
     y, x = torch.meshgrid(torch.arange(5.0).double(), torch.arange(4.0).double(), indexing="ij")
     angle = (y[..., None] * speeds[:, 0] + x[..., None] * speeds[:, 1]).flatten(0, 1)  # [h·w, pairs]
@@ -400,7 +400,7 @@ def test_rotary_bands_by_hand(interleaved):
         explain.rotary_bands((wide.cos(), wide.sin(), interleaved), (20, 1))
 
 
-def test_positions_and_places_of_known_models():
+def test_position_tables_and_grids_of_known_models():
     """Oracle: the models' own tables and patch sizes."""
     where = explain.Geometry((2, 2), 1, (16.0, 16.0))
     for name, table in (
@@ -414,12 +414,12 @@ def test_positions_and_places_of_known_models():
         assert explain.geometry(model, inputs(name), 5) == where, name
         assert torch.equal(explain.position_table(model, where), table(model).reshape(-1, 24)[-4:]), name
     assert explain.position_table(build("timm_dinov3"), where) is None
-    with pytest.raises(ValueError, match="the image has 2 x 2 patches, but attention sees 3 tokens"):
+    with pytest.raises(ValueError, match="the image has 2 x 2 patches, but attention has 3 tokens"):
         explain.geometry(build("timm_vit"), inputs("timm_vit"), 3)
 
 
 def test_cost_by_hand():
-    """Oracle: numbers worked out for a model of one block, and the sequence of pixels."""
+    """Oracle: numbers worked out for a model of one block, and for a sequence of pixels."""
     row = explain.image_cost(8, 4, dim=6, depth=1, num_heads=2, head_dim=3, hidden=24, channels=1, prefix=1)
     assert row.tokens == 5
     assert row.linear_flops == 2 * 4 * 16 * 6 + 2 * 5 * (3 * 36 + 36 + 2 * 6 * 24)
@@ -435,7 +435,7 @@ def test_cost_by_hand():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A digits model that never learned, with the log of a run."""
+    """An untrained digits model with the log of a run."""
     torch.manual_seed(0)
     out = tmp_path_factory.mktemp("runs") / "digits & <co>"
     out.mkdir()
@@ -459,7 +459,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(checkpoint: Path) -> Path:
-    """The report of two of its three pictures."""
+    """The report on two of its three images."""
     out = checkpoint / "report"
     words = ["--checkpoint", checkpoint, "--image", checkpoint / "pictures", "--out", out, "--most", "2"]
     assert main(["explain", *map(str, words)]) == 0
@@ -470,8 +470,8 @@ EACH = ("prediction", "attention", "rollout", "tokens")
 ONCE = ("layers", "similarity", "positions", "filters", "cost", "curves", "confusion", "published")
 
 
-def test_report_holds_everything(page: Path):
-    """Oracle: the list of figures; each is a PNG and the same bytes in the page, and nothing is fetched."""
+def test_report_contains_every_figure(page: Path):
+    """Oracle: the list of figures; each is a PNG whose bytes are embedded in the page, and nothing is fetched."""
     text = page.read_text()
     names = [f"{i:02d}-{name}" for i in (1, 2) for name in EACH] + list(ONCE)
     assert sorted(f.name for f in page.parent.iterdir()) == sorted(["report.html", *(f"{n}.png" for n in names)])
@@ -525,7 +525,7 @@ def test_filters_are_framed():
 
 
 def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, references):
-    """Oracle: the figures that such a model has; rotary positions come as bands."""
+    """Oracle: the figures that such a model has; rotary positions are shown as bands."""
     for name, expected in (("timm_siglip", "positions"), ("timm_dinov3", "bands"), ("hf_vit", "positions")):
         model = build(name, torch.float32).eval()
         optimize(model)
@@ -533,7 +533,7 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
         panels = list(explain.explain(model, images[:1], images[:1].sigmoid(), ["a"]))
         names = [panel.name for panel in panels]
         assert expected in names and "rollout" in names and ("prediction" in names) == (name != "hf_vit")
-    with pytest.raises(ValueError, match="layers see different tokens"):
+    with pytest.raises(ValueError, match="layers have different tokens"):
         swin = build("timm_swin", torch.float32).eval()
         next(explain.explain(swin, images, images, ["a", "b"]))
     model = create_model("vit_tiny_patch16_224", **TINY).eval()
@@ -542,7 +542,7 @@ def test_report_of_an_optimised_model_without_class_token(tmp_path: Path, refere
 
 
 def test_unreadable_images_raise(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: sentences and exit codes; a good picture beside a bad one is shown."""
+    """Oracle: sentences and exit codes; a good image is shown even if another is bad."""
     words = ["explain", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "r"), "--no-test", "--image"]
     folder = tmp_path / "some"
     folder.mkdir()
@@ -572,7 +572,7 @@ FRAME = """<title></title><script>addEventListener("message", e => { document.ti
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
-    """Oracle: a browser's own measure: every image loaded, nothing wider than the screen."""
+    """Oracle: the browser's own measurements: every image is loaded, nothing is wider than the screen."""
     (tmp_path / "probe.html").write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
     (tmp_path / "frame.html").write_text(
         FRAME.replace("WIDTH", f"{width}px")
@@ -585,8 +585,8 @@ def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
     assert facts["loaded"] == facts["images"] == 2 * len(EACH) + len(ONCE), facts
 
 
-def test_published_tables_say_what_the_paper_prints():
-    """Oracle: the paper's abstract (88.55, 90.72, 94.55, 77.63) and its orders: ViT-H/14 leads, more data helps it."""
+def test_published_tables_equal_the_paper():
+    """Oracle: the paper's abstract (88.55, 90.72, 94.55, 77.63) and rankings: ViT-H/14 leads, more data helps it."""
     tasks = dict(zip(published.TASKS, published.TABLE_2["ViT-H/14, JFT"], strict=True))
     assert [tasks[t] for t in ("ImageNet", "ReaL", "CIFAR-100", "VTAB")] == [88.55, 90.72, 94.55, 77.63]
     assert all(len(row) == len(published.TASKS) for row in published.TABLE_2.values())

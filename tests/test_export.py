@@ -1,4 +1,4 @@
-"""Where models go from here: PyTorch's own backends, torch.export, AOTInductor, ONNX; ours, and optimised ones."""
+"""Tests of deployment: PyTorch's own backends, torch.export, AOTInductor and ONNX, on our models and optimised ones."""
 
 import copy
 import shutil
@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from fastvit_triton import create_model, optimize, revert
 from fastvit_triton.convert.backend import backend
 
-pytestmark = [  # PyTorch's own
+pytestmark = [  # PyTorch's warnings
     pytest.mark.filterwarnings(f"ignore:.*{words}")
     for words in ("should not be instantiated", "`torch.jit", "torch.jit", "`isinstance.treespec, LeafSpec")
 ]
@@ -27,13 +27,13 @@ BATCH = {0: torch.export.Dim.DYNAMIC}
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No test sees what another one compiled."""
+    """Resets Dynamo, so that no test sees graphs of another."""
     yield
     torch._dynamo.reset()
 
 
 def made(name):
-    """(model in float32, optimised unless it is ours, an untouched twin in float64), with every parameter drawn."""
+    """(model in float32, optimised unless it is ours; the untouched model in float64), with random parameters."""
     if name != OURS:
         truth = build(name).eval()
     else:
@@ -49,19 +49,19 @@ def made(name):
 
 
 def first(y):
-    """The tensor of a model's output."""
+    """The first tensor of a model's output."""
     return y if isinstance(y, torch.Tensor) else next(iter(y.values()) if isinstance(y, dict) else iter(y))
 
 
 def assert_close(got, own, truth):
-    """Error ≤ 2 · (the eager model's own error in float32 + one rounding), with `truth` in float64."""
+    """Asserts error ≤ 2 · (the eager model's own error in float32 + one rounding), where `truth` is float64."""
     got, own = (t.detach().double() for t in (got, own))
     allowed = 2 * (float((own - truth).norm()) + torch.finfo(torch.float32).eps * float(truth.norm()))
     assert got.shape == truth.shape and float((got - truth).norm()) <= allowed
 
 
 def gradients(run, model, images):
-    """Output and gradients of a training step, each in one vector: what cancels is small beside the rest."""
+    """Output and gradients of a training step, in one vector each, where cancelling gradients weigh little."""
     y = first(run(images))
     grads = torch.autograd.grad(y.square().sum(), list(model.parameters()), allow_unused=True)
     return y, torch.cat([g.flatten() for g in grads if g is not None])
@@ -99,10 +99,10 @@ def test_inductor(name, compiler):
         assert_close(got, model(images), truth(images.double()))
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11's own, reading the file
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, reading a file
 @pytest.mark.parametrize("name", [OURS, "timm_deit3", "timm_eva02", "hf_vit", "torchvision_vit", "vit_pytorch_simple"])
-def test_exported_programs_are_files(name, tmp_path):
-    """Oracle: the untouched model, for a batch of another size; the program that is read back needs none of ours."""
+def test_exported_programs_save_and_load(name, tmp_path):
+    """Oracle: the untouched model, for another batch size; the loaded program contains none of our operators."""
     model, truth = made(name)
     program = torch.export.export(model, (torch.randn(2, 3, 32, 32),), dynamic_shapes=(BATCH,), strict=False)
     torch.export.save(program, tmp_path / "model.pt2")
@@ -116,7 +116,7 @@ def test_exported_programs_are_files(name, tmp_path):
 @needs_compiler
 @pytest.mark.parametrize("name", [OURS, "timm_deit3"])
 def test_aotinductor(name, tmp_path):
-    """Oracle: the untouched model; the package runs without any Python of the model's."""
+    """Oracle: the untouched model; the package runs without the model's Python code."""
     model, truth = made(name)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_aotinductor(name, tmp_path):
 
 @pytest.mark.parametrize("name", [OURS, "timm_deit3", "hf_vit", "torchvision_vit"])
 def test_onnx_after_revert(name, tmp_path):
-    """Oracle: the untouched model, in onnxruntime, for a batch of another size."""
+    """Oracle: the untouched model, in onnxruntime, for another batch size."""
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     model, truth = made(name)
@@ -143,8 +143,8 @@ def test_onnx_after_revert(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_jit_trace_records_pytorch_alone():
-    """Oracle: the operators in the graph of our model, traced where the kernels run, and the model's own output."""
+def test_jit_trace_records_only_pytorch():
+    """Oracle: the operators in the graph of our model, traced where the kernels would run, and the model's output."""
     model, truth = made(OURS)
     images = torch.randn(2, 3, 32, 32)
     with interpreting():

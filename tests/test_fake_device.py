@@ -1,4 +1,4 @@
-"""Every model as on a GPU that is not here: nothing raises, the host waits for nothing, and fakes describe launches."""
+"""Tests of every model on a simulated GPU: nothing raises, the host never waits, and fakes describe the launches."""
 
 from contextlib import nullcontext
 
@@ -17,8 +17,8 @@ from fastvit_triton.kernels.plan import forcing
 WAYS = ("default", "mixed", "fused")
 DTYPES = {"bf16": torch.bfloat16, "autocast": torch.float32, "fp16": torch.float16, "fp32": torch.float32}
 WAITING = {"timm_naflex": "_local_scalar_dense", "hf_siglip2": "tolist"}  # their own code reads the sizes of images
-WAITING |= {name: "tolist" for name in fastvit_triton.list_models() if name.startswith("naflexvit")}  # as ours does
-# one of each kind of block, stem and head, and odd widths
+WAITING |= {name: "tolist" for name in fastvit_triton.list_models() if name.startswith("naflexvit")}  # so does ours
+# one of each kind of block, stem and head, and unusual widths
 OURS = (
     "deit_tiny_distilled_patch16_224 simplevit_tiny_patch16_224 vit_base_patch14_reg4_dinov2 vit_digits_patch2_8 "
     "vit_giant_patch14_dinov2 vit_small_r26_s32_224 vit_so400m_patch14_siglip_224 vit_tiny_patch16_postnorm_224"
@@ -27,28 +27,28 @@ FOREIGN = "timm_beit timm_dinov3 timm_vit_qk_norm hf_dinov2_swiglu hf_clip torch
 
 
 def selected(names: list[str], sample: list[str]) -> list:
-    """Name and dtype: of the sample always in bfloat16 and under autocast, all else with `-m full`."""
+    """(name, dtype) parameters: those of the sample run in bfloat16 and autocast always, the others with `-m full`."""
     pairs = [(name, dtype) for name in names if name not in WAITING for dtype in DTYPES]
     often = {(name, dtype) for name in sample for dtype in ("bf16", "autocast")}
     return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.full) for pair in pairs]
 
 
 def catalogued(name: str) -> tuple[nn.Module, Tensor]:
-    """A model of ours with two blocks, without values, and two images."""
+    """Our model of that name with two blocks and uninitialised parameters, and two images."""
     with torch.device("meta"):
         model = fastvit_triton.create_model(name, depth=2)
     return model.to_empty(device="cpu"), torch.empty(2, model.config.in_chans, *model.config.img_size)
 
 
 def converted(given: object, dtype: torch.dtype) -> object:
-    """Floating-point tensors in this dtype."""
+    """Converts floating-point tensors to this dtype."""
     if isinstance(given, dict):
         return {name: converted(value, dtype) for name, value in given.items()}
     return given.to(dtype) if given.is_floating_point() else given
 
 
 def findings(model: nn.Module, given: object, dtype: str, way: str, training: bool, arch: str = "sm_90") -> list[str]:
-    """What is found in a call on a GPU, and in its backward pass; fused, our kernels are launched in it."""
+    """Findings of a call on a GPU and, in training, its backward pass; a fused way must launch our kernels."""
     model.to(DTYPES[dtype]).train(training)
     given = converted(given, DTYPES[dtype])
     chosen = nullcontext() if way == "default" else forcing(way)
@@ -63,7 +63,7 @@ def findings(model: nn.Module, given: object, dtype: str, way: str, training: bo
 
 @pytest.mark.parametrize("name, dtype", selected(fastvit_triton.list_models(), OURS))
 def test_our_models(name, dtype):
-    """Oracle: nothing is found, forward and backward, in the way of two images by default, and all mixed or fused."""
+    """Oracle: no finding, forward and backward, in the default way for two images and with all mixed or fused."""
     model, images = catalogued(name)
     for way in WAYS:
         for training in (False, True):
@@ -72,7 +72,7 @@ def test_our_models(name, dtype):
 
 @pytest.mark.parametrize("name, dtype", selected(list(MODELS), FOREIGN))
 def test_foreign_models(name, dtype):
-    """Oracle: as for ours, of models that `optimize` converted."""
+    """Oracle: as for our models, on models converted by `optimize`."""
     model, given = MODELS[name](), inputs(name, torch.float32)
     fastvit_triton.optimize(model)
     for way in WAYS:
@@ -82,22 +82,22 @@ def test_foreign_models(name, dtype):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture(arch):
-    """Oracle: as above; launch parameters of each architecture have rows of their own."""
+    """Oracle: as above; each architecture has launch parameters of its own."""
     model, images = catalogued("vit_base_patch16_224")
     for way in WAYS:
         assert findings(model, images, "bf16", way, True, arch) == [], way
 
 
 @pytest.mark.parametrize("name", ["timm_naflex", "hf_siglip2"])
-def test_those_that_wait_are_named(name):
-    """Oracle: the reason why a family is left out above; the day that it waits no more it belongs there."""
+def test_models_that_wait_for_values_are_listed(name):
+    """Oracle: the reason why a family is excluded above; if it no longer waits, it must be included."""
     model, given = MODELS[name](), inputs(name, torch.float32)
     with torch.no_grad(), tracing() as found, pytest.raises(RuntimeError, match="reads a value"):
         outputs(model.eval(), given)
     assert found.findings == [f"host waits for {WAITING[name]}"]
 
 
-def test_what_a_capture_refuses_is_found():
+def test_operations_forbidden_during_capture_are_found():
     """Oracle: by hand. torch.tensor copies from memory that is not pinned; kernels that fill a tensor copy nothing."""
     with torch.no_grad(), tracing() as found:
         torch.ones(1) + torch.tensor([1.0])

@@ -1,4 +1,4 @@
-"""Frozen features: closed forms against normal equations, neighbours against scikit-learn; fine-tuning larger."""
+"""Tests of frozen features: ridge against normal equations, neighbours against scikit-learn; fine-tuning."""
 
 from functools import partial
 
@@ -65,7 +65,7 @@ def test_nearest_neighbours():
 
 
 def test_features_of_a_model():
-    """Oracle: one call of the model without head, in evaluation mode; the mode is kept."""
+    """Oracle: one call of the model without head, in evaluation mode; the mode is restored."""
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2, drop_path_rate=0.5, num_classes=0)
     images, targets = digits("test")
     batches = TensorBatches(images, targets, Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,)), 100)
@@ -78,8 +78,8 @@ def test_features_of_a_model():
 
 
 def test_fine_tuning_at_a_higher_resolution():
-    """Oracle: a head of zeros answers 0 to all; positions are those of before, enlarged; what was learned on half of
-    the digits helps on all: after the same few steps the loss is lower than from random weights."""
+    """Oracle: a zero head predicts 0 for every class; positions are the old ones, resized. Training on half of the
+    classes helps on all: after the same few steps, the loss is lower than from random weights."""
     options = dict(embed_dim=32, depth=2, num_heads=2)
     images, targets = digits("train")
     transform, half, some = (

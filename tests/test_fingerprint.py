@@ -1,4 +1,4 @@
-"""Keys of launches: what changes a binary changes its key, and names, words and places do not."""
+"""Tests of launch keys: whatever changes a binary changes its key; names, comments and file locations do not."""
 
 import importlib.util
 import itertools
@@ -38,7 +38,7 @@ COUNT = itertools.count()
 
 
 def module(folder, text):
-    """A file imported under a name of its own."""
+    """The text as a module imported from a new file."""
     path = folder / f"source_{next(COUNT)}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -48,14 +48,14 @@ def module(folder, text):
 
 
 def launch(kernel, **changes) -> Launch:
-    """Of a kernel with five arguments."""
+    """A launch of a kernel with five arguments."""
     x, y = torch.empty(64), torch.empty(64)
     given = dict(x=Pointer(x), y=Pointer(y), n=64, eps=1e-6, BLOCK=64) | changes
     return Launch(kernel, (1,), dict(zip(kernel.arg_names, given.values(), strict=True)), dict(num_warps=4))
 
 
 def key_of(folder, *edits: tuple[str, str]) -> str:
-    """Key of the kernel above after replacing text."""
+    """The key of the kernel above after text replacements."""
     text = SOURCE
     for old, new in edits:
         assert old in text
@@ -76,13 +76,13 @@ def key_of(folder, *edits: tuple[str, str]) -> str:
         [("import triton.language as tl", "import triton\nfrom triton import language as tl")],
     ],
 )
-def test_names_and_words_do_not_count(tmp_path, edits):
-    """Docstrings, comments, layout, names of functions, parameters, variables and constants, annotations, imports."""
+def test_names_and_comments_do_not_change_the_key(tmp_path, edits):
+    """Oracle: equal keys after edits of docstrings, comments, layout, names, annotations and imports."""
     assert key_of(tmp_path, *edits) == key_of(tmp_path)
 
 
-def test_the_file_does_not_count(tmp_path, monkeypatch):
-    """A helper keeps the kernel's key when it moves to a module, called by its name or through the module."""
+def test_the_file_does_not_change_the_key(tmp_path, monkeypatch):
+    """Oracle: the same key when the helper moves to another module, called by name or as a module attribute."""
     monkeypatch.syspath_prepend(tmp_path)
     head, helper, kernel = (
         SOURCE.partition("LIMIT")[0],
@@ -113,19 +113,19 @@ def test_the_file_does_not_count(tmp_path, monkeypatch):
         ("@jit\ndef kernel", "@jit(do_not_specialize=['n'])\ndef kernel"),
     ],
 )
-def test_code_counts(tmp_path, edit):
-    """A number, an operator, a constant, a default, a keyword, the order of arguments, a function, an annotation."""
+def test_code_changes_the_key(tmp_path, edit):
+    """Oracle: another key after an edit of a number, operator, constant, default, keyword, order or decorator."""
     assert key_of(tmp_path, edit) != key_of(tmp_path)
 
 
-def test_a_helper_that_a_variable_hides_counts(tmp_path):
-    """`scaled = scaled(x)` still depends on what `scaled` does."""
+def test_a_shadowed_helper_changes_the_key(tmp_path):
+    """Oracle: `scaled = scaled(x)` still depends on the code of `scaled`."""
     hiding = ("    y = tl.load", "    scaled = scaled(x, 0.0)\n    y = tl.load"), ("scaled(x, y, CAP=True)", "scaled")
     assert key_of(tmp_path, *hiding) != key_of(tmp_path, *hiding, ("= 2,", "= 3,"))
 
 
-def test_arguments_count(tmp_path):
-    """Dtype, bytes, alignment and identity of tensors, integers, compile-time values, options, grid, architecture."""
+def test_arguments_change_the_key(tmp_path):
+    """Oracle: another key for each other dtype, size, alignment, identity, integer, option, grid and architecture."""
     kernel = module(tmp_path, SOURCE).kernel
     x = torch.empty(65)
     made = [
@@ -147,11 +147,11 @@ def test_arguments_count(tmp_path):
     made += [key(Launch(kernel, (2,), first.values, first.options), "sm_90"), key(first, "sm_80")]
     made += [key(Launch(kernel, (1,), first.values, dict(num_warps=8)), "sm_90")]
     assert len(set(made)) == len(made)
-    assert key(launch(kernel, eps=1e-5), "sm_90") == made[0]  # Triton does not specialise on it
+    assert key(launch(kernel, eps=1e-5), "sm_90") == made[0]  # Triton does not specialise on floats
 
 
-def test_unknown_globals_are_refused(tmp_path):
-    """What cannot be read has no key: an object of another kind, a name that is not defined."""
+def test_unknown_globals_raise(tmp_path):
+    """Oracle: an error for an object of an unsupported type and for an undefined name."""
     with pytest.raises(TypeError, match="scaled uses LIMIT, a dict"):
         key(
             launch(module(tmp_path, SOURCE.replace("tl.constexpr(4.0)", "{}")).kernel),

@@ -1,4 +1,4 @@
-"""Weights that change between calls, however they are written, and models whose weights are final."""
+"""Tests of folded weights: changes between calls, however they are written, and models that are frozen."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).sin()
 
 
 def model(depth: int = 1) -> torch.nn.Module:
-    """A small ViT with LayerScale; every parameter is random."""
+    """A small ViT with LayerScale and random parameters."""
     torch.manual_seed(0)
     net = create_model("vit_tiny_patch16_224", depth=depth, init_values=0.1, **SIZES).eval()
     with torch.no_grad():
@@ -33,7 +33,7 @@ def model(depth: int = 1) -> torch.nn.Module:
 
 @pytest.fixture(params=["fold", "norms"])
 def way(request, monkeypatch):
-    """Folding within the call whatever the number of rows, or never."""
+    """Folds within the call for any number of rows, or never."""
     border = 0 if request.param == "fold" else math.inf
     monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=border))
     return request.param
@@ -41,7 +41,7 @@ def way(request, monkeypatch):
 
 @contextlib.contextmanager
 def folding():
-    """Counts what is folded inside."""
+    """Records the folds made inside."""
     made, launch = [], fold_file.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold_file, "launch", lambda *given: made.append(len(given[0])) or launch(*given))
@@ -76,7 +76,7 @@ def _norm_alone(net):
 
 
 def _gathered(net):
-    """What FSDP2 does when it gathers a parameter again: the same object, other memory."""
+    """A parameter gathered again by FSDP2: the same object in other memory."""
     for p in net.parameters():
         p.data = p.data * 0.5
 
@@ -89,13 +89,13 @@ def _new_parameter(net):
 
 
 def _data_teacher(net):
-    """DINO's and I-JEPA's teacher: param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)."""
+    """Teacher of DINO and I-JEPA: param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)."""
     for p in net.parameters():
         p.data.mul_(0.9).add_(0.1 * torch.ones_like(p))
 
 
 def _data_merge(net):
-    """How PEFT merges an adapter: base_layer.weight.data += delta."""
+    """Adapter merge in PEFT: base_layer.weight.data += delta."""
     for p in net.parameters():
         p.data += 0.1
 
@@ -130,7 +130,7 @@ MODELS = {
 
 
 def changed(name: str, change, frozen: bool = False, again: bool = False):
-    """(before, after, what a fresh copy of the changed model gives) in the interpreter."""
+    """(output before the change, output after it, output of a fresh copy of the changed model), in the interpreter."""
     make, image = MODELS[name]
     net = make()
     optimize(net)
@@ -151,21 +151,21 @@ CHANGED = [("ours", c) for c in (*COUNTED, *SILENT)] + [("timm", c) for c in (_o
 
 @pytest.mark.parametrize("name, change", CHANGED)
 def test_changed_weights_change_the_next_call(name, change, way):
-    """Oracle: a fresh copy of the changed model, which has computed nothing yet, bit by bit."""
+    """Oracle: a fresh copy of the changed model, which has cached nothing, bit by bit."""
     before, after, fresh = changed(name, change)
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
 @pytest.mark.parametrize("name, change", CHANGED)
 def test_frozen_models_detect_counted_writes(name, change, monkeypatch):
-    """Oracle: a fresh copy, which folds in its call; after other writes `freeze` is to be called again."""
+    """Oracle: a fresh copy, which folds in its call; after writes that PyTorch does not count, `freeze` is repeated."""
     monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     before, after, fresh = changed(name, change, frozen=True, again=change in SILENT)
     assert torch.equal(after, fresh) and not torch.equal(after, before)
 
 
 def test_frozen_models_fold_once():
-    """Oracle: launches counted: one a block, for both norms; then none, whatever the batch."""
+    """Oracle: the number of fold launches: one per block for both norms, then none, for any batch."""
     net = model(depth=2)
     freeze(net)
     with interpreting(), torch.no_grad(), folding() as made:
@@ -177,12 +177,12 @@ def test_frozen_models_fold_once():
         assert made == [2, 2]
         unfreeze(net)
         net(IMAGE)
-        assert made == [2, 2]  # so few rows: LayerNorms
+        assert made == [2, 2]  # with so few rows the LayerNorms run
 
 
 @pytest.mark.parametrize("name", ["timm_deit3", "timm_beit", "hf_vit", "torchvision_vit", "vit_pytorch_vit"])
 def test_converted_models_freeze(name, monkeypatch):
-    """Oracle: the same model unfrozen, bit by bit; queries, keys and values in three layers are one fold."""
+    """Oracle: the same model without freezing, bit by bit; separate query, key and value layers are one fold."""
     net, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
     optimize(net)
     twin = copy.deepcopy(net)
@@ -196,13 +196,13 @@ def test_converted_models_freeze(name, monkeypatch):
 
 
 def kept_tensors(net):
-    """The tensors that a frozen model keeps."""
+    """The tensors that a frozen model caches."""
     kept = [freeze_file._frozen.get(m, {}) for m in net.modules()]
     return [t for entries in kept for entry in entries.values() for t in entry.folded[:3]]
 
 
-def test_a_graph_may_own_the_folds():
-    """Oracle: addresses, which a captured graph reads: the folds stay there, alive, and hold the newest weights."""
+def test_a_captured_graph_keeps_the_folds():
+    """Oracle: the addresses that a captured graph reads: folds stay there, alive, and hold the latest weights."""
     net = model()
     freeze(net)
     with interpreting():
@@ -212,13 +212,13 @@ def test_a_graph_may_own_the_folds():
         places, alive = [t.data_ptr() for t in kept], [weakref.ref(t) for t in kept]
         assert len(kept) == 6
         del kept
-        for disturb in (
+        for change in (
             lambda: net.train()(IMAGE),
             lambda: net.eval()(IMAGE),
             lambda: _average(net),
             lambda: _load(net),
         ):
-            disturb()
+            change()
             gc.collect()
             assert all(ref() is not None for ref in alive)
             with torch.no_grad():
@@ -233,7 +233,7 @@ def test_a_graph_may_own_the_folds():
 
 
 def test_another_tensor_at_the_same_address_is_folded_again():
-    """Oracle: the folded biases by hand. The second bias has the address and count of writes of the first, now gone."""
+    """Oracle: folded biases by hand; the second has the address and version counter of the first, which is freed."""
     norm = torch.nn.LayerNorm(8).eval().requires_grad_(False)
     x, weight, memory = torch.zeros(2, 8), torch.zeros(4, 8), torch.ones(4).numpy()
     freeze(norm)
@@ -251,7 +251,7 @@ def test_another_tensor_at_the_same_address_is_folded_again():
 
 
 def test_copies_and_pickles_are_not_frozen():
-    """Oracle: what they keep; a state dictionary has nothing more either."""
+    """Oracle: their cached tensors, which are none; state dictionaries have no additional entries."""
     net = model()
     keys = set(net.state_dict())
     freeze(net)
@@ -265,7 +265,7 @@ def test_copies_and_pickles_are_not_frozen():
 
 
 def test_training_and_gradients_fold_within_the_call(monkeypatch):
-    """Oracle: the twin that is not frozen, bit by bit; a frozen backbone still passes gradients on to its input."""
+    """Oracle: the same model without freezing, bit by bit; a frozen backbone passes gradients to its input."""
     monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     net, twin = model(), model()
     freeze(net)
@@ -282,8 +282,8 @@ def test_training_and_gradients_fold_within_the_call(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_reach_what_was_folded(name, way):
-    """Oracle: float64 on the PyTorch path; error ≤ 2 · (float32's own there + one rounding of the largest gradient)."""
+def test_gradients_reach_folded_parameters(name, way):
+    """Oracle: float64 on the PyTorch path; error ≤ 2 · (its float32 error + one rounding of the largest gradient)."""
     make, image = MODELS[name]
     net, found = make().train(), {}
     optimize(net)
@@ -301,7 +301,7 @@ def test_gradients_reach_what_was_folded(name, way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_fold_is_for_one_dtype(dtype, monkeypatch):
+def test_a_fold_is_recomputed_for_another_dtype(dtype, monkeypatch):
     """Oracle: a fresh copy under the same autocast; a float32 LayerScale widens the stream after the first branch."""
     monkeypatch.setitem(fold_file.SPACE, "border", dict(ROWS_PER_OUTPUT=0))
     net, image = model(), IMAGE.to(dtype)
@@ -318,9 +318,9 @@ def test_a_fold_is_for_one_dtype(dtype, monkeypatch):
         assert torch.equal(net(image), half(image)) and x.dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_compiled_model_folds_in_each_call():
-    """Oracle: the model itself, whose weights change without a trace between two calls of the compiled program."""
+    """Oracle: the model itself, whose weights change unnoticed between two calls of the compiled program."""
     net = model()
     freeze(net)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -336,8 +336,8 @@ def test_a_compiled_model_folds_in_each_call():
     assert float((got - want).abs().max()) <= 64 * torch.finfo(torch.float32).eps * float(want.abs().max())
 
 
-def test_the_folding_threshold_is_data(monkeypatch):
-    """Oracle: bytes. A fold moves 2·F·K values, a LayerNorm 2·M·K; a table may say otherwise."""
+def test_the_folding_threshold_comes_from_a_table(monkeypatch):
+    """Oracle: bytes: a fold moves 2·F·K values, a LayerNorm 2·M·K; a table may set another threshold."""
     x = torch.empty(4, 10, 16)
     assert fold_file.pays(x, 40) and not fold_file.pays(x, 41)
     monkeypatch.setattr(fold_file, "config", lambda row, default, device: {"ROWS_PER_OUTPUT": 0.5})
@@ -345,10 +345,10 @@ def test_the_folding_threshold_is_data(monkeypatch):
 
 
 def test_invalid_arguments_raise():
-    """One sentence: the argument, what was given, what would do."""
+    """Oracle: one sentence that names the argument, states what was given and suggests a remedy."""
     for call in (freeze, unfreeze):
         with pytest.raises(TypeError, match=r"model is str; give an nn.Module"):
             call("vit_base_patch16_224")
     with pytest.raises(TypeError, match="freeze is 'yes'; give True or False"):
         optimize(torch.nn.Linear(2, 2), freeze="yes")
-    unfreeze(model())  # not frozen: nothing happens
+    unfreeze(model())  # has no effect on a model that is not frozen

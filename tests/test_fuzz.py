@@ -1,4 +1,4 @@
-"""Fuzzed arguments: a clear error or correct numbers, and the same from kernels and from PyTorch."""
+"""Tests of fuzzed arguments: a clear error or correct numbers, equal on the kernels and on PyTorch."""
 
 import json
 
@@ -10,7 +10,7 @@ from fastvit_triton.kernels import OPS
 
 
 def test_a_sample_of_the_calls():
-    """Oracle: float64 for accepted calls, our own error for the others; PyTorch's results for the kernels."""
+    """Oracle: float64 for accepted calls, an error of this package for others; PyTorch's results for the kernels."""
     plain = [fuzz.answer(number) for number in range(300)]
     with interpreting():
         kernels = [fuzz.answer(number) for number in range(20)]
@@ -24,7 +24,7 @@ def test_all_calls():
 
 
 def test_committed_result_is_clean():
-    """Oracle: its own counts, which list allowed outcomes only."""
+    """Oracle: its counts, which list only allowed outcomes."""
     result = json.loads(fuzz.RESULT.read_text())
     assert result["calls"] >= 10_000 and result["kernel_calls"] >= 500 and result["failures"] == []
     for half, calls in (("pytorch", result["calls"]), ("kernels", result["kernel_calls"])):
@@ -33,14 +33,14 @@ def test_committed_result_is_clean():
         assert sum(sum(counts.values()) for counts in result[half].values()) == calls
 
 
-def test_a_process_that_dies_is_one_failure(monkeypatch):
-    """Oracle: the exit code of a worker that kills itself at its second call; the third call is answered."""
-    monkeypatch.setattr(fuzz, "MODULE", ["-c", DYING])
+def test_a_crashed_process_is_one_failure(monkeypatch):
+    """Oracle: the exit code of a worker that kills itself at its second call; the third call is still run."""
+    monkeypatch.setattr(fuzz, "MODULE", ["-c", CRASHING_WORKER])
     rows = fuzz.on_kernels(range(3))
     assert [row["came"] for row in rows] == ["ok", "crash", "ok"] and "code -11" in rows[1]["wrong"]
 
 
-DYING = """
+CRASHING_WORKER = """
 import json, os, signal, sys
 for number in range(*map(int, sys.argv[2:4])):
     if number == 1:

@@ -1,4 +1,4 @@
-"""CUDA graphs of models, with a stand-in for the graph: sizes, padding, eviction, changed weights, threads."""
+"""Tests of CUDA graphs of models, with a stand-in for the graph. Oracle: the model itself."""
 
 import threading
 
@@ -13,7 +13,7 @@ SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_c
 
 
 class Counted(nn.Module):
-    """A linear layer that counts its calls, and its rows in each."""
+    """A linear layer that records the number of rows of each call."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Counted(nn.Module):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """The stand-in: a graph runs the call again and writes to the same tensors. Yields what was captured."""
+    """Replaces CUDA graphs: a replay repeats the call and writes to the same tensors. Yields the captured sizes."""
     made = []
 
     def capture(run, pool):
@@ -45,7 +45,7 @@ def captures(monkeypatch):
 
 
 def test_sizes_padding_and_eviction(captures):
-    """Oracle: the model itself; by hand, which sizes are captured and how many rows each call has."""
+    """Oracle: the model itself; by hand, the captured sizes and the number of rows of each call."""
     model = Counted().eval()
     graphed = cuda_graph(model, torch.randn(2, 4), batch_sizes=(8, 2), max_graphs=3)
     assert captures == [2, 8]
@@ -54,13 +54,13 @@ def test_sizes_padding_and_eviction(captures):
         model.rows.clear()
         found = graphed(x)
         assert model.rows[-1] == run and torch.equal(found["y"], model.layer(x)) and found["rows"] == run
-    assert captures == [2, 8, 1, 5, 8]  # 6 came once; 5 made room, and so did the second 8
+    assert captures == [2, 8, 1, 5, 8]  # 6 was called once only; 5 and the second 8 each evicted a graph
     other = torch.randn(8, 4, dtype=torch.float64)
     assert torch.equal(cuda_graph(model.double(), other, (8,))(other)["y"], model.layer(other))
 
 
 def test_copies_and_static_outputs(captures):
-    """A copy keeps its values; without copies the next call writes to the same tensor."""
+    """Oracle: a copied output keeps its values; without copies the next call writes to the same tensor."""
     model, x = Counted().eval(), torch.randn(4, 4)
     for copy in (True, False):
         graphed = cuda_graph(model, x, (4,), copy=copy)
@@ -71,7 +71,7 @@ def test_copies_and_static_outputs(captures):
 
 
 def test_weights_that_change(captures):
-    """Oracle: the model. Values in place need no new graph; a parameter elsewhere does; `reset` drops all."""
+    """Oracle: the model. In-place writes need no new graph; a parameter in other memory does; `reset` drops all."""
     model, x = create_model("vit_tiny_patch16_224", **SMALL).eval(), torch.randn(2, 3, 8, 8)
     graphed = cuda_graph(model, x, (2,))
 
@@ -91,7 +91,7 @@ def test_weights_that_change(captures):
 
 
 def test_frozen_models_fold_before_a_replay(captures):
-    """Oracle: calls of the model. One without a graph follows each write, in which a frozen model folds in place."""
+    """Oracle: the number of calls; after each write, one call outside the graph folds a frozen model in place."""
     for frozen in (True, False):
         model, x = Counted().eval(), torch.randn(2, 4)
         if frozen:
@@ -107,7 +107,7 @@ def test_frozen_models_fold_before_a_replay(captures):
 
 
 def test_each_graph_of_a_frozen_model_folds_for_itself(captures):
-    """Oracle: calls of the model. A call with other sizes may have folded in its own way alone."""
+    """Oracle: the number of calls of the model; a call of another size may have refreshed only its own folds."""
     model = Counted().eval()
     freeze(model)
     graphed = cuda_graph(model, torch.randn(2, 4), (2, 4))
@@ -119,8 +119,8 @@ def test_each_graph_of_a_frozen_model_folds_for_itself(captures):
         assert len(model.rows) == calls, rows
 
 
-def test_threads(captures):
-    """Oracle: the model, for eight threads that call it at once."""
+def test_threads_share_a_runner(captures):
+    """Oracle: the model, for eight threads that call it concurrently."""
     model, wrong = Counted().eval(), []
     graphed = cuda_graph(model, torch.randn(4, 4), (4,))
 
@@ -139,7 +139,7 @@ def test_threads(captures):
 
 
 def test_invalid_calls(captures, monkeypatch):
-    """Each error names the argument and what would do."""
+    """Oracle: each error names the argument and suggests a remedy."""
     model, x = Counted(), torch.randn(2, 4)
     with pytest.raises(RuntimeError, match=r"call model\.eval\(\) first"):
         cuda_graph(model, x)
@@ -165,7 +165,7 @@ def test_invalid_calls(captures, monkeypatch):
 
 
 class Packed(nn.Module):
-    """Attention within each image of a packed batch, and the mean of each image's first token."""
+    """Attention within each image of a packed batch; returns all tokens, and the first of each image."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ def test_packed_images_by_token_budgets(captures):
 
 
 def test_values_of_another_call_do_not_leak(captures):
-    """Oracle: no NaN, where the reference multiplies what it masks by 0."""
+    """Oracle: no NaN, although the reference multiplies masked values by 0."""
     graphed = cuda_graph_packed(Packed().eval(), packed(3, 5), token_budgets=(32,), max_images=4)
     x, *rest = packed(8, 4)
     x[8:] = torch.nan
@@ -214,7 +214,7 @@ def test_values_of_another_call_do_not_leak(captures):
 
 
 def test_invalid_packed_calls(captures, monkeypatch):
-    """Each error names the argument and what would do."""
+    """Oracle: each error names the argument and suggests a remedy."""
     model, inputs = Packed().eval(), packed(3, 5)
     for options, message in (
         (dict(token_budgets=()), "token_budgets must be positive"),

@@ -1,4 +1,4 @@
-"""Host time: Python calls of a block, which never vary. Oracle: timm's block, and the limits below."""
+"""Tests of host time by Python calls of a block, which are deterministic. Oracle: timm's block and the limits below."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from benchmarks import host
 from benchmarks.no_device import no_device
 from fastvit_triton.kernels.plan import forcing
 
-# Python calls in inference: a plain block asks once for its way; a fused one is replayed
+# Python calls in inference: a plain block looks up its way once; a fused one is replayed
 LIMITS = {"plain": lambda timm: timm + 12, "fused": lambda timm: 120}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def device():
-    """Launches end in a function that does nothing."""
+    """Makes every launch call a function that does nothing."""
     with no_device():
         yield
 
@@ -29,7 +29,7 @@ def calls(make, phase, way, batch):
 
 @pytest.mark.parametrize("phase", ["inference", "training"])
 def test_calls_are_the_same_at_every_run(phase):
-    """The second count of the same calls, of timm's block and of ours; ours sees another batch size in between."""
+    """Oracle: a second count of the same calls, of timm's block and of ours."""
     for make, batch in ((host.by_timm, 0), (host.ours, 1)):
         first = calls(make, phase, "fused", batch)
         assert first == calls(make, phase, "fused", batch) > 100
@@ -39,12 +39,12 @@ def test_calls_are_the_same_at_every_run(phase):
     "make, way, batch", [(host.ours, "plain", 0), (host.converted, "plain", 0), (host.frozen, "fused", 1)]
 )
 def test_a_block_makes_few_calls(make, way, batch):
-    """In inference: a plain block makes hardly more than timm's."""
+    """Oracle: in inference, a plain block makes at most 12 more calls than timm's, a fused one at most 120."""
     assert calls(make, "inference", way, batch) <= LIMITS[way](calls(host.by_timm, "inference", "plain", 0))
 
 
 def test_rows():
-    """Every phase, block and way has a row with its own numbers."""
+    """Oracle: every phase, block and way has one row, with positive numbers."""
     rows = host.rows(rounds=2)
     assert len({(row["phase"], row["block"], row["way"]) for row in rows}) == len(rows) == 17
     for row in rows:

@@ -1,4 +1,4 @@
-"""The house rules, held by a test: who imports whom, sizes, names, words, and what an import costs."""
+"""Tests of the house rules: import directions, file sizes, documentation, banned words, and the cost of an import."""
 
 import ast
 import inspect
@@ -17,8 +17,8 @@ ROOT = Path(fastvit_triton.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 NAMES = [str(f.relative_to(ROOT)) for f in FILES]
 
-# package → what of ours it may import
-ARROWS = {
+# package → packages of ours that it may import
+ALLOWED_IMPORTS = {
     "kernels": {"kernels"},
     "layers": {"kernels", "layers"},
     "models": {"kernels", "layers", "models"},
@@ -40,13 +40,13 @@ LINES |= {"models/config.py": 300, "models/": 120, "": 300}
 BANNED = ("make_block_ptr", "tl.advance", "atomic_", "globals()[", "except Exception", "TODO")
 
 
-def owner(path: Path) -> str:
-    """The package or top-level module a file belongs to."""
+def package_of(path: Path) -> str:
+    """The package or top-level module that contains a file."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> set[str]:
-    """Top-level names of ours that a file imports, and foreign packages by name."""
+    """Top-level names of ours that a file imports, and third-party packages by name."""
     package = ("fastvit_triton", *path.relative_to(ROOT).parts[:-1])
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -61,15 +61,15 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_arrows_point_one_way(path):
-    """cli → train, models, explain, measure, weights → layers → kernels; only kernels/tile.py imports triton."""
+def test_imports_follow_the_layers(path):
+    """Oracle: cli → train, models, explain, measure, weights → layers → kernels; only kernels/tile.py uses triton."""
     ours = {p.stem if p.suffix else p.name for p in ROOT.iterdir()} - {"__pycache__", "py"}
-    assert imports(path) & ours <= ARROWS[owner(path)]
+    assert imports(path) & ours <= ALLOWED_IMPORTS[package_of(path)]
     assert "triton" not in imports(path) or path.name == "tile.py"
 
 
 def module_imports() -> dict[str, set[str]]:
-    """Module → modules of the package that it imports, anywhere in the file, also under TYPE_CHECKING.
+    """Module → modules of the package that it imports anywhere in the file, also under TYPE_CHECKING.
 
     Importing a.b.c runs a/__init__ and a/b/__init__ first, so these count too, except packages that hold the importer.
     """
@@ -89,13 +89,13 @@ def module_imports() -> dict[str, set[str]]:
                 targets |= (names & modules.keys()) | ({base} if names - modules.keys() else set())
         targets &= modules.keys()
         parents = {".".join(t.split(".")[:i]) for t in targets for i in range(1, t.count(".") + 1)}
-        holders = {".".join(module.split(".")[:i]) for i in range(1, module.count(".") + 2)}
-        graph[module] = (targets | (parents - holders)) - {module}
+        enclosing = {".".join(module.split(".")[:i]) for i in range(1, module.count(".") + 2)}
+        graph[module] = (targets | (parents - enclosing)) - {module}
     return graph
 
 
-def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one import circle, or an empty list."""
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one import cycle, or an empty list."""
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -103,17 +103,17 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_imports_have_no_circle():
-    """Oracle: a topological order of all modules of the package exists; a circle of two is found."""
+def test_imports_have_no_cycle():
+    """Oracle: a topological order of all modules exists; a cycle of two is found."""
     graph = module_imports()
     assert {"fastvit_triton.train.loop", "fastvit_triton.train.data"} <= graph["fastvit_triton.train"]
-    assert find_circle(graph) == []
-    assert find_circle({"a": {"b"}, "b": {"a"}})
+    assert find_cycle(graph) == []
+    assert find_cycle({"a": {"b"}, "b": {"a"}})
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_files_stay_small(path):
-    """Lines per file; a budget is raised only in a commit that says why."""
+    """Oracle: a limit of lines per file, raised only in a commit that justifies it."""
     name = str(path.relative_to(ROOT))
     limit = next(limit for prefix, limit in LINES.items() if name.startswith(prefix))
     assert len(path.read_text().splitlines()) <= limit
@@ -125,10 +125,10 @@ def is_jit(decorator: ast.expr) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_functions_are_documented_and_narrow(path):
-    """Public functions and classes say what they do, are annotated, and take at most 12 arguments."""
+def test_functions_are_documented_annotated_and_short_of_arguments(path):
+    """Oracle: public functions and classes have docstrings, annotations, and at most 12 arguments."""
     tree = ast.parse(path.read_text())
-    assert not path.read_text().strip() or ast.get_docstring(tree), "a file says what it is for"
+    assert not path.read_text().strip() or ast.get_docstring(tree), "a file needs a docstring"
     scopes = [(tree, "")] + [(n, n.name) for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
     for scope, inside in scopes:
         for node in scope.body:
@@ -146,15 +146,15 @@ def test_functions_are_documented_and_narrow(path):
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_no_banned_words(path):
-    """No removed Triton API, no atomics, no swallowed errors; only the command line prints."""
+    """Oracle: no removed Triton API, no atomics, no swallowed errors; only the command line prints."""
     text = path.read_text()
     assert [word for word in BANNED if word in text] == []
     calls = {n.func.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    assert "print" not in calls or owner(path) == "cli"
+    assert "print" not in calls or package_of(path) == "cli"
 
 
 def test_public_surface():
-    """The names that `__init__.pyi` declares are those that users find; each resolves and says what it does."""
+    """Oracle: the names in `__init__.pyi` are those that users see; each resolves and has a docstring."""
     assert set(dir(fastvit_triton)) == set(fastvit_triton.__all__) > {"optimize", "set_backend", "train", "ViTConfig"}
     assert all(inspect.getdoc(getattr(fastvit_triton, name)) for name in fastvit_triton.__all__)
     with pytest.raises(AttributeError, match="no attribute 'fastvit'"):
@@ -165,7 +165,7 @@ def test_public_surface():
 
 
 def test_training_surface():
-    """Every public name of `train` resolves, once."""
+    """Oracle: every public name of `train` resolves and is listed once."""
     from fastvit_triton import train
 
     assert len(set(train.__all__)) == len(train.__all__)
@@ -173,7 +173,7 @@ def test_training_surface():
 
 
 def test_every_op_has_the_same_parts():
-    """run and reference take the same arguments, `inputs` makes them, and the docstring names the axes."""
+    """Oracle: run and reference take the same arguments, `inputs` makes them, and the docstring names the axes."""
     for op in OPS:
         ours = list(inspect.signature(op.run).parameters)
         assert ours == list(inspect.signature(op.reference).parameters), op.name
@@ -183,13 +183,13 @@ def test_every_op_has_the_same_parts():
 
 
 KERNEL_FILES = sorted({inspect.getmodule(op.run) for op in OPS}, key=lambda module: module.__name__)
-BACKWARD_FILES = [attention_backward, linear_backward]  # of files that would be too long with it
+BACKWARD_FILES = [attention_backward, linear_backward]  # split off because of the line limit
 SECTIONS = ("Math", "Backward", "Cost", "Saved", "Sources")
 
 
 @pytest.mark.parametrize("module", KERNEL_FILES + BACKWARD_FILES, ids=lambda module: module.__name__.rsplit(".", 1)[1])
 def test_kernel_files_have_seven_parts_in_order(module):
-    """Maths, public functions, references, kernels, launchers with their fakes, autograd Functions, OPs."""
+    """Oracle: order: maths, public functions, references, kernels, launchers with fakes, autograd Functions, OPs."""
     tree = ast.parse(inspect.getsource(module))
     sections = ("Math", "Kernels") if module in BACKWARD_FILES else SECTIONS
     assert all(f"\n{section} " in f"\n{ast.get_docstring(tree)}" for section in sections)
@@ -238,6 +238,6 @@ for name in ('timm', 'transformers', 'torchvision', 'sklearn', 'matplotlib', 'ri
 
 
 def test_import_needs_nothing_but_torch():
-    """A fresh interpreter with Triton blocked imports the package and runs a model; no optional package is loaded."""
+    """Oracle: a fresh interpreter without Triton imports the package and runs a model without optional packages."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

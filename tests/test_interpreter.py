@@ -1,4 +1,4 @@
-"""Ring 2: the real kernels in Triton's interpreter, forward and every gradient, against float64."""
+"""Tests of the kernels in Triton's interpreter, forward and every gradient. Oracle: float64."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from fastvit_triton.kernels.launch import TUNED
 
 pytestmark = pytest.mark.usefixtures("always_folded")
 
-# linear with row statistics of x from elsewhere, which leaves those of its output
+# linear with given row statistics of x, which returns those of its output
 STATS = dataclasses.replace(
     linear.OP,
     name="linear_with_statistics",
@@ -39,19 +39,19 @@ def leaves(value):
 
 
 def converted(value, dtype):
-    """The same structure with floating tensors in another dtype, as leaves of a new graph."""
+    """The same structure with floating-point tensors in another dtype, as leaves of a new graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
     return tuple(converted(v, dtype) for v in value) if isinstance(value, tuple) else value
 
 
 def largest(values):
-    """The largest magnitude; 0 of nothing."""
+    """The largest magnitude; 0 if there are no values."""
     return values.abs().max() if values.numel() else torch.tensor(0.0)
 
 
 def results(function, arguments, layout=lambda cotangent: cotangent):
-    """Outputs and gradients by name, for fixed random cotangents laid out in memory as asked."""
+    """Outputs and gradients by name, for fixed random cotangents in the given memory layout."""
     outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
     found = {f"output {i}": t.detach().double() for i, t in enumerate(outputs)}
     learning = [(n, i, t) for n, v in arguments.items() for i, t in enumerate(leaves(v)) if t.requires_grad]
@@ -63,7 +63,7 @@ def results(function, arguments, layout=lambda cotangent: cotangent):
 
 
 def outside(op, arguments, dtype):
-    """What leaves the budget, by name: twice what PyTorch itself loses in this dtype, and one rounding."""
+    """Names of results whose error exceeds twice PyTorch's own error in this dtype plus one rounding."""
     arguments = {n: converted(v, dtype) for n, v in arguments.items()}
     truth = results(op.reference, {n: converted(v, torch.float64) for n, v in arguments.items()})
     baseline = results(op.reference, arguments)
@@ -80,7 +80,7 @@ def outside(op, arguments, dtype):
 @pytest.mark.parametrize("op, case", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_kernel_equals_float64(op, case, dtype):
-    """Oracle: the reference in float64, within `outside`'s budget, from memory that was NaN before."""
+    """Oracle: the reference in float64, within the budget of `outside`; new memory is filled with NaN."""
     assert outside(op, op.inputs(case, dtype, "cpu"), dtype) == []
 
 
@@ -92,7 +92,7 @@ def tables():
 
 
 def launched(op, case, architecture):
-    """What the interpreter computes of a case under an architecture's table: kernels, grids and all their numbers."""
+    """The launches of a case under an architecture's table: kernels, grids and all numbers passed."""
     arguments = op.inputs(case, torch.float16, "cpu")
     launches = [x for phase in record(architecture, op.run, **arguments).values() for x in phase]
     numbers = int | float | str | None
@@ -101,9 +101,9 @@ def launched(op, case, architecture):
 
 @pytest.mark.parametrize("op, case", EVERY)
 def test_launch_parameters_of_tables_are_correct(op, case, monkeypatch):
-    """Oracle: as above, with blocks and the WGMMA order of rows as each architecture's table says.
+    """Oracle: as above, with the block sizes and WGMMA row order of each architecture's table.
 
-    Launches that equal those without a table, which the test above runs, or another architecture's, run once.
+    Launches equal to those without a table, which the test above runs, or to another architecture's, run once.
     """
     seen = [launched(op, case, "cpu")]
     for architecture in tables():
@@ -115,7 +115,7 @@ def test_launch_parameters_of_tables_are_correct(op, case, monkeypatch):
 
 
 def alone(op, arguments, keep):
-    """Gradient of one floating tensor while all others are frozen; `keep` is (argument, index)."""
+    """Gradient of one floating-point tensor while all others are frozen; `keep` is (argument, index)."""
 
     def freeze(value, name, counter):
         if isinstance(value, torch.Tensor):
@@ -128,7 +128,7 @@ def alone(op, arguments, keep):
 
 @pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.name)
 def test_frozen_parameters_change_no_other_gradient(op):
-    """Oracle: the same kernels when everything learns. What a frozen tensor spares must not be missed elsewhere."""
+    """Oracle: the same kernels when every parameter learns; freezing one tensor must not affect the others."""
     arguments = op.inputs(next(iter(op.cases.values())), torch.float32, "cpu")
     with interpreting():
         together = results(op.run, arguments)
@@ -142,7 +142,7 @@ def test_frozen_parameters_change_no_other_gradient(op):
 
 @pytest.mark.parametrize("layer", ["linear", "mlp"])
 def test_folding_before_a_call_equals_folding_inside(layer):
-    """Oracle: the same layer given its parts; output and every gradient, through `fold`'s own backward pass."""
+    """Oracle: the same layer given its unfolded parameters; output and every gradient, through `fold`'s backward."""
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape):
@@ -169,7 +169,7 @@ def test_folding_before_a_call_equals_folding_inside(layer):
         assert largest(got[name] - want) <= 64 * torch.finfo(torch.float32).eps * largest(want), name
 
 
-CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the images that they come to
+CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the token ranges of the images after clamping
     "past the end": ([0, 4, 10**6], 9, [(0, 4), (4, 9)]),
     "negative": ([-1000, 4, 9], 5, [(0, 4), (4, 9)]),
     "decreasing": ([0, 6, 3], 6, [(0, 6)]),
@@ -183,7 +183,7 @@ CUTS = {  # cu_seqlens for 9 tokens, max_seqlen, and the images that they come t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CUTS)
 def test_unchecked_lengths_stay_in_bounds(name, dtype):
-    """Oracle: each image that is left alone in float64, 0 elsewhere; the context holds every address to the tensors."""
+    """Oracle: each clamped image in float64, 0 elsewhere; the context checks every address."""
     ends, longest, images = CUTS[name]
     q, k, v, do = (torch.randn(1, 2, 9, 16).to(dtype) for _ in range(4))
     cu_seqlens, ops = torch.tensor(ends), torch.ops.fastvit_triton
@@ -201,7 +201,7 @@ def test_unchecked_lengths_stay_in_bounds(name, dtype):
 
 @pytest.mark.parametrize("lens", [[-5, 2**40], [0, -(2**33)], [9, 3]])
 def test_unchecked_key_lengths_stay_in_bounds(lens):
-    """Oracle: the reference on lengths between 0 and Nk; the gradient of a bias has a kernel of its own."""
+    """Oracle: the reference with lengths clamped to 0 … Nk; the gradient of a bias has a kernel of its own."""
     arguments = {name: torch.randn(2, 1, 7, 8).requires_grad_() for name in "qkv"}
     arguments["bias"] = torch.randn(1, 1, 7, 7).requires_grad_()
     wide = {n: converted(t, torch.float64) for n, t in arguments.items()}
@@ -214,7 +214,7 @@ def test_unchecked_key_lengths_stay_in_bounds(lens):
 
 @jit
 def _copy_kernel(x_ptr, y_ptr, first, N, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Copies N values from x + first; without MASKED a whole block."""
+    """Copies N values from x + first; without MASKED, a whole block."""
     i = tl.arange(0, BLOCK)
     mask = i < N if MASKED else i >= 0
     tl.store(y_ptr + i, tl.load(x_ptr + first + i, mask=mask), mask=mask)
@@ -246,7 +246,7 @@ def _first_tile_kernel(x_ptr, y_ptr, tile, N, BLOCK: tl.constexpr, LIMIT: tl.con
 
 
 def test_masks_of_other_dtypes_raise():
-    """Oracle: triton 3.9, where the mask of a block and a scalar raises as it does here; a limit is the same mask."""
+    """Oracle: triton 3.9, where block & scalar raises as it does here; a limit expresses the same mask."""
     x, y = torch.randn(8), torch.zeros(8)
     with interpreting():
         _first_tile_kernel[(1,)](x, y, 1, 5, BLOCK=8, LIMIT=True)

@@ -1,4 +1,4 @@
-"""How torch sees the kernels: opcheck, one graph under torch.compile, autocast, transforms, export, whole models."""
+"""Tests of the kernels under torch's tracing: opcheck, torch.compile, autocast, transforms, export, whole models."""
 
 import contextlib
 import functools
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.usefixtures("always_folded")
 
 
 def randn(*shape, dtype=torch.float32):
-    """A leaf that requires gradients."""
+    """A random leaf tensor that requires gradients."""
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
 class Calls(TorchDispatchMode):
-    """Writes down the arguments of the calls of our ops that really run."""
+    """Records the arguments of all calls of our ops that are executed."""
 
     def __init__(self):
         super().__init__()
@@ -49,11 +49,11 @@ class Calls(TorchDispatchMode):
 
 @functools.cache
 def recorded():
-    """Calls of each op of ours, forward and backward, that differ in a switch or in which tensors are given."""
+    """Calls of each of our ops, forward and backward, distinct in a switch or in which tensors are given."""
     with interpreting(), Calls() as calls:
         for op_ in (*OPS, STATS):
             for case in op_.cases.values():
-                results(op_.run, op_.inputs(case, torch.float16, "cpu"))  # fp32 results stand out
+                results(op_.run, op_.inputs(case, torch.float16, "cpu"))  # float32 results stand out
         with torch.no_grad():
             for biases in ((None, None), (torch.randn(3).half(), None)):
                 fold.packed((torch.randn(3, 4).half(), torch.randn(2, 4).half()), biases)
@@ -65,7 +65,7 @@ def recorded():
 
 
 def detached(argument):
-    """A tensor, or those of a list, as copies without gradients."""
+    """A tensor, or each tensor of a list, copied and detached."""
     if isinstance(argument, list):
         return [detached(item) for item in argument]
     return argument.detach().clone() if isinstance(argument, torch.Tensor) else argument
@@ -83,7 +83,7 @@ def test_opcheck(name):
 
 
 def model_and_images() -> tuple[nn.Module, torch.Tensor]:
-    """A small ViT that uses every kernel, with random weights."""
+    """A small ViT with random weights that uses every kernel."""
     model = create_model("vit_digits_patch2_8", depth=1, embed_dim=24, init_values=0.5, drop_path_rate=0.0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,18 +92,18 @@ def model_and_images() -> tuple[nn.Module, torch.Tensor]:
 
 
 def gradients(model: nn.Module, logits: torch.Tensor) -> list[torch.Tensor]:
-    """Of a fixed function of the logits, by parameter."""
+    """Gradients of a fixed function of the logits, by parameter."""
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
     return list(torch.autograd.grad((logits * weights).sum(), list(model.parameters())))
 
 
 def worst(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    """The largest distance, in units of the largest gradient."""
+    """The largest difference, relative to the largest gradient."""
     scale = max(float(w.abs().max()) for w in want)
     return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True)) / scale
 
 
-# Sums of at most some hundred fp32 terms through two matrix products in another order.
+# Tolerance for sums of some hundred float32 terms through two matrix products, in another order.
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
 
 
@@ -130,8 +130,8 @@ def test_models_run_on_the_kernels(name):
 
 
 @pytest.mark.parametrize("whose", ["ours", "timm"])
-def test_norms_of_heads_without_weights_are_norms(whose):
-    """Oracle: the untouched model on PyTorch; without the norms the logits are other ones by far."""
+def test_qk_norms_without_weights_are_applied(whose):
+    """Oracle: the untouched model on PyTorch; without the norms its logits differ by over 10⁴ tolerances."""
     bare = functools.partial(nn.LayerNorm, elementwise_affine=False)
     if whose == "timm":
         model = timm.models.vision_transformer.VisionTransformer(
@@ -155,10 +155,10 @@ def test_norms_of_heads_without_weights_are_norms(whose):
     assert worst([got], [want]) <= TOLERANCE
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_kernels_are_nodes_of_one_graph(dynamic):
-    """Oracle: eager, through the same kernels; fullgraph=True raises on a graph break, and the graph holds our ops."""
+    """Oracle: eager mode with the same kernels; fullgraph=True raises on a graph break; the graph has our ops."""
     model, images = model_and_images()
     nodes = []
 
@@ -178,7 +178,7 @@ def test_kernels_are_nodes_of_one_graph(dynamic):
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(got_grads, want_grads) <= TOLERANCE
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_norm_passes_through_dynamo():
     """Oracle: the same kernels called with plain tuples; fullgraph=True raises on a graph break."""
     x, (w1, b1), (w2, b2), gamma, beta = (
@@ -204,7 +204,7 @@ def test_a_norm_passes_through_dynamo():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_eagers_dtypes(dtype):
-    """Oracle: the PyTorch path under the same autocast: dtype of every op's and block's output, and values."""
+    """Oracle: the PyTorch path under the same autocast: values, and the dtype of every op's and block's output."""
     model, images = model_and_images()
 
     def run(into):
@@ -221,14 +221,14 @@ def test_autocast_gives_eagers_dtypes(dtype):
         run(got)
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype, name
-        # the stream is a sum of a few dtype-rounded products
+        # the residual stream is a sum of a few rounded products
         error = float((got[name].detach().float() - tensor.detach().float()).abs().max())
         assert error <= 16 * torch.finfo(dtype).eps * float(tensor.detach().abs().max()), name
 
 
 @pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
 def test_double_backward_raises(op_):
-    """Oracle: one sentence, where PyTorch's decorator gives constants: the sum's gradient does not depend on x."""
+    """Oracle: one sentence, where PyTorch's decorator would treat the gradient as constant."""
     arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")
     learning = [t for value in arguments.values() for t in leaves(value) if t.requires_grad]
     with interpreting():
@@ -239,10 +239,10 @@ def test_double_backward_raises(op_):
             sum(grad.square().sum() for grad in grads).backward()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # forward_ad's own
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # forward_ad's warning
 @pytest.mark.parametrize("op_", OPS, ids=lambda op_: op_.name)
 def test_forward_mode_runs_pytorch(op_):
-    """Oracle: the same dual tensors where no kernel runs; outside of the level the kernels run again."""
+    """Oracle: the same dual tensors on PyTorch; outside of forward mode the kernels run again."""
     arguments = op_.inputs(next(iter(op_.cases.values())), torch.float32, "cpu")
 
     def tangents():
@@ -294,7 +294,7 @@ def test_a_model_on_meta_gives_shapes_under_every_switch(name):
 
 @pytest.mark.parametrize("F", [64, 200])
 def test_statistics_are_passed_on(F):
-    """Oracle: row statistics of the output, merged over tiles; and the next LN computed from x alone."""
+    """Oracle: row statistics of the output, merged over tiles; and the next LayerNorm computed from x alone."""
     x, weight = randn(2, 5, 33), randn(F, 33)
     with interpreting():
         y, stats = f.linear(x, weight, return_stats=True)
@@ -308,20 +308,20 @@ def test_statistics_are_passed_on(F):
 
 
 def column(size):
-    """A vector whose entries lie two apart."""
+    """A vector with a stride of two."""
     return torch.randn(size, 2)[:, 0]
 
 
 STRIDED = {
     "weight": lambda x: f.linear(x, torch.randn(7, 6).t()),
     "fc1": lambda x: f.mlp(x, (torch.randn(7, 7).t(), None), (torch.randn(7, 7).t(), column(7))),
-    "bias and gamma": lambda x: f.linear(x, torch.randn(6, 7), column(6), layer_scale=column(6)),
+    "bias and layer scale": lambda x: f.linear(x, torch.randn(6, 7), column(6), layer_scale=column(6)),
     "sample_scale": lambda x: f.linear(x, torch.randn(6, 7), sample_scale=torch.tensor(2.0).expand(2)),
     "norm": lambda x: f.layer_norm(x, column(7), column(7), 1e-6),
     "folded norm": lambda x: f.linear(x, torch.randn(6, 7), norm=(column(7), column(7), 1e-6)),
     "kv_lens": lambda x: f.attention(*[x.view(2, 1, 3, 7)] * 3, kv_lens=torch.tensor([[1, 9], [3, 9]])[:, 0]),
     "patch bias": lambda x: f.patch_embed(x.view(2, 1, 3, 7), torch.randn(5, 1, 3, 7), column(5)),
-    "fp32 gamma": lambda x: f.linear(x.bfloat16(), torch.randn(6, 7).bfloat16(), layer_scale=torch.randn(6)),
+    "fp32 layer scale": lambda x: f.linear(x.bfloat16(), torch.randn(6, 7).bfloat16(), layer_scale=torch.randn(6)),
     "fp32 prefix": lambda x: f.patch_embed(
         x.bfloat16().view(2, 1, 3, 7), torch.randn(5, 1, 3, 7).bfloat16(), prefix=torch.randn(1, 2, 5)
     ),
@@ -330,7 +330,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("name", STRIDED)
 def test_operands_of_any_stride_and_dtype(name):
-    """Oracle: the PyTorch path on the same tensors, in value and dtype."""
+    """Oracle: the PyTorch path on the same tensors, values and dtypes."""
     x, results = torch.randn(2, 3, 7), []
     for context in (contextlib.nullcontext(), interpreting()):
         torch.manual_seed(1)
@@ -344,7 +344,7 @@ def test_operands_of_any_stride_and_dtype(name):
 
 @pytest.mark.parametrize("size", [1e-4, 1e-6])
 def test_small_layer_scale_keeps_fp16_gradients(size):
-    """Oracle: float64. Budget: ten roundings of fp16; layer_scale times a weight alone would underflow."""
+    """Oracle: float64, within ten roundings of fp16; the product of layer_scale and a weight would underflow."""
     layer_scale = torch.full((8,), size).half()
     tensors = [torch.randn(2, 3, 8), torch.randn(16, 8) * 0.05, torch.randn(8, 16) * 0.05]
     grads = []
@@ -357,7 +357,7 @@ def test_small_layer_scale_keeps_fp16_gradients(size):
 
 
 def test_only_the_residual_learns():
-    """Oracle: its gradient is the output's."""
+    """Oracle: the residual's gradient equals the output's."""
     x, weight, residual = torch.randn(2, 7), torch.randn(6, 7), randn(2, 6)
     with interpreting():
         y = f.linear(x, weight, activation="gelu", residual=residual)
@@ -365,9 +365,9 @@ def test_only_the_residual_learns():
     assert torch.equal(grad, torch.ones(2, 6))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_a_dynamic_batch_compiles_once():
-    """Oracle: the number of graphs; mark_dynamic raises where a size is specialised."""
+    """Oracle: the number of graphs; mark_dynamic raises if a size is specialised."""
     model, _ = model_and_images()
     graphs = []
 
@@ -385,9 +385,9 @@ def test_a_dynamic_batch_compiles_once():
     assert len(graphs) == 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.func's warning
 def test_torch_func_runs_pytorch():
-    """Oracle: the same transforms where no kernel runs; outside of them the kernel runs again."""
+    """Oracle: the same transforms on PyTorch; outside of them the kernel runs again."""
     x, weight = torch.randn(3, 4, 6), torch.randn(5, 6)
 
     def loss(x):
@@ -402,7 +402,7 @@ def test_torch_func_runs_pytorch():
 
 
 def test_selective_checkpointing_keeps_attention():
-    """Oracle: the gradient without it; a policy that saves the op's outputs means that it runs once."""
+    """Oracle: the gradient without checkpointing; a policy that saves the op's outputs makes it run once."""
     qkv, saved = torch.randn(2, 5, 3 * 8, requires_grad=True), torch.ops.fastvit_triton.attention_fwd.default
 
     def policy(context, function, *arguments, **options):
@@ -424,7 +424,7 @@ def test_selective_checkpointing_keeps_attention():
 
 @pytest.mark.parametrize("pool", ["token", "map"])
 def test_export_holds_pytorch_only(tmp_path, pool):
-    """Oracle: the model itself, at another batch size, after a save and a load."""
+    """Oracle: the model itself, at another batch size, after saving and loading."""
     model = f.create_model("vit_digits_patch2_8", depth=1, embed_dim=24, global_pool=pool).eval()
     program = torch.export.export(model, (torch.randn(2, 1, 8, 8),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
     torch.export.save(program, tmp_path / "model.pt2")
@@ -436,7 +436,7 @@ def test_export_holds_pytorch_only(tmp_path, pool):
 
 
 def test_launches_enter_their_tensors_device(monkeypatch):
-    """Oracle: torch.cuda.device, asked for the first tensor's device and open while the launcher runs."""
+    """Oracle: torch.cuda.device is entered with the first tensor's device while the launcher runs."""
     seen, library = [], types.SimpleNamespace(define=lambda schema: None, impl=lambda name, run, key: seen.append(run))
     monkeypatch.setattr(op, "LIBRARY", library)
     monkeypatch.setattr(op, "REGISTERED", {})
@@ -472,7 +472,7 @@ print("kernels ran:", not torch.equal(got[0], run()[0]))
 
 
 def test_environment_variables_run_the_kernels():
-    """Oracle: the PyTorch path in the same process; other bits show that the kernels really ran."""
+    """Oracle: the PyTorch path in the same process; results that differ in some bits show that the kernels ran."""
     variables = os.environ | {"TRITON_INTERPRET": "1", "FASTVIT_TRITON_BACKEND": "triton"}
     done = subprocess.run([sys.executable, "-c", VARIABLES], capture_output=True, text=True, env=variables)
     assert done.returncode == 0 and "kernels ran: True" in done.stdout, done.stderr

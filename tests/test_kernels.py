@@ -1,4 +1,4 @@
-"""Ring 1: the references are PyTorch's meaning. Equations written out in float64, gradcheck, and clear errors."""
+"""Tests of the ops' PyTorch references. Oracles: equations written out in float64, gradcheck, and error sentences."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def leaves(value):
 
 
 def close64(got, truth):
-    """Within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
+    """True within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
     return (got - truth).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
 
 
@@ -65,7 +65,7 @@ def test_gradients_match_finite_differences(op, case):
 @pytest.mark.parametrize("op, case", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_follows_float64(op, case, dtype):
-    """Oracle: the same numbers in float64. Budget: a rounding for each of at most 64 terms."""
+    """Oracle: the same numbers in float64. Budget: one rounding for each of at most 64 terms."""
     got = next(leaves(op.run(**op.inputs(case, dtype, "cpu"))))
     rounded = op.inputs(case, dtype, "cpu")
     truth = next(leaves(op.reference(**{n: _double(v) for n, v in rounded.items()})))
@@ -83,8 +83,8 @@ def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_attention_is_equations_1_and_2():
-    """Oracle: softmax written with exp and sums, group b mod G indexed by hand."""
+def test_attention_equals_equations_1_and_2():
+    """Oracle: softmax written with exp and sums; group b mod G is indexed by hand."""
     q, k, v, bias = randn(4, 2, 3, 6), randn(4, 2, 5, 6), randn(4, 2, 5, 7), randn(2, 2, 3, 5)
     o, lse = attention(q, k, v, bias, scale=0.3, return_lse=True)
     for b in range(4):
@@ -96,8 +96,8 @@ def test_attention_is_equations_1_and_2():
             assert (lse[b, h] - scores.exp().sum(-1).log()).abs().max() < 4 * torch.finfo(torch.float32).eps * 4
 
 
-def test_attention_default_scale_is_inverse_root_of_head_dim():
-    """Oracle: the same call with the scale given."""
+def test_attention_default_scale_is_inverse_square_root_of_head_dim():
+    """Oracle: the same call with an explicit scale."""
     q, k, v = randn(1, 1, 4, 9), randn(1, 1, 4, 9), randn(1, 1, 4, 9)
     assert torch.equal(attention(q, k, v), attention(q, k, v, scale=1 / 3))
 
@@ -105,7 +105,7 @@ def test_attention_default_scale_is_inverse_root_of_head_dim():
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "float", "lens"])
 def test_fully_masked_rows_give_zero_and_no_gradient(kind, return_lse):
-    """Oracle: the definition; the other image's results do not change."""
+    """Oracle: the definition; the results of the other image do not change."""
     q, k, v = (randn(2, 1, 3, 4).requires_grad_() for _ in range(3))
     keep = torch.tensor([False, True])[:, None, None, None].expand(2, 1, 3, 3)
     mask = {"bool": keep, "float": torch.zeros(2, 1, 3, 3).masked_fill(~keep, -math.inf), "lens": None}[kind]
@@ -119,7 +119,7 @@ def test_fully_masked_rows_give_zero_and_no_gradient(kind, return_lse):
 
 
 def test_kv_lens_equals_cutting_the_keys():
-    """Oracle: each image alone with its own keys."""
+    """Oracle: each image by itself, with its own keys."""
     q, k, v = randn(3, 2, 4, 5), randn(3, 2, 6, 5), randn(3, 2, 6, 5)
     o = attention(q, k, v, kv_lens=torch.tensor([6, 1, 4]))
     for b, n in enumerate((6, 1, 4)):
@@ -161,14 +161,14 @@ def test_varlen_equals_each_image_alone():
         assert close64(o[a:b], alone[0].transpose(0, 1))
 
 
-def test_layer_norm_is_equations_1_and_2():
+def test_layer_norm_equals_equations_1_and_2():
     """Oracle: mean and variance written out."""
     x, weight, bias = randn(3, 7) + 30, randn(7), randn(7)
     mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0)
     assert close64(layer_norm(x, weight, bias, 1e-6), weight * (x - mean) / (variance + 1e-6).sqrt() + bias)
 
 
-def test_add_layer_norm_is_equation_3():
+def test_add_layer_norm_equals_equation_3():
     """Oracle: the sum written out, then F.layer_norm."""
     x, residual, layer_scale, keep = (
         randn(2, 3, 7),
@@ -181,7 +181,7 @@ def test_add_layer_norm_is_equation_3():
     assert close64(total, want) and close64(normed, F.layer_norm(want, (7,), eps=1e-6))
 
 
-def test_activations_are_their_papers_formulas():
+def test_activations_equal_their_published_formulas():
     """Oracle: arXiv:1606.08415, section 2, written out."""
     x = torch.linspace(-4, 4, 101, dtype=torch.float64)
     formulas = {
@@ -196,7 +196,7 @@ def test_activations_are_their_papers_formulas():
         assert close64(ACTIVATIONS[name](x), want), name
 
 
-def test_linear_is_equations_1_to_4():
+def test_linear_equals_equations_1_to_4():
     """Oracle: each step written out."""
     x, weight, bias, g, b = randn(2, 3, 5), randn(4, 5), randn(4), randn(5), randn(5)
     layer_scale, keep, residual = randn(4), torch.tensor([0.0, 2.0], dtype=torch.float64), randn(2, 3, 4)
@@ -222,8 +222,8 @@ def test_swiglu_packed_equals_pair():
     assert close64(linear(x, (gate, up), activation="swiglu"), F.silu(x @ gate.T) * (x @ up.T))
 
 
-def test_mlp_is_two_linears_and_recompute_changes_nothing():
-    """Oracle: `linear` twice; with recompute the same bits, forward and backward."""
+def test_mlp_equals_two_linears_and_recompute_changes_nothing():
+    """Oracle: two calls of `linear`; with recompute the same bits, forward and backward."""
     x, fc1, fc2 = randn(2, 3, 5).requires_grad_(), (randn(9, 5), randn(9)), (randn(5, 9), randn(5))
     norm = (randn(5), randn(5), 1e-6)
     want = linear(linear(x, *fc1, norm=norm, activation="gelu"), *fc2, residual=x)
@@ -233,8 +233,8 @@ def test_mlp_is_two_linears_and_recompute_changes_nothing():
         assert torch.equal(got, want) and torch.equal(torch.autograd.grad(got.sum(), x)[0], truth)
 
 
-def test_a_norm_is_the_plain_tuple():
-    """Oracle: the same calls with (weight, bias, eps), bit by bit; another kind of norm is named."""
+def test_a_norm_equals_the_plain_tuple():
+    """Oracle: the same calls with (weight, bias, eps), bit by bit; another kind of norm raises."""
     x, fc1, fc2, qkv = randn(2, 3, 4), (randn(9, 4), randn(9)), (randn(4, 9), randn(4)), randn(2, 3, 12)
     parameters = randn(4), randn(4), 1e-5
     calls = {
@@ -251,7 +251,7 @@ def test_a_norm_is_the_plain_tuple():
                 function(**{name: Norm(*parameters, "rms_norm")})
 
 
-def test_patch_embed_is_a_linear_map_of_flattened_patches():
+def test_patch_embed_equals_a_linear_map_of_flattened_patches():
     """Oracle: patches cut by slicing, flattened as (row, column, channel); positions by hand."""
     image, weight, bias = randn(2, 3, 4, 6), randn(5, 3, 2, 2), randn(5)
     pos, prefix = randn(1, 7, 5), randn(1, 1, 5)
@@ -272,7 +272,7 @@ def test_patch_embed_folds_uint8_normalisation():
     mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.3, 0.4])
     normal = (image / 255.0 - mean[:, None, None]) / std[:, None, None]
     got = patch_embed(image, weight, mean=mean, std=std)
-    # mean, std and the division are float32 on one side: a few roundings of float32 on values below 5
+    # the normalisation is float32 on one side: a few roundings of values below 5
     assert (got - patch_embed(normal.double(), weight)).abs().max() < 64 * torch.finfo(torch.float32).eps * 5
 
 
@@ -421,14 +421,14 @@ PACKED = [torch.randn(6, 2, 8)] * 3
     ],
 )
 def test_wrong_kinds_and_values_raise_one_sentence(backend, error, call, words):
-    """Oracle: one line that names the argument and what was given, before either path is taken."""
+    """Oracle: one line that names the argument and what was given, raised before either path runs."""
     with using_backend(backend), pytest.raises(error, match=words) as found:
         call()
     assert "\n" not in str(found.value)
 
 
-def test_values_are_read_where_nothing_traces(monkeypatch):
-    """Oracle: where a tensor lies and what sees the call; a fake tensor, a mode and a transform have no values."""
+def test_values_are_checked_unless_the_call_is_traced(monkeypatch):
+    """Oracle: by hand: values cannot be read on the meta device, of fake tensors, in a mode, a transform or a trace."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -446,7 +446,7 @@ def test_values_are_read_where_nothing_traces(monkeypatch):
 
 
 def test_switch_and_reasons(monkeypatch, switch):
-    """Oracle: the words of FASTVIT_TRITON_BACKEND, read at import, and a reason wherever no kernel runs."""
+    """Oracle: the values of FASTVIT_TRITON_BACKEND, read at import, and a reason wherever no kernel runs."""
     assert backend() == "auto" and "GPU" in why_not(torch.device("cpu"), torch.float32)
     monkeypatch.setenv("FASTVIT_TRITON_BACKEND", "torch")
     set_backend(None)

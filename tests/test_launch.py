@@ -1,6 +1,6 @@
-"""Launches: that the direct way passes what Triton's passes. Oracle: JITFunction.run, with the same arguments.
+"""Tests of direct launches. Oracle: JITFunction.run, which must pass the same arguments to the driver.
 
-The driver is a stand-in, so nothing is compiled or run; see benchmarks/no_device.py.
+The driver is a stand-in, so nothing is compiled or run (see benchmarks/no_device.py).
 """
 
 import contextlib
@@ -27,27 +27,27 @@ OLDER = Path("/tmp/triton36")  # `pip install --target /tmp/triton36 --no-deps t
 
 
 class Log:
-    """What reached the driver: (grid, function, metadata, arguments, whether Triton's launch hooks were passed)."""
+    """The driver's calls: (grid, function, metadata, arguments, whether Triton's launch hooks were passed)."""
 
     def __init__(self):
         self.calls = []
 
     def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
         for hook in (enter, leave):
-            if hook is not None:  # as Triton's launcher does
+            if hook is not None:  # like Triton's launcher
                 hook(launch_metadata)
         self.calls.append(((x, y, z), function, metadata, arguments, enter is not None))
 
     def last(self, by_triton):
-        """The last call, which took the way of Triton or the direct one."""
+        """The last call, which must have been made by Triton or directly, as given."""
         *call, hooked = self.calls[-1]
-        assert hooked == by_triton, "the other way"
+        assert hooked == by_triton, "launched by the other path"
         return call
 
 
 @contextlib.contextmanager
 def compared():
-    """In this context every launch is made by Triton and directly, with the same arguments, and both must agree.
+    """In this context every launch is made by Triton and directly, and both must pass the same arguments.
 
     Yields the log of the launches and the list of the kernels launched.
     """
@@ -58,7 +58,7 @@ def compared():
         grid_of, function, metadata, passed = log.last(by_triton=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "run", by_triton)
-            launch.launch(kernel, grid, *arguments, **fixed)  # the first of a key is Triton's
+            launch.launch(kernel, grid, *arguments, **fixed)  # the first launch with a key is made by Triton
             launch.launch(kernel, grid, *arguments, **fixed)
         again = log.last(by_triton=False)
         assert [grid_of, function, metadata] == again[:3], kernel.__name__
@@ -73,24 +73,24 @@ def compared():
 
 
 def shifted(t):
-    """The tensor in memory that begins one element after an address divisible by 16."""
+    """A copy of the tensor that starts one element after an address divisible by 16."""
     memory = torch.empty(t.numel() + 17, dtype=t.dtype)
     start = next(i for i in range(17) if memory[i:].data_ptr() % 16)
     return memory[start : start + t.numel()].view(t.shape).copy_(t)
 
 
 def strided(t):
-    """The tensor with its axes in memory in reverse."""
+    """A copy of the tensor whose axes are reversed in memory."""
     return t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
 
 
 def far(t):
-    """The tensor with a stride of 2³¹ + 1 along a new first axis of size 1; no memory is added."""
+    """The tensor with a new first axis of size 1 and stride 2³¹ + 1; no memory is added."""
     return t if t.shape[:1] != (1,) else t.as_strided(t.shape, (2**31 + 1, *t.stride()[1:]))
 
 
 def moved(value, layout):
-    """Every tensor of an argument in another layout."""
+    """The argument with every tensor in another layout."""
     if isinstance(value, torch.Tensor):
         return layout(value.detach()).requires_grad_(value.requires_grad)
     if isinstance(value, tuple):
@@ -108,8 +108,8 @@ def leaves(value):
 
 
 @pytest.mark.parametrize("op, case", EVERY)
-def test_both_ways_launch_the_same(op, case):
-    """Inference, forward and backward, in four layouts, one after the other: every launch agrees with Triton's."""
+def test_both_launch_paths_pass_the_same_arguments(op, case):
+    """Oracle: Triton's launches, for inference, forward and backward in four layouts, one after the other."""
     with compared() as (log, kernels):
         for layout in (torch.clone, shifted, strided, far):
             arguments = {n: moved(v, layout) for n, v in op.inputs(case, torch.bfloat16, "cpu").items()}
@@ -123,15 +123,15 @@ def test_both_ways_launch_the_same(op, case):
 
 
 def numbers(launches):
-    """All that a launch holds but its tensors."""
+    """Everything in a launch except its tensors."""
     held = bool | int | float | str | None
     for one in launches:
         tuples = {n: v for n, v in one.values.items() if isinstance(v, tuple)}
         yield one.name, one.grid, {n: v for n, v in one.values.items() if isinstance(v, held)} | tuples, one.options
 
 
-def test_remembered_launches_are_those_of_their_tensors():
-    """Attention remembers launches by the layout of its tensors. Oracle: the same calls when nothing is remembered."""
+def test_cached_launches_equal_uncached_launches():
+    """Oracle: the same calls without attention's cache of launches, which is keyed by the layout of its tensors."""
 
     def every(remembering):
         for op in (attention.OP, attention.OP_VARLEN, attention_qkv.OP):
@@ -158,7 +158,7 @@ def test_remembered_launches_are_those_of_their_tensors():
 
 
 def stats(M=3, x=None, grid=(2,), **options):
-    """Launches a small kernel, on rows x."""
+    """Launches a small kernel on the rows x."""
     x = torch.empty(M if M < 100 else 3, 8) if x is None else x
     mean, rstd = torch.empty(2, 3)
     fixed = dict(K=8, BLOCK_M=128, BLOCK_K=8, num_warps=1) | options
@@ -166,17 +166,17 @@ def stats(M=3, x=None, grid=(2,), **options):
 
 
 def test_numbers_of_64_bits_and_large_tensors():
-    """Sizes on both sides of 2³¹, divisible by 16 or not, for a tensor of 2³¹ elements that shares one row."""
+    """Oracle: sizes on both sides of 2³¹, divisible by 16 or not, for a tensor of 2³¹ elements that repeats one row."""
     with compared() as (log, _):
         functions = []
         for M in (1, 15, 16, 2**31 - 1, 2**31, 2**31 + 16):
             stats(M, torch.empty(1, 8).expand(2**28, 8))
             functions.append(log.calls[-1][1])
-    assert functions == [1, 1, 1, 1, 2, 2]  # by width alone: the number of rows is not specialised
+    assert functions == [1, 1, 1, 1, 2, 2]  # by width only: Triton does not specialise on the number of rows
 
 
 def test_grids_of_one_to_three_axes():
-    """Each is passed as three sizes."""
+    """Oracle: the three sizes passed to the driver."""
     with compared() as (log, _):
         for grid in ((2,), (3, 4), (5, 6, 7)):
             stats(grid=grid)
@@ -185,7 +185,7 @@ def test_grids_of_one_to_three_axes():
 
 @pytest.fixture
 def log():
-    """The log of launches that are made once, as `launch.run` decides."""
+    """The log of launches made once, as `launch.run` decides."""
     found = Log()
     with no_device(found):
         stats()
@@ -194,12 +194,12 @@ def log():
 
 
 def test_second_launch_is_direct(log):
-    """Oracle: the launch hooks, which Triton passes on and a direct launch does not."""
+    """Oracle: the launch hooks, which Triton passes to the driver and a direct launch does not."""
     assert [hooked for *_, hooked in log.calls] == [True, False]
 
 
 def test_hooks_are_called(log):
-    """A hook of all launches or of one kernel is called once a launch, until it is removed."""
+    """Oracle: hooks of all launches and of one kernel are called once per launch, until they are removed."""
     seen, kernel = [], layer_norm._stats_kernel
     chains = [(c.add, c.remove) for c in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
     for number, (add, remove) in enumerate([*chains, (kernel.add_pre_run_hook, kernel.pre_run_hooks.remove)], 1):
@@ -215,7 +215,7 @@ def test_hooks_are_called(log):
 
 
 def test_knobs_choose_another_binary(log):
-    """`debug` and the instrumentation of kernels are part of the key; so are launch options."""
+    """Oracle: `debug`, instrumentation and launch options each give another binary."""
     first = log.calls[-1][1]
     with knobs.runtime.scope():
         knobs.runtime.debug = True
@@ -229,7 +229,7 @@ def test_knobs_choose_another_binary(log):
 
 
 def test_a_replaced_run_is_called(log, monkeypatch):
-    """Whoever patches JITFunction.run, as profilers do, sees every launch."""
+    """Oracle: a patch of JITFunction.run, as in profilers, sees every launch."""
     seen = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *arguments, **named: seen.append(self))
     stats()
@@ -237,7 +237,7 @@ def test_a_replaced_run_is_called(log, monkeypatch):
 
 
 def test_another_release_is_launched_by_triton(log, monkeypatch):
-    """A release whose launcher is not known."""
+    """Oracle: Triton's launch, for a release whose launcher is unknown."""
     monkeypatch.setattr(launch, "TRITON", None)
     stats()
     log.last(by_triton=True)
@@ -252,7 +252,7 @@ def _reads_a_global(x_ptr, N: tl.constexpr):
 
 
 def test_a_kernel_that_reads_globals_is_launched_by_triton():
-    """Triton compares their values at each launch; ours read none."""
+    """Oracle: Triton's launch, which compares the values of globals; our kernels read none."""
     log = Log()
     with no_device(log):
         for _ in range(2):
@@ -263,7 +263,7 @@ def test_a_kernel_that_reads_globals_is_launched_by_triton():
 
 
 def test_launches_on_the_device_of_the_tensors(monkeypatch):
-    """The current device is changed for one launch where it is not the tensors', and each device has its own binary.
+    """Oracle: the current device changes during a launch on another device, and each device has its own binary.
 
     CPU tensors are left to Triton.
     """
@@ -303,7 +303,7 @@ def test_launches_on_the_device_of_the_tensors(monkeypatch):
 
 @pytest.mark.parametrize("phase, most", [("inference", 12), ("training", 24)])
 def test_few_kernels_over_all_batch_sizes(phase, most):
-    """ViT-B over batches 1 to 32. Oracle: what Triton chooses a binary by, as its own binder computes it."""
+    """Oracle: the keys by which Triton's binder chooses binaries, for ViT-B at batch sizes 1 to 32."""
     model, found = create_model("vit_base_patch16_224", depth=2).to(torch.bfloat16), set()
     model.train(phase == "training")
     for batch in range(1, 33):
@@ -317,7 +317,7 @@ def test_few_kernels_over_all_batch_sizes(phase, most):
 
 @pytest.mark.releases
 def test_older_triton():
-    """This file under triton 3.6.0, whose launcher takes its arguments otherwise."""
+    """Oracle: this file under triton 3.6.0, whose launcher takes other arguments."""
     path = os.pathsep.join((str(OLDER), str(Path(__file__).parent.parent)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", __file__]
     done = subprocess.run(command, env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True)

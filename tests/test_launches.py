@@ -1,4 +1,4 @@
-"""Launches and bytes of whole models, counted without a GPU, and the limits that they keep."""
+"""Tests of launches and bytes of whole models, counted without a GPU, and of their limits."""
 
 import re
 
@@ -21,12 +21,12 @@ BASE = "timm:vit_base_patch16_224"
 
 
 def names(found):
-    """Operators and launches, each as often as it is launched."""
+    """Names of operators and launches, repeated as often as they are launched."""
     return sorted(event.name for event in found.events for _ in range(event.launches))
 
 
 def test_eager_block_by_hand():
-    """Oracle: what each operator of a pre-norm block reads and writes, in values a token; 16 of 34 are Inductor's."""
+    """Oracle: what each operator of a pre-norm block reads and writes, in values per token; 16 of 34 with Inductor."""
     block, _ = parts(Setting(BASE, 256, arch="sm_90"))
     M, C, H = 256 * 197, 768, 12
     norms, products, attention, gelu, adds = 2 * 2, 4 + 2 + 5 + 5, 4, 8, 2 * 3
@@ -34,12 +34,12 @@ def test_eager_block_by_hand():
     statistics = 4 * M * (2 * 2 + H)
     assert block["eager_launches"] == 10
     assert block["eager_bytes"] == 2 * M * C * (norms + products + attention + gelu + adds) + 2 * weights + statistics
-    assert block["inductor_launches"] == 8  # an addition and the LayerNorm behind it are one kernel
+    assert block["inductor_launches"] == 8  # an addition and the following LayerNorm are one kernel
     assert block["eager_bytes"] - block["inductor_bytes"] == 2 * M * C * 2
 
 
 def test_eager_training_by_hand():
-    """Oracle: three products a linear layer, and the kernels of CUDA's sources for attention and LayerNorm backward."""
+    """Oracle: three products per linear layer, and CUDA's backward kernels for attention and LayerNorm."""
     one, three = (names(trace(Setting(BASE, 8, "training", depth=depth))[0]) for depth in (1, 3))
     block = {name: (three.count(name) - one.count(name)) / 2 for name in three}
     attention = "_scaled_dot_product_flash_attention_for_cpu"
@@ -58,7 +58,7 @@ def test_eager_training_by_hand():
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_rule_gives_inductors_kernels():
-    """Oracle: kernels and products in the code that Inductor writes for two blocks on a CPU, in inference."""
+    """Oracle: kernels and products in the code that Inductor generates for two blocks on a CPU, in inference."""
     from torch._inductor.utils import run_and_get_code
 
     called, counted = [], []
@@ -78,7 +78,7 @@ def test_rule_gives_inductors_kernels():
 
 
 def test_mutation_casts_and_parts_are_counted():
-    """Oracle: what these calls do, by hand: writes in place, autocast's casts, operators that consist of others."""
+    """Oracle: by hand: in-place writes, autocast's casts, and operators composed of others."""
     x, w, b = torch.empty(6, 8), torch.empty(16, 8), torch.empty(16)
     with tracing() as found, torch.no_grad():
         same = x.add_(1)
@@ -106,7 +106,7 @@ def test_host_waits_are_found():
 
 
 def test_a_wrong_fake_is_found(monkeypatch):
-    """Oracle: none with the fakes as they are, and one finding for an operator whose fake is another."""
+    """Oracle: no finding with the correct fakes, and one for an operator whose fake is replaced by another's."""
     with using_backend("triton"):
         model = nn.LayerNorm(24).bfloat16()
         optimize(model)
@@ -143,8 +143,8 @@ def test_command_gives_whole_model_and_block():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_are_those_chosen(way):
-    """Oracle: the way that is asked for; only fused blocks have a product of ours."""
+def test_forced_ways_are_used(way):
+    """Oracle: the forced way; only fused blocks launch our linear kernel."""
     with forcing(way):
         found, ways = trace(Setting("timm:vit_small_patch16_224", 8, arch="sm_90", depth=1, frozen=True))
     assert ways["attention"] == ways["mlp"] == way
@@ -158,7 +158,7 @@ def test_ways_are_those_chosen(way):
     "model", [pytest.param(m, marks=[] if i in (0, 2) else pytest.mark.full) for i, m in enumerate(MODELS)]
 )
 def test_limits(model, arch, batch, phase):
-    """Oracle: eager PyTorch. What runs by default moves no more bytes, and launches no more (in training 1.1 times)."""
+    """Oracle: eager PyTorch. Our default moves no more bytes and makes no more launches (in training 1.1 times)."""
     found = []
     for ours in (True, False):
         for frozen in (False, True) if phase == "inference" else (False,):

@@ -1,4 +1,4 @@
-"""Losses, against timm's, PyTorch's and sums written out in float64."""
+"""Tests of losses. Oracles: timm, PyTorch, and sums written out in float64."""
 
 import math
 
@@ -21,7 +21,7 @@ def logits(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def test_smoothing_is_cross_entropys():
+def test_label_smoothing_equals_pytorchs():
     """Oracle: PyTorch's cross-entropy with label_smoothing; by hand for four classes."""
     z, y = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
     CLOSE(
@@ -44,7 +44,7 @@ def test_soft_cross_entropy():
 
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
 def test_binary_cross_entropy(threshold: float | None):
-    """Oracle: timm's BinaryCrossEntropy, mean over classes and sum over classes."""
+    """Oracle: timm's BinaryCrossEntropy, averaged and summed over classes."""
     z, y = logits(6, 5), F.one_hot(torch.arange(6) % 5, 5).double() * 0.7 + F.one_hot(torch.arange(6) % 3, 5) * 0.3
     for reduction, total in (("mean", False), ("sum", True)):
         timms = timm.loss.BinaryCrossEntropy(smoothing=0.0, target_threshold=threshold, sum_classes=total)
@@ -53,8 +53,8 @@ def test_binary_cross_entropy(threshold: float | None):
         loss.binary_cross_entropy(z, y, reduction="none")
 
 
-def test_a_class_in_the_blend_counts_whole():
-    """Oracle: by hand; at logit 0 every answer costs log 2, and at threshold 0 the gradient is σ(z) − 1 for each."""
+def test_blended_classes_become_full_binary_targets():
+    """Oracle: by hand; at logit 0 every term is log 2, and at threshold 0 the gradient is σ(z) − 1 for each class."""
     z = torch.zeros(1, 3, requires_grad=True)
     value = loss.binary_cross_entropy(z, torch.tensor([[0.9, 0.1, 0.0]]), 0.0)
     value.backward()
@@ -84,7 +84,7 @@ def test_similarity(absolute: bool):
 
 @pytest.mark.parametrize("others", [True, False])
 def test_patch_contrast(others: bool):
-    """Oracle: the formula, patch by patch with exponentials; no gradient reaches the first layer."""
+    """Oracle: the formula with exponentials, patch by patch; no gradient reaches the first layer."""
     e, h = logits(2, 4, 3), logits(2, 4, 3)
     terms = []
     for b in range(2):
@@ -101,7 +101,7 @@ def test_patch_contrast(others: bool):
 
 
 def test_patch_mixing():
-    """Oracle: tokens that carry their image's class as logits are answered right wherever they were pasted."""
+    """Oracle: tokens whose logits are their image's class are classified correctly wherever they were pasted."""
     y = torch.tensor([0, 1, 2])
     tokens = 50.0 * F.one_hot(y, 3)[:, None].expand(-1, 6, -1).float()
     box, grid = (0, 1, 1, 3), (2, 3)

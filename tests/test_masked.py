@@ -1,4 +1,4 @@
-"""Masked pre-training: the autoencoder against transformers, corruption and colours by counting; both learn."""
+"""Tests of masked pre-training: the autoencoder against transformers, corruption and colours by counting; training."""
 
 import math
 
@@ -19,7 +19,7 @@ SIMPLE = dict(pos_embed="sincos2d", class_token=False, global_pool="avg", fc_nor
 
 
 def copy_blocks(theirs: nn.Module, ours: nn.Module) -> None:
-    """transformers' layers into our blocks, name by name; the packed projection is q, k, v."""
+    """Copies transformers' layers into our blocks, name by name; q, k and v become the packed projection."""
     names = {"layernorm_before": "norm1", "layernorm_after": "norm2", "attention.o_proj": "attn.proj"}
     names |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
     for block, layer in zip(ours, theirs, strict=True):
@@ -32,7 +32,7 @@ def copy_blocks(theirs: nn.Module, ours: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("norm", [True, False])
-def test_autoencoder_is_transformers(norm: bool):
+def test_autoencoder_equals_transformers(norm: bool):
     """Oracle: transformers' ViTMAEForPreTraining with the same weights and noise, in float64: pixels, mask and loss."""
     config = ViTMAEConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
@@ -51,7 +51,7 @@ def test_autoencoder_is_transformers(norm: bool):
     with torch.no_grad():
         encoder.cls_token.copy_(embeddings.cls_token)
         encoder.pos_embed.copy_(embeddings.position_embeddings)
-        theirs.decoder.decoder_pos_embed[:, 1:] = ours.decoder_pos_embed  # which only a checkpoint fills there
+        theirs.decoder.decoder_pos_embed[:, 1:] = ours.decoder_pos_embed  # else left empty
         ours.mask_token.copy_(theirs.decoder.mask_token)
     encoder.patch_embed.proj.load_state_dict(embeddings.patch_embeddings.projection.state_dict())
     encoder.norm.load_state_dict(theirs.vit.layernorm.state_dict())
@@ -76,10 +76,10 @@ def test_decoder_positions():
 
 
 def test_hidden_patches_do_not_reach_the_encoder():
-    """Oracle: the prediction does not change with the hidden pixels, and does with the others."""
+    """Oracle: the prediction does not change with hidden pixels, but does with visible ones."""
     encoder = create_model("vit_tiny_patch16_224", **SHAPE, embed_dim=16, depth=1, class_token=False, global_pool="avg")
     model = masked.MaskedAutoencoder(encoder, nn.Identity(), 8, ratio=0.5)
-    images, noise = torch.randn(1, 3, 32, 32), torch.arange(16.0)[None]  # the upper half stays
+    images, noise = torch.randn(1, 3, 32, 32), torch.arange(16.0)[None]  # the upper half stays visible
     first, hidden = model(images, noise)
     assert hidden[0].tolist() == [False] * 8 + [True] * 8
     images[:, :, 16:] = 0
@@ -93,7 +93,7 @@ def test_hidden_patches_do_not_reach_the_encoder():
 
 
 def test_corruption():
-    """Oracle: numbered patches tell what became of each: exactly half chosen, 80/10/10 within four deviations."""
+    """Oracle: numbered patches show their treatment: exactly half chosen, 80/10/10 within four standard deviations."""
     B, N = 400, 50
     patches = torch.arange(1.0, N + 1).expand(B, N)[..., None]
     result, chosen = masked.corrupt(patches, torch.zeros(1, 1, 1))
@@ -103,15 +103,15 @@ def test_corruption():
     for count, share in ((hidden, 0.8), (chosen & same, 0.1), (chosen & ~same & ~hidden, 0.1)):
         assert abs(count.sum().item() - share * B * 25) < 4 * (B * 25 * share * (1 - share)) ** 0.5
     moved, _ = masked.corrupt(patches[:, :2], torch.zeros(1, 1, 1), ratio=1.0, masked=0.0, swapped=1.0)
-    assert torch.equal(moved, patches[:, :2].flip(1)), "of two patches, another is the other"
-    assert chosen.sum(0).min() > 150, "every place is chosen"
+    assert torch.equal(moved, patches[:, :2].flip(1)), "with two patches, the replacement is the other patch"
+    assert chosen.sum(0).min() > 150, "every position is chosen"
 
 
 def test_mean_colours():
-    """Oracle: by hand: levels of 1/8, the first channel in the highest bits; white is the last class, not beyond."""
+    """Oracle: by hand: levels of 1/8, first channel in the highest bits; white is the last class."""
     pixels = torch.zeros(1, 3, 2, 6)
     pixels[0, :, :, 2:4] = 1.0
-    pixels[0, :, 0, 4:] = torch.tensor([0.5, 0.25, 1.0])[:, None]  # halved by the black row below
+    pixels[0, :, 0, 4:] = torch.tensor([0.5, 0.25, 1.0])[:, None]  # averaged with the black row below
     assert masked.mean_colours(pixels, (2, 2)).tolist() == [[0, 511, 2 * 64 + 1 * 8 + 4]]
     assert masked.mean_colours(torch.full((1, 1, 2, 2), 0.3), (2, 2), bits=1).tolist() == [[0]]
 
@@ -119,8 +119,8 @@ def test_mean_colours():
 @pytest.mark.parametrize("kind", ["colours", "pixels"])
 @pytest.mark.parametrize("options", [{}, SIMPLE], ids=["token", "mean"])
 def test_pre_training_learns(kind: str, options: dict, tmp_path):
-    """Oracle: the loss of a guess that ignores the image (the colours' entropy; the pixels' variance) is beaten, and
-    the encoder's weights go on as an ordinary checkpoint."""
+    """Oracle: the loss of a prediction that ignores the image (the entropy of colours; the variance of pixels); the
+    encoder's weights load as an ordinary checkpoint."""
     images = digits("train")[0]
     transform = Transform((8, 8), (DIGITS_MEAN,), (DIGITS_STD,))
     encoder = create_model("vit_digits_patch2_8", embed_dim=32, depth=2, num_heads=2, **options)

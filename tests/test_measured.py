@@ -1,6 +1,6 @@
-"""Measurements of the user's own GPU: where they lie, which come first, and files that are ignored.
+"""Tests of measurements of the user's own GPU: their location, their precedence, and files that are ignored.
 
-The GPU is a stand-in: its facts are given, and CPU tensors count as its own.
+The GPU is a stand-in: its properties are given, and CPU tensors count as its own.
 """
 
 import json
@@ -30,7 +30,7 @@ def content(rows=None, ways=None, **facts):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """The file of the stand-in, which does not exist yet."""
+    """The measurement file of the stand-in, which does not exist yet."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
     monkeypatch.setattr(measured, "facts_of", lambda device: dict(FACTS))
     monkeypatch.setattr(launch, "_architecture", lambda kind, index: "sm_90")
@@ -41,26 +41,26 @@ def path(tmp_path, monkeypatch):
 
 
 def test_exact_sizes_then_their_class_then_the_table(path):
-    """Oracle: by hand; sizes 1000 and 30 are of the class 1024, 32."""
+    """Oracle: by hand; sizes 1000 and 30 belong to the class 1024, 32."""
     table = launch.table("sm_90")["linear.fwd.half"]
     rows = {"linear.fwd.half 1000,30": dict(A=1), "linear.fwd.half ~1024,32": dict(A=2)}
     assert launch.config("linear.fwd.half", {}, GPU, 1000, 30) == table | dict(enable_fp_fusion=True)
     path.write_text(content(rows))
-    assert launch.config("linear.fwd.half", {}, GPU, 1000, 30)["BLOCK_M"] == table["BLOCK_M"]  # read once
+    assert launch.config("linear.fwd.half", {}, GPU, 1000, 30)["BLOCK_M"] == table["BLOCK_M"]  # the file is read once
     plan.forget()
     found = [launch.config("linear.fwd.half", {}, GPU, *sizes) for sizes in ((1000, 30), (1000, 31), (1000, 33), ())]
     assert [one.get("A") for one in found] == [1, 2, None, None]
     assert launch.config("odd", dict(A=3), GPU, 1000, 30)["A"] == 3
     assert "A" not in launch.config("linear.fwd.half", {}, CPU, 1000, 30)
-    with launch.targeting("sm_80"):  # another GPU than the one that is here
+    with launch.targeting("sm_80"):  # not the local GPU
         assert "A" not in launch.config("linear.fwd.half", dict(B=1), GPU, 1000, 30)
     with launch.overriding({"linear.fwd.half 1000,30": dict(A=5), "linear.fwd.half": dict(A=6)}) as looked_up:
         assert [launch.config("linear.fwd.half", {}, GPU, *s)["A"] for s in ((1000, 30), (1, 1))] == [5, 6]
     assert list(looked_up) == ["linear.fwd.half 1000,30", "linear.fwd.half 1,1"]
 
 
-def test_a_way_is_that_of_the_user_then_of_the_table(path, monkeypatch, tmp_path):
-    """Oracle: by hand; the class of 5 images of 197 tokens is 8 of 256."""
+def test_ways_come_from_user_measurements_then_the_table(path, monkeypatch, tmp_path):
+    """Oracle: by hand; 5 images of 197 tokens belong to the class 8 of 256."""
     exact, near = plan.block_names(BLOCK, False)
     assert "N=197 B=5" in exact and near == plan.block_names([b.rounded for b in BLOCK], False)[1]
     assert plan.measured_way(GPU, (exact, near)) is None
@@ -84,7 +84,7 @@ def test_a_way_is_that_of_the_user_then_of_the_table(path, monkeypatch, tmp_path
 
 
 def test_no_measurement_changes_the_shape_of_row_statistics():
-    """Compiled programs hold it. Oracle: the shape without measurements, for exact sizes and their class."""
+    """Oracle: the shape without measurements, which compiled programs rely on, for exact sizes and their class."""
     x, w = torch.randn(3, 64).half(), torch.randn(64, 64).half()
     rows = {"BLOCK_F": 16, "BLOCK_M": 32, "BLOCK_K": 32, "GROUP": 8, "PARTS": 1, "WGMMA_WARPS": 0, "num_warps": 4}
     shapes = []
@@ -96,7 +96,7 @@ def test_no_measurement_changes_the_shape_of_row_statistics():
 
 
 def test_files_that_change_in_a_context_are_noticed_after_it():
-    """What is kept of a choice has `in_use` in its key. Oracle: another key after `forget`."""
+    """Oracle: another value of `in_use`, part of the key of cached choices, after `forget`."""
     before = measured.in_use
     with measured.using(Measured()):
         measured.forget()
@@ -106,7 +106,7 @@ def test_files_that_change_in_a_context_are_noticed_after_it():
     assert measured.in_use is not before
 
 
-def test_an_op_asks_what_was_measured(path):
+def test_ops_use_measured_choices(path):
     """Oracle: by hand."""
     sizes = (8, 12, 197, 197, 64, False)
     with launch.targeting("sm_90"):
@@ -122,17 +122,17 @@ def test_an_op_asks_what_was_measured(path):
     [
         ("", "not JSON"),
         ('{"format": 1', "not JSON"),
-        ("[1]", "does not hold"),
-        (content().replace('"format": 1', '"format": 2'), "does not hold"),
-        (content({"a": dict(A="7")}), "does not hold"),
-        (content({"a": dict(A=-7)}), "does not hold"),
-        (content(ways={"a": "fast"}), "does not hold"),
+        ("[1]", "is not a file of"),
+        (content().replace('"format": 1', '"format": 2'), "is not a file of"),
+        (content({"a": dict(A="7")}), "is not a file of"),
+        (content({"a": dict(A=-7)}), "is not a file of"),
+        (content(ways={"a": "fast"}), "is not a file of"),
         (content(sources="old"), "sources old, here abc"),
         (content(gpu="other", units=3), "gpu other, here NVIDIA Card (X); units 3, here 10"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(path, text, why):
-    """Oracle: a machine without a file; the warning names the file, the reason, and what to do."""
+    """Oracle: a machine without a file; the warning names the file, the reason, and the remedy."""
     path.write_text(text)
     with pytest.warns(UserWarning, match="tune` again or remove it") as said:
         for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_file_of_bytes_and_a_folder_in_its_place_are_ignored(path):
 
 
 def test_one_file_for_a_gpu_and_its_software(path, monkeypatch):
-    """The name says the GPU and differs with all facts but the sources. Without a variable: the platform's folder."""
+    """Oracle: the name has the GPU and differs with every property but the sources; the platform's default folder."""
     assert path.name.startswith("nvidia-card-x-") and path.suffix == ".json"
     for name in FACTS:
         assert (measured.path_of(FACTS | {name: "other"}) == path) == (name == "sources")
@@ -162,7 +162,7 @@ def test_one_file_for_a_gpu_and_its_software(path, monkeypatch):
 
 @pytest.mark.parametrize("hip, name", [(None, "sm_89"), ("7.1", "gfx942")])
 def test_facts_name_the_architecture(hip, name, monkeypatch):
-    """Oracle: the name that `launch.architecture` has for the same stand-in, which names the committed table."""
+    """Oracle: the architecture's name in `launch.architecture` for the same stand-in, as in committed tables."""
     card = SimpleNamespace(name="Card", major=8, minor=9, multi_processor_count=10, gcnArchName="gfx942:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -172,7 +172,7 @@ def test_facts_name_the_architecture(hip, name, monkeypatch):
 
 
 def test_facts_of_a_cpu():
-    """No GPU is asked for; the hash of the sources changes with them alone."""
+    """Oracle: no GPU is queried; the hash of the sources changes only with them."""
     facts = measured.facts_of(CPU)
     assert facts["gpu"] == facts["architecture"] == "cpu"
     assert facts["torch"] == torch.__version__ and len(facts["sources"]) == 12

@@ -1,4 +1,4 @@
-"""Mixing of images and tokens: labels must match the mixed images."""
+"""Tests of mixing images and tokens. Oracle: labels equal the fractions of the mixed images."""
 
 import math
 
@@ -15,12 +15,12 @@ CLOSE = torch.testing.assert_close
 
 
 def flags(count: int = 6, side: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [B, B, side, side] whose channel b is 1 in image b: the mean over pixels is the share of each image."""
+    """Images [B, B, side, side] where channel b is 1 in image b, so its mean over pixels is that image's fraction."""
     targets = torch.arange(count)
     return F.one_hot(targets).float()[:, :, None, None].expand(-1, -1, side, side), targets
 
 
-def test_a_pasted_label_is_the_area():
+def test_cutmix_labels_equal_the_pasted_area():
     """Oracle: the mean of each channel, the fraction of each source image; the input is not modified."""
     images, targets = flags()
     for _ in range(20):
@@ -32,8 +32,8 @@ def test_a_pasted_label_is_the_area():
     assert same is images and torch.equal(hard.argmax(1), targets)
 
 
-def test_mixtoken_on_pixels_is_mixtoken_on_tokens():
-    """Oracle: `mix_tokens` on the projected patches of the images as they were, with the same box."""
+def test_mixtoken_on_pixels_equals_mixtoken_on_tokens():
+    """Oracle: `mix_tokens` on the patch embeddings of the unmixed images, with the same box."""
     stem = create_model("vit_digits_patch2_8").patch_embed
     images, targets = torch.randn(6, 1, 8, 8), torch.arange(6)
     for seed in range(10):
@@ -46,7 +46,7 @@ def test_mixtoken_on_pixels_is_mixtoken_on_tokens():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_boxes_are_timms(share: float, monkeypatch: pytest.MonkeyPatch):
+def test_boxes_equal_timms(share: float, monkeypatch: pytest.MonkeyPatch):
     """Oracle: timm's rand_bbox, given the same centre, for every centre of an odd and an even side."""
     for y in range(7):
         for x in range(10):
@@ -57,8 +57,8 @@ def test_boxes_are_timms(share: float, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("mixup_alpha", "cutmix_alpha"), [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0), (0.0, 0.0)])
-def test_the_recipe_of_both(mixup_alpha: float, cutmix_alpha: float):
-    """Oracle: which of the two it was shows in the pixels; labels are timm's smoothing of the shares."""
+def test_mixup_and_cutmix_are_chosen_at_random(mixup_alpha: float, cutmix_alpha: float):
+    """Oracle: the pixels show which of the two was applied; labels are timm's smoothing of the fractions."""
     images, targets = flags()
     pasted = 0
     for _ in range(40):
@@ -73,7 +73,7 @@ def test_the_recipe_of_both(mixup_alpha: float, cutmix_alpha: float):
         assert (pasted > 20) == (cutmix_alpha > 0) and (pasted == 0) == (cutmix_alpha == 0)
 
 
-def test_mixed_tokens_come_back():
+def test_mixed_tokens_are_restored():
     """Oracle: pasting is its own inverse; each token's share of the class target is its share of the grid."""
     grid, classes = (4, 5), torch.arange(3)
     tokens = F.one_hot(classes, 3).float()[:, None].expand(-1, 20, -1)

@@ -1,4 +1,4 @@
-"""Every model by name: parameter counts, keys, options; logits and gradients against timm."""
+"""Tests of every named model: parameter counts, keys, options; logits and gradients. Oracle: timm."""
 
 import copy
 import dataclasses
@@ -17,12 +17,12 @@ from fastvit_triton.models import CATALOGUE, FAMILIES
 from fastvit_triton.models.base import BaseConfig
 from fastvit_triton.models.config import CHOICES
 
-ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, taken in another order
+ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
 
 TIMM_NAMES = [name for name, family in CATALOGUE.items() if family.ORACLE.get(name) == "timm"]
 
-# Named models at full width; image side and depth are cut so that each runs in about a second on two cores.
+# Named models at full width; image size and depth are reduced so that each runs in about a second on two cores.
 AGAINST_TIMM = {
     "vit_tiny_patch16_224": {},
     "vit_small_patch32_224": dict(depth=6),
@@ -59,7 +59,7 @@ AGAINST_TIMM = {
 
 
 def randomize(model: nn.Module) -> nn.Module:
-    """Fresh values everywhere, so that no zero or 1e-5 initial value hides an error."""
+    """Sets every parameter to random values, so that no zero or 1e-5 hides an error; returns the model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() == 1 or parameter.dim() == 3 else parameter[0].numel() ** -0.5
@@ -73,7 +73,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module, pairs: dict[str, torch.nn.Parameter], images: torch.Tensor, logits):
-    """Logits and every parameter gradient agree to rounding; `pairs` maps our names to their parameters."""
+    """Asserts that logits and every parameter gradient agree to rounding; `pairs` maps our names to their tensors."""
     y, want = ours(images), logits(theirs(images))
     tolerance = ROUNDINGS * torch.finfo(y.dtype).eps
     assert distance(y, want) <= tolerance
@@ -82,19 +82,19 @@ def assert_same(ours: nn.Module, theirs: nn.Module, pairs: dict[str, torch.nn.Pa
     (want * weights).sum().backward()
     total = max(float(p.grad.norm()) for p in pairs.values())
     for name, parameter in ours.named_parameters():
-        # Key biases have gradient 0 in exact arithmetic: rounding is measured against the model's largest gradient.
+        # key biases have gradient 0 in exact arithmetic, so rounding is relative to the model's largest gradient
         error = float((parameter.grad - pairs[name].grad).norm())
         assert error <= tolerance * max(float(pairs[name].grad.norm()), 1e-3 * total), name
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """timm draws no truncated normals: on the meta device they take most of a model's construction."""
+def no_truncated_normals(monkeypatch):
+    """Disables timm's truncated normals, which take most of a model's construction on the meta device."""
     monkeypatch.setattr("timm.layers.weight_init._trunc_normal_", lambda tensor, *_: tensor, raising=False)
 
 
 @pytest.mark.parametrize("name", TIMM_NAMES)
-def test_state_dict_equals_timms(name, undrawn):
+def test_state_dict_equals_timms(name, no_truncated_normals):
     """Oracle: keys and shapes of timm's model of the same name, built on the meta device."""
     with torch.device("meta"):
         ours, theirs = create_model(name, num_classes=1000), timm.create_model(name, num_classes=1000)
@@ -121,17 +121,17 @@ def test_parameter_count(name, count):
 
 
 @pytest.mark.parametrize("name", AGAINST_TIMM)
-def test_logits_and_gradients_equal_timms(name, undrawn):
+def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
     """Oracle: timm's model with the same random weights."""
     overrides = {"num_classes": 20} | AGAINST_TIMM[name]
-    with torch.device("meta"):  # no time spent on initial values that are overwritten
+    with torch.device("meta"):  # skips initialisation, whose values are overwritten
         ours, theirs = create_model(name, **overrides), timm.create_model(name, **overrides)
     ours, theirs = ours.to_empty(device="cpu").eval(), randomize(theirs.to_empty(device="cpu")).eval()
     ours.load_state_dict(theirs.state_dict())
     images = torch.randn(2, 3, *ours.config.img_size)
     if any(
         stem in name for stem in ("_r_", "_r26_", "_r50_")
-    ):  # a ReLU at 0 turns one float32 rounding into a different gradient
+    ):  # near 0, a ReLU turns one float32 rounding into a different gradient
         ours, theirs, images = ours.double(), theirs.double(), images.double()
     assert_same(ours, theirs, dict(theirs.named_parameters()), images, lambda y: y)
 
@@ -172,7 +172,7 @@ def test_activations_equal_timms(act):
 
 
 def test_config_matches_timms_drop_rates():
-    """Oracle: with p = 1 − tiny a sub-layer vanishes or scales alike; here every rate reaches its own module."""
+    """Oracle: by hand: each rate is that of its own module; drop-path rates equal timm's."""
     rates = dict(drop_rate=0.1, pos_drop_rate=0.2, patch_drop_rate=0.3, proj_drop_rate=0.4, attn_drop_rate=0.5)
     model = create_model("vit_digits_patch2_8", **rates, drop_path_rate=0.6)
     block = model.blocks[-1]
@@ -216,7 +216,7 @@ def test_drop_path_equals_timms_with_the_same_mask():
 
 
 OPTIONS = [
-    # the class token has no relative position, so the last block's table learns from patch tokens only
+    # the class token has no relative position, so the last block's table learns only from patch tokens
     *(dict(pos_embed=p, global_pool="avg" if p == "relative" else "token") for p in CHOICES["pos_embed"]),
     *(dict(pos_embed=p, no_embed_class=True, global_pool="avg") for p in CHOICES["pos_embed"]),
     *(dict(global_pool=p) for p in (*CHOICES["global_pool"], "gap")),
@@ -234,7 +234,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_runs_and_every_parameter_learns(options):
-    """Oracle: finite logits of the right shape, and a gradient for each parameter that is not zero everywhere."""
+    """Oracle: finite logits of the right shape, and for each parameter a gradient that is not all zero."""
     model = randomize(create_model("vit_digits_patch2_8", depth=2, **options))
     logits = model(torch.randn(3, 1, 8, 8))
     tokens = (3, 17, 10) if options.get("global_pool") == "none" else (3, 10)
@@ -274,7 +274,7 @@ def test_torchvision_vit_with_copied_weights():
 
 
 def test_checkpointing_is_bitwise_equal():
-    """Oracle: the same model without it, with dropout on and the same seed."""
+    """Oracle: the same model without checkpointing, with dropout and the same seed."""
     grads = []
     for enable in (False, True):
         torch.manual_seed(0)
@@ -301,7 +301,7 @@ def test_compiles_as_one_graph(options, dynamic):
 
 
 def test_dynamic_size_resamples_positions():
-    """Oracle: the same table resized beforehand."""
+    """Oracle: the same table, resized before the call."""
     model = randomize(create_model("vit_digits_patch2_8", dynamic_img_size=True)).eval()
     larger = create_model("vit_digits_patch2_8", img_size=(12, 16)).eval()
     state = model.state_dict()
@@ -314,7 +314,7 @@ def test_dynamic_size_resamples_positions():
 
 
 def test_distilled_returns_both_logits_when_asked():
-    """Oracle: timm's convention; the mean otherwise."""
+    """Oracle: timm's convention: both logits after `set_distilled_training`, in evaluation mode their mean."""
     model = randomize(create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1, num_classes=4))
     images = torch.randn(2, 3, 32, 32)
     mean = model(images)
@@ -341,7 +341,7 @@ PARTS = (
 
 @pytest.mark.parametrize("part", PARTS)
 def test_hooks_on_any_part_fire_and_see_that_part_alone(part):
-    """Oracle: the hook's input and output belong together: the module called by hand gives the same output."""
+    """Oracle: a hook's input and output belong together: calling the module on the input gives the output."""
     model = randomize(create_model("vit_digits_patch2_8", depth=1, init_values=0.5)).eval()
     images = torch.randn(2, 1, 8, 8)
     want, seen = model(images), []
@@ -355,7 +355,7 @@ def test_hooks_on_any_part_fire_and_see_that_part_alone(part):
 
 
 def test_a_patched_forward_is_called():
-    """Oracle: offloading tools put a forward on the instance; it must run."""
+    """Oracle: a forward set on an instance, as offloading tools do, is called."""
     model, calls = create_model("vit_digits_patch2_8", depth=1), []
     for part in ("norm1", "attn.qkv", "mlp.fc1"):
         module = model.blocks[0].get_submodule(part)
@@ -365,7 +365,7 @@ def test_a_patched_forward_is_called():
 
 
 def test_a_replaced_linear_is_called():
-    """Oracle: a low-rank adapter put in place of a linear layer changes the output as it should."""
+    """Oracle: a low-rank adapter in place of a linear layer changes the output as it should."""
 
     class Adapter(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
@@ -389,7 +389,7 @@ def test_a_replaced_linear_is_called():
 
 
 def test_copies_pickles_and_meta(tmp_path):
-    """Oracle: the original's logits from a deep copy, from torch.save of the state, and after to_empty and load."""
+    """Oracle: the original's logits from a deep copy, after torch.save of the state, and after to_empty and load."""
     model = randomize(create_model("vit_digits_patch2_8", depth=1)).eval()
     images = torch.randn(2, 1, 8, 8)
     twin = copy.deepcopy(model)
@@ -453,7 +453,7 @@ def test_list_models_takes_patterns():
             "vit_tiny_patch16_224",
             dict(drop_path_rate=1.5),
             ValueError,
-            r"drop_path_rate is 1.5; a rate lies in \[0, 1\)",
+            r"drop_path_rate is 1.5; use a rate in \[0, 1\)",
         ),
         ("vit_tiny_patch16_224", dict(attn_drop_rate=-0.1), ValueError, "attn_drop_rate is -0.1"),
         ("vit_tiny_patch16_224", dict(in_chans=0), ValueError, "in_chans is 0; it must be at least 1"),

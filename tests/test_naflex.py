@@ -1,4 +1,4 @@
-"""NaFlex batches: an image's logits must not depend on the other images of its batch."""
+"""Tests of NaFlex batches. Oracle: an image's logits do not depend on the other images of its batch."""
 
 import math
 from functools import partial
@@ -42,7 +42,7 @@ def twins(**options) -> tuple[NaFlexVisionTransformer, VisionTransformer]:
         {"pos_embed": "none"},
     ],
 )
-def test_each_image_is_as_if_alone(options: dict):
+def test_each_image_equals_a_batch_of_its_own(options: dict):
     """Oracle: `VisionTransformer` on each image by itself in float64, logits and every gradient."""
     flexible, plain = twins(**options)
     images = [torch.randn(3, *size).double() for size in SIZES]
@@ -58,7 +58,7 @@ def test_each_image_is_as_if_alone(options: dict):
 
 @pytest.mark.parametrize("name", ["naflexvit_base_patch16_gap", "naflexvit_so150m2_patch16_reg1_gap"])
 def test_logits_equal_timms(name: str):
-    """Oracle: timm's NaFlexViT in float64, its weights read by `load_weights`, on the same padded patches."""
+    """Oracle: timm's NaFlexViT in float64, with weights read by `load_weights`, on the same padded patches."""
     sizes = dict(embed_dim=24, depth=2, num_heads=2, num_classes=5)
     ours, theirs = create_model(name, **sizes).double(), redraw(timm.create_model(name, **sizes).double())
     assert load_weights(ours, theirs.state_dict()).family == "timm NaFlexViT"
@@ -69,17 +69,15 @@ def test_logits_equal_timms(name: str):
 
 
 def _at_own_size(image: torch.Tensor, length: int, patch: int = 4) -> torch.Tensor:
-    """Patches without resizing: to_patches with exactly as many tokens as the image has, then padded."""
+    """Patches without resizing: to_patches with exactly the image's number of tokens, then padding."""
     rows = to_patches(image, image.shape[1] * image.shape[2] // patch**2, (patch, patch))
     padding = rows.new_zeros(length - rows.shape[0], rows.shape[1])
     padding[:, :2] = -1
-    return torch.cat(
-        (rows, padding + 7 * (torch.arange(rows.shape[1]) > 1))
-    )  # what lies in the padding must not matter
+    return torch.cat((rows, padding + 7 * (torch.arange(rows.shape[1]) > 1)))  # values in the padding must not matter
 
 
-def test_what_a_padded_batch_cannot_do():
-    """Oracle: the sentence."""
+def test_unsupported_options_raise():
+    """Oracle: the error sentence."""
     with pytest.raises(ValueError, match="need images of one size"):
         NaFlexVisionTransformer(CONFIG.replace(patch_drop_rate=0.5))
     with pytest.raises(ValueError, match="global_pool is 'map'"):
@@ -88,8 +86,8 @@ def test_what_a_padded_batch_cannot_do():
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 256])
 @pytest.mark.parametrize("size", [(32, 32), (100, 33), (7, 400), (4, 4)])
-def test_grids_fit_and_keep_the_shape(size: tuple[int, int], tokens: int):
-    """Oracle: no more tokens than allowed; one more row and column at the same shape would be too many."""
+def test_grids_fit_and_keep_the_aspect_ratio(size: tuple[int, int], tokens: int):
+    """Oracle: no more tokens than allowed; one more row and column at the same aspect ratio would exceed the limit."""
     rows, columns = fitting_grid(size, tokens, (4, 4))
     assert 1 <= rows * columns <= tokens
     if min(rows, columns) > 1:
@@ -97,8 +95,8 @@ def test_grids_fit_and_keep_the_shape(size: tuple[int, int], tokens: int):
         assert (rows, columns) == (int(size[0] / 4 * scale), int(size[1] / 4 * scale))
 
 
-def test_patches_know_their_places():
-    """Oracle: pixels that are their own coordinates; padding has place −1."""
+def test_patches_carry_their_coordinates():
+    """Oracle: pixels whose values are their coordinates; padding has coordinate −1."""
     y, x = torch.meshgrid(torch.arange(8.0), torch.arange(12.0), indexing="ij")
     rows = to_patches(torch.stack((y, x)), 6, (4, 4))
     assert rows.shape == (6, 2 + 32)
@@ -109,8 +107,8 @@ def test_patches_know_their_places():
 
 
 def test_budget_and_epochs():
-    """Oracle: each image exactly once an epoch, no batch above the budget, the same number of batches; `iter_from`
-    continues as the epoch would have."""
+    """Oracle: each image exactly once per epoch, no batch above the budget, the same number of batches; `iter_from`
+    continues like an uninterrupted epoch."""
     images = [torch.randn(1, 4 + 4 * (i % 5), 4 + 4 * (i % 3)) for i in range(23)]
     batches = TokenBudgetBatches(images, torch.arange(23), (4, 4), budget=24, lengths=(4, 8, 12))
     for _ in range(3):
@@ -129,8 +127,8 @@ def test_budget_and_epochs():
         TokenBudgetBatches(images, torch.arange(23), (4, 4), budget=24, lengths=(32,))
 
 
-def test_it_learns_on_mixed_sizes():
-    """Oracle: bright and dark images of many shapes are classified, by the loop that trains everything else."""
+def test_training_learns_on_mixed_sizes():
+    """Oracle: bright and dark images of many shapes are classified after training by the common loop."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.arange(60) % 2
     images = [

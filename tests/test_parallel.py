@@ -1,4 +1,4 @@
-"""Training on several processes: the batch's gradients and weights, checkpoints that change the number of processes."""
+"""Tests of training on several processes: gradients, weights, checkpoints, resumption. Oracle: one process."""
 
 import json
 import os
@@ -35,8 +35,8 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def launch(size: int, *command: str, timeout: int = 300) -> None:
-    """Runs `python command` in `size` processes, with what torchrun would set."""
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a port of its own
+    """Runs `python command` in `size` processes, with the environment of torchrun."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
     root = str(Path(__file__).parents[1])
@@ -65,24 +65,24 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder) -> dict:
-    """What two processes measured; they also leave checkpoints in the folder."""
+    """Results of two processes, which also leave checkpoints in the folder."""
     launch(2, str(Path(parallel_job.__file__)), str(folder))
     return json.loads((folder / "report-2.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def four(folder, two) -> dict:
-    """What four measured, who read the two's checkpoints."""
+    """Results of four processes, which read the checkpoints of the two."""
     launch(4, str(Path(parallel_job.__file__)), str(folder))
     return json.loads((folder / "report-4.json").read_text())
 
 
 @pytest.mark.parametrize("size", ["two", "four"])
 def test_gradients_and_weights_equal_one_process(size, request):
-    """Oracle: float64 on one process; gradients, and weights after three clipped steps, DDP and FSDP2.
+    """Oracle: float64 on one process; gradients, and weights after three clipped steps, with DDP and FSDP2.
 
-    Ten images on four processes are uneven shares, three leave one without; blocks recomputed, optimised and compiled,
-    and the kernels in the interpreter.
+    Ten images on four processes make uneven shares, three leave one process without an image; also with recomputed,
+    optimised and compiled blocks, and with the kernels in the interpreter.
     """
     table = request.getfixturevalue(size)["errors"]
     assert len(table) >= (10 if size == "two" else 5)
@@ -94,7 +94,7 @@ def test_gradients_and_weights_equal_one_process(size, request):
 
 
 def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
-    """Oracle: weights and optimiser of the two processes that wrote, number by number, on two, four and one."""
+    """Oracle: weights and optimiser of the two writing processes, number by number, on two, four and one."""
     for report in (two, four):
         found = report["checkpoints"]
         for engine in ("ddp", "fsdp"):
@@ -111,7 +111,7 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
             else:
                 load_full_state(torch.load(folder / f"{engine}.pt"), model, optimizer)
             assert parallel_job.same(full_state(model, optimizer), folder / f"{engine}.pt")
-            # what the optimiser itself makes of the state in its own format
+            # the optimiser's own handling of the state in its own format
             again, other = parallel_job.fresh(lambda model, world: model, World())
             state = torch.load(folder / f"{engine}.pt")
             again.load_state_dict(state["model"])
@@ -123,9 +123,9 @@ def test_sharded_checkpoints_on_another_number_of_processes(folder, two, four):
 
 
 def test_runs_equal_one_process(folder, two, four, tmp_path):
-    """Oracle: the run on one process in float64. Blends, accumulation, clipping, AdamW, the EMA and the test.
+    """Oracle: the run on one process in float64. Mixed images, accumulation, clipping, AdamW, EMA and the test score.
 
-    Two processes train it whole; four, and one, go on from a state that two left within an epoch.
+    Two processes train the whole run; four, and one, resume from a state that two saved within an epoch.
     """
     exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double)
     plain = parallel_job.run(tmp_path / "plain", World())
@@ -138,7 +138,7 @@ def test_runs_equal_one_process(folder, two, four, tmp_path):
 
 
 def near(weights: dict, plain: dict, exact: dict) -> bool:
-    """All weights together, and the test accuracy, are as close to float64's as those of one process, and rounding."""
+    """True if all weights and the test accuracy are as close to float64's as those of one process, up to rounding."""
     assert weights.keys() == plain.keys() and "accuracy" in plain
     norms = torch.zeros(3, dtype=torch.float64)
     for name in plain:
@@ -149,7 +149,7 @@ def near(weights: dict, plain: dict, exact: dict) -> bool:
 
 
 def test_runs_on_image_files_equal_one_process(folder, two, tmp_path):
-    """Oracle: as above, on a folder of which each rank decodes its part, skipping unreadable images."""
+    """Oracle: as above, on an image folder of which each rank decodes its share and skips unreadable images."""
     exact = parallel_job.run(tmp_path / "exact", World(), wrap=parallel_job.Double, image_folder=folder / "images")
     plain = parallel_job.run(tmp_path / "plain", World(), image_folder=folder / "images")
     for engine in ("ddp", "fsdp"):
@@ -157,13 +157,13 @@ def test_runs_on_image_files_equal_one_process(folder, two, tmp_path):
 
 
 def test_resumed_runs_are_bitwise_equal(two):
-    """Stopped within an epoch and resumed, with stochastic depth and dropout, on as many processes: the same bits."""
+    """Oracle: an uninterrupted run on as many processes, bit by bit, with stochastic depth and dropout."""
     assert two["runs"]["ddp"] > 30 and two["runs"]["fsdp"] > 30
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "lost", "manifest"])
 def test_the_newest_undamaged_checkpoint_is_loaded(damage, folder, two, tmp_path):
-    """A byte or shard missing, a bit flipped, no manifest: the previous checkpoint, and a report of the damage."""
+    """Oracle: the previous checkpoint and a report of the damage: a byte or file is missing, or a bit is flipped."""
     shutil.copytree(folder / "fsdp", tmp_path / "run")
     path = tmp_path / "run" / "step-000000007"
     part = sorted(path.glob("__1_*"))[0]
@@ -184,7 +184,7 @@ def test_the_newest_undamaged_checkpoint_is_loaded(damage, folder, two, tmp_path
 
 
 def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
-    """A disk that is full, anywhere on the way: one sentence, and no trace."""
+    """Oracle: one sentence and no remaining files, if the disk is full at any point of the write."""
     model, optimizer = parallel_job.trained(lambda model, world: model, World())
     save_sharded(tmp_path, 1, model, optimizer, World())
 
@@ -204,7 +204,7 @@ def test_a_failed_write_leaves_the_checkpoints_before(tmp_path, monkeypatch):
 
 
 def test_torchrun_is_required(monkeypatch):
-    """One sentence without its environment, and for a process without a GPU of its own."""
+    """Oracle: one sentence, without torchrun's environment and for a process without a GPU of its own."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="started by torchrun"), process_group("cpu"):
@@ -222,7 +222,7 @@ def test_torchrun_is_required(monkeypatch):
 
 
 def test_a_lost_process_raises(monkeypatch):
-    """What a collective raises when another process has died; other errors pass, and the group is left either way."""
+    """Oracle: one sentence for the error of a collective after another process died; other errors pass unchanged."""
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))
@@ -234,8 +234,8 @@ def test_a_lost_process_raises(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_blocks_are_found():
-    """Ours, and lists of lists as vit-pytorch has them; only the outermost list counts."""
+def test_lists_of_blocks_are_found():
+    """Oracle: our list of blocks, and vit-pytorch's nested lists, of which only the outermost counts."""
     assert find_blocks(model := parallel_job.ours()) == list(model.blocks)
     pairs = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]) for _ in range(3))
     nested = nn.ModuleDict({"transformer": nn.ModuleDict({"layers": pairs}), "head": nn.Linear(2, 2)})
@@ -257,7 +257,7 @@ def train(*options: str, size: int = 2) -> tuple[int, str]:
 
 
 def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
-    """Oracle: the same command without torchrun; FSDP2 with the digits, whose state one process resumes."""
+    """Oracle: the same command without torchrun; for FSDP2 on the digits, one process resumes the state."""
     from fastvit_triton.cli import main
 
     log = {}
@@ -271,7 +271,7 @@ def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
         log[name] = [float(x) for x in (tmp_path / name / "log.csv").read_text().splitlines()[1].split(",")[:6]]
     files = {path.name for path in (tmp_path / "one").iterdir()}
     assert files == {path.name for path in (tmp_path / "two").iterdir()} >= {"model.safetensors", "predictions.png"}
-    steps = 23  # each may round otherwise
+    steps = 23  # each step may round differently
     for a, b in zip(log["one"], log["two"], strict=True):
         assert abs(a - b) <= steps * EPS * abs(a), log
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
@@ -321,7 +321,7 @@ def test_a_stopped_rank_ends_the_run(tmp_path):
 
 
 def test_invalid_commands_raise(capsys, monkeypatch, tmp_path):
-    """--parallel without torchrun, torchrun without --parallel, and a dtype that the engine is not for."""
+    """Oracle: one sentence: --parallel without torchrun, torchrun without --parallel, an unsupported dtype."""
     from fastvit_triton.cli import main
 
     for name in ("RANK", "WORLD_SIZE"):
@@ -339,7 +339,7 @@ def test_invalid_commands_raise(capsys, monkeypatch, tmp_path):
 
 
 def test_each_rank_draws_its_own_numbers():
-    """The global generator is unchanged, however much is drawn; key and rank determine the numbers."""
+    """Oracle: key and rank determine the numbers, and the global generator does not change."""
     before, drawn = torch.get_rng_state(), {}
     for rank, key in ((0, 1), (0, 2), (1, 1)):
         for count in (3, 4):
@@ -348,5 +348,5 @@ def test_each_rank_draws_its_own_numbers():
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(*pair) for pair in drawn.values())
     assert len({tuple(pair[0].tolist()) for pair in drawn.values()}) == 3
-    with World().rank_rng(1):  # alone, nothing is another's
+    with World().rank_rng(1):  # unused with world size 1
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().set_state(before)))

@@ -1,4 +1,4 @@
-"""Which way a block runs, and that every way computes the same function."""
+"""Tests of the plan: which way a block runs, and that every way computes the same function."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ BLOCKS = {
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Choices are made anew, and forgotten."""
+    """Clears the cached choices before and after a test."""
     plan.forget()
     ways._ways.clear()
     yield
@@ -59,7 +59,7 @@ def block(dim: int = 32, act: str = "gelu", qk_norm: float | None = None, **opti
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_first_table_of_rates(size):
-    """Oracle: what follows from the published rates for inference at 64 images and more, by hand."""
+    """Oracle: by hand, from the published rates, for inference with 64 images and more."""
     fused = {"sm_89": SIZES, "sm_80": ("Ti", "S"), "sm_90": ("Ti",)}
     for architecture, batch in itertools.product(fused, (64, 256)):
         want = "fused" if size in fused[architecture] else "mixed"
@@ -69,7 +69,7 @@ def test_the_first_table_of_rates(size):
 
 
 def test_expected_time_of_launches():
-    """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes, and nothing takes less than 2.5 µs."""
+    """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes; the minimum is 2.5 µs."""
     gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100, fused_product=(0.5, 1.0, 1.0))
     copy = cost.Launch("pass", 0.0, 85e6)
     assert cost.launch_us(gpu, copy) == pytest.approx(100)
@@ -83,23 +83,23 @@ def test_expected_time_of_launches():
 
 
 def test_rates_say_where_they_come_from():
-    """Oracle: the fields; the pessimistic ratio is the smallest."""
+    """Oracle: every GPU has a source; the pessimistic ratio is the smallest."""
     for name, gpu in cost.gpus().items():
         assert gpu.source and gpu.fused_product == tuple(sorted(gpu.fused_product)), name
     assert cost.gpu_of("sm_89", "NVIDIA L40S").name == "L40S" and cost.gpu_of("sm_89").name == "RTX 4090"
     assert cost.gpu_of("sm_75").name == "H200"
 
 
-def test_an_assumed_gpu_is_its_own():
-    """Oracle: rates so slow that our products never pay; outside the context the choice is as before."""
+def test_an_assumed_gpu_applies_inside_its_context_only():
+    """Oracle: rates so slow that our products never pay off; outside the context the choice is unchanged."""
     before = chosen("sm_89", "S", 256)
     with plan.assuming(cost.gpus()["rtx4090"]._replace(fused_product=(0.1, 0.1, 0.1))):
         assert before == "fused" != chosen("sm_89", "S", 256)
     assert chosen("sm_89", "S", 256) == before
 
 
-def test_a_choice_says_why():
-    """Oracle: by hand. One image is not worth a fold; else the least of the longer of GPU and host time."""
+def test_choices_state_their_reason():
+    """Oracle: by hand. One image does not justify a fold; otherwise the smallest maximum of GPU and host time wins."""
     seen = []
     with plan.observing(seen.append):
         for batch in (1, 256, 256):
@@ -121,7 +121,7 @@ def test_a_choice_says_why():
 
 
 def test_saved_values_and_compiled_time():
-    """Oracle: the equations of a block, in units of C; every launch of PyTorch's attention, none of ours."""
+    """Oracle: the equations of a block in units of C; all of PyTorch's attention launches and none of ours."""
     C, block = 768, vit("B", 64)
     assert [sum(cost.saved_values(b, way) for b in block) / C for way in cost.WAYS] == [16, 10, 10]
     gpu = cost.gpus()["h200"]._replace(fused_attention_tflops=(1e6, 1e6))
@@ -132,7 +132,7 @@ def test_saved_values_and_compiled_time():
 
 
 def test_order_of_the_choice(monkeypatch, tmp_path):
-    """Oracle: a context, then the switch, then a measured row, then the expected time."""
+    """Oracle: the precedence: a context, the switch, a measured row, the expected time."""
     expected = chosen("sm_90", "L", 256)
     assert expected == "mixed"
     name = plan.block_names(vit("L", 256), False)[1]
@@ -162,20 +162,20 @@ def test_products_in_ieee_float32_are_left_to_pytorch():
 
 
 def test_small_batches_are_bound_by_the_host():
-    """Oracle: the way with the least host time, where the GPU needs less than that."""
+    """Oracle: the way with the least host time, if the GPU needs less time than the host."""
     x, block = torch.empty(1, dtype=torch.bfloat16), vit("B", 1)
     with targeting("sm_90"):
         for replayed, row in ((True, "replayed"), (False, "called")):
             ratios = dict(cost.table()["host_us"][row]["inference"])
-            ratios.pop("fused")  # one image is not worth a fold
+            ratios.pop("fused")  # one image does not justify a fold
             assert plan.way_of(x, block, False, replayed) == min(ratios, key=ratios.get)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("way", ["mixed", "fused"])
-def test_every_way_is_the_modules(way, name, autocast, always_folded):
-    """Oracle: the modules in float64, output and every gradient; two blocks, of which one leaves the other's norm."""
+def test_every_way_equals_the_modules(way, name, autocast, always_folded):
+    """Oracle: the modules in float64, output and every gradient; the first of two blocks computes the second's norm."""
     nets = layers.Blocks(block(**BLOCKS[name]), block(**BLOCKS[name])) if hasattr(layers, "Blocks") else None
     x = torch.randn(4, 7, 32, requires_grad=True)
     dtype = torch.float16 if autocast else torch.float32
@@ -202,8 +202,8 @@ def test_every_way_is_the_modules(way, name, autocast, always_folded):
 
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("way", ["mixed", "fused"])
-def test_every_way_is_the_modules_in_inference(way, converted, always_folded):
-    """Oracle: the modules in float64. The last product of a mixed block adds to its residual in place; x is kept."""
+def test_every_way_equals_the_modules_in_inference(way, converted, always_folded):
+    """Oracle: the modules in float64. A mixed block's last product adds to its residual in place; x is not modified."""
     timm = pytest.importorskip("timm")
     make = timm.create_model if converted else create_model
     net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=3, num_classes=3).eval()
@@ -224,7 +224,7 @@ def test_every_way_is_the_modules_in_inference(way, converted, always_folded):
 
 
 def launched(way: str, training: bool, depth: int = 3, **options: object) -> list[str]:
-    """Kernels of our own in two of three blocks."""
+    """Our kernels in two of three blocks."""
     counts = []
     for blocks in (depth - 2, depth):
         torch.manual_seed(0)
@@ -238,15 +238,15 @@ def launched(way: str, training: bool, depth: int = 3, **options: object) -> lis
     return counts[1][: len(counts[1]) - len(counts[0])] if not training else [len(counts[1]) - len(counts[0])]
 
 
-def test_a_mixed_block_is_attention_and_two_passes():
-    """Oracle: the plan: one pass after each branch, which also normalises for the next; attention by our kernel."""
+def test_a_mixed_block_launches_attention_and_two_passes():
+    """Oracle: the plan: after each branch one pass, which also normalises for the next; attention by our kernel."""
     found = launched("mixed", False)
     assert sorted(found) == sorted(["attention._fwd_kernel", "layer_norm._fwd_kernel", "layer_norm._fwd_kernel"] * 2)
     assert not launched("plain", False)
 
 
 class Ops(TorchDispatchMode):
-    """Names of the operators that run."""
+    """Records the names of all operators."""
 
     def __init__(self):
         super().__init__()
@@ -258,8 +258,8 @@ class Ops(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_a_plain_block_is_pytorch_alone(converted):
-    """Oracle: the operators of the same modules where no kernel runs; nothing of ours is among them."""
+def test_a_plain_block_runs_only_pytorch(converted):
+    """Oracle: the operators of the same modules without kernels; none of them is ours."""
     timm = pytest.importorskip("timm")
     make = timm.create_model if converted else create_model
     net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
@@ -268,7 +268,7 @@ def test_a_plain_block_is_pytorch_alone(converted):
     x, seen = torch.randn(2, 5, 64), []
     for context in (nullcontext(), targeting("sm_90")):
         with torch.no_grad(), context, forcing("plain"):
-            for _ in range(2):  # the first call finds the sizes, the second looks the way up
+            for _ in range(2):  # the first call computes the sizes, the second looks up the way
                 with Ops() as mode:
                     net.blocks(x)
                 seen.append(mode.names)
@@ -276,11 +276,11 @@ def test_a_plain_block_is_pytorch_alone(converted):
     assert not any("fastvit_triton" in name for name in seen[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("way", ["plain", "mixed", "fused"])
 @pytest.mark.parametrize("converted", [False, True])
-def test_compiled_graphs_hold_what_the_way_says(converted, way):
-    """Oracle: the graph. Only fused is an opaque op; else the compiler sees norm, GELU and addition."""
+def test_compiled_graphs_follow_the_way(converted, way):
+    """Oracle: the graph. Only a fused block is an opaque op; otherwise the compiler sees norm, GELU and addition."""
     timm = pytest.importorskip("timm")
     make = timm.create_model if converted else create_model
     net = make("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
@@ -308,7 +308,7 @@ def test_compiled_graphs_hold_what_the_way_says(converted, way):
 
 
 def test_a_dynamic_batch_is_one_graph():
-    """Oracle: torch.compiler.set_stance; no number of images or tokens is read while tracing."""
+    """Oracle: torch.compiler.set_stance; tracing specialises on no number of images or tokens."""
     net = create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=3).eval()
     torch._dynamo.reset()
     with torch.no_grad(), targeting("sm_90"):
@@ -319,8 +319,8 @@ def test_a_dynamic_batch_is_one_graph():
                 compiled(torch.randn(batch, 5, 64))
 
 
-def test_plain_state_is_of_one_thread():
-    """Oracle: two threads whose plain blocks overlap; neither leaves the state set, nor does the other see it."""
+def test_plain_state_is_thread_local():
+    """Oracle: two threads in overlapping plain blocks; neither sees the other's state nor leaves it set."""
     first, second, seen = threading.Event(), threading.Event(), []
 
     def outer():
@@ -342,7 +342,7 @@ def test_plain_state_is_of_one_thread():
 
 
 def test_a_mixed_block_draws_and_keeps_no_more_than_it_needs(monkeypatch):
-    """Oracle: the random numbers that the modules draw; LN(x) is freed after the forward pass."""
+    """Oracle: the modules' random numbers; LN(x) is freed after the forward pass."""
     made, real = [], mixed.add_and_normalize
 
     def noted(*arguments):

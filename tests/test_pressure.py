@@ -1,4 +1,4 @@
-"""Robustness: memory layouts, addresses beyond 32 bits, extreme values, mutated kernels, unusual callers."""
+"""Tests of robustness: memory layouts, 64-bit addresses, extreme values, mutated kernels, unusual callers."""
 
 import contextlib
 import inspect
@@ -47,23 +47,23 @@ FILES = (
     patch_embed,
 )
 MODULES = {m.__name__.rsplit(".", 1)[1]: m for m in FILES}
-STEP = 2**30  # values: two steps leave 32 bits, while a step itself still is a 32-bit stride
+STEP = 2**30  # values: two steps exceed 32 bits, while one step is still a 32-bit stride
 
 
 def far(t, axes):
-    """Neighbours along the first axes lie STEP apart, in address space whose pages get memory when written to."""
+    """A copy whose elements along the first axes are STEP apart, in address space that gets memory when written to."""
     strides = [s + STEP * (axis < axes) for axis, s in enumerate(t.contiguous().stride())]
     span = 2 * STEP + 1 + sum(s * (size - 1) for s, size in zip(strides, t.shape, strict=True))
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
     space = mmap.mmap(-1, span * t.element_size(), flags=anonymous)
-    # 2·STEP values in front: an offset that wraps reads zeros there, and does not fault
+    # 2·STEP values precede it, so that a wrapped offset reads zeros instead of faulting
     return torch.frombuffer(space, dtype=t.dtype).as_strided(t.shape, strides, 2 * STEP).copy_(t)
 
 
 LAYOUTS = {
     "misaligned": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
     "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
-    "every second": lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
+    "stride of two": lambda t: torch.stack((t, t), -1).flatten(-2)[..., ::2],
     "expanded": lambda t: t[:1].expand_as(t),
     "rows far apart": lambda t: far(t, t.dim() - 1),
     "values far apart": lambda t: far(t, t.dim()),
@@ -71,14 +71,14 @@ LAYOUTS = {
 
 
 def laid(value, layout):
-    """The same structure with floating tensors laid out anew, as leaves of a new graph."""
+    """The same structure with floating-point tensors in another layout, as leaves of a new graph."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return layout(value.detach()).requires_grad_(value.requires_grad)
     return tuple(laid(v, layout) for v in value) if isinstance(value, tuple) else value
 
 
 def packed(t):
-    """The same values side by side."""
+    """A contiguous copy of the tensor."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
@@ -87,8 +87,8 @@ def packed(t):
 def test_memory_layout_changes_nothing(op, case, layout):
     """Oracle: the same values stored contiguously, bit for bit, outputs and gradients.
 
-    PyTorch's own products may sum at most 64 terms in another order where a matrix is transposed. Values far apart lie
-    on pages without memory in between, so 32-bit offsets, which the interpreter wraps as a GPU does, show here.
+    PyTorch's own products may sum at most 64 terms in another order if a matrix is transposed. Values far apart lie on
+    separate pages with unmapped memory in between, so 32-bit offsets, which wrap as on a GPU, are detected.
     """
     ours = {n: laid(v, layout) for n, v in op.inputs(case, torch.float32, "cpu").items()}
     copies = {n: laid(v, packed) for n, v in ours.items()}
@@ -101,7 +101,7 @@ def test_memory_layout_changes_nothing(op, case, layout):
 
 
 def longer(case):
-    """The case with so many tokens or pixels that every output has more than 2³¹ values."""
+    """The case with enough tokens or pixels for more than 2³¹ values in every output."""
     axis = next(a for a in ("N", "Nq", "H", "F") if a in case)
     return case | {axis: 2**31 // case.get("P", 1) * case.get("P", 1)}
 
@@ -110,7 +110,7 @@ def longer(case):
     "op, case", [c for c in CASES if "cu_seqlens" not in inspect.signature(c.values[0].run).parameters]
 )
 def test_shapes_beyond_32_bits(op, case):
-    """Oracle: the shapes that the reference gives for the same fake tensors, which have no memory."""
+    """Oracle: the shapes of the reference for the same fake tensors, which have no memory."""
     with FakeTensorMode():
         arguments = op.inputs(longer(case), torch.float16, "cpu")
         want = results(op.reference, arguments)
@@ -122,7 +122,7 @@ def test_shapes_beyond_32_bits(op, case):
 
 
 def narrow_products(ttir):
-    """Products of two 32-bit numbers that reach an address, unless a scalar is multiplied by a constant (a tile)."""
+    """Products of two 32-bit integers used in an address, except those of a scalar and a constant (tile offsets)."""
     found, made = set(), {}
     for line in ttir.splitlines():
         if match := re.match(r"\s*(%\w+)(?::\d+)? = (\S+) (.*?) : (.*?)(?: loc\(.*\))?$", line):
@@ -130,7 +130,7 @@ def narrow_products(ttir):
     passing = {f"arith.{n}" for n in ("muli", "addi", "subi", "extsi", "minsi", "select")}
     passing |= {f"tt.{n}" for n in ("splat", "broadcast", "expand_dims")}
     reached = [operands[1] for name, operands, *_ in made.values() if name == "tt.addptr"]
-    for value in reached:  # grows while it is walked
+    for value in reached:  # grows during iteration
         name, operands, kind, line = made.get(value, ("", (), "", ""))
         constant = any(made.get(o, ("",))[0] == "arith.constant" for o in operands)
         if name == "arith.muli" and "i32" in kind and ("tensor" in kind or not constant):
@@ -141,7 +141,7 @@ def narrow_products(ttir):
 
 
 def launches():
-    """Every kernel with every combination of its switches that the ops' cases reach."""
+    """Every kernel with every combination of switches that occurs in the ops' cases."""
     found = {}
     for op_, case in (c.values for c in CASES):
         for phase in record("sm_80", op_.run, **op_.inputs(case, torch.float16, "cpu")).values():
@@ -152,14 +152,14 @@ def launches():
 
 
 def test_addresses_are_64_bit_products():
-    """Oracle: the compiler's own intermediate code: a position times a stride is 64 bits wide in every kernel."""
+    """Oracle: the compiler's intermediate code: in every kernel, position times stride is a 64-bit product."""
     for launch in launches():
         found = narrow_products(compiled(launch, "sm_80").asm["ttir"])
         assert not found, (launch.name, found)
 
 
 def test_alignment_is_compiled_in():
-    """Oracle: the compiler's own words: multiples of 16 are promised for an aligned x, not for one value further on."""
+    """Oracle: the compiler's intermediate code: divisibility by 16 is promised for an aligned x, not for x + 1."""
     weight, said = torch.ones(64, requires_grad=True), []
     for layout in (packed, LAYOUTS["misaligned"]):
         (launch,) = record("sm_80", layer_norm.layer_norm, layout(torch.zeros(4, 64)), weight, None, 1e-6)["inference"]
@@ -169,7 +169,7 @@ def test_alignment_is_compiled_in():
 
 @pytest.mark.parametrize("op, case", CASES)
 def test_kernels_repeat_bit_by_bit(op, case):
-    """Oracle: the first run; no sum depends on an order, and no result on memory that was not written."""
+    """Oracle: the first run; no sum depends on an order, and no result on uninitialised memory."""
     runs = []
     for memory in (contextlib.nullcontext(), poisoned()):
         with interpreting(), memory:
@@ -178,17 +178,17 @@ def test_kernels_repeat_bit_by_bit(op, case):
 
 
 def first(arguments):
-    """Name of the argument that carries activations."""
+    """Name of the argument that holds the activations."""
     return next(iter(arguments))
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, intended
 @pytest.mark.parametrize("op, case", [c for c in CASES if "shifted" not in c.id and "rope" not in c.id])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_large_inputs(op, case, dtype):
-    """Oracle: float64, in what the dtype can hold, with the budget of `outside`; beyond that PyTorch's infinities.
+    """Oracle: float64 where the dtype can represent it, within the budget of `outside`; elsewhere PyTorch's infinities.
 
-    Activations are of magnitude 10⁴; the softmax scale brings scores back to 1, for a softmax of 10⁸ means nothing.
+    Activations have magnitude 10⁴; the softmax scale reduces scores to about 1, as a softmax of 10⁸ is meaningless.
     """
     arguments, top = op.inputs(case, torch.float64, "cpu"), torch.finfo(dtype).max
     for name in {"q", "k", "v", "qkv", "x", "residual", "image"} & arguments.keys():
@@ -212,7 +212,7 @@ def test_large_inputs(op, case, dtype):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("op, case", CASES)
 def test_nan_and_infinity_propagate(op, case, bad):
-    """Oracle: the PyTorch path in float32: the same outputs are NaN or infinite, and so are some of each gradient."""
+    """Oracle: the PyTorch path in float32: the same outputs are NaN or infinite, and so is part of each gradient."""
     arguments = {n: converted(v, torch.float32) for n, v in op.inputs(case, torch.float64, "cpu").items()}
     whole = arguments[first(arguments)]
     spoilt = next(leaves(whole)).detach()
@@ -228,14 +228,14 @@ def test_nan_and_infinity_propagate(op, case, bad):
         assert bool(got[name].isfinite().all()) == bool(t.isfinite().all()), name
 
 
-def test_relu_lets_nan_through():
-    """Oracle: torch.relu(nan) is nan; a GPU's maximum gives the other operand, which the interpreter's does not."""
+def test_relu_propagates_nan():
+    """Oracle: torch.relu(nan) is nan; a GPU's maximum, unlike the interpreter's, would return the other operand."""
     x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     launches = record("sm_80", linear.linear, x, weight, activation="relu")["inference"]
     assert "arith.maxnumf" not in compiled(launches[-1], "sm_80").asm["ttir"]
 
 
-# kernel: a part of its source, what replaces it, and the op and case that must fail
+# kernel: part of its source, its replacement, and the op and case that must fail
 MUTATIONS = {
     "attention._fwd_kernel": ("1.0 / nonzero_sum", "-1.0 / nonzero_sum", attention.OP, "bias"),
     "attention_backward._bwd_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "class_token"),
@@ -265,11 +265,11 @@ MUTATIONS = {
 
 
 def mutated(module, name, old, new):
-    """The module's kernel with one change in its source; the module keeps its own."""
+    """The module's kernel with one change in its source; the module itself is not changed."""
     source = "".join(inspect.getsourcelines(getattr(module, name).fn)[0])
     assert old in source, f"{name} no longer contains {old!r}: choose another mutation"
     file, source, made = f"<{name}: {new}>", source.replace(old, new), {}
-    linecache.cache[file] = len(source), None, source.splitlines(True), file  # where Triton reads it
+    linecache.cache[file] = len(source), None, source.splitlines(True), file  # read by Triton
     exec(compile(source, file, "exec"), vars(module), made)
     return made[name]
 
@@ -277,19 +277,19 @@ def mutated(module, name, old, new):
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 @pytest.mark.parametrize("kernel", MUTATIONS)
 def test_one_wrong_sign_is_detected(kernel, monkeypatch):
-    """Oracle: the comparison with float64 itself, which holds for the kernel as it is and must not for its copy."""
+    """Oracle: the comparison with float64, which passes for the kernel and must fail for its mutated copy."""
     old, new, op_, case = MUTATIONS[kernel]
     file, name = kernel.split(".")
-    in_16_bits = ("attention_backward._bwd_kernel", "mlp._fwd_kernel")  # whole heads and whole MLPs
+    in_16_bits = ("attention_backward._bwd_kernel", "mlp._fwd_kernel")  # these cover whole heads and whole MLPs
     dtype = torch.float16 if kernel in in_16_bits else torch.float32
     module, arguments = MODULES[file], op_.inputs(op_.cases[case], dtype, "cpu")
     assert outside(op_, arguments, dtype) == []
     monkeypatch.setattr(module, name, mutated(module, name, old, new))
-    monkeypatch.setattr(attention_launch, "_prepared", {})  # launches that hold the kernel as it was
+    monkeypatch.setattr(attention_launch, "_prepared", {})  # clears launches that hold the original kernel
     assert outside(op_, arguments, dtype) != []
 
 
 def test_every_kernel_has_a_mutation():
-    """Oracle: the kernel files."""
+    """Oracle: the kernels found in the kernel files."""
     found = {f"{file}.{name}" for file, m in MODULES.items() for name in vars(m) if re.fullmatch(r"_\w+_kernel", name)}
     assert found <= MUTATIONS.keys()

@@ -1,4 +1,4 @@
-"""Published recipes: every number pinned, and each one takes a step."""
+"""Tests of published recipes: every number is pinned, and each recipe takes a training step."""
 
 import math
 from dataclasses import MISSING, fields
@@ -12,7 +12,7 @@ from fastvit_triton.train.build import build_loss, build_lr, build_mix, build_op
 from fastvit_triton.train.recipes import Recipe, override_recipe
 from fastvit_triton.train.recipes.published import PUBLISHED
 
-# Read from the papers, READMEs and configs that `source` names; what is not listed has the default.
+# Read from the papers, READMEs and configs that `source` names; fields not listed have their defaults.
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, weight_init="jax", pre_logits=True)
 JAX = dict(schedule="vit", warmup_unit="steps", clip=1.0, min_area=0.05, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 PINNED = {
@@ -76,7 +76,7 @@ WORDS = ("source", "reported", "duration", "model")
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_number_is_pinned(name: str):
-    """Oracle: the table above, with units converted by hand; a field that is not in it has its default."""
+    """Oracle: the table above, with units converted by hand; a field that is not listed has its default."""
     recipe = PUBLISHED[name]
     assert recipe.model == MODELS[name] and recipe.source
     for field in fields(Recipe):
@@ -89,7 +89,7 @@ def test_every_number_is_pinned(name: str):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_each_recipe_takes_a_step(name: str):
-    """Oracle: a narrow model of the recipe's own name and options learns from one batch, at the recipe's own peak."""
+    """Oracle: a narrow model with the recipe's name and options learns from one batch at the recipe's peak rate."""
     recipe = PUBLISHED[name]
     size = dict(embed_dim=32, depth=2, num_heads=2, img_size=32, drop_path_rate=recipe.drop_path_rate)
     model = create_model(recipe.model, **(size | {"num_classes": 10} | recipe.options))
@@ -110,7 +110,7 @@ def test_each_recipe_takes_a_step(name: str):
     mix = build_mix(recipe, 10) or (lambda images, targets: (images, targets))
     images, targets = mix(torch.randn(4, 3, 32, 32), torch.arange(4))
     before, loss = [parameter.detach().clone() for parameter in model.parameters()], build_loss(recipe)
-    for _ in range(2):  # a head of zeros passes no gradient on at first
+    for _ in range(2):  # at first, a zero head passes no gradient on
         optimizer.zero_grad()
         value = loss(model(images), targets)
         value.backward()
@@ -119,7 +119,7 @@ def test_each_recipe_takes_a_step(name: str):
 
 
 def test_policies_by_name():
-    """Oracle: which recipes change crops, by whose operations and how strongly."""
+    """Oracle: which recipes augment crops, with whose operations and how strongly."""
     names = {name: policy_by_name(recipe.policy) for name, recipe in PUBLISHED.items() if recipe.policy}
     assert names["deit"].__name__ == names["mae-finetune"].__name__ == "rand_augment"
     assert names["deit3"].__name__ == "three_augment"
@@ -131,7 +131,7 @@ def test_policies_by_name():
 
 
 def test_shorter_runs_keep_proportions():
-    """Oracle: by hand; ImageNet has 1,281,167 // 4096 = 312 steps an epoch, // 1024 = 1251."""
+    """Oracle: by hand; ImageNet has 1,281,167 // 4096 = 312 steps per epoch, // 1024 = 1251."""
     vit = override_recipe(PUBLISHED["vit-i1k"], epochs=3)
     assert (vit.epochs, vit.warmup_unit, vit.lr) == (3, "run", 3e-3)
     assert math.isclose(vit.warmup, 10_000 / (300 * 312))
@@ -142,6 +142,6 @@ def test_shorter_runs_keep_proportions():
     cifar = override_recipe(PUBLISHED["cifar10"], epochs=2, warmup=0.1)
     assert (cifar.epochs, cifar.steps, cifar.warmup) == (2, None, 0.1)
     at = build_lr(override_recipe(PUBLISHED["deit"], epochs=3), steps_per_epoch=100)
-    assert at(0) == 1e-6 and at(10) > 0.99e-3  # it leaves its warm-up, at every step instead of after each epoch
+    assert at(0) == 1e-6 and at(10) > 0.99e-3  # warm-up ends within an epoch
     with pytest.raises(ValueError, match="warmup is 10000 of 300 steps; take more epochs"):
         build_lr(PUBLISHED["vit-i1k"], steps_per_epoch=1)

@@ -1,4 +1,4 @@
-"""Value ranges: every field and argument against its annotation, and every option of the command."""
+"""Tests of value ranges: every field, argument and command-line option rejects what its annotation excludes."""
 
 import inspect
 import math
@@ -17,10 +17,10 @@ from fastvit_triton.train import Recipe, Step, Transform, ranges
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.settings import RECIPES
 
-# Text that no list could hold: a name of `create_model`, of `policy_by_name`, and what a source says.
+# Text without a fixed list of choices: names of `create_model` and `policy_by_name`, and a source.
 FREE = {"source", "reported", "duration", "model", "policy"}
 HINTS = inspect.get_annotations(Recipe)
-RECORDS = {"Data", "Progress", "Score"}  # what training hands out
+RECORDS = {"Data", "Progress", "Score"}  # results of training
 
 
 def leaves(hint: Any) -> list[Any]:
@@ -32,7 +32,7 @@ def leaves(hint: Any) -> list[Any]:
 
 
 def excluded_values(hint: Any) -> list[Any]:
-    """Values that an annotation excludes: of other types, and, of each range, both sides, NaN and infinity."""
+    """Values that an annotation excludes: other types, and beyond both ends of each range; NaN and infinity."""
     kinds, found = leaves(hint), [[object()], object()]
     if bool not in kinds:
         found += [True]
@@ -67,7 +67,7 @@ def allowed_value(hint: Any) -> Any:
 
 
 def unranged(hint: Any) -> list[Any]:
-    """Numbers of an annotation that have no range, where it can be compared: of a tensor or a function it cannot."""
+    """Numbers in an annotation that have no range, where one can be checked (not inside tensors or functions)."""
     return [leaf for leaf in leaves(hint) if ranges._is_checkable(hint) and leaf in (int, float)]
 
 
@@ -84,7 +84,7 @@ def functions() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def test_every_number_has_a_range():
-    """Oracle: the annotations. A number, or a text with no list of choices, that is added without one fails here."""
+    """Oracle: the annotations: every number has a range, and every text a list of choices."""
     for record in (getattr(train, name) for name in train.__all__):
         if is_dataclass(record) and isinstance(record, type) and record.__name__ not in RECORDS:
             for name, hint in inspect.get_annotations(record).items():
@@ -97,7 +97,7 @@ def test_every_number_has_a_range():
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_a_recipe_refuses(name: str):
+def test_recipes_reject_excluded_values(name: str):
     """Oracle: the annotation; one sentence with the field's name and value, from both ways to make a recipe."""
     for value in excluded_values(HINTS[name]):
         for make in (replace, override_recipe):
@@ -108,8 +108,8 @@ def test_a_recipe_refuses(name: str):
 
 
 @pytest.mark.parametrize("record", [Step(), Transform((8, 8), (0.5,), (0.5,))], ids=lambda r: type(r).__name__)
-def test_other_records_refuse(record: Step | Transform):
-    """Oracle: the same, for what a loop or a program of one's own builds."""
+def test_other_records_reject_excluded_values(record: Step | Transform):
+    """Oracle: the annotations of `Step` and `Transform`, which custom loops build."""
     hints = inspect.get_annotations(type(record))
     held = {f.name: hints[f.name] for f in fields(record) if ranges._is_checkable(hints[f.name])}
     assert held.keys() == (
@@ -122,8 +122,8 @@ def test_other_records_refuse(record: Step | Transform):
 
 
 @pytest.mark.parametrize("name", functions())
-def test_a_function_refuses(name: str):
-    """Oracle: the annotations; the sentence comes before anything is done with the other arguments."""
+def test_functions_reject_excluded_values(name: str):
+    """Oracle: the annotations; the sentence comes before the other arguments are used."""
     function, hints = functions()[name]
     for argument, hint in hints.items():
         if ranges._is_checkable(hint) and any(get_origin(leaf) in (Annotated, Literal) for leaf in leaves(hint)):
@@ -135,7 +135,7 @@ def test_a_function_refuses(name: str):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_shipped_recipes_pass(name: str):
-    """Oracle: a recipe is checked when it is made, so here once more; and so is one that a state gives back."""
+    """Oracle: each recipe passes the check when it is made, again here, and when it is restored from a state."""
     recipe = RECIPES[name]
     assert replace(recipe) == recipe and Recipe(**{f.name: getattr(recipe, f.name) for f in fields(recipe)}) == recipe
 
@@ -148,7 +148,7 @@ def test_ends_of_ranges():
         ("layer_decay", (1, 1e-9), (0, 1.0001)),
         ("erasing", (0, 1), (-0.1, 1.1)),
         ("repeats", (1, 3), (0, 2.0, True, "3")),
-        ("weight_decay", (0, 0.3), (-1, 1e9)),  # the last turns every weight around: lr · weight_decay above 1
+        ("weight_decay", (0, 0.3), (-1, 1e9)),  # the last value negates every weight: lr · weight_decay above 1
         ("betas", ((0, 0.5), [0.9, 0.95]), ((0.9,), (0.9, 1.0), 0.9)),
         (
             "policy",
@@ -157,7 +157,7 @@ def test_ends_of_ranges():
         ),
         ("head_bias", (-6.9, 0), (math.nan, math.inf)),
         ("shift", (0, 224), (225,)),
-        ("warmup", (0, 0.99), (1.0, -0.1)),  # of this recipe's run
+        ("warmup", (0, 0.99), (1.0, -0.1)),  # fractions of this recipe's run
     ):
         for value in allowed:
             assert getattr(override_recipe(FOLDER, **{name: value}), name) == value
@@ -166,8 +166,8 @@ def test_ends_of_ranges():
                 override_recipe(FOLDER, **{name: value})
 
 
-def test_sentences():
-    """Oracle: the words, one of each kind."""
+def test_error_sentences():
+    """Oracle: the sentences by hand, one of each kind."""
     for name, value, sentence in (
         ("clip", -1, "clip is -1; use a number above 0, or None for no clipping"),
         ("mixup", -1, "mixup is -1; use a number of at least 0"),
@@ -186,8 +186,8 @@ def test_sentences():
         assert str(error.value) == sentence
 
 
-def test_gradients_are_not_turned_around():
-    """Oracle: PyTorch, whose clip_grad_norm_ with a norm of −1 negates every gradient without a message."""
+def test_a_negative_clip_raises():
+    """Oracle: PyTorch, whose clip_grad_norm_ with norm −1 negates every gradient silently."""
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.tensor([1.0, 2.0, 3.0])
     torch.nn.utils.clip_grad_norm_([weight], -1.0)
@@ -203,7 +203,7 @@ OPTIONS |= {"--grad-accum-steps": "0", "--save-every": "0", "--workers": "-1", "
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_the_command_refuses(option: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_command_rejects_excluded_values(option: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: exit code 2, one sentence that names the option and its value, no traceback, and no folder."""
     sentence = refused(capsys, "train", "--out", tmp_path / "out", option, OPTIONS[option])
     name = option.removeprefix("--")

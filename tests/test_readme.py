@@ -1,4 +1,4 @@
-"""Every Python example of the README and of docs/ runs as it is printed, one after another in an empty folder."""
+"""Tests of the documentation: every Python example of README.md and docs/ runs as printed, in order, in one folder."""
 
 import json
 import re
@@ -21,7 +21,7 @@ EXAMPLES = [(page, code) for page, text in PAGES.items() for code in CODE.findal
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch, code):
-    """What the examples find: a folder with a checkpoint, torchrun's variables, and .cuda() where there is no GPU."""
+    """The examples' environment: a folder with a checkpoint, torchrun's variables, and .cuda() without a GPU."""
     monkeypatch.chdir(tmp_path)
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
@@ -34,10 +34,10 @@ def elsewhere(tmp_path, monkeypatch, code):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's own
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")  # torch.onnx's warning
 @pytest.mark.parametrize("page, code", EXAMPLES, ids=[f"{i} {page}" for i, (page, _) in enumerate(EXAMPLES)])
 def test_examples_run(page, code, elsewhere):
-    """Oracle: no error and no warning; an example stays short enough to be read."""
+    """Oracle: no error and no warning; an example has at most 14 lines."""
     assert len([line for line in code.splitlines() if line.strip()]) <= 14
     if "onnx" in code:
         pytest.importorskip("onnxscript")
@@ -45,7 +45,7 @@ def test_examples_run(page, code, elsewhere):
 
 
 def test_examples_show_what_the_package_is_for():
-    """Oracle: the calls that a user comes for."""
+    """Oracle: the calls that users come for."""
     shown = "\n".join(code for _, code in EXAMPLES)
     for call in (
         "timm.",
@@ -59,7 +59,7 @@ def test_examples_show_what_the_package_is_for():
 
 
 def test_releases_that_passed_are_those_recorded():
-    """Oracle: the results file of the last run of all tests on the newest releases; nothing failed in it."""
+    """Oracle: the result file of the last run of all tests on the newest releases; nothing failed in it."""
     row = json.loads((Path(__file__).parents[1] / "benchmarks/results/suites.json").read_text())["suite"][-1]
     versions = [f"{name} {row[name]}" for name in ("torch", "triton", "timm", "transformers")]
     assert row["failed"] == 0 and row["passed"] > 2500
@@ -69,7 +69,7 @@ def test_releases_that_passed_are_those_recorded():
 
 
 def test_the_readme_is_one_screen():
-    """At most 150 lines; the two commands come first under their headings."""
+    """Oracle: at most 150 lines; the two commands come first under their headings."""
     lines = PAGES["README"].splitlines()
     assert len(lines) <= 150
     for heading in ("## Run it", "## Test it"):
@@ -83,13 +83,13 @@ def test_the_number_of_models():
 
 
 def test_links_between_pages_exist():
-    """Oracle: the files. Links of pages within docs/ are checked by mkdocs, too."""
+    """Oracle: the files; mkdocs also checks links between pages of docs/."""
     for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         for link in re.findall(r"\]\(((?!http)[^)#]+)", (ROOT / page).read_text(encoding="utf-8")):
             assert (ROOT / link).exists(), link
 
 
-def test_the_version_is_one():
-    """Oracle: the package."""
+def test_the_version_is_the_same_everywhere():
+    """Oracle: the version of the package."""
     for name, text in (("CITATION.cff", "version: {}\n"), ("CHANGELOG.md", "## {}\n")):
         assert text.format(fastvit_triton.__version__) in (ROOT / name).read_text(encoding="utf-8"), name

@@ -1,4 +1,4 @@
-"""Every recipe through the command line; LAMB, big_vision's policy, CIFAR-10's files, distillation, drop path."""
+"""Tests of every recipe on the command line; LAMB, big_vision's policy, CIFAR-10, distillation, drop path."""
 
 import json
 import math
@@ -41,14 +41,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the plots at the end of a run, which tests/test_train.py covers, by empty files."""
+    """Replaces the plots at the end of a run, tested in tests/test_train.py, by empty files."""
     for name in ("draw_curves", "draw_predictions"):
         monkeypatch.setattr(f"fastvit_triton.train.outputs.{name}", lambda *arguments: arguments[-1].touch())
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("digits", "mae-pretrain", "mae-finetune")])
 def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str):
-    """Oracle: a narrow model of another size trains two epochs by the recipe; its settings say which."""
+    """Oracle: a narrow model of another size trains for two epochs; its saved settings name the recipe."""
     out = tmp_path / "run"
     assert main(["train", "--recipe", name, "--data", str(folder), "--out", str(out), "--epochs", "2", *SMALL]) == 0
     state = load_state(out / STATE)
@@ -60,7 +60,7 @@ def test_recipes_run_on_an_image_folder(folder: Path, tmp_path: Path, name: str)
 
 
 def test_masked_pretraining_then_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the loss of hidden pixels falls; fine-tuning starts from the encoder's blocks."""
+    """Oracle: the loss on hidden pixels decreases; fine-tuning starts from the encoder's blocks."""
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
     options = ["--data", str(folder), *SMALL]
     assert main(["train", "--recipe", "mae-pretrain", "--out", str(first), "--epochs", "3", *options]) == 0
@@ -94,7 +94,7 @@ def test_distillation_by_command(folder: Path, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("amp", ["float16", "bfloat16"])
 def test_half_precision_ema_and_accumulation(folder: Path, tmp_path: Path, amp: str):
-    """Oracle: the state has a scaler's scale for float16 alone; the file holds the EMA."""
+    """Oracle: the state has a gradient scaler only for float16; the file contains the EMA."""
     out = tmp_path / "run"
     options = [
         "--amp",
@@ -117,7 +117,7 @@ def test_half_precision_ema_and_accumulation(folder: Path, tmp_path: Path, amp: 
 
 
 def test_every_option_can_be_set(folder: Path, tmp_path: Path):
-    """Oracle: the settings of the state, and two finite epochs, of a recipe in which every value differs."""
+    """Oracle: the settings in the state, and two epochs with finite losses, of a recipe without any default value."""
     out = tmp_path / "run"
     chosen = {
         "optimizer": "lamb", "schedule": "vit", "loss": "bce", "weight_decay": 0.02, "layer_decay": 0.8, "clip": 0.5,
@@ -129,7 +129,7 @@ def test_every_option_can_be_set(folder: Path, tmp_path: Path):
     state = load_state(out / STATE)
     assert {name: state["settings"][name] for name in chosen} == chosen
     assert all(math.isfinite(row["train_loss"]) for row in state["history"])
-    assert len({group["lr"] for group in state["optimizer"]["param_groups"]}) == 6  # four blocks, stem and head
+    assert len({group["lr"] for group in state["optimizer"]["param_groups"]}) == 6  # blocks, stem, head
 
 
 def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -154,7 +154,7 @@ def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_lamb_equals_its_equations():
     """Oracle: the docstring's equations in float64, for three steps with a clipped and an unclipped gradient, two
-    groups and a matrix of zeros; and timm's Lamb."""
+    groups and a zero matrix; and timm's Lamb."""
     torch.manual_seed(0)
     start = [torch.randn(3, 4).double(), torch.zeros(2, 2).double(), torch.randn(3).double()]
     decays, lr, eps, (b1, b2) = (0.1, 0.1, 0.0), 0.01, 1e-8, (0.9, 0.999)
@@ -186,7 +186,7 @@ def noise(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
 
 
 def test_big_vision_operations():
-    """Oracle: the arithmetic of big_vision/pp/autoaugment.py on pixels, at its magnitude 15, so level 1.5."""
+    """Oracle: the arithmetic of big_vision/pp/autoaugment.py on pixels, at its magnitude 15, which is level 1.5."""
     image, moved = noise(), dict(fillcolor=(128,) * 3, at=(0.5, 0.5))
     pixels = np.asarray(image).astype(float)
     apply = lambda name, level=1.5, sign=1: np.asarray(policy.BIG_VISION[name](image, level, sign, moved))  # noqa: E731
@@ -211,7 +211,7 @@ def test_big_vision_operations():
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_big_vision_policy(mode: str):
-    """Oracle: the seed decides; every operation is drawn and keeps mode and size; more than one operation."""
+    """Oracle: the seed determines the result; every operation occurs and keeps mode and size; some are combined."""
     drawn, results = set(), []
     for seed in range(200):
         make = lambda: torch.Generator().manual_seed(seed)  # noqa: B023, E731
@@ -224,7 +224,7 @@ def test_big_vision_policy(mode: str):
 
 
 def write_cifar(root: Path, count: int = 8) -> np.ndarray:
-    """The layout of cifar-10-batches-py: rows of 1024 red, green and blue levels each."""
+    """Writes files in the layout of cifar-10-batches-py: rows of 1024 red, green and blue levels each."""
     root.mkdir()
     generator, pixels = np.random.default_rng(0), []
     for name in (*FILES["train"], *FILES["val"]):
@@ -239,7 +239,7 @@ def write_cifar(root: Path, count: int = 8) -> np.ndarray:
 
 
 def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Oracle: the pixels that were written; two colours are classified; a pickle that would execute code raises."""
+    """Oracle: the pixels written; two colours are classified; a pickle that would execute code raises."""
     root = tmp_path / "cifar-10-batches-py"
     pixels = write_cifar(root)
     assert is_cifar(root) and not is_cifar(tmp_path)
@@ -261,8 +261,8 @@ def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_accumulated_steps_equal_whole_ones(steps: int):
-    """Oracle: float64, the same blended batch at once, clipped, with AdamW."""
+def test_accumulated_steps_equal_full_batch_steps(steps: int):
+    """Oracle: the same mixed batch in one step in float64, clipped, with AdamW."""
     models = [create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     images, targets = torch.randn(8, 1, 8, 8).double(), torch.arange(8) % 10
@@ -278,7 +278,7 @@ def test_accumulated_steps_equal_whole_ones(steps: int):
 
 @pytest.mark.parametrize("kind", DISTILLATION)
 def test_distillation_equals_its_loss(kind: str):
-    """Oracle: the loss on the pair that the student gives, and a teacher without gradient."""
+    """Oracle: the loss of the student's two logits, with a teacher that gets no gradient."""
     student = create_model("deit_tiny_distilled_patch16_224", embed_dim=16, depth=1, num_heads=2, img_size=16)
     student.set_distilled_training()
     teacher = create_model("vit_tiny_patch16_224", embed_dim=16, depth=1, num_heads=2, img_size=16).eval()
@@ -296,7 +296,7 @@ def test_distillation_equals_its_loss(kind: str):
 
 
 def test_log_and_headers_are_complete(folder: Path, tmp_path: Path):
-    """Oracle: the best file is that of the row with the best accuracy."""
+    """Oracle: the best file is that of the log's row with the highest accuracy."""
     out = tmp_path / "run"
     assert main(["train", "--data", str(folder), "--out", str(out), "--epochs", "4", *SMALL]) == 0
     header, *rows = (row.split(",") for row in (out / LOG).read_text().splitlines())
@@ -308,7 +308,7 @@ def test_log_and_headers_are_complete(folder: Path, tmp_path: Path):
 @pytest.mark.parametrize("init_values", [None, 0.1])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_dropped_images_are_not_computed(init_values: float | None, norm: str):
-    """Oracle: the branches multiplied by the same draws, in float64, output and gradients; the MLP counts its rows."""
+    """Oracle: branches multiplied by the same mask in float64, output and gradients; the number of rows in the MLP."""
     options = dict(embed_dim=16, depth=3, num_heads=2, init_values=init_values, norm=norm, drop_path_rate=0.5)
     skipping, scaling = (create_model("vit_digits_patch2_8", **options).double() for _ in range(2))
     skipping.load_state_dict(scaling.state_dict())

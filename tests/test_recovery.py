@@ -1,6 +1,6 @@
-"""Crash recovery: runs that are killed at any moment and resumed end with bitwise the same weights.
+"""Tests of crash recovery. Oracle: a run killed at any moment and resumed ends with bitwise the same weights.
 
-As a script, `test_recovery.py FOLDER SEED`, this file is the test's own process: it forks trainers and kills them.
+As a script, `test_recovery.py FOLDER SEED`, this file is the process that forks trainers and kills them.
 """
 
 import errno
@@ -32,7 +32,7 @@ from fastvit_triton.weights import save_weights
 
 
 def build() -> trainer.Trainer:
-    """Shuffled, augmented, erased and blended images; dropout, stochastic depth, clipping and EMA."""
+    """A trainer with shuffling, augmentation, erasing, mixing, dropout, stochastic depth, clipping and EMA."""
     transform, model = Transform((8, 8), (0.2,), (0.3,)), tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     train = TensorBatches(*stripes(61), transform, 8, torch.clone)
     data = Data("stripes", tuple("0123456789"), transform, train, TensorBatches(*stripes(16), transform, 8))
@@ -41,7 +41,7 @@ def build() -> trainer.Trainer:
 
 
 def train(out: Path, save_every: int | None = 1, last: int | None = None) -> int:
-    """Resumes the run in `out`, or starts it; returns the number of steps taken, at most `last`."""
+    """Starts or resumes the run in `out`; returns the number of steps taken, at most `last`."""
     built, steps = build(), 0
     state = checkpoint.newest_state(out)[0] if held(out) else None
     for progress in trainer.run(built, out, settings={}, save=save, state=state, save_every=save_every):
@@ -83,7 +83,7 @@ def die_in(name: str, call: int, after: bool) -> None:
 
 
 def attempt(out: Path, delay: float | None, kill: tuple[str, int, bool] | None) -> bool:
-    """Runs a trainer in a forked process that is killed after a delay or at a call; True if it finished."""
+    """Runs a trainer in a forked process that is killed after a delay or at a call; returns True if it finished."""
     child = os.fork()
     if not child:
         if kill is not None:
@@ -97,11 +97,11 @@ def attempt(out: Path, delay: float | None, kill: tuple[str, int, bool] | None) 
 
 
 def _touch(*arguments: object) -> None:
-    arguments[-1].touch()  # plots would take most of the time
+    arguments[-1].touch()  # replaces plots, which would take most of the time
 
 
 def main(root: Path, seed: int) -> None:
-    """Twenty kills: ten at random moments, ten within the writing of a checkpoint."""
+    """Kills twenty trainers: ten at random moments, ten while a checkpoint is written."""
     torch.set_num_threads(1)
     outputs.draw_curves = outputs.draw_predictions = _touch
     dice = random.Random(seed)
@@ -131,7 +131,7 @@ def main(root: Path, seed: int) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the trainers are forked")
 def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
-    """Oracle: the weights of an undisturbed run, bit for bit, after twenty kills, some of them inside a write."""
+    """Oracle: the weights of an uninterrupted run, bit by bit, after twenty kills, some of them during a write."""
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path), "0"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
@@ -141,7 +141,7 @@ def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
 
 
 def test_resumes_within_an_epoch(tmp_path: Path):
-    """Oracle: an undisturbed run; the log too, but for times."""
+    """Oracle: an uninterrupted run, including its log except for times."""
     for name in ("whole", "resumed"):
         (tmp_path / name).mkdir()
     train(tmp_path / "whole", save_every=None)
@@ -156,7 +156,7 @@ def test_resumes_within_an_epoch(tmp_path: Path):
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
 def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage: str):
-    """Oracle: the sentence, and the weights of an undisturbed run; two damaged states raise."""
+    """Oracle: the sentence, and the weights of an uninterrupted run; if both states are damaged, loading raises."""
     for name in ("whole", "resumed"):
         (tmp_path / name).mkdir()
     train(tmp_path / "whole")
@@ -338,7 +338,7 @@ PLOTS = (outputs.CURVES, outputs.PREDICTIONS)
 
 
 def test_damaged_weights_raise(tmp_path: Path):
-    """Oracle: one flipped bit in the last tensor."""
+    """Oracle: an error after one flipped bit in the last tensor."""
     model = create_model("vit_digits_patch2_8")
     path = tmp_path / outputs.WEIGHTS
     save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None))
@@ -351,7 +351,7 @@ def test_damaged_weights_raise(tmp_path: Path):
 
 
 def test_the_old_file_is_kept_and_temporary_files_are_removed(tmp_path: Path):
-    """Oracle: the contents, after each of a success, a full disk and a death."""
+    """Oracle: the contents after a successful write, a full disk and a killed process."""
     path, before = tmp_path / "a.pt", tmp_path / "b.pt"
     for text in ("one", "two"):
         with replacing(path, keep=before) as temporary:
@@ -367,7 +367,7 @@ def test_the_old_file_is_kept_and_temporary_files_are_removed(tmp_path: Path):
 
 
 def test_divergence_names_step_images_and_state(tmp_path: Path):
-    """Oracle: images that turn infinite in the second epoch; the state of the step before them is whole."""
+    """Oracle: images become infinite in the second epoch; the state before that step is complete."""
     whole = build()
     steps = 0
     with pytest.raises(Diverged) as caught:
@@ -376,7 +376,7 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
             if steps == 11:
                 whole.data.train.images.fill_(torch.inf)
     sentence = str(caught.value)
-    # three of the second epoch are good, five and five of the third are not
+    # three good steps in the second epoch, then five bad ones there and five in the third
     assert "not finite in 10 steps in a row, the last being step 5 of epoch 3, images " in sentence
     assert sentence.endswith(f"; {tmp_path / checkpoint.STATE} holds the last good state")
     state = checkpoint.load_state(tmp_path / checkpoint.STATE)
@@ -384,7 +384,7 @@ def test_divergence_names_step_images_and_state(tmp_path: Path):
 
 
 def test_non_finite_weights_are_not_saved(tmp_path: Path):
-    """Oracle: the files as the first epoch left them; a weight is spoilt after the last step of the second."""
+    """Oracle: the files after the first epoch; a weight becomes NaN after the last step of the second."""
     whole, names = build(), (outputs.WEIGHTS, outputs.BEST, checkpoint.STATE)
     for progress in trainer.run(whole, tmp_path, settings={}, save=save):
         if progress.done and progress.epoch == 1:
@@ -398,7 +398,7 @@ def test_non_finite_weights_are_not_saved(tmp_path: Path):
 
 
 def test_a_worker_that_dies_raises(tmp_path: Path):
-    """Oracle: the sentence."""
+    """Oracle: the error sentence."""
     files = [tmp_path / str(i) for i in range(4)]
     images = ImageFiles(files, [0] * 4, ("a",), decode=lambda path: os._exit(1), check=None)
     batches = FolderBatches(tmp_path, images, Transform((8, 8), (0.5,), (0.5,)), batch_size=2, workers=1)
@@ -407,7 +407,7 @@ def test_a_worker_that_dies_raises(tmp_path: Path):
 
 
 def test_a_file_that_vanishes_raises(tmp_path: Path):
-    """Oracle: the sentence names the file."""
+    """Oracle: the error sentence names the file."""
     files = [tmp_path / f"{i}.png" for i in range(2)]
     images = ImageFiles(files, [0, 0], ("a",), check=None)
     batches = FolderBatches(tmp_path, images, Transform((8, 8), (0.5,), (0.5,)), batch_size=2)

@@ -1,7 +1,7 @@
-"""Other releases of timm and transformers than the pinned ones: `pytest -m releases` installs each and records it.
+"""Tests of other releases of timm and transformers: `pytest -m releases` installs each and records the results.
 
-Each lies in a folder of its own under the system's temporary folder, with what it requires except torch, and is tried
-in a process of its own. benchmarks/results/releases.json holds the last record of each package and version.
+Each release is installed in a folder of its own under the system's temporary folder, with its requirements except
+torch, and tested in a process of its own. benchmarks/results/releases.json has the last record of each version.
 """
 
 import datetime
@@ -22,18 +22,18 @@ FOLDERS = Path(tempfile.gettempdir()) / "fastvit_triton_releases"
 TIMM = ("0.4.12", "0.6.13", "0.9.16", "1.0.3", "1.0.15", "1.0.20", "1.0.24", "1.0.26", "1.0.28", "1.0.31")
 TRANSFORMERS = ("4.57.6", "5.0.0", "5.10.4", "5.17.0", "5.23.0")  # the last patch of each minor release
 RELEASES = [*(("timm", v) for v in TIMM), *(("transformers", v) for v in TRANSFORMERS)]
-SHARED = ("torch", "torchvision")  # from this environment
+SHARED = ("torch", "torchvision")  # taken from this environment
 
 
 def pip(folder: Path, *what: str) -> None:
-    """Installs into the folder."""
+    """Installs packages into the folder."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), *what]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def installed(package: str, version: str) -> Path:
-    """The release's folder, filled on first use."""
+    """The folder of a release, installed on first use."""
     folder = FOLDERS / f"{package}-{version}"
     if folder.exists():
         return folder
@@ -48,7 +48,7 @@ def installed(package: str, version: str) -> Path:
 
 
 def keep(record: dict) -> None:
-    """Puts the record in the place of the one that this package and version had."""
+    """Replaces the record of the same package and version."""
     rows = json.loads(RECORD.read_text()) if RECORD.exists() else []
     rows = [row for row in rows if (row["package"], row["version"]) != (record["package"], record["version"])]
     rows = sorted([*rows, record], key=lambda row: (row["package"], [int(n) for n in row["version"].split(".")]))
@@ -66,13 +66,13 @@ def test_release(package, version):
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["version"] == version
     keep(record | {"date": datetime.date.today().isoformat()})
-    families = record.get("families", {})  # none where the release cannot be imported beside this torch
+    families = record.get("families", {})  # empty if this release cannot be imported with this torch
     assert {name: row["equal"] for name, row in families.items() if row.get("equal", True) is not True} == {}
     assert "error" in record or any(row.get("fused") for row in families.values())
 
 
-def test_the_record_is_whole():
-    """Oracle: the list of releases; every family of the last record is equal, or absent from its release."""
+def test_the_record_is_complete():
+    """Oracle: the list of releases; every family in a record is equal, or absent from that release."""
     rows = {(row["package"], row["version"]): row for row in json.loads(RECORD.read_text())}
     assert set(RELEASES) <= rows.keys()
     for release in RELEASES:

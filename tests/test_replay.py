@@ -1,4 +1,4 @@
-"""Replays of blocks. Oracle: the same call without replays, bit by bit, outputs, gradients and random numbers."""
+"""Tests of replays of blocks. Oracle: the same call without replays, bit by bit: outputs, gradients, random numbers."""
 
 import copy
 import gc
@@ -31,14 +31,14 @@ def ours(**options):
 
 
 def converted(name="vit_tiny_patch16_224", **options):
-    """timm's model, optimized."""
+    """timm's model after `optimize`."""
     model = timm.create_model(name, **SMALL | options)
     optimize(model)
     return model
 
 
 class Hidden(nn.Module):
-    """The last hidden states of a model of transformers, optimized."""
+    """The last hidden states of a transformers model after `optimize`."""
 
     def __init__(self, name, **options):
         super().__init__()
@@ -56,7 +56,7 @@ MODELS = {
     "layer scale, drop path": lambda: ours(init_values=0.5, drop_path_rate=0.4),
     "timm": converted,
     "timm, layer scale, drop path": lambda: converted(init_values=0.5, drop_path_rate=0.4),
-    "timm, norms of heads": lambda: converted(qk_norm=True),
+    "timm, qk norm": lambda: converted(qk_norm=True),
     "transformers' ViT": lambda: Hidden("ViT", intermediate_size=32),
     "transformers' DINOv2": lambda: Hidden("Dinov2", drop_path_rate=0.4),
     "eva02": lambda: converted("eva02_tiny_patch14_224"),
@@ -70,13 +70,13 @@ CALLS = {
 
 
 def recorded(model):
-    """What was recorded of a model's modules."""
+    """The records of all modules of a model."""
     holders = (m.__dict__.get(calls.PROGRAMS) for m in model.modules())
     return [found for held in holders if held for found in held.found.values() if type(found) is calls.Recorded]
 
 
 def run(model, x, training=False, autocast=False, enabled=True):
-    """Output, gradients and the random numbers that follow."""
+    """Output, gradients, and the random numbers drawn next."""
     model.train(training).requires_grad_(training)
     torch.manual_seed(1)
     before, ways.REPLAYS = ways.REPLAYS, enabled
@@ -95,13 +95,13 @@ def run(model, x, training=False, autocast=False, enabled=True):
 
 @pytest.fixture
 def interpreted(always_folded):
-    """Kernels run in Triton's interpreter."""
+    """Runs kernels in Triton's interpreter."""
     with interpreting():
         yield
 
 
 def same(found, wanted):
-    """Equal bit by bit."""
+    """True if equal bit by bit."""
     return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -114,8 +114,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("make, way, call", CASES)
-def test_replays_are_the_call(interpreted, make, way, call):
-    """Three calls in a row, the first two of which record; each with other images and with other weights."""
+def test_replays_equal_the_call(interpreted, make, way, call):
+    """Oracle: three calls in a row, of which the first two record; each with other images and other weights."""
     model = MODELS[make]()
     with forcing(way):
         for _ in range(4):
@@ -129,12 +129,12 @@ def test_replays_are_the_call(interpreted, make, way, call):
 
 
 def hooked(seen):
-    """A forward hook that counts its calls."""
+    """A forward hook that counts calls."""
     return lambda *_: seen.append(1)
 
 
 class Wrapped(nn.Module):
-    """A layer of no known package, such as LoRA's."""
+    """A layer of an unknown package, such as LoRA's."""
 
     def __init__(self, layer):
         super().__init__()
@@ -145,19 +145,19 @@ class Wrapped(nn.Module):
 
 
 def swap(module, name, value):
-    """Sets a parameter anew: another object."""
+    """Replaces a parameter by a new object."""
     setattr(module, name, nn.Parameter(value, requires_grad=getattr(module, name).requires_grad))
 
 
 def double(forward):
-    """A forward that returns twice as much."""
+    """A forward that returns twice the result."""
     return lambda *given, **named: 2 * forward(*given, **named)
 
 
-LATER = {  # what changes after a call was recorded: a function of the first block
+CHANGES = {  # changes made after a call was recorded: functions of the first block
     "values in place": lambda b: b.mlp.fc1.weight.data.mul_(2),
     "values by NumPy": lambda b: b.mlp.fc1.weight.detach().numpy().__imul__(2),
-    "values elsewhere": lambda b: setattr(b.mlp.fc1.weight, "data", b.mlp.fc1.weight.data * 2),
+    "values in other memory": lambda b: setattr(b.mlp.fc1.weight, "data", b.mlp.fc1.weight.data * 2),
     "transposed": lambda b: setattr(b.attn.proj.weight, "data", b.attn.proj.weight.data.t()),
     "misaligned": lambda b: setattr(b.norm1.weight, "data", torch.ones(17)[1:]),
     "another parameter": lambda b: swap(b.mlp.fc1, "weight", b.mlp.fc1.weight.data * 2),
@@ -175,9 +175,9 @@ LATER = {  # what changes after a call was recorded: a function of the first blo
 
 
 @pytest.mark.parametrize("make, training", [("ours", False), ("timm", True)])
-@pytest.mark.parametrize("change", LATER)
-def test_what_changes_later_is_seen(interpreted, make, change, training):
-    """Oracle: a copy of the model that never replays, changed likewise."""
+@pytest.mark.parametrize("change", CHANGES)
+def test_later_changes_take_effect(interpreted, make, change, training):
+    """Oracle: a copy of the model that never replays, changed in the same way."""
     block = MODELS[make]().blocks[0].train(training).requires_grad_(training)
     other, x = copy.deepcopy(block), torch.randn(2, 3, 16)
     if make == "timm":
@@ -188,14 +188,14 @@ def test_what_changes_later_is_seen(interpreted, make, change, training):
         assert len(recorded(block)) == 1
         for each in (block, other):
             torch.manual_seed(2)
-            LATER[change](each)
+            CHANGES[change](each)
         wanted = again(other, x, training, enabled=False)
         for _ in range(3):
             assert same(again(block, x, training), wanted)
 
 
 def again(model, x, training, enabled=True):
-    """Output and gradients of a model as it is."""
+    """Output and gradients of a model in its current state."""
     ways.REPLAYS, x = enabled, x.detach().requires_grad_(training)
     try:
         y = model(x)
@@ -208,7 +208,7 @@ def again(model, x, training, enabled=True):
     return [y.detach(), *gradients]
 
 
-CONTEXTS = {  # in which something watches or changes operators
+CONTEXTS = {  # contexts in which operators are observed or changed
     "flops": lambda: FlopCounterMode(display=False),
     "function mode": torch.overrides.BaseTorchFunctionMode,
     "offloading": torch.autograd.graph.save_on_cpu,
@@ -219,7 +219,7 @@ CONTEXTS = {  # in which something watches or changes operators
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_contexts_end_replays(interpreted, monkeypatch, context):
-    """Nothing is replayed inside them, and again after them."""
+    """Oracle: nothing is replayed inside a context, and calls are replayed again after it."""
     replayed = []
     real = program.Program.run
     monkeypatch.setattr(program.Program, "run", lambda *given: replayed.append(1) or real(*given))
@@ -235,8 +235,8 @@ def test_contexts_end_replays(interpreted, monkeypatch, context):
 
 
 @pytest.mark.parametrize("where", ["block", "layer", "all modules"])
-def test_hooks_that_come_later_are_called(interpreted, where):
-    """Oracle: as many calls of the hook as calls of the model."""
+def test_hooks_added_after_recording_are_called(interpreted, where):
+    """Oracle: the hook is called as often as the model."""
     model, x, seen = converted(), torch.randn(2, 3, 8, 8), []
     with forcing("fused"):
         for _ in range(3):
@@ -256,8 +256,8 @@ def test_hooks_that_come_later_are_called(interpreted, where):
     assert len(seen) == 4
 
 
-def test_only_what_can_be_repeated_is_recorded(interpreted, monkeypatch):
-    """Oracle: by name, a call that waits for a value, one that writes to a buffer, and modules of other packages."""
+def test_only_repeatable_calls_are_recorded(interpreted, monkeypatch):
+    """Oracle: by hand: calls that wait for a value or write to a buffer, and unknown modules, are not recorded."""
 
     def reads(self, x):
         return type(self).forward(self, x) * (2.0 if float(x.detach().sum()) > 0 else 1.0)
@@ -280,8 +280,8 @@ def test_only_what_can_be_repeated_is_recorded(interpreted, monkeypatch):
         assert len(recorded(model.blocks[0])) == 0 and len(recorded(model.blocks[1])) > 0
 
 
-def test_copies_and_pickles_leave_records_behind(interpreted):
-    """A copy records its own calls; a recorded model is freed with its last reference."""
+def test_copies_and_pickles_have_no_records(interpreted):
+    """Oracle: a copy records its own calls; a recorded model is freed with its last reference."""
     model, x = ours(), torch.randn(2, 3, 8, 8)
     with forcing("fused"):
         for _ in range(3):
@@ -294,8 +294,8 @@ def test_copies_and_pickles_leave_records_behind(interpreted):
     assert alive() is None
 
 
-def test_autograd_guards_what_is_saved(interpreted):
-    """Oracle: PyTorch's errors for a tensor written meanwhile, for a freed graph and for second derivatives."""
+def test_autograd_guards_saved_tensors(interpreted):
+    """Oracle: PyTorch's errors for a tensor modified in place, a freed graph and second derivatives."""
     model, x = ours().train(), torch.randn(2, 5, 16)
     with forcing("fused"):
         for _ in range(3):
@@ -320,8 +320,8 @@ def test_autograd_guards_what_is_saved(interpreted):
             slope.sum().backward()
 
 
-def test_unused_parameters_are_no_part_of_the_graph(interpreted):
-    """Oracle: the call without replays. DistributedDataParallel finds unused parameters by walking the graph."""
+def test_unused_parameters_are_not_in_the_graph(interpreted):
+    """Oracle: the call without replays; DistributedDataParallel finds unused parameters by walking the graph."""
     model, x = ours().train(), torch.randn(2, 5, 16)
     block = model.blocks[0]
     block.mlp.unused = nn.Parameter(torch.ones(3))
@@ -335,9 +335,9 @@ def test_unused_parameters_are_no_part_of_the_graph(interpreted):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("way", ["fused", "mixed"])
-def test_launches_are_passed_the_same(way, training):
-    """Oracle: what a call without replays passes to Triton's launcher. Addresses of parameters are the same ones, and
-    others as well aligned; tensors are numbers."""
+def test_replayed_launches_get_the_same_arguments(way, training):
+    """Oracle: the arguments that a call without replays passes to Triton's launcher. Parameters have equal addresses,
+    other tensors equally aligned ones; tensors are compared by number."""
     seen = []
 
     def launcher(x, y, z, stream, function, metadata, *rest):
@@ -376,8 +376,8 @@ def test_launches_are_passed_the_same(way, training):
             ways.REPLAYS = True
 
 
-def test_buffers_hold_what_overlaps_in_time_apart():
-    """Oracle: no two tensors that live at one step share a byte; the buffer is no larger than all of them."""
+def test_buffers_keep_live_tensors_apart():
+    """Oracle: no two tensors alive at the same step share a byte; the buffer is at most as large as all of them."""
     draw = random.Random(0)
     for _ in range(200):
         spans = [(a := draw.randrange(9), draw.randrange(a, 9), draw.randrange(0, 2000)) for _ in range(8)]
@@ -392,7 +392,7 @@ def test_buffers_hold_what_overlaps_in_time_apart():
 
 
 def test_frozen_models_follow_their_weights(interpreted):
-    """Oracle: the model without replays. Writes that PyTorch counts are seen; `unfreeze` frees the folds."""
+    """Oracle: the model without replays. Writes counted by PyTorch take effect; `unfreeze` frees the folds."""
     model, x = ours().eval().requires_grad_(False), torch.randn(2, 3, 8, 8)
     freeze(model)
     with forcing("fused"):
@@ -412,7 +412,7 @@ def test_frozen_models_follow_their_weights(interpreted):
 
 
 def test_misaligned_and_strided_inputs(interpreted):
-    """Oracle: the call without replays; each layout has its own record."""
+    """Oracle: the call without replays; each memory layout has its own record."""
     model = ours().eval().requires_grad_(False)
     wide = torch.randn(2, 5, 32)
     inputs = [
@@ -443,7 +443,7 @@ def test_shallow_copies_do_not_replay_the_original(interpreted):
 
 
 def test_functions_of_the_user_are_called(interpreted):
-    """Oracle: the call without replays. What a user's function depends on is not known, so nothing is recorded."""
+    """Oracle: the call without replays. A user's function may depend on anything, so nothing is recorded."""
     factor = [1.0]
     layer = nn.TransformerEncoderLayer(
         16, 2, 32, 0.0, lambda h: nn.functional.gelu(h) * factor[0], batch_first=True, norm_first=True
@@ -458,7 +458,7 @@ def test_functions_of_the_user_are_called(interpreted):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_outputs_may_be_written_to(interpreted, training):
-    """Oracle: the call without replays; an output is no view of another tensor."""
+    """Oracle: the call without replays; no output is a view of another tensor."""
     model = converted().train(training).requires_grad_(training)
     block, x = model.blocks[0], torch.randn(2, 5, 16)
     with forcing("mixed"):
@@ -468,8 +468,8 @@ def test_outputs_may_be_written_to(interpreted, training):
     assert len(recorded(block)) == 1
 
 
-def test_what_compares_by_value_is_not_recorded(interpreted):
-    """A parameter of one element equals another one of the same value, which gets the gradient."""
+def test_parameters_equal_by_value_are_not_recorded(interpreted):
+    """Oracle: a one-element parameter gets its gradient even if another parameter has the same value."""
     block, x = ours().train().blocks[0], torch.randn(2, 5, 16)
     block.mlp.gate = nn.Parameter(torch.ones(1))
     with forcing("mixed"):
@@ -479,7 +479,7 @@ def test_what_compares_by_value_is_not_recorded(interpreted):
 
 
 def test_settings_of_pytorchs_attention_are_followed(interpreted):
-    """Oracle: the call without replays; outside of the context in which it was recorded it is recorded anew."""
+    """Oracle: the call without replays; outside of the context in which it was recorded, it is recorded again."""
     block, x = ours().eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
     with forcing("mixed"):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

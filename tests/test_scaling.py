@@ -1,4 +1,4 @@
-"""The plan on paper: its formulas worked by hand, and the committed table is what they give."""
+"""Tests of the predicted scaling table. Oracle: its formulas computed by hand, and the committed table."""
 
 import math
 
@@ -7,15 +7,15 @@ import pytest
 from benchmarks import scaling
 
 
-def test_the_committed_table_is_what_the_code_gives():
-    """Oracle: the code. Run `python -m benchmarks.scaling` when it changes."""
+def test_the_committed_table_is_up_to_date():
+    """Oracle: the code; after a change, run `python -m benchmarks.scaling`."""
     path = scaling.Path(scaling.__file__).parent / "results" / "scaling.md"
     assert path.read_text(encoding="utf-8") == scaling.markdown()
     assert "Planned and predicted" in path.read_text(encoding="utf-8")
 
 
 def test_shapes():
-    """Oracle: the parameters of ViT-B/16, and its products counted by hand: 12 blocks of width 768 on 197 tokens."""
+    """Oracle: the parameters of ViT-B/16, and its flops counted by hand: 12 blocks of width 768 on 197 tokens."""
     base = scaling.shape("vit_base_patch16_224")
     assert base.parameters == 86_567_656 and (base.tokens, base.dim, base.depth, base.heads) == (197, 768, 12, 12)
     blocks = 12 * (2 * 197 * 12 * 768**2 + 4 * 197**2 * 768)
@@ -39,7 +39,7 @@ def test_bytes_sent():
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_communication_is_hidden_from_a_batch_size_on(engine):
-    """Just below `hidden_from`, more is exposed than the part that nothing hides; just above, no more."""
+    """Oracle: just below `hidden_from`, more than the part that never overlaps is exposed; just above, no more."""
     model = scaling.shape("vit_gigantic_patch14_224")
     edge = scaling.predict(model, 32, 64, engine).hidden_from
     floor = scaling.predict(model, 1000, 64, engine).exposed

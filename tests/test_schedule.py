@@ -1,4 +1,4 @@
-"""Parameter groups, learning-rate schedules, EMA and gradient accumulation."""
+"""Tests of parameter groups, learning-rate schedules, EMA and gradient accumulation."""
 
 import math
 from functools import partial
@@ -28,7 +28,7 @@ def names_of(model: nn.Module, groups: list[dict]) -> list[set[str]]:
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224"])
 def test_weight_decay_groups_equal_timms(name: str):
-    """Oracle: timm's groups of timm's model of the same name; LayerScale and both tokens among them."""
+    """Oracle: timm's groups for its model of the same name, including LayerScale and both tokens."""
     theirs = timm.create_model(name)
     expected = param_groups_weight_decay(theirs, 0.1, no_weight_decay_list=theirs.no_weight_decay())
     model = create_model(name)
@@ -55,7 +55,7 @@ def test_weight_decay_groups_of_other_models():
     assert rates == {0.125, 0.25, 0.5, 1.0}
 
 
-def test_layers_learn_at_their_own_rate():
+def test_layer_decay_scales_the_learning_rate():
     """Oracle: MAE's rule by hand: three blocks, d = 0.5: stem 1/16, blocks 1/8, 1/4, 1/2, norm and head 1."""
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=3, num_heads=2)
     groups = parameter_groups(model, 0.1, 0.5, patch_embed_scale=0.2)
@@ -80,7 +80,7 @@ def test_layers_learn_at_their_own_rate():
         parameter_groups(model, 0.1, 1.5)
 
 
-def test_vits_schedule():
+def test_vit_schedule():
     """Oracle: `create_learning_rate_schedule` by hand: 110 steps, 10 of warm-up, peak 2."""
     at = partial(vit_schedule, steps=110, warmup=10, peak=2.0)
     assert at(0) == 0 and at(5) == 1.0 and at(10) == 2.0 and math.isclose(at(60), 1.0) and at(110) == 0.0
@@ -97,16 +97,16 @@ def test_vits_schedule():
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 4, 5, 6, 150, 299, 300, 305])
-def test_deits_schedule(epoch: int):
-    """Oracle: timm's CosineLRScheduler as DeiT's arguments build it."""
+def test_deit_schedule(epoch: int):
+    """Oracle: timm's CosineLRScheduler, built with DeiT's arguments."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
     theirs = CosineLRScheduler(optimizer, t_initial=300, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6)
     theirs.step(epoch)
     assert math.isclose(deit_schedule(epoch, 300, 5, 1e-3), optimizer.param_groups[0]["lr"], rel_tol=1e-12)
 
 
-def test_maes_schedule():
-    """Oracle: lr_sched.py by hand: 100 epochs, 20 of warm-up, peak 2, floor 1, and fractions of an epoch."""
+def test_mae_schedule():
+    """Oracle: lr_sched.py by hand: 100 epochs, 20 of warm-up, peak 2, floor 1, at fractional epochs."""
     at = partial(mae_schedule, epochs=100, warmup=20, peak=2.0, floor=1.0)
     assert at(0) == 0 and at(0.5) == 0.05 and at(20) == 2.0 and math.isclose(at(60), 1.5) and at(100) == 1.0
 
@@ -142,8 +142,8 @@ def test_ema(warmup: bool):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
-def test_accumulation_gives_the_whole_gradient(steps: int):
-    """Oracle: one backward pass over the whole batch, in float64, then clipped; a smaller last micro-batch."""
+def test_accumulation_equals_the_full_batch_gradient(steps: int):
+    """Oracle: one backward pass over the whole batch in float64, then clipped; with a smaller last micro-batch."""
     model = create_model("vit_digits_patch2_8", embed_dim=16, depth=1, num_heads=2).double()
     images, targets = torch.randn(7, 1, 8, 8).double(), torch.rand(7, 10).double().softmax(-1)
     value = F.cross_entropy(model(images), targets)

@@ -1,4 +1,4 @@
-"""`fastvit-triton selftest`: it passes, it fails where an op is wrong, it outlives its processes, it ends in time."""
+"""Tests of `fastvit-triton selftest`: it passes, reports wrong ops, survives crashed processes, and ends in time."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ FIRST = ["layer_norm tiny ragged float32", "linear tiny branch float16"]
 
 
 class InProcess:
-    """A worker without a process."""
+    """A worker that runs its checks in this process."""
 
     def __init__(self, device: torch.device) -> None:
         self.checks, self.device = selftest.planned(device), device
@@ -44,7 +44,7 @@ class InProcess:
 
 @pytest.fixture
 def here(monkeypatch):
-    """Checks run in this process, one after another, in the interpreter."""
+    """Runs checks in this process, one after another, in the interpreter."""
     monkeypatch.setattr(workers, "Worker", InProcess)
     monkeypatch.setattr(workers, "count", lambda device: 1)
     with interpreting():
@@ -53,7 +53,7 @@ def here(monkeypatch):
 
 @pytest.fixture
 def only(monkeypatch):
-    """Leaves some of the checks."""
+    """Restricts the checks to some names."""
 
     def leave(*names):
         kept = {name: check for name, check in selftest.planned(CPU).items() if name in names}
@@ -64,14 +64,14 @@ def only(monkeypatch):
 
 
 def command(capsys, tmp_path, *words, code):
-    """(last line on stdout, contents of the file) of `selftest --interpret`, which must end with `code`."""
+    """(last line on stdout, contents of the file) of `selftest --interpret`, which must end with exit code `code`."""
     out = tmp_path / "out.json"
     assert main(["selftest", "--interpret", "--out", str(out), *words]) == code
     return capsys.readouterr().out.splitlines()[-1], json.loads(out.read_text())
 
 
 def test_first_case_of_every_op_passes(here, only, capsys, tmp_path):
-    """Oracle: float64, by the checks themselves; one row each, with provenance, in the order of the plan."""
+    """Oracle: float64, by the checks themselves; one row each with its provenance, in the order of the plan."""
     names = list(selftest.planned(CPU))
     firsts = names[: len(OPS)]
     assert {name.split()[0] for name in firsts} == {op.name for op in OPS}
@@ -88,7 +88,7 @@ def test_first_case_of_every_op_passes(here, only, capsys, tmp_path):
 
 
 def broken(op, monkeypatch, change):
-    """Puts an op whose outputs are changed in the place of one of `OPS`."""
+    """Replaces one of `OPS` by an op with changed outputs."""
 
     def run(**arguments):
         return change(op.run(**arguments))
@@ -111,7 +111,7 @@ calls = iter(range(10**6))
     ],
     ids=["off", "infinite", "no_gradient", "unrepeatable", "raises"],
 )
-def test_a_wrong_op_is_named(here, capsys, tmp_path, monkeypatch, change, said):
+def test_a_wrong_op_is_reported(here, capsys, tmp_path, monkeypatch, change, said):
     """Oracle: which op was made wrong, and how; the other op's check passes."""
     broken(next(op for op in OPS if op.name == "layer_norm"), monkeypatch, change)
     kept = {name: selftest.planned(CPU)[name] for name in FIRST}
@@ -124,7 +124,7 @@ def test_a_wrong_op_is_named(here, capsys, tmp_path, monkeypatch, change, said):
 
 
 def test_checks_run_in_a_process_of_their_own(only, capsys, tmp_path, monkeypatch):
-    """Oracle: TRITON_INTERPRET was not set here, and the kernels ran on the CPU: PyTorch's would have its own error."""
+    """Oracle: kernels ran on the CPU although TRITON_INTERPRET is not set here; PyTorch's error would differ."""
     monkeypatch.chdir(tmp_path)
     only(*FIRST)
     line, held = command(capsys, tmp_path, code=0)
@@ -149,8 +149,8 @@ for line in sys.stdin:
 """
 
 
-def test_a_fault_ends_one_process_and_no_other_row(capsys, tmp_path, monkeypatch):
-    """Oracle: the rows of a stand-in that dies in one check and says in another that its device is lost."""
+def test_a_fault_ends_one_process_and_keeps_the_other_rows(capsys, tmp_path, monkeypatch):
+    """Oracle: the rows of a stand-in process that crashes in one check and loses its device in another."""
     names = ["a", "loses", "b", "dies", "c"]
     monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys(names))
     monkeypatch.setattr(workers, "count", lambda device: 1)
@@ -169,8 +169,8 @@ def test_a_process_that_does_not_start(capsys, tmp_path, monkeypatch):
     assert "a process for the checks ended with code 3 before the first one" in capsys.readouterr().err
 
 
-def test_it_ends_in_time(capsys, tmp_path, monkeypatch):
-    """Oracle: a stand-in of which one check takes an hour: what was done counts, what was not is named."""
+def test_selftest_ends_in_time(capsys, tmp_path, monkeypatch):
+    """Oracle: a stand-in of which one check takes an hour: finished checks count, the others are listed."""
     process = PROCESS.replace("sys.exit(7)", "import time; time.sleep(3600)")
     monkeypatch.setattr(selftest, "planned", lambda device: dict.fromkeys(["a", "dies", "b"]))
     monkeypatch.setattr(workers, "count", lambda device: 1)
@@ -180,15 +180,15 @@ def test_it_ends_in_time(capsys, tmp_path, monkeypatch):
     assert held["not_reached"] == ["dies (begun)", "b"] and [row["case"] for row in held["rows"]] == ["a"]
 
 
-def test_nothing_passed_is_no_success(here, capsys, tmp_path):
-    """Oracle: no time at all; exit code 1, and every check is named as not reached."""
+def test_no_passed_check_is_a_failure(here, capsys, tmp_path):
+    """Oracle: with no time, exit code 1 and every check listed as not reached."""
     line, held = command(capsys, tmp_path, "--seconds", "1e-9", code=1)
     assert line.startswith("0 checks") and held["rows"] == []
     assert held["not_reached"] == list(selftest.planned(CPU))
 
 
 def test_an_interrupt_keeps_the_rows(here, only, tmp_path, monkeypatch, capsys):
-    """Oracle: the row before Ctrl-C, in the file; exit code 130."""
+    """Oracle: the row before Ctrl-C is in the file; exit code 130."""
     only(*FIRST)
     answer = InProcess.answer
 
@@ -227,7 +227,7 @@ def test_invalid_options(capsys, tmp_path, monkeypatch, words, said):
 
 
 def test_plan_of_a_gpu(monkeypatch):
-    """Oracle: what the command promises, in its order: real shapes, modes, memory, the last device, every case."""
+    """Oracle: the documented checks in their order: real shapes, modes, memory, the last device, every case."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     names = list(selftest.planned(GPU))
     assert len(names) == len(set(names)) > 300
@@ -246,7 +246,7 @@ def test_plan_of_a_gpu(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """A stand-in for streams: work on one is done at once, in order."""
+    """Replaces streams: work on a stream runs at once, in order."""
     stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -255,7 +255,7 @@ def streams(monkeypatch):
 
 
 def capture(run, pool):
-    """A stand-in for a CUDA graph: a replay runs the call again and writes where the first one did."""
+    """Replaces a CUDA graph: a replay repeats the call and writes to the tensors of the first one."""
     held = run()
 
     def replay():
@@ -269,8 +269,8 @@ LAYER_NORM = next(op for op in OPS if op.name == "layer_norm")
 
 
 @pytest.mark.parametrize("mode", [selftest.on_stream, selftest.in_graph, selftest.in_threads])
-def test_modes_compare_with_the_call_by_itself(mode, streams, monkeypatch):
-    """Oracle: the reference equals itself in every mode; an op whose result depends on its turn does not."""
+def test_modes_compare_with_a_plain_call(mode, streams, monkeypatch):
+    """Oracle: the reference equals itself in every mode; an op whose result depends on the order of calls does not."""
     monkeypatch.setattr(selftest, "capture", capture)
     right = dataclasses.replace(LAYER_NORM, run=LAYER_NORM.reference)
     turns = iter(range(100))
@@ -282,7 +282,7 @@ def test_modes_compare_with_the_call_by_itself(mode, streams, monkeypatch):
 
 
 def test_a_launch_on_another_stream_is_found(streams, monkeypatch):
-    """Oracle: an op that reads x when the stream begins its work, as a launch that does not wait for it would."""
+    """Oracle: an op that reads x when the stream starts, like a launch that does not wait for the stream."""
     arguments, seen = LAYER_NORM.inputs(LAYER_NORM.ragged["odd"], torch.float32, CPU), []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append(arguments["x"].detach().clone()))
     want = outcome(LAYER_NORM.reference, arguments, named_leaves(arguments))
@@ -294,7 +294,7 @@ def test_a_launch_on_another_stream_is_found(streams, monkeypatch):
 
 
 def test_memory_of_a_step_is_compared(monkeypatch):
-    """Oracle: peaks of a stand-in; both ways train the same block."""
+    """Oracle: peaks of a stand-in; both variants train the same block."""
     peaks = {"plain": 100, "fused": 90}
 
     def peak_bytes(step, device):
@@ -311,7 +311,7 @@ def test_memory_of_a_step_is_compared(monkeypatch):
 
 
 def test_too_little_memory_is_no_failure():
-    """Oracle: a check that runs out of memory: "skipped", without "error"."""
+    """Oracle: a check that runs out of memory is marked "skipped", without "error"."""
 
     def check():
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -321,14 +321,14 @@ def test_too_little_memory_is_no_failure():
 
 
 def test_bits_are_compared():
-    """Oracle: NaN equals itself, zeros of two signs differ, and so does a missing tensor."""
+    """Oracle: NaN equals itself; zeros of different sign, or a missing tensor, differ."""
     a = {"x": torch.tensor([math.nan, 0.0])}
     assert selftest.same(a, {"x": a["x"].clone()})
     assert not selftest.same(a, {"x": torch.tensor([math.nan, -0.0])}) and not selftest.same(a, {})
 
 
 def test_workers_share_the_checks():
-    """Oracle: every name once, though four workers take them at once; rows are added one at a time."""
+    """Oracle: every name runs once, although four workers take names concurrently; rows are added one at a time."""
     names, adding, rows = [str(i) for i in range(50)], threading.Lock(), []
 
     class Quick(InProcess):

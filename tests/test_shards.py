@@ -1,4 +1,4 @@
-"""Shards and folders on several ranks: each sample once per epoch, for any number of ranks and any resume point."""
+"""Tests of shards and folders on several ranks. Oracle: each sample once per epoch, for any ranks and resume point."""
 
 import io
 import itertools
@@ -19,13 +19,13 @@ from fastvit_triton.train.distributed import World
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.rng import get_rng_state, set_rng_state
 
-COUNT, BATCH = 67, 8  # of 67 images, 9 batches of 8, the last with 3: uneven for every number of processes
+COUNT, BATCH = 67, 8  # 67 images make 9 batches of 8, the last of 3, which no number of processes divides evenly
 TRANSFORM = Transform((4, 4), (0.0,), (1.0,))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Picture i is grey level 3 i, in class i mod 3."""
+    """A folder in which image i has grey level 3 i and class i mod 3."""
     root = tmp_path_factory.mktemp("images")
     for split, count in (("train", COUNT), ("val", 5)):
         for i in range(count):
@@ -52,7 +52,7 @@ def batches(root: Path, world: World, workers: int = 0, crop: dict | None = None
 
 
 def seen(stream) -> list[list[tuple[int, int]]]:
-    """(image, class) of each batch, from the pixels themselves."""
+    """(image, class) of each batch, recovered from the pixels."""
     return [
         [
             (round(image.mean().item() * 255) // 3, target)
@@ -63,7 +63,7 @@ def seen(stream) -> list[list[tuple[int, int]]]:
 
 
 def all_ranks(root: Path, size: int, workers: int, start: int = 0, stop: int | None = None) -> list:
-    """What `size` ranks see of one epoch, rank by rank, batch by batch, from the same random state."""
+    """What `size` ranks read in one epoch, rank by rank, batch by batch, from the same random state."""
     here, found = get_rng_state(), []
     for rank in range(size):
         set_rng_state(here)
@@ -78,7 +78,7 @@ WHOLE = {(i, i % 3) for i in range(COUNT)}
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 11])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_is_seen_once(kind, size, workers, request):
-    """Oracle: the list of what was written. Batches are those of one process, sliced so that sizes differ by one."""
+    """Oracle: the images written. Batches are those of one process, cut into slices whose sizes differ by one."""
     root = request.getfixturevalue(kind)
     torch.manual_seed(3)
     alone = all_ranks(root, 1, 0)[0]
@@ -93,8 +93,8 @@ def test_each_sample_is_seen_once(kind, size, workers, request):
 
 
 @pytest.mark.parametrize("kind", ["folder", "packed"])
-def test_an_epoch_goes_on_with_another_number_of_processes(kind, request):
-    """Three processes stop after four batches, two go on: nothing twice, nothing lost, in one process's order."""
+def test_an_epoch_continues_with_another_number_of_processes(kind, request):
+    """Oracle: one process's order: three processes stop after four batches and two continue; no repeats, no gaps."""
     root = request.getfixturevalue(kind)
     torch.manual_seed(4)
     began = get_rng_state()
@@ -108,7 +108,7 @@ def test_an_epoch_goes_on_with_another_number_of_processes(kind, request):
 
 
 def test_epochs_differ_and_seeds_repeat(packed):
-    """The same seed gives the same epochs, the second unlike the first."""
+    """Oracle: the same seed gives the same epochs, and the second epoch differs from the first."""
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -120,7 +120,7 @@ def test_epochs_differ_and_seeds_repeat(packed):
 
 
 def test_windows_open_few_shards():
-    """A permutation; every stretch of a window's samples comes from no more shards than the window has."""
+    """Oracle: a permutation in which a window's samples come from no more shards than the window has."""
     counts = [4, 0, 7, 1, 5, 5, 3]
     order = windowed(counts, window=2)
     assert sorted(order.tolist()) == list(range(sum(counts)))
@@ -131,12 +131,12 @@ def test_windows_open_few_shards():
     assert max(open_shards) == 2
     torch.manual_seed(0)
     draws = torch.stack([windowed([3, 3, 3], window=3) for _ in range(4000)])
-    share = (draws[:, :1] == torch.arange(9)).double().mean(0)  # each sample first with probability 1/9
+    share = (draws[:, :1] == torch.arange(9)).double().mean(0)  # each sample comes first with probability 1/9
     assert ((share - 1 / 9).abs() < 5 * (1 / 9 * 8 / 9 / 4000) ** 0.5).all()
 
 
 def test_webdataset_reads_our_shards(folder, packed):
-    """Oracle: what the webdataset package reads from the same files; and the bytes of the folder's images."""
+    """Oracle: the webdataset package's reading of the same files, and the bytes of the folder's images."""
     samples, targets, classes, decode, _ = scan_shards(packed, "train")
     assert classes == ("class 0", "class 1", "class 2") and len(samples) == COUNT
     urls = [str(path) for path in sorted((packed / "train").glob("*.tar"))]
@@ -155,7 +155,7 @@ def test_webdataset_reads_our_shards(folder, packed):
 
 
 def test_load_takes_shards(folder, packed, tmp_path, capsys):
-    """`pack` and `--data`: the same classes and test images as the folder that shards were made from."""
+    """Oracle: `pack` and `--data` give the same classes and test images as the packed folder."""
     assert main(["pack", str(folder), str(tmp_path / "out"), "--per-shard", "30"]) == 0
     assert capsys.readouterr().out.endswith("holds 3 of train/ and 1 of val/ shards\n")
     assert main(["pack", str(folder), str(tmp_path / "none"), "--per-shard", "0"]) == 2
@@ -177,7 +177,7 @@ def tar(path: Path, **members: bytes) -> None:
 
 
 def test_invalid_shards_raise(folder, packed, tmp_path):
-    """One sentence each: no shards, no class number, a cut or foreign file, too few names, a folder in the way."""
+    """Oracle: one sentence each: no shards, no class number, damaged or foreign file, few names, existing folder."""
     png = next((folder / "train").rglob("*.png")).read_bytes()
     with pytest.raises(ValueError, match="holds no shards"):
         scan_shards(tmp_path, "train")

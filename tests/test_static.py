@@ -1,4 +1,4 @@
-"""Ring 3: what the public functions launch, compiled for GPUs that are not here. Oracle: the binaries themselves."""
+"""Tests of launches compiled for GPUs that are not present. Oracle: the binaries."""
 
 import dataclasses
 import json
@@ -33,27 +33,27 @@ PRODUCTS = {
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    """ViT-B in bfloat16 at batch 256, a longer attention and a narrow MLP, every launch forward and backward."""
+    """Rows of ViT-B in bfloat16 at batch 256, a longer attention and a narrow MLP, forward and backward."""
     return static.report(ARCHS, quick=True)["rows"]
 
 
 def launches(arch: str) -> list[Launch]:
-    """The same launches, not yet compiled."""
+    """The same launches, not compiled."""
     built = (case.build() for case in cases(quick=True))
     phases = (record(arch, function, *arguments, **options) for function, arguments, options in built)
     return [launch for phase in phases for found in phase.values() for launch in found]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_launches_in_use_are_clean(rows, arch):
-    """Zero spilled bytes, shared memory within the part, at least one resident block, matrix instructions."""
+def test_launches_in_use_have_no_violations(rows, arch):
+    """Oracle: no spilled bytes, shared memory within the GPU's, at least one resident block, matrix instructions."""
     found = [f"{r['kernel']} ({r['op']} {r['phase']}): {v}" for r in rows if r["arch"] == arch for v in r["violations"]]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_products_run_on_matrix_units(rows, arch):
-    """The kernels known to multiply do so with the part's own instruction, and no other kernel does."""
+    """Oracle: kernels known to multiply use the GPU's own matrix instruction, and no other kernel does."""
     used = {r["kernel"]: set(r["mma"]) for r in rows if r["arch"] == arch}
     assert {kernel for kernel, names in used.items() if names} == PRODUCTS
     kind = {"sm_80": "HMMA", "sm_90": "HGMMA", "gfx942": "mfma"}[arch]
@@ -63,7 +63,7 @@ def test_products_run_on_matrix_units(rows, arch):
 def test_no_launch_is_worse_than_in_the_committed_report(rows):
     """Oracle: the committed rows of the same launches: no new spill, no lost matrix instruction, bounds within 5 %.
 
-    Each triton brings its own compilers, so a report says nothing of another's launches; some cover one part alone.
+    Each Triton release has its own compilers, so only reports of this release count; some cover one GPU only.
     """
     made = [json.loads(path.read_text()) for path in static.RESULTS.rglob("static.json")]
     report = next((r for r in made if r["triton"] == triton.__version__), None)
@@ -86,8 +86,8 @@ def test_no_launch_is_worse_than_in_the_committed_report(rows):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_counted_flops_are_those_of_the_tiles(arch):
-    """Flops of the matrix instructions, loop passes and the rest, equal those computed from tile sizes."""
+def test_counted_flops_equal_those_of_the_tiles(arch):
+    """Oracle: flops computed from tile sizes equal those of the matrix instructions, in the loop and outside."""
     counted = [launch for launch in launches(arch) if launch.name in ("attention._fwd_kernel", "linear._fwd_kernel")]
     assert counted
     for launch in counted:
@@ -96,8 +96,8 @@ def test_counted_flops_are_those_of_the_tiles(arch):
         assert flops == pytest.approx(todo.padded) or not binary.loop.flops, launch.config
 
 
-def test_spills_are_seen():
-    """A kernel held to 64 registers spills, and the report says so."""
+def test_spills_are_reported():
+    """Oracle: a kernel limited to 64 registers spills, and the report states it."""
     launch = next(launch for launch in launches("sm_80") if launch.name == "attention._fwd_kernel")
     starved = dataclasses.replace(launch, options=launch.options | {"maxnreg": 64})
     kernel = compiled(starved, "sm_80")
@@ -107,14 +107,14 @@ def test_spills_are_seen():
 
 
 def test_floor_of_attention():
-    """ViT-B, batch 256, on an H200: 3072 heads read q, k, v and write o, 197 × 64 bfloat16 each, at 4.3 TB/s."""
+    """Oracle: ViT-B, batch 256, on an H200: 3072 heads read q, k, v and write o, 197 × 64 bfloat16, at 4.3 TB/s."""
     launch = next(launch for launch in launches("sm_90") if launch.name == "attention._fwd_kernel")
     expected = 3072 * 4 * 197 * 64 * 2 / 4.3e12 * 1e6
     assert static.floor(launch, "inference", static.GPUS["sm_90"]) == pytest.approx(expected, rel=1e-3)
 
 
-def test_recording_leaves_nothing_behind():
-    """After recording and compiling, Triton, PyTorch and the interpreter work as before."""
+def test_recording_restores_global_state():
+    """Oracle: after recording and compiling, Triton, PyTorch and the interpreter work as before."""
     before = launcher.run, JITFunction.run, torch.Tensor.__matmul__, torch.Tensor.float
     x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8)
     found = record("sm_90", layer_norm, x, weight, None, 1e-6)
@@ -131,23 +131,23 @@ RECORDED += [pytest.param(arch, False, marks=pytest.mark.full) for arch in GPUS 
 
 
 def committed(folder: str) -> dict:
-    """A report of this repository."""
+    """A committed report."""
     return json.loads((static.RESULTS / folder / "static.json").read_text())
 
 
 @pytest.mark.parametrize("folder", REPORTS)
 def test_committed_report_is_complete_and_clean(folder):
-    """Every part and op; nothing spilled, all fits."""
+    """Oracle: every GPU and op is present; no launch spills or exceeds the GPU."""
     report = committed(folder)
     assert list(report["parts"]) == REPORTS[folder]
     assert not [row for row in report["rows"] if row["violations"]]
     covered = {row["op"] for row in report["rows"]}
-    assert covered >= {op.name for op in OPS} - {"fold"}  # which `linear` launches
+    assert covered >= {op.name for op in OPS} - {"fold"}  # launched by `linear`
 
 
 @pytest.mark.parametrize("arch, quick", RECORDED)
-def test_committed_reports_are_of_these_launches(arch, quick):
-    """Oracle: the keys of launches recorded now; all of them on an H200, with `-m full` on every part."""
+def test_committed_reports_contain_the_current_launches(arch, quick):
+    """Oracle: the keys of launches recorded now: all on an H200, and with `-m full` on every GPU."""
     keys = {}
     for case in cases(quick):
         for phase, launch in static.recorded(case, arch):
@@ -157,11 +157,11 @@ def test_committed_reports_are_of_these_launches(arch, quick):
         have = {row["key"] for row in committed(folder)["rows"] if row["arch"] == arch}
         missing = [name for found, name in keys.items() if found not in have]
         assert not missing, f"{folder}: {len(missing)} launches changed; run `{static.COMMAND}`\n" + "\n".join(missing)
-        assert quick or have == keys.keys(), f"{folder} has launches that are not made any more"
+        assert quick or have == keys.keys(), f"{folder} has launches that no longer occur"
 
 
 def test_unchanged_rows_are_not_compiled(monkeypatch):
-    """With every key known nothing is compiled. Oracle: the committed rows; what is not kept is computed anew."""
+    """Oracle: the committed rows; with every key known nothing is compiled, and derived figures are recomputed."""
     monkeypatch.setattr(static, "compiled", None)
     rows = [row for row in committed(".")["rows"] if row["arch"] == "sm_90"]
     known = {row["key"]: row | dict(kernel="old", case="old", config="old", floor_us=-1) for row in rows}
@@ -173,7 +173,7 @@ def test_unchanged_rows_are_not_compiled(monkeypatch):
 
 
 def test_changed_reports_are_not_reused():
-    """Rows come from a report by the same Triton and ptxas, for the same figures of the part, without violation."""
+    """Oracle: rows are reused from reports with the same Triton, ptxas and GPU figures, and without violation."""
     figures = {arch: dataclasses.asdict(GPUS[arch]) for arch in ("sm_80", "sm_90")}
     rows = [dict(key=arch, arch=arch, violations=[]) for arch in figures] + [
         dict(key="b", arch="sm_80", violations="b")

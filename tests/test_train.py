@@ -1,4 +1,4 @@
-"""Training utilities: each pure function at known points, the loop, and runs that are resumed."""
+"""Tests of training: pure functions at known points, the loop, and resumed runs."""
 
 import errno
 import io
@@ -50,7 +50,7 @@ def tiny(**options) -> nn.Module:
 
 
 def stripes(count: int = 20) -> tuple[Tensor, Tensor]:
-    """Images [N, 1, 8, 8] of one bright row, whose number is the class."""
+    """Images [N, 1, 8, 8] with one bright row, whose index is the class."""
     targets = torch.arange(count) % 8
     images = torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.2
     images[torch.arange(count), 0, targets] += 0.8
@@ -69,7 +69,7 @@ def save(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
 
 
 def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Module:
-    """A run of `epochs` of three; `resume` goes on with the one in `out`."""
+    """Trains `epochs` of three epochs in `out`; `resume` continues the run there."""
     out.mkdir(exist_ok=True)
     model = tiny(drop_path_rate=0.2, proj_drop_rate=0.1)
     torch.manual_seed(5)
@@ -82,7 +82,7 @@ def train(out: Path, epochs: int = 3, resume: bool = False, **options) -> nn.Mod
 
 
 def test_schedule_at_known_points():
-    """Oracle: the formula of the docstring, worked by hand for 110 steps, 10 of them warm-up, peak 2, floor 1."""
+    """Oracle: the docstring's formula by hand for 110 steps, 10 of warm-up, peak 2, floor 1."""
     at = partial(warmup_cosine, steps=110, warmup=10, peak=2.0, floor=1.0)
     assert at(0) == 2 / 11 and at(9) == 20 / 11 and at(10) == 2.0
     assert math.isclose(at(60), 1.5) and math.isclose(at(10 + 25), 1 + (1 + math.sqrt(0.5)) / 2)
@@ -93,7 +93,7 @@ def test_schedule_at_known_points():
 
 
 def test_parameter_groups():
-    """Oracle: matrices and the patch kernel decay; biases, norms, positions and tokens do not; each appears once."""
+    """Oracle: matrices and the patch kernel decay; biases, norms, positions and tokens do not; each is listed once."""
     model = tiny(reg_tokens=2)
     decayed, free = parameter_groups(model, 0.3)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -110,8 +110,8 @@ def test_parameter_groups():
     assert parameter_groups(plain, 0.1) == []
 
 
-def test_positions_are_redrawn_where_they_are_learned():
-    """Oracle: the deviation of 17 · 16 normal numbers, within four standard errors; a model without positions."""
+def test_learned_positions_are_redrawn():
+    """Oracle: the standard deviation of 17 · 16 normal numbers within four standard errors; a model without any."""
     model = tiny()
     reinit_pos_embed(model, 0.5)
     numbers = model.pos_embed.numel()
@@ -120,7 +120,7 @@ def test_positions_are_redrawn_where_they_are_learned():
 
 
 def test_mixup_blends_images_and_labels_alike():
-    """Oracle: one-hot images, whose blend must be the blend of the labels."""
+    """Oracle: one-hot images, which must be mixed like the labels."""
     targets = torch.tensor([0, 1, 2, 3])
     images = F.one_hot(targets, 5).float()[:, None, None]
     blended, soft = mixup(images, targets, 5, alpha=1.0)
@@ -132,14 +132,14 @@ def test_mixup_blends_images_and_labels_alike():
 
 
 def test_agreement():
-    """Oracle: by hand; a blended target counts by its share."""
+    """Oracle: by hand; a mixed target counts by its fraction."""
     logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]])
     assert count_correct(logits, torch.tensor([0, 0, 0])) == 2
     assert count_correct(logits, torch.tensor([[0.75, 0.25], [0.75, 0.25], [0.0, 1.0]])) == 1.0
 
 
 def test_evaluate_any_module():
-    """Oracle: a module whose logits are its input; cross-entropy and accuracy by PyTorch; the mode is kept."""
+    """Oracle: a module whose logits are its input; cross-entropy and accuracy by PyTorch; the mode is restored."""
     logits, targets = torch.randn(10, 4), torch.arange(10) % 4
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_evaluate_any_module():
         evaluate(model, [])
 
 
-def test_fit_is_plain_gradient_descent():
+def test_fit_equals_plain_gradient_descent():
     """Oracle: two steps written out by hand, with the schedule's rates and the clipped gradient."""
     batches = list(zip(torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [2, 1, 0]]), strict=True))
     model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
@@ -195,7 +195,7 @@ def test_a_test_split_can_be_kept_for_the_end():
 
 
 def test_fit_stops_at_losses_that_are_not_finite():
-    """Oracle: images that are infinite change no weight, and are fatal when too many follow one another."""
+    """Oracle: infinite images change no weight, and raise after too many in a row."""
     good, bad = [(torch.full((2, 4), value), torch.tensor([0, 1])) for value in (1.0, math.inf)]
     model = nn.Linear(4, 3)
     start = model.weight.detach().clone()
@@ -217,7 +217,7 @@ def test_fit_stops_at_losses_that_are_not_finite():
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
-    """Oracle: three epochs without a stop, bit for bit, with shuffling, augmentation, mixup, dropout and drop path."""
+    """Oracle: three uninterrupted epochs, bit by bit, with shuffling, augmentation, mixup, dropout and drop path."""
     whole = train(tmp_path / "whole")
     train(tmp_path / "parts", epochs=1)
     torch.rand(7)  # another process has another random state
@@ -234,8 +234,8 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path):
     assert torch.equal(kept["norm.weight"], a["ema"]["module.norm.weight"])
 
 
-def test_run_leaves_all_files_and_a_finished_one_can_draw_again(tmp_path: Path):
-    """Oracle: the list of files; the log has one row per epoch, and equals the state's history."""
+def test_a_run_writes_all_files_and_a_finished_run_can_plot_again(tmp_path: Path):
+    """Oracle: the list of files; the log has one row per epoch and equals the state's history."""
     train(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(outputs.FILES)
     header, *rows = (tmp_path / outputs.LOG).read_text().splitlines()
@@ -249,7 +249,7 @@ def test_run_leaves_all_files_and_a_finished_one_can_draw_again(tmp_path: Path):
 
 @pytest.mark.parametrize("fails_at", range(1, 8))
 def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int):
-    """Oracle: each file in turn meets a full disk; all read back, and the run resumes.
+    """Oracle: the disk is full at each file in turn; all files still load, and the run resumes.
 
     Resuming writes three files again, and an epoch writes four.
     """
@@ -276,10 +276,10 @@ def test_full_disk_leaves_the_epoch_before(tmp_path: Path, monkeypatch: pytest.M
 
 
 class _Pickled:
-    """Something that `torch.load` must not build."""
+    """An object that `torch.load` must not construct."""
 
 
-def test_state_that_is_damaged_or_wants_to_run_code(tmp_path: Path):
+def test_damaged_or_malicious_states_raise(tmp_path: Path):
     """Oracle: one sentence that names the file."""
     path = tmp_path / "state.pt"
     path.write_bytes(b"nonsense")
@@ -294,7 +294,7 @@ def test_state_that_is_damaged_or_wants_to_run_code(tmp_path: Path):
 
 
 def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
-    """Oracle: a state of today under the keys that earlier versions wrote."""
+    """Oracle: a current state with its keys renamed to those of earlier versions."""
     train(tmp_path, epochs=1)
     state = checkpoint.load_state(tmp_path / outputs.STATE)
     state["settings"] = {"grad_accum_steps": 2, "ema_decay": 0.5}
@@ -309,7 +309,7 @@ def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
 
 
 def test_settings_of_a_resumed_run():
-    """Oracle: what was not given comes from the run; what differs is refused by name."""
+    """Oracle: settings that are not given come from the run; a different setting raises an error that names it."""
     saved = resolve_settings({"epochs": 7})
     assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
     state = {"settings": saved, "progress": {"epoch": 3, "done": True}}
@@ -341,7 +341,7 @@ def test_a_finished_run_may_have_more_epochs():
 
 @pytest.mark.parametrize("wrong", [0, 1, 16])
 def test_plots_are_drawn_without_global_state(tmp_path: Path, wrong: int):
-    """Oracle: PNG files of a sane size; red pixels where, and only where, something is wrong; pyplot untouched."""
+    """Oracle: PNG files of a reasonable size; red pixels only if a prediction is wrong; pyplot is not used."""
     import matplotlib
     from PIL import Image
 
@@ -373,7 +373,7 @@ def test_learning_rates_have_a_scientific_axis(lr, heights, label):
 
 
 def test_adamw_decays_matrices_only():
-    """Oracle: with zero gradients a step multiplies matrices by 1 − lr · decay and leaves the rest alone."""
+    """Oracle: with zero gradients a step multiplies matrices by 1 − lr · decay and leaves the rest unchanged."""
     model = nn.Linear(3, 3)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = adamw(model, lr=0.1, weight_decay=0.5)
@@ -386,7 +386,7 @@ def test_adamw_decays_matrices_only():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_display(terminal: bool):
-    """Oracle: 80 columns, cut nowhere; one line per epoch where there is no terminal; the time left."""
+    """Oracle: no line exceeds 80 columns or is cut; one line per epoch without a terminal; the remaining time."""
     page = io.StringIO()
     console = Console(file=page, force_terminal=terminal, width=80, color_system=None)
     loss, accuracy = torch.tensor(1.234), torch.tensor(0.875)

@@ -1,6 +1,6 @@
-"""`tune`: invented timings lead to the right verdicts, and wrong results to none. Kernels run in the interpreter.
+"""Tests of `tune`: invented timings give the right choices, and incorrect results none. Kernels are interpreted.
 
-The clock is a stand-in that says how long each variant takes; nothing is timed.
+The clock is a stand-in that returns a time for each variant; nothing is timed.
 """
 
 import json
@@ -28,11 +28,11 @@ from fastvit_triton.measure.tuning import fastest
 
 SMALL = dict(img_size=16, patch_size=8, depth=1, embed_dim=32, num_heads=2, num_classes=3)
 SLOW, FAST = dict(BLOCK_M=128, BLOCK_F=64, BLOCK_K=32, GROUP=8, PARTS=2, WGMMA_WARPS=0), dict(BLOCK_M=64, BLOCK_F=64)
-QUICK = dict(SLOW, **FAST, num_warps=4, num_stages=2)  # the fastest by the invented clock
+QUICK = dict(SLOW, **FAST, num_warps=4, num_stages=2)  # the fastest by the stand-in clock
 
 
 class Invented:
-    """A clock that says what `us` says of a variant, and runs nothing."""
+    """A clock that returns `us` of a variant and runs nothing."""
 
     us = staticmethod(lambda variant: 10.0)
 
@@ -52,7 +52,7 @@ class Invented:
 
 @pytest.fixture
 def invented(monkeypatch, tmp_path):
-    """Invented timings, two candidates for a product and none for others, and a folder of this test's own."""
+    """Installs invented timings, two candidates for one product and none for others, and a folder for this test."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
     monkeypatch.setattr(timing, "Clock", Invented)
     monkeypatch.setattr(Invented, "us", staticmethod(lambda variant: 10.0))
@@ -74,7 +74,7 @@ def model_and_images(train=False, **options):
 
 
 def by_name(**us):
-    """A clock for variants by the beginning of their names."""
+    """A clock that assigns times to variants by the beginning of their names."""
     return staticmethod(lambda variant: next((t for name, t in us.items() if variant.startswith(name)), 10.0))
 
 
@@ -83,8 +83,8 @@ def quick_is_fast(variant):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_the_fastest_is_kept_and_used(invented, monkeypatch, train):
-    """Oracle: the invented times. Another process, which reads the file, chooses what was fastest."""
+def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
+    """Oracle: the invented times; another process, which reads the file, chooses the fastest."""
     times = {"fused, our attention": 3.0}
     monkeypatch.setattr(Invented, "us", staticmethod(lambda v: times.get(v) or quick_is_fast(v)))
     model, images = model_and_images(train, depth=2)
@@ -98,7 +98,7 @@ def test_the_fastest_is_kept_and_used(invented, monkeypatch, train):
     assert products and all(row["best"] == QUICK and (row["us"], row["us_before"]) == (5.0, 10.0) for row in products)
     block, stem = found.parts
     assert (block["name"], block["count"], block["way"]) == ("Block", 2, "fused, our attention")
-    assert (stem["name"], stem["way"]) == ("stem", stem["rule"])  # equal times: as before
+    assert (stem["name"], stem["way"]) == ("stem", stem["rule"])  # equal times change nothing
     assert all(said["match"] for said in block["variants"].values())
     held = json.loads(found.path.read_text())
     assert held["rows"].keys() >= {products[0]["row"]} and held["facts"]["gpu"] == "cpu"
@@ -111,7 +111,7 @@ def test_the_fastest_is_kept_and_used(invented, monkeypatch, train):
 
 
 @pytest.mark.parametrize("way", ["plain", "mixed, SDPA"])
-def test_the_verdict_may_be_another_way(invented, monkeypatch, way):
+def test_any_way_can_be_chosen(invented, monkeypatch, way):
     """Oracle: the invented times."""
     monkeypatch.setattr(Invented, "us", by_name(**{way: 2.0, "fused": 5.0}))
     found = tune(*model_and_images(), seconds=500)
@@ -119,8 +119,8 @@ def test_the_verdict_may_be_another_way(invented, monkeypatch, way):
     assert set(found.parts[0]["entries"]) > set(found.parts[0]["shapes"]) or way == "plain"
 
 
-def test_a_wrong_candidate_has_no_time(invented, monkeypatch):
-    """Oracle: a product whose result is changed where one candidate is in use; it would be the fastest."""
+def test_an_incorrect_candidate_has_no_time(invented, monkeypatch):
+    """Oracle: a product whose result is wrong with one candidate, which would be the fastest."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
     run, fake = REGISTERED["linear_fwd"]
 
@@ -140,8 +140,8 @@ def test_a_wrong_candidate_has_no_time(invented, monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_launch_parameters_that_make_a_block_wrong_are_not_kept(invented, monkeypatch, fails):
-    """Oracle: blocks that are wrong or fail where the new rows are in use; alone the candidates looked right."""
+def test_launch_parameters_that_make_a_block_incorrect_are_not_kept(invented, monkeypatch, fails):
+    """Oracle: blocks that are wrong or fail with the new rows, although each candidate is correct by itself."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
     forward = fastvit_triton.layers.Block.forward
 
@@ -157,12 +157,12 @@ def test_launch_parameters_that_make_a_block_wrong_are_not_kept(invented, monkey
 
     monkeypatch.setattr(fastvit_triton.layers.Block, "forward", wrong)
     found = tune(*model_and_images(), seconds=500)
-    assert all(row["best"] is None and "Block is wrong" in row["rejected"] for row in found.launches)
+    assert all(row["best"] is None and "Block is incorrect" in row["rejected"] for row in found.launches)
     assert found.rows() == {}
 
 
 def test_candidates_that_do_not_compile_or_spill_are_left_out(invented, monkeypatch):
-    """Oracle: compilers that fail, and kernels that say that they spill."""
+    """Oracle: a compiler that fails, and kernels that report spills."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
 
     def compiled(self):
@@ -191,7 +191,7 @@ def test_candidates_that_do_not_compile_or_spill_are_left_out(invented, monkeypa
 
 
 def test_fastest():
-    """Oracle: by hand. Within the quartiles is noise; without a time of the variant in use there is no verdict."""
+    """Oracle: by hand: differences within the quartiles are noise; no choice without a time of the variant in use."""
     near, far, used = Timing(9, 8, 10.5, 5), Timing(7, 6, 8, 5), Timing(10, 10, 11, 5)
     assert fastest(dict(a=near, b=used), "b", "ab") == "b"
     assert fastest(dict(a=far, b=used), "b", "ab") == "a"
@@ -209,8 +209,8 @@ def test_the_way_in_use_stays_if_all_are_as_fast(invented, train):
     assert block["rule"] == block["way"] and block["rule"].startswith("mixed")
 
 
-def test_of_launches_that_share_a_name_the_most_frequent_counts():
-    """Oracle: by hand; launches are in the order of their counts."""
+def test_launches_that_share_a_name_use_the_most_frequent():
+    """Oracle: by hand; launches are sorted by their counts."""
     one, other = (dict(row=f"a {n},8", best=dict(A=n), us=1.0, us_before=1.0) for n in (9, 10))
     found = Tuned("m", False, {}, launches=[one, other, dict(one, best=dict(A=3))])
     assert {name: entry["config"]["A"] for name, entry in found.rows().items()} == {
@@ -221,7 +221,7 @@ def test_of_launches_that_share_a_name_the_most_frequent_counts():
 
 
 class Autocast(nn.Module):
-    """Uses autocast in its forward, replaces a buffer, and takes its input by name."""
+    """A module that uses autocast, replaces a buffer, and is called with a keyword argument."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class Autocast(nn.Module):
 
 
 def test_a_model_with_autocast_inside(invented):
-    """Oracle: the shape that its block asks for, of 16-bit values; buffers stay."""
+    """Oracle: the shape that its block looks up, of 16-bit values; buffers are restored."""
     model, x = Autocast().eval(), torch.randn(2, 5, 32)
     optimize(model)
     choices, count = [], model.count
@@ -248,7 +248,7 @@ def test_a_model_with_autocast_inside(invented):
 
 
 def test_models_that_optimize_knows(invented):
-    """A model of PyTorch's own, converted or not; the model that is given stays as it is. Oracle: one that is ours."""
+    """Oracle: one of our models, for a model of another package, converted or not; the given model is not changed."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True, norm_first=True, dropout=0.0)
     model, x = nn.Sequential(layer).half().eval(), torch.randn(2, 5, 32).half()
@@ -263,6 +263,7 @@ def test_models_that_optimize_knows(invented):
 
 
 def test_optimize_may_tune(invented):
+    """Oracle: the saved run, an inference."""
     layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True, norm_first=True, dropout=0.0)
     model, x = nn.Sequential(layer).half().eval(), torch.randn(2, 5, 32).half()
     optimize(model, tune=x)
@@ -270,6 +271,7 @@ def test_optimize_may_tune(invented):
 
 
 def test_bad_arguments():
+    """Oracle: the error type and the sentence."""
     model, images = model_and_images()
     with pytest.raises(TypeError, match="model is list"):
         tune([], images)
@@ -287,7 +289,7 @@ def test_bad_arguments():
 
 
 def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
-    """Oracle: what rank 0 broadcasts, given back or raised."""
+    """Oracle: what rank 0 broadcasts, returned or raised."""
     distributed, sent = torch.distributed, []
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
@@ -310,9 +312,9 @@ def test_rank_0_measures_and_the_others_wait(invented, monkeypatch):
     sent.insert(0, found)
     text = found.path.read_text()
     tune(nn.Linear(2, 2), torch.ones(1, 2))
-    assert found.path.read_text() == text  # all of it is there
+    assert found.path.read_text() == text  # every result is there
     held = json.loads(text) | dict(ways={})
-    found.path.write_text(json.dumps(held))  # there is a file, without this result
+    found.path.write_text(json.dumps(held))  # the file exists, without this result
     sent.insert(0, found)
     tune(nn.Linear(2, 2), torch.ones(1, 2))
     assert json.loads(found.path.read_text())["ways"] == json.loads(text)["ways"]
@@ -324,7 +326,7 @@ FACTS = dict(gpu="card", units=1, driver=1, torch="2", cuda="1", cudnn=1, triton
 
 
 def test_several_processes_add_to_one_file(monkeypatch, tmp_path):
-    """Oracle: the union of what each adds; every reader meanwhile finds a whole file."""
+    """Oracle: the union of all entries; readers always find a complete file."""
     code = f"""
 import sys
 from fastvit_triton.measure import kept
@@ -342,7 +344,8 @@ for i in range(20):
     assert len(held["rows"]) == len(held["runs"]) == 40
 
 
-def test_files_of_other_sources_are_replaced_and_threads_do_no_harm(monkeypatch, tmp_path):
+def test_files_of_other_sources_are_replaced_and_writes_are_thread_safe(monkeypatch, tmp_path):
+    """Oracle: the file after one write with other sources, four concurrent writes, and damage."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path))
     run = dict(model="m", train=False)
     path = kept.add(FACTS | dict(sources="old"), dict(a=dict(config=dict(A=1))), {}, run)
@@ -359,7 +362,7 @@ def test_files_of_other_sources_are_replaced_and_threads_do_no_harm(monkeypatch,
 
 
 def test_files_by_the_command(monkeypatch, tmp_path, capsys):
-    """show, export, clear and import; each refusal is one sentence."""
+    """Oracle: the output of show, export, clear and import; each error is one sentence."""
     monkeypatch.setenv("FASTVIT_TRITON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measured, "facts_of", lambda device: dict(FACTS))
     out = tmp_path / "out.json"
@@ -389,7 +392,7 @@ def test_files_by_the_command(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.full
 def test_dry_run(tmp_path):
-    """Every step in the interpreter, in another folder; nothing is kept."""
+    """Oracle: every step runs in the interpreter, in a temporary folder; nothing is saved."""
     command = [str(Path(sys.executable).with_name("fastvit-triton")), "tune", "--dry-run", "--train"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

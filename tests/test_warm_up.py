@@ -1,4 +1,4 @@
-"""Warm-up: what is compiled ahead is what a call launches. The driver is a stand-in; Triton compiles for an H200."""
+"""Tests of warm-up: it compiles what a call launches. The driver is a stand-in; Triton compiles for an H200."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def step(model, x, train):
 
 @pytest.mark.skipif(TRITON is None, reason="the direct launches of this release of Triton are not known")
 @pytest.mark.parametrize("train", [False, True])
-def test_a_call_compiles_nothing_more(train):
-    """Oracle: binaries that Triton makes in the first call after the warm-up: none. Progress counts all of them."""
+def test_a_call_after_warm_up_compiles_nothing(train):
+    """Oracle: the number of binaries that the first call after the warm-up compiles: none. Progress counts all."""
     model, x = small(train)
     with no_device(), pytest.MonkeyPatch.context() as patch:
         made, compile_one = [], JITFunction._do_compile
@@ -46,8 +46,8 @@ def test_a_call_compiles_nothing_more(train):
         assert len(made) == warmed.kernels
 
 
-def test_nothing_changes_but_what_is_compiled():
-    """Buffers, random state, gradients, weights and folds. Oracle: their values before."""
+def test_warm_up_leaves_the_model_unchanged():
+    """Oracle: the values before: buffers, random state, gradients, weights and folds."""
     model, x = small(True, proj_drop_rate=0.5)
     model.register_buffer("count", torch.zeros(()))
     model.register_forward_pre_hook(lambda module, inputs: module.count.add_(1) and None)
@@ -59,7 +59,7 @@ def test_nothing_changes_but_what_is_compiled():
 
 
 def test_a_frozen_model_folds_after_a_warmup():
-    """Launches are left out, folds among them: the next call must fold. Oracle: kernels that it launches."""
+    """Oracle: the launched kernels: warm-up omits launches, folds included, so the next call must fold."""
     model, x = small()
     freeze(model)
     with no_device(), launch.overriding({"fold.border": dict(ROWS_PER_OUTPUT=0)}):
@@ -70,11 +70,11 @@ def test_a_frozen_model_folds_after_a_warmup():
             for _ in range(2):
                 with torch.no_grad():
                     model(x)
-    assert names.count("_fold_kernel") == 2  # as many blocks, once
+    assert names.count("_fold_kernel") == 2  # once per block
 
 
 class Replacing(nn.Module):
-    """Puts another tensor in the place of a buffer, and has buffers that cannot be written."""
+    """A module that replaces a buffer and has buffers that cannot be written."""
 
     def __init__(self):
         super().__init__()
@@ -92,13 +92,13 @@ def test_buffers_are_the_same_tensors_with_the_same_values():
     """Oracle: the tensors and values before."""
     model = Replacing().requires_grad_(False)
     held = dict(model.named_buffers())
-    for train in (False, True):  # nothing is learned, so there is no backward pass
+    for train in (False, True):  # no parameter requires gradients, so there is no backward pass
         assert warmup(model, torch.ones(2), train).kernels == 0
         assert all(b is held[name] for name, b in model.named_buffers()) and model.mean == 0
 
 
-def test_another_thread_launches_as_ever():
-    """The collector is that of its thread. Oracle: launches that reach the driver."""
+def test_other_threads_launch_normally():
+    """Oracle: launches that reach the driver from another thread, where nothing is collected."""
     import threading
 
     model, x = small()
@@ -115,8 +115,8 @@ def test_another_thread_launches_as_ever():
         assert len(log) == 2 * usual and 0 < len(found.launches) <= usual
 
 
-def test_binaries_are_those_of_real_launches():
-    """What is compiled by Triton itself for a recorded launch. Oracle: its cache has one entry, and it is for sm_90."""
+def test_binaries_equal_those_of_real_launches():
+    """Oracle: Triton's cache, after Triton compiles a recorded launch: one entry, for sm_90."""
     model, x = small()
     before, kernels = driver._active, set()
     driver.set_active(Driver())
@@ -134,6 +134,7 @@ def test_binaries_are_those_of_real_launches():
 
 
 def test_without_a_gpu_nothing_is_compiled():
+    """Oracle: the result and the error sentences."""
     assert warmup(*small()).kernels == 0
     with pytest.raises(TypeError, match="example is list"):
         warmup(small()[0], [torch.ones(1)])
@@ -141,8 +142,8 @@ def test_without_a_gpu_nothing_is_compiled():
         warmup(3, torch.ones(1))
 
 
-def test_a_kernel_that_does_not_compile_says_so(monkeypatch):
-    """The error is the compiler's."""
+def test_compile_errors_are_raised(monkeypatch):
+    """Oracle: the compiler's error."""
     model, x = small()
     with no_device():
         monkeypatch.setattr(compiling, "_compile", lambda one: 1 / 0)
@@ -151,7 +152,7 @@ def test_a_kernel_that_does_not_compile_says_so(monkeypatch):
 
 
 def test_benchmarks_compile_ahead():
-    """Variants that are compiled or captured are not called. Oracle: layer_norm has one kernel, and two more."""
+    """Oracle: layer_norm's kernels are compiled, and variants that are compiled or captured are not called."""
     op = layer_norm.OP
     inputs = op.inputs(next(iter(op.cases.values())), torch.bfloat16, "cpu")
     calls = dict(eager=op.reference, ours=op.run) | {"torch.compile": None, "ours, CUDA graph": None}
@@ -167,5 +168,6 @@ class Plain(nn.Module):
 
 
 def test_a_model_without_kernels():
+    """Oracle: no kernel is compiled."""
     with no_device():
         assert warmup(Plain(), torch.ones(2)).kernels == 0

@@ -1,4 +1,4 @@
-"""Checkpoints in and out, against the libraries that write them; all parameters random: no default hides an error."""
+"""Tests of checkpoint reading and writing. Oracle: the libraries that write them; all parameters are random."""
 
 import argparse
 import errno
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from fastvit_triton import create_model, load_model, load_weights, save_weights, weights
 from fastvit_triton.weights import WeightsError
 
-# 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks taken in another order.
+# 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks in another order.
 TOLERANCE = 1e-5
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3)
 
-# name → options; one of every family and of every option that changes what is stored
+# name → options: one model of every family and of every option that affects what is stored
 MODELS = {
     "vit_tiny_patch16_224": dict(num_classes=7),
     "deit_tiny_distilled_patch16_224": dict(num_classes=7),
@@ -72,7 +72,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def assert_equal(a: nn.Module, b: nn.Module) -> None:
-    """The same tensors under the same names, bit by bit."""
+    """Asserts that the same tensors have the same names, bit by bit."""
     a, b = a.state_dict(), b.state_dict()
     assert list(a) == list(b)
     for key in a:
@@ -84,7 +84,7 @@ def assert_equal(a: nn.Module, b: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, *OURS])
 def test_our_files_rebuild_the_model(name, tmp_path):
-    """Oracle: the model itself; names, options and every bit return, from the file or its folder."""
+    """Oracle: the model itself: names, options and every bit, loaded from the file or from its folder."""
     model = build(name)
     save_weights(model, tmp_path / "model.safetensors", metadata={"classes": "a,b"})
     for path in (tmp_path, tmp_path / "model.safetensors"):
@@ -96,12 +96,12 @@ def test_our_files_rebuild_the_model(name, tmp_path):
         assert torch.equal(again.eval()(x), model(x))
 
 
-# timm, and what is written like it
+# timm, and files in its layout
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_timm(name, tmp_path):
-    """Oracle: timm's model of that name; its weights give its logits here, ours give ours there and come back."""
+    """Oracle: timm's model of that name: its weights give its logits here, and ours give ours there and load again."""
     options = {**SMALL, **MODELS[name]}
     if "_r_" in name:
         options.pop("patch_size")
@@ -122,8 +122,8 @@ def test_timm(name, tmp_path):
     assert_equal(again, ours)
 
 
-def test_timm_holds_a_fixed_position_table(tmp_path):
-    """Oracle: timm's ViT with our sine-cosine table as its learned one; the table is dropped again on the way back."""
+def test_timm_files_store_a_fixed_position_table(tmp_path):
+    """Oracle: timm's ViT with our sine-cosine table as its learned positions; reading the file drops the table."""
     ours = build("simplevit_tiny_patch16_224", pre_logits=False, patch_embed="linear")
     save_weights(ours, tmp_path / "a.safetensors", layout="timm")
     theirs = timm.models.VisionTransformer(**SMALL, num_classes=7, class_token=False, global_pool="avg", fc_norm=False)
@@ -141,7 +141,7 @@ def test_timm_holds_a_fixed_position_table(tmp_path):
 
 @pytest.mark.parametrize("wrap", ["model", "model_ema", "module", "compiled"])
 def test_wrappers(wrap, tmp_path):
-    """Oracle: the bare state dict. DeiT's own files keep an argparse.Namespace beside it; averaged weights win."""
+    """Oracle: the bare state dict. DeiT's files also hold an argparse.Namespace; averaged weights take precedence."""
     state = build("vit_tiny_patch16_224").state_dict()
     if wrap == "module":
         file = {f"module.{key}": tensor for key, tensor in state.items()}
@@ -157,7 +157,7 @@ def test_wrappers(wrap, tmp_path):
 
 
 def test_official_deit3():
-    """Oracle: timm's converter for facebookresearch/deit's `gamma_1` names."""
+    """Oracle: timm's converter for the `gamma_1` names of facebookresearch/deit."""
     theirs = randomize(timm.create_model("deit3_small_patch16_224", **SMALL, num_classes=7))
     official = {re.sub(r"ls(\d)\.gamma", r"gamma_\1", key): t for key, t in theirs.state_dict().items()}
     ours = build("deit3_small_patch16_224")
@@ -170,7 +170,7 @@ def test_official_deit3():
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("name", ["vit_small_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"])
 def test_official_dinov2(name, chunked, tmp_path):
-    """Oracle: timm's converter for facebookresearch/dinov2 keys, in timm's model; chunks and a teacher's file too."""
+    """Oracle: timm's converter for facebookresearch/dinov2 keys, in timm's model; also chunks, and a teacher's file."""
     theirs = randomize(timm.create_model(name, **SMALL))
     rename = {"fc1": "w12", "fc2": "w3"} if "giant" in name else {}
     official = {}
@@ -182,7 +182,7 @@ def test_official_dinov2(name, chunked, tmp_path):
     official["mask_token"] = torch.randn(1, 48)
     theirs.load_state_dict(checkpoint_filter_fn(dict(official), theirs))
 
-    if chunked:  # two blocks in two chunks, as the teacher of a training run
+    if chunked:  # two blocks in two chunks, like the teacher in a training run
         official = {re.sub(r"^blocks\.(\d)\.", r"blocks.\1.\1.", key): tensor for key, tensor in official.items()}
         student = {f"student.backbone.{key}": torch.randn_like(tensor) for key, tensor in official.items()}
         official = student | {f"teacher.backbone.{key}": tensor for key, tensor in official.items()}
@@ -197,7 +197,7 @@ def test_official_dinov2(name, chunked, tmp_path):
 
 
 def test_official_mae():
-    """Oracle: the encoder's tensors; facebookresearch/mae keeps mask_token and a decoder beside them."""
+    """Oracle: the encoder's tensors; files of facebookresearch/mae also contain mask_token and a decoder."""
     state = build("vit_tiny_patch16_224", num_classes=0).state_dict()
     extra = {key: torch.randn(3) for key in ("mask_token", "decoder_embed.weight", "decoder_blocks.0.norm1.weight")}
     model = build("vit_tiny_patch16_224")
@@ -245,7 +245,7 @@ TRANSFORMERS = {
         *(T, "pooler_output"),
     ),
 }
-# 5.23 → 4.56, read off the state dicts of transformers 4.56.2; the first rule that matches a key counts
+# 5.23 → 4.56, from the state dicts of transformers 4.56.2; the first rule that matches a key applies
 OLD_NAMES = [
     (r"^((?:vit|deit)\.|)layers\.(\d+)\.attention\.o_proj\.", r"\1encoder.layer.\2.attention.output.dense."),
     (r"^((?:vit|deit)\.|)layers\.(\d+)\.mlp\.fc1\.", r"\1encoder.layer.\2.intermediate.dense."),
@@ -299,12 +299,12 @@ def old_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_reading_transformers(case):
-    """Oracle: transformers' model; 5.x and 4.x names give the same tensors, and its output."""
+    """Oracle: transformers' model and its output; 5.x and 4.x names give the same tensors."""
     name, options, *_ = TRANSFORMERS[case]
     theirs, run = foreign(case)
     state = theirs.state_dict()
     if "Dinov2" in type(theirs).__name__ and "classifier.weight" in state:
-        state["classifier.weight"][:, 48:] = 0  # the half that reads the patch mean, which ours does not have
+        state["classifier.weight"][:, 48:] = 0  # the half for the patch mean, which our head does not have
     ours, old = build(name, **options), build(name, **options)
     report = load_weights(ours, state)
     assert report.family.startswith("transformers") and not report.reinitialised
@@ -319,7 +319,7 @@ def test_reading_transformers(case):
 
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_gradients_equal_transformers(case):
-    """Oracle: their gradients; reading is linear, so `load_weights` carries gradients as it carries weights."""
+    """Oracle: transformers' gradients; reading is linear, so `load_weights` maps gradients like weights."""
     name, options, *_ = TRANSFORMERS[case]
     theirs, run = foreign(case)
     state = theirs.state_dict()
@@ -332,27 +332,27 @@ def test_gradients_equal_transformers(case):
     cotangent = torch.randn_like(y)
     y.backward(cotangent)
     run(x).backward(cotangent)
-    # what is outside the graph (mask token, pooler) has no gradient; the half of a classifier that ours lacks is cut
+    # tensors outside the graph (mask token, pooler) have no gradient; our head lacks half of a classifier
     grads = {k: p.grad if p.grad is not None else torch.zeros_like(p) for k, p in theirs.named_parameters()}
     if "Dinov2" in type(theirs).__name__ and "classifier.weight" in grads:
         grads["classifier.weight"][:, 48:] = 0
     if (
         ours.config.no_embed_class
-    ):  # reading adds the class token's position to the token: its gradient would count twice
+    ):  # reading adds the class token's position to the token, so its gradient would count twice
         (position,) = (grad for key, grad in grads.items() if "position_embeddings" in key)
         position[:, :1] = 0
     load_weights(carrier, grads)
     largest = max(float(p.grad.norm()) for p in ours.parameters())
     for (key, parameter), wanted in zip(ours.named_parameters(), carrier.parameters(), strict=True):
         if key == "head.bias" and "clip" in name:
-            continue  # theirs has none
+            continue  # theirs has no gradient
         error = float((parameter.grad - wanted.detach()).norm())
         assert error <= TOLERANCE * max(float(wanted.detach().norm()), 1e-3 * largest), key
 
 
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_writing_transformers(case, tmp_path):
-    """Oracle: transformers' model loads the file strictly, by itself and by `from_pretrained`, and gives our output."""
+    """Oracle: transformers' model loads the file strictly, directly and by `from_pretrained`, and gives our output."""
     name, options, *_ = TRANSFORMERS[case]
     ours = build(name, **options)
     if "clip" in name and ours.config.num_classes:
@@ -376,7 +376,7 @@ def test_writing_transformers(case, tmp_path):
 
 
 def test_siglip_classifier(tmp_path):
-    """Oracle: transformers' SiglipForImageClassification, the mean of the tokens after the last norm."""
+    """Oracle: transformers' SiglipForImageClassification, which averages the tokens after the last norm."""
     text = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3, vocab_size=10)
     text |= dict(max_position_embeddings=4, bos_token_id=1, eos_token_id=2)
     config = transformers.SiglipConfig(text_config=text, vision_config={**T, "vision_use_head": False}, num_labels=7)
@@ -390,7 +390,7 @@ def test_siglip_classifier(tmp_path):
 
 
 def test_two_towers():
-    """Oracle: the vision tower alone; text tower, temperature and the unused pooling head are dropped and listed."""
+    """Oracle: the vision tower itself; text tower, temperature and the unused pooling head are dropped and listed."""
     theirs, _ = foreign("siglip")
     both = {f"vision_model.{key}": tensor for key, tensor in theirs.state_dict().items()}
     others = {"text_model.final_layer_norm.weight": torch.randn(48), "logit_scale": torch.tensor(1.0)}
@@ -405,14 +405,14 @@ def test_two_towers():
 
 
 def test_dinov2_classifier_on_the_patch_mean_is_refused():
-    """A classifier that also reads the patch mean has no place in a head on the class token."""
+    """Oracle: an error: a head on the class token cannot store a classifier that also reads the patch mean."""
     theirs, _ = foreign("deit3")
     with pytest.raises(WeightsError, match=r"classifier.weight is \[7, 96\].*head.weight is \[7, 48\]"):
         load_weights(build("deit3_small_patch16_224"), theirs.state_dict())
 
 
 def test_deit_fine_tuned_without_its_second_head():
-    """transformers' DeiTForImageClassification reads the class token alone: the other head is zero, and named."""
+    """Oracle: transformers' DeiTForImageClassification, which reads the class token only: the other head is zero."""
     config = transformers.DeiTConfig(**T, **EPS, num_labels=7)
     theirs = randomize(transformers.DeiTForImageClassification(config))
     ours = build("deit_tiny_distilled_patch16_224")
@@ -425,7 +425,7 @@ def test_deit_fine_tuned_without_its_second_head():
 
 
 def test_torchvision():
-    """Oracle: torchvision's VisionTransformer, also under the names of its first release (linear_1)."""
+    """Oracle: torchvision's VisionTransformer, also with the names of its first release (linear_1)."""
     theirs = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 192, num_classes=7)
     randomize(theirs)
     ours, old = build("vit_tiny_patch16_224"), build("vit_tiny_patch16_224")
@@ -447,7 +447,7 @@ def test_torchvision():
 
 
 def jax_arrays(vit_paper: bool, pool: str = "tok", stacked: bool = False, classes: int = 7) -> dict[str, np.ndarray]:
-    """A random tree as google-research/vision_transformer (`vit_paper`) or big_vision flatten it; D 48, 2 blocks."""
+    """Random arrays as flattened by google-research/vision_transformer (`vit_paper`) or big_vision; D 48, 2 blocks."""
     D, H, F = 48, 3, 192
     mha, mlp, second = (1, 3, 2) if vit_paper else (0, 0, 1)
 
@@ -503,7 +503,7 @@ JAX = {
 
 @pytest.mark.parametrize("case", JAX)
 def test_jax(case, tmp_path):
-    """Oracle: timm's own npz loader, in timm's model; optimizer state, counters and the text tower are dropped."""
+    """Oracle: timm's npz loader in timm's model; optimizer state, counters and the text tower are dropped."""
     prefix, tree, name, options = JAX[case]
     arrays = {prefix + key: array for key, array in jax_arrays(**tree).items()}
     if prefix:
@@ -537,7 +537,7 @@ def test_jax_bfloat16(tmp_path):
 
 
 def test_jax_pre_logits():
-    """Oracle: the arrays; the tanh layer is loaded where the model has it and goes with a head for other classes."""
+    """Oracle: the arrays; the tanh layer is loaded if the model has one, and dropped with a head for other classes."""
     arrays = jax_arrays(vit_paper=True)
     arrays |= {"pre_logits/kernel": np.full((48, 48), 0.5, "f4"), "pre_logits/bias": np.ones(48, "f4")}
     model = build("vit_tiny_patch16_224", pre_logits=True)
@@ -592,7 +592,7 @@ def positions_after(state: dict, name: str = "vit_tiny_patch16_224", grid=(6, 6)
 
 @pytest.mark.parametrize("grid", [(6, 6), (3, 3), (5, 9)])
 def test_jax_positions(grid):
-    """Oracle: scipy.ndimage.zoom(order=1), which the ViT paper's code calls; the class row is kept."""
+    """Oracle: scipy.ndimage.zoom(order=1), which the ViT paper's code calls; the class token's row is kept."""
     arrays = jax_arrays(vit_paper=True)
     got = positions_after(arrays, grid=grid)
     table = arrays["Transformer/posembed_input/pos_embedding"][0]
@@ -604,7 +604,7 @@ def test_jax_positions(grid):
 @pytest.mark.parametrize("grid", [(6, 6), (3, 3), (5, 9)])
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224"])
 def test_timm_positions(name, grid):
-    """Oracle: timm's resample_abs_pos_embed; one, two and no prefix rows."""
+    """Oracle: timm's resample_abs_pos_embed, with one, two and no prefix rows."""
     state = build(name).state_dict()
     prefix = {"vit": 1, "deit": 2, "deit3": 0}[name.split("_")[0]]
     want = resample_abs_pos_embed(state["pos_embed"], list(grid), num_prefix_tokens=prefix)
@@ -621,7 +621,7 @@ def test_torchvision_positions():
 @pytest.mark.parametrize("case", ["vit", "deit", "dinov2", "dinov2 registers", "siglip", "clip"])
 @pytest.mark.parametrize("grid", [(6, 6), (5, 9)])
 def test_transformers_positions(case, grid):
-    """Oracle: transformers' model with interpolate_pos_encoding, fed the larger image."""
+    """Oracle: transformers' model with interpolate_pos_encoding, called on the larger image."""
     theirs, run = foreign(case)
     name, options, *_ = TRANSFORMERS[case]
     state = theirs.state_dict()
@@ -636,8 +636,8 @@ def test_transformers_positions(case, grid):
 
 
 def test_dinov2_positions():
-    """Oracle: the coordinates in facebookresearch/dinov2's code, (i + 1/2) · h / (H + 0.1) − 1/2, through Keys' bicubic
-    weights (a = −0.75) in float64; with registers its code switches to antialias, which is timm's function.
+    """Oracle: the coordinates in facebookresearch/dinov2's code, (i + 1/2) · h / (H + 0.1) − 1/2, with Keys' bicubic
+    weights (a = −0.75) in float64; with registers its code switches to antialiasing, which is timm's function.
     """
 
     def weights_of(new: int, old: int) -> np.ndarray:  # [new, old]
@@ -666,7 +666,7 @@ def test_dinov2_positions():
 
 @pytest.mark.parametrize("mode", ["bilinear", "bilinear_align_corners", "bicubic", "bicubic_align_corners"])
 def test_resize_overrides_the_family(mode):
-    """Oracle: F.interpolate with the arguments that the name says."""
+    """Oracle: F.interpolate with the arguments that the mode names."""
     state = build("vit_tiny_patch16_224").state_dict()
     grid = state["pos_embed"][:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
     kind, _, corners = mode.partition("_")
@@ -676,8 +676,8 @@ def test_resize_overrides_the_family(mode):
         load_weights(build("vit_tiny_patch16_224"), state, resize="cubic")
 
 
-def test_our_files_know_a_grid_that_is_not_square(tmp_path):
-    """Oracle: timm's resample_abs_pos_embed, given the old size; without the config 2 · 8 patches look like 4 · 4."""
+def test_our_files_store_a_grid_that_is_not_square(tmp_path):
+    """Oracle: timm's resample_abs_pos_embed, given the old size; without the config, 2 · 8 patches look like 4 · 4."""
     wide = build("vit_tiny_patch16_224", img_size=(16, 64))
     save_weights(wide, tmp_path / "a.safetensors")
     model = build("vit_tiny_patch16_224", img_size=(32, 32))
@@ -688,8 +688,8 @@ def test_our_files_know_a_grid_that_is_not_square(tmp_path):
 
 @pytest.mark.parametrize("registers", [0, 4])
 @pytest.mark.parametrize(("old", "new"), [(False, True), (True, False)])
-def test_positions_of_prefix_tokens_move_exactly(old, new, registers):
-    """Oracle: the first model; a token plus its position is one sum, wherever the two are kept."""
+def test_positions_of_prefix_tokens_are_moved_exactly(old, new, registers):
+    """Oracle: the first model; a token plus its position is one sum, wherever the two are stored."""
     options = dict(reg_tokens=registers, pos_embed="learned")
     first = build("vit_tiny_patch16_224", no_embed_class=old, **options)
     second = build("vit_tiny_patch16_224", no_embed_class=new, **options)
@@ -701,7 +701,7 @@ def test_positions_of_prefix_tokens_move_exactly(old, new, registers):
 
 
 def test_positions_of_the_class_token_alone():
-    """Oracle: transformers' model with registers; they have no position there, and one of zeros in ours."""
+    """Oracle: transformers' model with registers, which have no position there and a zero position in ours."""
     theirs, run = foreign("dinov2 registers")
     state = theirs.state_dict()
     state["classifier.weight"][:, 48:] = 0
@@ -713,7 +713,7 @@ def test_positions_of_the_class_token_alone():
 
 
 def test_no_square_grid():
-    """15 patches fit no square: the error names the rows, the grid, and what would do."""
+    """Oracle: for 15 patches, which form no square, an error that names the rows, the grid, and a remedy."""
     state = build("vit_tiny_patch16_224").state_dict()
     state["pos_embed"] = torch.randn(1, 16, 48)[:, :15]
     with pytest.raises(WeightsError, match=r"pos_embed has 15 rows.*4x4 patches.*img_size"):
@@ -725,7 +725,7 @@ def test_no_square_grid():
 
 @pytest.mark.parametrize("classes", [7, None])
 def test_a_head_that_does_not_fit_becomes_zero(classes):
-    """Other classes, or none in the checkpoint: zeros, and the report says so; the rest is loaded."""
+    """Oracle: zeros for other classes or a checkpoint without a head, listed in the report; the rest is loaded."""
     name = "deit_tiny_distilled_patch16_224"
     state = build(name).state_dict()
     if classes is None:
@@ -741,7 +741,7 @@ def test_a_head_that_does_not_fit_becomes_zero(classes):
 
 
 def test_a_headless_model_drops_the_head():
-    """Features only: the head is listed as dropped."""
+    """Oracle: for a model without a head, the head is listed as dropped."""
     report = load_weights(build("vit_tiny_patch16_224", num_classes=0), build("vit_tiny_patch16_224").state_dict())
     assert report.dropped == ("head.weight", "head.bias") and not report.reinitialised
 
@@ -749,8 +749,8 @@ def test_a_headless_model_drops_the_head():
 # What stays
 
 
-def test_dtype_device_and_requires_grad_stay(tmp_path):
-    """A bfloat16 model with a frozen part stays one, and its version counters show the change (`_version`)."""
+def test_dtype_device_and_requires_grad_are_kept(tmp_path):
+    """Oracle: a bfloat16 model with a frozen part stays so, and its version counters (`_version`) show the change."""
     source = build("vit_tiny_patch16_224")
     save_weights(source, tmp_path / "a.safetensors")
     model = build("vit_tiny_patch16_224").bfloat16()
@@ -767,7 +767,7 @@ def test_dtype_device_and_requires_grad_stay(tmp_path):
 
 
 class Hostile:
-    """Unpickles by calling os.mkdir."""
+    """An object whose unpickling calls os.mkdir."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -777,7 +777,7 @@ class Hostile:
 
 
 def damaged(tmp_path, kind: str):
-    """Every way a file can be wrong: (source, what the message must say)."""
+    """(source, expected message) of each kind of invalid checkpoint."""
     state = build("vit_tiny_patch16_224").state_dict()
     save_file(state, tmp_path / "a.safetensors")
     torch.save(state, tmp_path / "a.pt")
@@ -886,7 +886,7 @@ FAULTS += [
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("no_embed_class", [False, True])
 def test_invalid_checkpoints_raise_and_change_nothing(kind, no_embed_class, tmp_path):
-    """WeightsError with one sentence, and a model that is bitwise unchanged."""
+    """Oracle: WeightsError with one sentence, and a model that is bitwise unchanged."""
     model = build("vit_tiny_patch16_224", no_embed_class=no_embed_class)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     source, message = damaged(tmp_path, kind)
@@ -898,8 +898,8 @@ def test_invalid_checkpoints_raise_and_change_nothing(kind, no_embed_class, tmp_
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_one_flipped_bit_is_noticed(suffix, tmp_path):
-    """Oracle: the model; 200 bits anywhere in the file, one at a time, load exactly or raise."""
+def test_one_flipped_bit_is_detected(suffix, tmp_path):
+    """Oracle: the model; for 200 bits anywhere in the file, one at a time, loading is exact or raises."""
     model, path = build("vit_tiny_patch16_224", depth=1, embed_dim=12), tmp_path / f"a.{suffix}"
     if suffix == "pt":
         torch.save(model.state_dict(), path)
@@ -917,7 +917,7 @@ def test_one_flipped_bit_is_noticed(suffix, tmp_path):
             refused += 1
         else:
             assert all(torch.equal(t, wanted[key]) for key, t in found.state_dict().items())
-    assert refused > 100  # most bits are values
+    assert refused > 100  # most bits belong to values
 
 
 @pytest.mark.parametrize("kind", ["not finite", "no checksums"])
@@ -931,7 +931,7 @@ def test_files_load_unverified(kind, tmp_path):
 
 
 def test_a_changed_value_of_ours_loads_unverified(tmp_path):
-    """Oracle: the message; then the file, whose header says nothing of the change."""
+    """Oracle: the message; then the file, whose header does not reflect the change."""
     model, path = build("vit_tiny_patch16_224"), tmp_path / "a.safetensors"
     save_weights(model, path)
     content = bytearray(path.read_bytes())
@@ -945,7 +945,7 @@ def test_a_changed_value_of_ours_loads_unverified(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", "npz"])
 def test_flipped_bytes_load_whole_or_raise(suffix, tmp_path):
-    """A damaged file raises WeightsError and changes nothing, unless only values are damaged."""
+    """Oracle: a damaged file raises WeightsError and changes nothing, unless only values are damaged."""
     model = build("vit_tiny_patch16_224")
     path = tmp_path / f"a.{suffix}"
     save = {"safetensors": save_file, "pt": torch.save, "npz": lambda arrays, path: np.savez(path, **arrays)}[suffix]
@@ -965,7 +965,7 @@ def test_flipped_bytes_load_whole_or_raise(suffix, tmp_path):
 
 
 def test_files_that_do_not_name_their_model(tmp_path):
-    """load_model asks for a name; a config from another version is an error of the file, not of Python."""
+    """Oracle: WeightsError if the file names no model, and if its config is from another version."""
     model = build("vit_tiny_patch16_224")
     save_file(model.state_dict(), tmp_path / "a.safetensors")
     with pytest.raises(WeightsError, match="does not say which model"):
@@ -989,15 +989,15 @@ def test_files_that_do_not_name_their_model(tmp_path):
         ("vit_tiny_patch16_224", {}, "flax", "layout is 'flax'; use one of fastvit_triton, timm, transformers"),
     ],
 )
-def test_layouts_without_a_place_for_the_model(name, options, layout, message, tmp_path):
-    """What cannot be written says why, and writes nothing."""
+def test_unsupported_layouts_raise(name, options, layout, message, tmp_path):
+    """Oracle: the sentence says why the model cannot be written, and nothing is written."""
     with pytest.raises(WeightsError, match=message):
         save_weights(build(name, **options), tmp_path / "a.safetensors", layout=layout)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    """A full disk: the error says so, the old checkpoint stays whole, and no half file is left behind."""
+    """Oracle: on a full disk the error says so, the old checkpoint is intact, and no partial file remains."""
     model = build("vit_tiny_patch16_224")
     save_weights(model, tmp_path / "a.safetensors")
 
@@ -1015,8 +1015,8 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         save_weights(model, tmp_path / "a.pth")
 
 
-def test_a_pyramid_is_no_plain_vit():
-    """Oracle: timm's Swin and PVT, which name a patch_embed.proj.weight too."""
+def test_pyramid_checkpoints_are_rejected():
+    """Oracle: an error for timm's Swin and PVT, which also have a patch_embed.proj.weight."""
     vit = create_model("vit_tiny_patch16_224", depth=1)
     for name in ("swin_tiny_patch4_window7_224", "pvt_v2_b0"):
         with torch.device("meta"):

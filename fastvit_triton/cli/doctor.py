@@ -23,12 +23,12 @@ BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
 which reads its operands and writes its results once. Those of torch.compile are estimated by a rule \
-(convert/inductor_rule.py). Expected times are those of the blocks: the longer of GPU and host, from published rates \
-and estimates (kernels/tuned/rates.json); in brackets with the best and the pessimistic rates of our kernels, of which \
-the choice takes the pessimistic ones. torch.compile is expected to take the GPU time of the mixed way with PyTorch's \
+(convert/inductor_rule.py). Expected times are the longer of GPU and host time of the blocks, from published rates and \
+estimates (kernels/tuned/rates.json); the range in brackets is from the best to the pessimistic rates of our kernels. \
+The choice uses the pessimistic ones. torch.compile is expected to take the GPU time of the mixed way with PyTorch's \
 attention, and no host time."""
 FROZEN = " Frozen: after fastvit_triton.freeze, which folds the LayerNorms of fused blocks into their projections once."
-SAVED = " Saved: activations that the blocks keep for the backward pass."
+SAVED = " Saved: activations that the blocks save for the backward pass."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,7 @@ def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") ->
         print_line(f"Its layers call the kernels; nothing needs to be converted.{f' {why}.' if why else ''}")
     else:
         print_line(str(dataclasses.replace(report, device=why)))
-    here = "" if asked or not why else f" (the kernels run on no GPU here; --gpu takes {', '.join(gpus())})"
+    here = "" if asked or not why else f" (no GPU here runs the kernels; --gpu takes {', '.join(gpus())})"
     print_line(f"\nHow calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
     print_line(f"Source of its rates: {gpu.source}.")
     return True
@@ -178,12 +178,12 @@ def _print_table(found: "Prediction", batch: int) -> None:
         counts["frozen"] = found.frozen
     rows = {
         "launches": [f"{count.launches}" for count in counts.values()],
-        "MB an image": [f"{count.nbytes / 1e6 / batch:.1f}" for count in counts.values()],
+        "MB per image": [f"{count.nbytes / 1e6 / batch:.1f}" for count in counts.values()],
     }
     if found.blocks:
         if found.training:
             saved = (found.saved_bytes("plain"), None, found.saved_bytes())
-            rows["MB an image saved"] = ["-" if n is None else f"{n / 1e6 / batch:.1f}" for n in saved]
+            rows["MB per image saved"] = ["-" if n is None else f"{n / 1e6 / batch:.1f}" for n in saved]
         times = [f"{found.eager_us() / 1e3:.3f}", f"{found.compiled_us() / 1e3:.3f}"]
         for frozen in (False, True)[: len(counts) - 2]:
             most, expected, least = (us / 1e3 for us in found.ours_us(frozen))

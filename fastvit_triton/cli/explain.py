@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         yield from explain_run(*_run_results(args, trained, device), classes)
         yield published_tables()
 
-    page = write_report(all_panels(), args.out, f"What {args.checkpoint.resolve().name} sees")
+    page = write_report(all_panels(), args.out, f"Attention report of {args.checkpoint.resolve().name}")
     plural = "s" if len(files) > 1 else ""
     print_line(f"{page} shows {len(shown)} of {len(files)} image{plural}; its figures are in the same folder")
     return code

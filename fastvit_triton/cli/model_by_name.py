@@ -17,7 +17,7 @@ PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name that
 
 
 class NamedModel(NamedTuple):
-    """A model with random weights; on the meta device it has no weights.
+    """A model with random weights, or without storage on the meta device.
 
     Attributes:
         model: in evaluation mode.

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.export is not None:
         kept.export(args.export, select_device(args.device))
-        print_line(f"{args.export} holds what was measured here")
+        print_line(f"{args.export} contains what was measured here")
         return 0
     if args.source is not None:
         print_line(f"imported to {kept.import_from(args.source, select_device(args.device))}")
@@ -130,7 +130,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     with targeting("sm_90"), compiling("aot_eager"):
         found = tune(model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
     _report(found, "dry run: a tiny model in Triton's interpreter", False)
-    print_line("Every step was executed. Times in the interpreter mean nothing; nothing was kept.")
+    print_line("Every step was executed. Times in the interpreter are meaningless; nothing was saved.")
     return 0
 
 
@@ -154,9 +154,9 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
             if why is not None and not why.startswith("Timed"):
                 print_line(f"{row['row']}: rejected {_text(one['config'])}: {why}")
     if late:
-        print_line(f"{late} candidates were not reached in time; --seconds gives them more.")
+        print_line(f"{late} candidates were not reached in time; raise --seconds.")
     if any("rejected" in row for row in found.launches):
-        print_line(f"No launch parameters are kept: {found.launches[0]['rejected']}.")
+        print_line(f"No launch parameters were saved: {found.launches[0]['rejected']}.")
     for row in found.parts:
         print_line(f"{row['count']} × {row['name']}: {row['shapes'][0]}")
         table = Table("variant", "ratio to plain", "match", "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -181,7 +181,7 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
         if "error" in row:
             print_line(f"{name}: {row['error']}")
     if timed:
-        print_line(f"Kept in {found.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
+        print_line(f"Saved in {found.path}; `fastvit-triton tune --show` lists it, --clear removes it.")
 
 
 def _text(config: dict[str, int]) -> str:

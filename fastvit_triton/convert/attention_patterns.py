@@ -59,7 +59,7 @@ def _head_dim(found: AttentionPattern) -> int:
 
 
 def _attention(node: fx.Node) -> AttentionPattern | str | None:
-    """The attention whose output is this node; a reason (str) if it is unsupported; None if it is no attention."""
+    """The attention whose output is this node; a reason (str) if it is unsupported; None if it is not attention."""
     if kind(node) == "scaled_dot_product_attention":
         given, inner = read(node), []
         q, k, v = (given[name] for name in ("query", "key", "value"))
@@ -67,7 +67,7 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
         if given.get("dropout_p", 0.0) != 0.0:
             return "it drops attention probabilities"
         if given.get("is_causal", False) is not False or given.get("enable_gqa", False) is not False:
-            return "it is causal or groups its queries"
+            return "it is causal or uses grouped-query attention"
     elif kind(node) == "matmul":
         found = _written_out(node)
         if found is None:
@@ -76,7 +76,7 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
     else:
         return None
     if not (scale is None or isinstance(scale, (int, float))):
-        return "its scale is computed"
+        return "its scale is not a constant"
     sizes = [shape(t) for t in (q, k, v)]
     if any(len(s) != 4 for s in sizes):
         return "its tensors have no axes [B, H, N, D]"
@@ -171,7 +171,7 @@ def _scaled_by(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float]:
 
 
 def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | None:
-    """(the matmul node, its scalar factor); None if this node is no matmul."""
+    """(the matmul node, its scalar factor); None if this node is not a matmul."""
     passed: list[fx.Node] = []
     node, factor = _scaled_by(up(node, passed), passed)
     node = up(node, passed)
@@ -246,13 +246,13 @@ def unlike_self_attention(node: fx.Node) -> str | None:
     if given["key"] is not query or given["value"] is not query or len(shape(query)) != 3 or weight is None:
         return "its queries, keys and values are not one tensor [N, B, D]"
     if any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask", "bias_k", "static_k", "static_v")):
-        return "it has a mask, or keys and values of its own"
+        return "it has a mask, or separate keys and values"
     if given.get("add_zero_attn") or given.get("use_separate_proj_weight") or given.get("is_causal"):
-        return "it is causal, or its projections are apart"
+        return "it is causal, or has separate projections"
     if given["dropout_p"] != 0 and given.get("training", True):
         return "it drops attention probabilities"
     if any(kind(user) != "getitem" or user.args[1] != 0 for user in node.users):
-        return "its attention weights are read"
+        return "its attention weights are used"
     if not isinstance(E, int) or not equal(shape(weight), (3 * E, E)):
         return "its projection is not one of [3, H, D]"
     return None

@@ -82,7 +82,7 @@ def rewrite(graph: fx.GraphModule) -> Report:
         graph.recompile()
     for name, path, call in candidates:
         became = rewriter.became.get(name)
-        why = rewriter.why.get(name, "nothing it could be fused with")
+        why = rewriter.why.get(name, "it has nothing to be fused with")
         rows.append(Row(path, call, became, why=None if became else why))
     return Report(tuple(rows), unfused=UNFUSED)
 

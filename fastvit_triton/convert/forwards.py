@@ -31,7 +31,7 @@ class Forward(NamedTuple):
         run: the function that `optimize` binds to an instance.
         needs: attributes that it reads; "a b.c d|e" means a, b.c, and d or else e.
         takes: supported arguments after the first, "a b"; None if they are the same in all releases.
-        read: extracts the parts of a body from the module and its further arguments; None for types that are no bodies.
+        read: extracts the parts of a body from the module and its further arguments; None for other types.
         became: its name in reports; None to derive it from the parts.
         reason: returns why a module must run its own forward now, or None.
         call: returns the keyword arguments that every call of the module has, as known from its attributes.
@@ -58,7 +58,7 @@ class Forward(NamedTuple):
         if self.takes is None:
             return None
         name = next((n for n in _arguments(type(module)) if n not in self.takes.split()), None)
-        return None if name is None else f"it takes {name}, which its fused forward does not know"
+        return None if name is None else f"it takes {name}, which its fused forward does not support"
 
 
 def arguments(cls: type[nn.Module]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def dropped(module: nn.Module) -> str | None:
         if is_inactive(drop)
         else f"attention dropout {drop.p}"
         if type_name(drop) in DROPOUTS
-        else "attn_drop is watched"
+        else "attn_drop has a hook"
     )
 
 
@@ -123,7 +123,7 @@ def _positions(self: nn.Module) -> Tensor:
 )
 def window_parts(self: nn.Module, mask: Tensor | None = None) -> AttentionParts | str:
     """Parts of a window attention; group g of the bias is window g, with the mask of shifted windows added."""
-    why = dropped(self) or ("softmax is watched" if has_hooks(self.softmax) else None)
+    why = dropped(self) or ("softmax has a hook" if has_hooks(self.softmax) else None)
     if why is not None:
         return why
     bias = _positions(self)
@@ -170,6 +170,6 @@ def _packed(self: nn.Module) -> nn.Module | Packed | str:
     if getattr(self, "q_bias", None) is None:
         return self.qkv
     if not is_readable(self.qkv) or not are_plain_tensors(self.q_bias, self.k_bias, self.v_bias):
-        return "qkv was replaced or is watched"
+        return "qkv was replaced or has a hook"
     biases = self.q_bias, self.k_bias, self.v_bias
     return Packed(self.qkv.weight, torch.cat(biases), (self.qkv.weight, *biases))

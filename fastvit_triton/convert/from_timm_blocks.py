@@ -173,7 +173,7 @@ def _patch_reason(self: nn.Module) -> str | None:
     form = getattr(self, "output_fmt", "NCHW")
     if not self.flatten and form != "NHWC":
         return f"its output is {getattr(form, 'value', form)}, not tokens"
-    return None if patch_conv(self.proj) else "its projection was replaced or is watched"
+    return None if patch_conv(self.proj) else "its projection was replaced or has a hook"
 
 
 @fused_forward(

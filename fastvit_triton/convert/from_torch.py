@@ -57,11 +57,11 @@ def multihead_reason(self: nn.MultiheadAttention) -> str | None:
         return "added keys"
     if self.training and self.dropout > 0:
         return f"attention dropout {self.dropout}"
-    return None if are_plain_tensors(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is no plain parameter"
+    return None if are_plain_tensors(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is not a parameter"
 
 
 @fused_forward(
-    "attention where its weights are not asked for",
+    "attention if its weights are not requested",
     "torch.nn.modules.activation.MultiheadAttention",
     reason=multihead_reason,
 )
@@ -119,7 +119,7 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
 
 def _norm_reason(self: nn.Module) -> str | None:
     known = last_axis_norm(self) is not None
-    return None if known else "several axes, fast norm, or parameters of a class of their own"
+    return None if known else "several axes, fast norm, or parameters of a tensor subclass"
 
 
 @fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason)

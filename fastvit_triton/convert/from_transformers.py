@@ -77,7 +77,7 @@ def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: objec
     """As `attention_parts` for older releases: two submodules, the second with dropout; no weights are returned."""
     inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
     if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
-        return "attention or output was replaced or is watched"
+        return "attention or output was replaced or has a hook"
     why = _reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
     if why is not None:
         return why
@@ -94,7 +94,7 @@ def _reason(
     if self.is_causal if is_causal is None else is_causal:
         return "causal mask"
     if self.config._attn_implementation == "eager" and (self._forward_hooks or has_hooks(self)):
-        return "its attention weights are watched"
+        return "its attention weights have a hook"
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
         return "a mask that is not [B, H, N, N]"
     odd = [n for n, v in more.items() if v is not None and v is not False and not n.startswith(("output_", "return_"))]
@@ -222,7 +222,7 @@ def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None
 
 def _pooling_reason(self: nn.Module, attention_mask: Tensor | None = None) -> str | None:
     if has_hooks(self.attention):
-        return "its attention is watched"
+        return "its attention has a hook"
     if attention_mask is not None and attention_mask.dim() != 2:
         return "a mask that is not [B, N]"
     return multihead_reason(self.attention)

@@ -21,7 +21,7 @@ def attention_parts(self: nn.Module) -> AttentionParts | str:
             else "dropout was replaced"
         )
     if has_hooks(self.attend) or has_hooks(self.to_out):
-        return "attend or to_out is watched"
+        return "attend or to_out has a hook"
     proj, drop = self.to_out, None
     if isinstance(proj, nn.Sequential):
         proj, drop = proj
@@ -38,7 +38,7 @@ def attention_parts(self: nn.Module) -> AttentionParts | str:
 @fused_body("vit_pytorch.vit.FeedForward", "vit_pytorch.simple_vit.FeedForward")
 def feed_forward_parts(self: nn.Module) -> MlpParts | str:
     """Parts of an MLP: LayerNorm, Linear, GELU, Linear in a Sequential."""
-    return "net is watched" if has_hooks(self.net) else sequential_parts(self.net)
+    return "net has a hook" if has_hooks(self.net) else sequential_parts(self.net)
 
 
 @fused_forward("blocks and last norm", "vit_pytorch.vit.Transformer", "vit_pytorch.simple_vit.Transformer")

@@ -60,7 +60,7 @@ def optimize(
         Report: for each candidate, what it became or why it was not converted; prints as a table.
 
     Raises:
-        TypeError: model is no nn.Module, filter_fn cannot be called, or freeze is no bool.
+        TypeError: model is not an nn.Module, filter_fn cannot be called, or freeze is not a bool.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
@@ -138,7 +138,7 @@ def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
 
 
 def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
-    """Binds the fused forward of this module's type and returns its row; None if the module is no candidate."""
+    """Binds the fused forward of this module's type and returns its row; None if the module is not a candidate."""
     name, cls = type_name(module), type(module).__name__
     forward = forward_for(module)
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
@@ -153,9 +153,9 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
-        return Row(path, cls, why="left out by filter_fn")
+        return Row(path, cls, why="excluded by filter_fn")
     if "forward" in module.__dict__ and not is_our_forward(module.__dict__["forward"]):
-        return Row(path, cls, why="another forward is in its place")
+        return Row(path, cls, why="its forward was replaced")
     module.forward = partial(forward.run, module)
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
@@ -182,7 +182,7 @@ def _parts(forward: Forward, module: nn.Module) -> AttentionParts | MlpParts | s
 def _notes(forward: Forward, module: nn.Module, parts: AttentionParts | MlpParts | None) -> Iterator[str]:
     """Yields notes: what is called instead of fused, and when the module's own forward runs."""
     if has_hooks(module):
-        yield "a hook watches it, so it is called"
+        yield "it has a hook, so it is called"
     if parts is not None:
         layers = (*parts.projections, parts.proj) if isinstance(parts, AttentionParts) else (*parts.fc1, parts.fc2)
         for layer in layers:
@@ -215,7 +215,7 @@ def revert(model: nn.Module) -> None:
     torch.jit.script then accepts the model again.
 
     Raises:
-        TypeError: model is no nn.Module.
+        TypeError: model is not an nn.Module.
     """
     _check(model)
     unfreeze(model)

@@ -167,9 +167,9 @@ def normalize(anchor: fx.Node) -> Iterator[Match | str]:
         return
     found = _layer_norm(anchor)
     if found is None:
-        yield "more axes than the last are normalised"
+        yield "it normalises more than the last axis"
     elif not value(found[0]).is_contiguous():
-        yield "its rows do not lie one after another, which Inductor's own LayerNorm reads in one pass"
+        yield "its rows are not contiguous; Inductor's own LayerNorm reads them in one pass"
     else:
         yield Match(anchor, layer_norm, found)
 
@@ -240,7 +240,7 @@ def _conv(node: fx.Node) -> tuple | str:
         return "it has no axes [B, C, H, W]"
     patch = shape(weight)[2:]
     if _pair(given.get("stride", 1)) != patch or given.get("groups", 1) != 1:
-        return "its stride is not its size, or it has groups"
+        return "its stride differs from its kernel size, or it has groups"
     if given.get("padding", 0) not in (0, (0, 0), [0, 0], "valid") or _pair(given.get("dilation", 1)) != (1, 1):
         return "it has padding or dilation"
     if not all(known(side % p == 0) for side, p in zip(shape(image)[2:], patch, strict=True)):

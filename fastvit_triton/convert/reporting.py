@@ -14,7 +14,7 @@ class Row:
         became: what replaces it; None if it is unchanged.
         within: path of the innermost fused module that contains it, or None.
         why: why it is unchanged, or when its original code runs; or None.
-        bare: True for a LayerNorm that is not folded: our kernel replaces PyTorch's, one launch for one.
+        bare: True for a LayerNorm that is not folded: our kernel replaces PyTorch's without saving a launch.
     """
 
     path: str

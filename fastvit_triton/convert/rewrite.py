@@ -51,7 +51,7 @@ class Rewriter:
             if self.became:
                 self._first(node, (normalize,))
             else:
-                self.why[node.name] = "nothing around it runs on a kernel, so Inductor fuses it with its neighbours"
+                self.why[node.name] = "no neighbour runs on a kernel, so Inductor fuses it"
         self._hand_on_statistics()
         self.graph.lint()
 
@@ -98,18 +98,18 @@ class Rewriter:
             return reason
         other = next((n for n in operands(match.args, match.kwargs) if n in inner), None) or outside(inner, anchor)
         if other is not None:
-            return f"{other.name} is read by others too"
+            return f"{other.name} is also read by other operators"
         if not self.regions.together([anchor, *inner]):
-            return "between its parts memory is written or a mode of PyTorch changes"
+            return "between its operators memory is written or a mode of PyTorch changes"
         if len({t.device for t in tensors(match.args, match.kwargs)}) > 1:
-            return "its tensors lie on several devices"
+            return "its tensors are on several devices"
         try:
             with self.fake, self.regions.modes(anchor):
                 got = match.function(*_values(match.args), **_values(match.kwargs))
         except (TypeError, ValueError, RuntimeError) as error:  # of an argument check, by the function or PyTorch
             return str(error).partition("\n")[0]
         if got.dtype != want.dtype or not equal(tuple(got.shape), tuple(want.shape)):
-            return f"it would give {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
+            return f"it would return {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
         return None
 
     def _insert(self, anchor: fx.Node, function: Callable, *args: object, **kwargs: object) -> fx.Node:
@@ -224,7 +224,7 @@ class Rewriter:
         weights, biases = tuple(n["weight"] for n in layers), tuple(n.get("bias") for n in layers)
         first, fits = users[0], all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights)
         if not fits or not self.regions.together(users):
-            self.why[norm.name] = "the layers behind it have unequal sizes, or a mode of PyTorch changes between them"
+            self.why[norm.name] = "the layers that follow differ in size, or a mode of PyTorch changes between them"
             return
         if any(self.regions.place(n) > self.regions.place(first) for n in operands(weights, biases)):
             return

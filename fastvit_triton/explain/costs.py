@@ -88,4 +88,4 @@ def cost_table(patch: int, sides: tuple[int, ...] = SIDES, **model: int) -> list
     """
     sides = sorted({side // patch * patch for side in sides if side >= patch})
     rows = [image_cost(side, patch, label=f"{side} px, patch {patch}", **model) for side in sides]
-    return [*rows, image_cost(224, 1, label="224 px, every pixel a token", **model | {"prefix": 0})]
+    return [*rows, image_cost(224, 1, label="224 px, one token per pixel", **model | {"prefix": 0})]

@@ -110,13 +110,13 @@ def draw_tokens(picture: Tensor, norms: Tensor, colours: Tensor, prefix: list[fl
     _picture(first, picture)
     shown = second.imshow(norms.cpu().numpy(), cmap=HEAT, interpolation="nearest", vmin=0, extent=extent)
     third.imshow(colours.cpu().numpy(), interpolation="nearest", extent=extent)
-    for axes, title in ((first, "picture"), (second, "token length"), (third, "components")):
+    for axes, title in ((first, "image"), (second, "token norm"), (third, "components")):
         axes.set_title(title, color=INK, fontsize=10)
         axes.axis("off")
     bar = page.colorbar(shown, cax=page.add_subplot(places[1, :]), location="bottom")
     bar.outline.set_visible(False)
-    beyond = f"; not in the image: {', '.join(f'{n:.2g}' for n in prefix[:5])}" if prefix else ""
-    bar.set_label(f"length{beyond}", fontsize=9, color=MUTED)
+    others = f"; class token and registers: {', '.join(f'{n:.2g}' for n in prefix[:5])}" if prefix else ""
+    bar.set_label(f"norm{others}", fontsize=9, color=MUTED)
     return page
 
 
@@ -169,7 +169,7 @@ def draw_similarity(values: list[float]) -> "Figure":
     page = figure(WIDTH, 2.4)
     axes = page.subplots()
     axes.plot(range(len(values)), values, "o-", color=BLUE, lw=2, ms=5)
-    dress(axes, "Likeness of an image's tokens", "mean cosine", "after block")
+    dress(axes, "Similarity of an image's tokens", "mean cosine similarity", "after block")
     axes.set_ylim(min(0, *values) - 0.02, 1.02)
     return page
 
@@ -207,8 +207,8 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
         style = {"color": INK, "parse_math": False}
         axes.set_xticks(range(K), classes, rotation=0 if max(map(len, classes)) < 4 else 60, **style)
         axes.set_yticks(range(K), classes, **style)
-    axes.set_xlabel("the model says", color=MUTED)
-    axes.set_ylabel("right class", color=MUTED)
+    axes.set_xlabel("predicted class", color=MUTED)
+    axes.set_ylabel("true class", color=MUTED)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return page
@@ -242,7 +242,7 @@ def draw_published() -> "Figure":
     third.invert_yaxis()
     third.set_xscale("log")
     third.set_title("Table 6 (published)", loc="left", color=INK, fontsize=12, fontweight="bold")
-    third.set_xlabel("exaFLOP of pre-training", color=MUTED)
+    third.set_xlabel("pre-training compute, exaFLOP", color=MUTED)
     third.tick_params(which="both", length=0, colors=MUTED)
     third.spines[:].set_visible(False)
     third.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center right", bbox_to_anchor=(1, 0.31))

@@ -155,7 +155,7 @@ def attention_distance(
 
 
 def _then(total: Tensor | None, first: Tensor, step: Tensor, add: bool = False) -> Tensor:
-    """step · total, plus total if `add`; `first` if total is None."""
+    """The next rollout: step · total, plus total if `add`; `first` if there is no total yet."""
     if total is None:
         return first
     if total.shape != step.shape:

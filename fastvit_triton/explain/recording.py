@@ -111,7 +111,7 @@ class AttentionLayer:
             ValueError: no backward pass recorded `output_grad`.
         """
         if self.output_grad is None:
-            raise ValueError(f"{self.path} saw no gradient; capture with gradients=True and run a backward pass inside")
+            raise ValueError(f"{self.path} has no gradient; capture with gradients=True and run a backward pass inside")
         parts, v, o = self.parts, self.qkv[2], self.attended[0]
         with torch.enable_grad():
             o = o.transpose(1, 2).flatten(2).requires_grad_()
@@ -192,7 +192,7 @@ def capture(model: nn.Module, gradients: bool = False) -> Iterator[Recording]:
     if not recording.found:
         why = "; ".join(f"{path}: {reason}" for path, reason in list(recording.left.items())[:1])
         raise ValueError(
-            f"no attention of {type(model).__name__} could be read ({why or 'none of a known type ran'}); "
+            f"no attention of {type(model).__name__} could be recorded ({why or 'none of a known type ran'}); "
             "run the model itself, in eval mode and not compiled, inside capture"
         )
 

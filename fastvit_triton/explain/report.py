@@ -40,7 +40,7 @@ def explain(
         output = model(images)
     N = seen.layers[0].x.shape[1]
     if any(layer.x.shape[:2] != (len(images), N) for layer in seen.layers):
-        raise ValueError("the model's layers see different tokens (windows or stages); use capture and rows directly")
+        raise ValueError("the model's layers have different tokens (windows or stages); use capture and rows directly")
     if query is not None and not 0 <= query < N:
         raise ValueError(f"query is {query}; the model has tokens 0 to {N - 1}")
     where = tokens.geometry(model, images, N)
@@ -53,13 +53,13 @@ def explain(
     heats = {
         f"rollout, {heads} of heads": rollout((x.map() for x in seen.layers), heads) for heads in ("mean", "max", "min")
     }
-    heats["rollout, mean, smallest\nhalf discarded"] = rollout((x.map() for x in seen.layers), "mean", 0.5)
+    heats["rollout, mean,\nsmallest half discarded"] = rollout((x.map() for x in seen.layers), "mean", 0.5)
     if relevance is not None:
-        heats["gradient-weighted,\nfor the answer"] = relevance
+        heats["gradient-weighted,\npredicted class"] = relevance
     rows = torch.stack([_query(layer, query) for layer in seen.layers], 1)[..., where.prefix :]  # [B, L, H, h·w]
     final = seen.stream[-1] if seen.stream else seen.layers[-1].x
     colours = tokens.feature_colours(final, where)
-    asker = "all patches together" if query is None else "the class token" if query == 0 else f"token {query}"
+    target = "all patches" if query is None else "the class token" if query == 0 else f"token {query}"
     for i, name in enumerate(names):
         tag, image = (f"{i + 1:02d}-", name) if len(names) > 1 else ("", "")
         if logits is not None:
@@ -69,24 +69,24 @@ def explain(
             yield Panel(
                 f"{tag}prediction",
                 f"{name}: {answer}",
-                "The longest bar is the model's answer; the bars are the chances it gives to its best guesses.",
-                f"{name}, for which the model answers {answer} with {100 * chances.max():.1f} %",
+                "Probabilities of the most likely classes; the longest bar is the prediction.",
+                f"{name}, predicted as {answer} with {100 * chances.max():.1f} %",
                 figures.draw_predictions(pictures[i], chances, labels),
                 image=image,
             )
         yield Panel(
             f"{tag}attention",
-            f"Where {asker} look{'' if query is None else 's'}, layer by layer",
-            "One tile is one head over the image: bright patches are read most, each tile scaled to its own maximum.",
+            f"Attention of {target} by layer",
+            "Each tile is one head's attention over the image; brighter patches get more. Tiles are scaled separately.",
             f"A mosaic of {rows.shape[1]} layers by {rows.shape[2]} heads of attention maps over {name}",
             figures.draw_attention(rows[i].unflatten(-1, where.grid), [f"{n + 1}" for n in range(rows.shape[1])]),
             image=image,
         )
         yield Panel(
             f"{tag}rollout",
-            "What reaches the answer",
-            "Rollout multiplies attention through all layers: bright regions are those whose tokens reach "
-            f"{asker}; the last picture counts only what speaks for the model's answer.",
+            "Attention rollout",
+            f"Rollout multiplies attention through all layers: bright regions contribute most to {target}. The last "
+            "map weights attention by the positive gradients of the predicted class.",
             f"{name} under {len(heats)} heat maps of attention rollout",
             figures.draw_overlays(pictures[i], {t: _heat(m[i], query, where) for t, m in heats.items()}),
             image=image,
@@ -94,10 +94,10 @@ def explain(
         lengths = final[i].float().norm(dim=-1)
         yield Panel(
             f"{tag}tokens",
-            "What the last tokens hold",
-            "Patches of one colour have like features; a token that is many times longer than its neighbours is an "
-            "outlier, which the model uses as scratch space (registers take that role).",
-            f"{name}, the length of each of its tokens, and their first three principal components as colours",
+            "Output tokens",
+            "Patches of one colour have similar features. A token with many times the norm of its neighbours is an "
+            "outlier in which the model stores global information (registers take over this role).",
+            f"{name}, the norm of each of its tokens, and their first three principal components as colours",
             figures.draw_tokens(
                 pictures[i], lengths[where.prefix :].view(where.grid), colours[i], lengths[: where.prefix].tolist()
             ),
@@ -114,20 +114,20 @@ def _layers(seen: Recording, where: tokens.Geometry, count: int) -> Iterator[Pan
     over = f"over {count} image{'s' if count > 1 else ''}"
     yield Panel(
         "layers",
-        "How far and how widely heads look",
-        "One dot is one head: low on the left it looks at its neighbours, high across the image; low on the right it "
-        f"reads few tokens, high it reads all alike (means {over}).",
+        "Attention distance and entropy",
+        "Each dot is a head. A low distance means local attention, a high one global attention; a low entropy means "
+        f"attention to few tokens, a high one uniform attention (means {over}).",
         f"Mean attention distance in pixels and entropy in nats of each head in {len(far)} layers",
         figures.draw_layers({"Attention distance": (far, "pixels"), "Attention entropy": (spread, "nats")}),
     )
     if len(seen.stream) > 1:
-        likeness = [float(tokens.token_similarity(x).mean()) for x in seen.stream]
+        values = [float(tokens.token_similarity(x).mean()) for x in seen.stream]
         yield Panel(
             "similarity",
-            "How alike tokens become",
-            f"Near 1 all tokens of an image point the same way (over-smoothing), near 0 they differ (mean {over}).",
-            f"Mean cosine between tokens, {likeness[0]:.2f} before the first block and {likeness[-1]:.2f} at the end",
-            figures.draw_similarity(likeness),
+            "Similarity of tokens by depth",
+            f"Near 1 all tokens of an image are alike (over-smoothing), near 0 they differ (mean {over}).",
+            f"Mean cosine similarity of tokens, {values[0]:.2f} before the first block and {values[-1]:.2f} at the end",
+            figures.draw_similarity(values),
         )
 
 
@@ -137,9 +137,9 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
     if table is not None:
         yield Panel(
             "positions",
-            "What positions have learned",
-            "Tile (row, column) shows which positions resemble that patch's: a bright spot at its own place, with its "
-            "row and column, means that the model knows the grid.",
+            "Similarity of position embeddings",
+            "Tile (row, column) compares the position of that patch with all others: a bright spot at its own place "
+            "and in its row and column means that the model has learned the grid.",
             f"Cosine similarity of the position embeddings of {where.grid[0]} by {where.grid[1]} patches",
             figures.draw_positions(tokens.position_similarity(table.float(), where.grid)),
         )
@@ -148,8 +148,8 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
         bands = tokens.rotary_bands(rope, where.grid)
         yield Panel(
             "bands",
-            "How fast rotary positions turn",
-            "A high dot is a channel pair that tells neighbours apart; a low one turns slowly, over the whole image.",
+            "Rotation of rotary positions",
+            "A high dot is a channel pair that distinguishes neighbours; a low one rotates slowly across the image.",
             "Rotation per patch of each rotary channel pair, downwards and to the right",
             figures.draw_bands(bands.flatten(0, -3)[0] if bands.dim() > 2 else bands),
         )
@@ -158,9 +158,9 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
         components = tokens.filter_components(filters.float())
         yield Panel(
             "filters",
-            "What a patch is compared with",
-            "Each tile is a principal component of the patch projection: smooth tiles are colours and edges that most "
-            "channels respond to, most important first.",
+            "Filters of the patch embedding",
+            "Each tile is a principal component of the patch projection, most important first; smooth tiles are "
+            "colours and edges to which most channels respond.",
             f"The first {len(components)} principal components of the patch projection",
             figures.draw_filters(components),
         )
@@ -175,12 +175,12 @@ def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, d
     rows = cost_table(patch, sides, channels=images.shape[1], prefix=where.prefix, **shape)
     return Panel(
         "cost",
-        "What an image size costs",
-        "Doubling the side takes four times the tokens and sixteen times the attention: the orange bar overtakes the "
-        "blue one (computed for one image of this width and depth with MLPs four times as wide; nothing was timed).",
-        f"Arithmetic for {len(rows)} image sizes, up to {rows[-1].tokens:,} tokens where every pixel is one",
+        "Cost by image size",
+        "Doubling the side gives four times the tokens and sixteen times the arithmetic of attention: the orange bar "
+        "overtakes the blue one (computed for this width and depth, with MLPs four times as wide; nothing was timed).",
+        f"Arithmetic for {len(rows)} image sizes, up to {rows[-1].tokens:,} tokens with one per pixel",
         figures.draw_cost(rows),
-        (("image", "tokens", "GFLOP", "N × N matrices of a layer", "fused: q, k, v, o"), *map(_row, rows)),
+        (("image", "tokens", "GFLOP", "N × N matrices per layer", "fused: q, k, v, o"), *map(_row, rows)),
     )
 
 
@@ -195,8 +195,8 @@ def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[
     if history:
         yield Panel(
             "curves",
-            "How it was trained",
-            "Training is measured on augmented images, so its accuracy may lie below that of the test images.",
+            "Training curves",
+            "Training accuracy is measured on augmented images, so it may be below the test accuracy.",
             f"Loss, accuracy and learning rate over {len(history)} epochs",
             curves(history, stacked=True),
         )
@@ -205,10 +205,10 @@ def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[
         counts = torch.bincount(score.targets * K + score.predictions, minlength=K * K).view(K, K)
         yield Panel(
             "confusion",
-            "What is taken for what",
-            "Numbers on the diagonal are right answers; any other number counts images of the row's class that the "
-            "model takes for the column's.",
-            f"Confusion matrix of {len(score.targets):,} test images, {100 * score.accuracy:.1f} % of them right",
+            "Confusion matrix",
+            "Entries on the diagonal are correct predictions; the others count images of the row's class that were "
+            "predicted as the column's.",
+            f"Confusion matrix of {len(score.targets):,} test images, {100 * score.accuracy:.1f} % of them correct",
             figures.draw_confusion(counts, classes),
         )
 
@@ -217,10 +217,9 @@ def published_tables() -> Panel:
     """The panel with plots of tables 2, 5 and 6 of the ViT paper."""
     return Panel(
         "published",
-        "What the paper reports",
-        "A dot is a model's accuracy after fine-tuning, by task or by pre-training data, a bar the arithmetic of one "
-        f"pre-training, with its epochs where there were two ({SOURCE}, tables 2, 5 and 6; nothing of this was "
-        "measured here).",
+        "Published results",
+        "Dots are accuracies after fine-tuning, by task or by pre-training data; bars are the compute of pre-training, "
+        f"with the number of epochs if there were two runs ({SOURCE}, tables 2, 5 and 6; not measured here).",
         "Published accuracy by task, by pre-training data, and pre-training compute of ViTs, hybrids and ResNets",
         figures.draw_published(),
     )

@@ -53,7 +53,7 @@ def geometry(model: nn.Module, images: Tensor, tokens: int) -> Geometry:
     else:
         grid = (int(tokens**0.5),) * 2
     if grid[0] * grid[1] > tokens:
-        raise ValueError(f"the image has {grid[0]} x {grid[1]} patches, but attention sees {tokens} tokens")
+        raise ValueError(f"the image has {grid[0]} x {grid[1]} patches, but attention has {tokens} tokens")
     return Geometry(grid, tokens - grid[0] * grid[1], (H / grid[0], W / grid[1]))
 
 

@@ -8,7 +8,7 @@ Math      P = exp(S − L)                       recomputed, never stored       
 Kernels   If two blocks of keys cover all keys (197 ≤ 2·128), one program computes all gradients of a head, with five
           matrix products. Otherwise one kernel computes Δ and dQ and another dK and dV, with seven products. A third
           kernel computes dbias. No atomics: every run gives the same bits.
-Cost      2·B·H·Nq·Nk·(3·D + 2·Dv) flops with one program a head, 2·B·H·Nq·Nk·(4·D + 3·Dv) otherwise.
+Cost      2·B·H·Nq·Nk·(3·D + 2·Dv) flops with one program per head, 2·B·H·Nq·Nk·(4·D + 3·Dv) otherwise.
 Source    Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
 

@@ -99,7 +99,7 @@ def activation_name(activation: str | None) -> None:
 
 
 def norm_parameters(argument: str, value: Norm, x: Tensor, **axis: int) -> None:
-    """Raises ValueError or TypeError unless the value is a `Norm` or (weight, bias, eps) that fits x over that axis."""
+    """Raises ValueError or TypeError unless the value is a `Norm` or (weight, bias, eps) that fits the axis of x."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {type(value).__name__}")
     if len(value) != 3:

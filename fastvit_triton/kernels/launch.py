@@ -112,7 +112,7 @@ def binary_of(kernel: Callable, arguments: tuple, fixed: dict[str, object]) -> B
 
 
 def direct_state(device: int, kernels: tuple[Callable, ...]) -> tuple | None:
-    """Triton's state for which binaries stay valid, to compare later; None if direct launches are not allowed now."""
+    """Triton's global state under which a binary stays valid; None if direct launches are not allowed now."""
     if run is not _run or _direct is None or _direct.driver is not TRITON.driver._active:
         return None
     if device != _direct.current_device() or not _is_plain(kernels[0]):
@@ -291,7 +291,7 @@ def split_tiles(D: int) -> tuple[int, int]:
 
 
 def whole_row_blocks(K: int) -> tuple[int, int, dict[str, int]]:
-    """(rows a program, tile width, launch options) of kernels whose programs hold whole rows of K values.
+    """(rows per program, tile width, launch options) for kernels whose programs hold whole rows of K values.
 
     One warp per 1024 values makes all accesses 16 bytes wide, and rows of up to 1024 values need no barrier.
     """

@@ -141,7 +141,7 @@ def parse(text: str) -> dict:
     except (KeyError, TypeError, AttributeError):
         good = False
     if not good:
-        raise ValueError("it does not hold what `fastvit-triton tune` writes")
+        raise ValueError("it is not a file of `fastvit-triton tune`")
     return held
 
 

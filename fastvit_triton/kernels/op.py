@@ -147,7 +147,7 @@ def expect(argument: str, tensor: torch.Tensor, beside: torch.Tensor | None = No
         given = f"one of layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{argument} must be a dense tensor, got {given}")
     if beside is not None and tensor.device != beside.device:
-        raise ValueError(f"{argument} is on {tensor.device}, the tensors before it on {beside.device}; move it there")
+        raise ValueError(f"{argument} is on {tensor.device}, the arguments before it on {beside.device}; move it there")
     shape = tensor.shape
     if len(shape) == len(axes):
         for got, size in zip(shape, axes.values(), strict=True):

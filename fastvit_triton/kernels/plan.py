@@ -199,12 +199,12 @@ def measured_way(device: torch.device, shapes: tuple[str, ...]) -> str | None:
 
 
 def rows_of(rows: int) -> int:
-    """Number of rows of an operand for choices; constant while tracing."""
+    """Number of rows by which an operand's path is chosen; constant while tracing."""
     return math.prod(TRACED) if torch.compiler.is_compiling() else rows
 
 
 def lengths_of(images: int, queries: int, keys: int, heads: int) -> tuple[int, int, int, int]:
-    """(images, heads, queries, keys) of an attention for choices; constant while tracing, except a single query."""
+    """(images, heads, queries, keys) by which attention's path is chosen; constant while tracing, except one query."""
     if torch.compiler.is_compiling():
         images, queries, keys = TRACED[0], 1 if isinstance(queries, int) and queries == 1 else TRACED[1], TRACED[1]
     return images, heads, queries, keys

@@ -69,7 +69,7 @@ class PatchEmbed(nn.Module):
 
 
 class LinearPatchEmbed(PatchEmbed):
-    """The same projection on patches flattened as (row, column, channel), as the ViT paper writes it."""
+    """Patch embedding by a linear layer on patches flattened as (row, column, channel), as in the ViT paper."""
 
     def build(self, embed_dim: int, bias: bool) -> None:
         self.norm_in, self.norm_out = nn.Identity(), nn.Identity()

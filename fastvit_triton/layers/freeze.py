@@ -75,7 +75,7 @@ def freeze(model: nn.Module) -> None:
         model: one of ours, or one that `optimize` converted.
 
     Raises:
-        TypeError: model is no nn.Module.
+        TypeError: model is not an nn.Module.
     """
     _check(model)
     for module in model.modules():
@@ -104,7 +104,7 @@ def unfreeze(model: nn.Module) -> None:
         model: as for `freeze`; no effect if it is not frozen.
 
     Raises:
-        TypeError: model is no nn.Module.
+        TypeError: model is not an nn.Module.
     """
     _check(model)
     for module in model.modules():

@@ -63,7 +63,7 @@ def named_leaves(arguments: dict) -> Named:
 
 
 def outcome(function: Callable, arguments: dict, learning: Named | None, along: Callable = cotangents) -> Named:
-    """Outputs of a function by name and, unless `learning` is None, gradients for output gradients `along(outputs)`."""
+    """A function's outputs by name and, unless `learning` is None, gradients for output gradients `along(outputs)`."""
     with torch.set_grad_enabled(learning is not None):
         outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
     found = {f"output {i}": t.detach() for i, t in enumerate(outputs)}

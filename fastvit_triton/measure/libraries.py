@@ -150,7 +150,7 @@ def no_fast_path(base: nn.Module) -> str | None:
     plain = base.config.replace(img_size=224, num_classes=1000, depth=12)
     known = ViTConfig(embed_dim=plain.embed_dim, num_heads=plain.num_heads, depth=12)
     if plain != known.replace(patch_size=plain.patch_size):
-        return "only a plain ViT is one nn.TransformerEncoder"
+        return "only a plain ViT equals an nn.TransformerEncoder"
     return None
 
 

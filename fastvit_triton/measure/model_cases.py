@@ -155,7 +155,7 @@ def _vit_pytorch(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
 
 def _timm(run: Run) -> tuple[nn.Module, tuple[int, int, int]]:
     if why := known(run.model):
-        raise ValueError(f"model is {run.model!r}: we have none by that name, and {why}")
+        raise ValueError(f"model is {run.model!r}: no model of ours has that name, and {why}")
     model = importlib.import_module("timm").create_model(run.model, **run.options)
     side = run.options.get("img_size")
     return model, (3, side, side) if side else tuple(model.default_cfg["input_size"])

@@ -112,7 +112,7 @@ class Part:
         return found
 
     def rule(self, table: Measured, train: bool) -> str:
-        """The variant that runs with these measurements."""
+        """Name of the variant that the plan chooses, given these measurements."""
         choices = _choices(self, table, train)
         ways = {shape: choice.way for choice in choices for shape in choice.shapes}
         said = self.variants().items()

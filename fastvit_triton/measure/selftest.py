@@ -116,7 +116,7 @@ def planned(device: torch.device) -> dict[str, Check]:
 
 
 def _tiny(op: Op) -> dict[str, dict]:
-    """Cases except "shift", few values far from 0, for which PyTorch's error, the limit, is small by chance."""
+    """The op's cases without "shift": on few values far from 0, PyTorch's error, our limit, may be small by chance."""
     return {name: case for name, case in op.cases.items() if not case.get("shift")}
 
 

@@ -59,7 +59,7 @@ class Tuned:
     path: Path | None = None
 
     def rows(self) -> dict[str, dict]:
-        """File entries of launch parameters, by row name with exact sizes and with their size class."""
+        """File entries for launch parameters, by row name with exact sizes and with their size class."""
         found = {}
         for one in reversed(self.launches):  # of entries with the same name, the most frequent call is written last
             if one["best"] is not None:
@@ -68,7 +68,7 @@ class Tuned:
         return found
 
     def ways(self) -> dict[str, dict]:
-        """File entries of ways, by shape."""
+        """File entries for the ways of blocks, by shape."""
         return {shape: entry for one in reversed(self.parts) for shape, entry in one["entries"].items()}
 
     def is_kept(self) -> bool:
@@ -105,7 +105,7 @@ def tune(
         on_progress: called with the current stage and the fraction done.
 
     Raises:
-        TypeError: model is no nn.Module or compiled, or the example is of another type.
+        TypeError: model is not an nn.Module or compiled, or the example is of another type.
         ValueError: the seconds are not positive, or the model runs none of our kernels, such as on a CPU.
     """
     if not isinstance(model, nn.Module):
@@ -210,7 +210,7 @@ def _checked(found: Tuned, parts: list[Part], before: Measured, train: bool) -> 
         )
         if any(said.match and not (name in new and new[name].match) for name, said in old.items()):
             for row in found.launches:
-                row |= dict(best=None, rejected=f"with the new launch parameters {part.name} is wrong")
+                row |= dict(best=None, rejected=f"{part.name} is incorrect with the new launch parameters")
             return before
     return after
 

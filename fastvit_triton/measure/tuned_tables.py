@@ -102,7 +102,7 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
             raise ValueError(f"{path} cannot be adopted: {error}") from error
     if held.get("part") != "tuning" or held.get("dry_run") or not held.get("gpu"):
         raise ValueError(
-            f"{path} is no tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one, and so does "
+            f"{path} is not a tuning result of a GPU; python -m benchmarks.gpu --only tuning makes one, and so does "
             "fastvit-triton tune --export"
         )
     rows = [row for row in held["rows"] if "arch" in row]
@@ -111,14 +111,14 @@ def adopt(path: Path, folder: Path = launch.TUNED) -> list[str]:
 
 
 def _adopt_exported(held: dict, source: str, folder: Path) -> list[str]:
-    """`adopt` of the content of a file of `kernels.measured`."""
+    """Adopts the parsed content of a file exported by `fastvit-triton tune`; returns the names of the rows."""
     arch, gpu = str(held["facts"].get("architecture")), held["facts"].get("gpu")
     if not re.fullmatch(r"sm_\d+|gfx\w+", arch):  # it is part of a file name
         raise ValueError(f"its architecture is {arch}, not one of a GPU such as sm_89; export it with this version")
     rows = {name: entry["config"] for name, entry in held["rows"].items() if " ~" in name}
     ways = [dict(shape=name, way=entry["way"]) for name, entry in held["ways"].items() if "~" in name]
     if not rows and not ways:
-        raise ValueError("it has no entry for a class of sizes, whose name has a ~")
+        raise ValueError("it has no entry for a class of sizes (a name with a ~)")
     return _taken(arch, rows, ways, folder, gpu=gpu, source=source)
 
 

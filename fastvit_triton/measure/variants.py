@@ -262,7 +262,7 @@ def _memory(case: Case, call: Callable, arguments: dict, device: torch.device, p
 
 
 def _timing_columns(case: Case, taken: list[float], baseline: list[float] | None, phase: str) -> dict:
-    """Columns of the timing, and rates if flops and bytes are known."""
+    """Timing columns of a row, with rates if flops and bytes are known."""
     columns = timing_columns(taken, baseline)
     if case.work and phase == "forward":
         flops, nbytes = case.work

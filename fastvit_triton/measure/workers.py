@@ -93,7 +93,7 @@ class Run:
 
     @property
     def not_reached(self) -> list[str]:
-        """See the class."""
+        """Names of checks without a row; started ones come first."""
         return [*(f"{name} (begun)" for name in self._begun), *self._todo]
 
     def run(self, workers: int) -> None:

@@ -42,7 +42,7 @@ class BaseConfig:
             raise ValueError(f"num_classes is {self.num_classes}; use 0 for no head, or the number of classes")
         for field in (f.name for f in dataclasses.fields(self) if f.name.endswith(("drop_rate", "drop_path_rate"))):
             if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{field} is {getattr(self, field)}; a rate lies in [0, 1)")
+                raise ValueError(f"{field} is {getattr(self, field)}; use a rate in [0, 1)")
 
     def replace(self: Config, **overrides: object) -> Config:
         """Returns a copy with some fields changed.

@@ -45,7 +45,7 @@ class NaFlexVisionTransformer(VisionTransformer):
         if config.pos_embed == "relative" or config.attn_drop_rate or config.patch_drop_rate:
             raise ValueError("relative positions, attention dropout and patch dropout need images of one size")
         if config.global_pool not in ("token", "avg"):
-            raise ValueError(f"global_pool is {config.global_pool!r}; patches of many sizes take 'token' or 'avg'")
+            raise ValueError(f"global_pool is {config.global_pool!r}; images of several sizes need 'token' or 'avg'")
         super().__init__(config, attention=NaFlexAttention)
         self.lengths: Tensor | None = None  # [B], tokens of each image in the current batch
 

@@ -87,13 +87,13 @@ class _Builder:
         elif place.storage in self.given:
             candidates = self.given[place.storage]
         else:
-            raise Refusal("a tensor is neither given nor made in the call")
+            raise Refusal("a tensor is neither an input nor created by the call")
         exact = next((slot for slot, base in candidates if base == place), None)
         if exact is not None:
             return Ref(exact)
         (slot, base), *others = candidates
         if others or base.dtype != place.dtype:
-            raise Refusal("a tensor is a part of several that are given, or of one of another dtype")
+            raise Refusal("a tensor is a view of several inputs, or of one with another dtype")
         nbytes = place.address - base.address if t.numel() else 0
         return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
 
@@ -106,7 +106,7 @@ class _Builder:
             elif type(value) in (tuple, list) and _holds_tensors(value):
                 value = Refs(self.refs(value, phase))
             elif _holds_tensors(value):
-                raise Refusal("an argument holds tensors otherwise than in a tuple or a list")
+                raise Refusal("an argument holds tensors outside of tuples and lists")
             found.append(value)
         return tuple(found)
 
@@ -116,7 +116,7 @@ class _Builder:
         for step in steps:
             arguments = self.refs(step.arguments, phase)
             if _holds_tensors(step.named):
-                raise Refusal("a tensor is given by name")
+                raise Refusal("a tensor is a keyword argument")
             binary = None if step.grid is None else binary_of(step.function, step.arguments, step.named)
             if binary is not None:
                 kernels[step.function] = None
@@ -182,7 +182,7 @@ def build(
     builder = _Builder(recorder, [*given, *arriving], marks, (outputs, list(tensors_in(gradients))))
     returned = tuple(builder.ref(t, 0) for t in outputs)
     if not all(r.shape is None or (t.is_contiguous() and not r.nbytes) for r, t in zip(returned, outputs, strict=True)):
-        raise Refusal("an output is a part of another tensor")  # in-place writes to it would differ
+        raise Refusal("an output is a view of another tensor")  # in-place writes to it would differ
     forward = builder.fill(0, recorder.steps[: marks[0]])
     places = {id(t): i for i, t in enumerate(outputs)}
     structure = _mapped(result, places)

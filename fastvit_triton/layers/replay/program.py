@@ -11,7 +11,7 @@ from torch._C import _functorch as functorch
 from ...kernels.launch import Binary, stream
 from ...kernels.op import once_differentiable
 
-BATCHED = "blocks that are replayed take one gradient at a time; FASTVIT_TRITON_REPLAY=0 allows batched ones"
+BATCHED = "replayed blocks take one gradient at a time; FASTVIT_TRITON_REPLAY=0 allows batched ones"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Segment(NamedTuple):
     last: dict[int, list[int]]
 
     def run(self, table: list[Tensor | None], address: list[int], device: torch.device) -> None:
-        """Runs the steps on a table filled with the inputs, and the addresses of its tensors."""
+        """Runs the steps; `table` holds the input tensors by slot, `address` their addresses; both are filled in."""
         for slot, nbytes in self.buffers:
             table[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
             address[slot] = table[slot].data_ptr()

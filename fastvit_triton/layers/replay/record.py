@@ -103,7 +103,7 @@ def _record_backward(recorder: Recorder, given: list[Tensor], result: object) ->
     if not ends:
         return None, None, {}
     if len(ends) > 1 or not ends[0].is_contiguous() or storage_of(ends[0]) in map(storage_of, given):
-        raise Refusal("not one contiguous output has a gradient")
+        raise Refusal("the outputs with gradients are not a single contiguous tensor")
     marks, incoming = (len(recorder.steps), len(recorder.reserved)), torch.zeros_like(ends[0].detach())
     wanted = [t for t in given if t.requires_grad]
     with torch.autocast(incoming.device.type, enabled=False), recorder:
@@ -123,7 +123,7 @@ def _made(
 ) -> Record:
     """The record, reduced to the tensors that a replay depends on; raises Refusal."""
     if not guard.holds(guard.root()):
-        raise Refusal("the call changed what it depends on")
+        raise Refusal("the call changed its own inputs or settings")
     read = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
     folds = [kept for kept in kept_folds(guard.inside) if _storages(kept) & read]
     held = [t for t in given[inputs:] if torch.is_grad_enabled() or storage_of(t) in read]

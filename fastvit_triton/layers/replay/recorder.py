@@ -79,7 +79,7 @@ class Recorder(launch.Recorder):
         named, name = named or {}, function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
             if named:
-                raise Refusal(f"{name} is called with named arguments")
+                raise Refusal(f"{name} is called with keyword arguments")
             with self:
                 return REGISTERED[name][0](*arguments)
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -87,7 +87,7 @@ class Recorder(launch.Recorder):
         if _reads_values(function, name, arguments):
             raise Refusal(f"{name} reads values")
         if function._schema.is_mutable and not self._writes_own(function, arguments, named):
-            raise Refusal(f"{name} writes to a tensor that was there before")
+            raise Refusal(f"{name} writes to an existing tensor")
         self.draws |= torch.Tag.nondeterministic_seeded in function.tags
         results = function(*arguments, **named)
         self._alive.append(results)
