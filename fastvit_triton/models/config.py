@@ -5,6 +5,7 @@ Names are timm's where timm has one. A variant is a `ViTConfig`; `create_model(n
 
 from dataclasses import dataclass
 
+from ..layers.embed import sides
 from .base import BaseConfig
 
 CHOICES = {
@@ -92,14 +93,13 @@ class ViTConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        patch = self.patch_size
-        object.__setattr__(self, "patch_size", (patch, patch) if isinstance(patch, int) else tuple(patch))
+        object.__setattr__(self, "patch_size", sides(self.patch_size))
         if self.global_pool == "gap":
             object.__setattr__(self, "global_pool", "avg")
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
-        for axis, image, patch in zip(("height", "width"), self.img_size, self.patch_size, strict=True):
+        for axis, image, patch in zip(("height", "width"), sides(self.img_size), sides(self.patch_size), strict=True):
             if patch < 1 or image < patch or image % patch:
                 raise ValueError(
                     f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"
@@ -122,7 +122,8 @@ class ViTConfig(BaseConfig):
     @property
     def grid_size(self) -> tuple[int, int]:
         """Patches per column and per row."""
-        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+        (height, width), (rows, columns) = sides(self.img_size), sides(self.patch_size)
+        return height // rows, width // columns
 
 
 def fitting(image: int, patch: int) -> str:
