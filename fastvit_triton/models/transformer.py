@@ -45,6 +45,7 @@ class VisionTransformer(ImageModel):
     """
 
     config: ViTConfig
+    variant: str
     pos_embed: Tensor | Learned2d | None
     position_resize = "bicubic_antialias"  # interpolation mode of this family's code; see `resize_pos_embed`
 
