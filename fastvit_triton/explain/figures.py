@@ -229,9 +229,10 @@ def draw_published() -> "Figure":
     left.set_xticks(range(len(MODELS)), MODELS)
     left.set_ylim(60, 92)
     left.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
-    at, names = 0, []
+    at = 0
+    names: list[str] = []
     for (family, models), colour in zip(TABLE_6.items(), (BLUE, GREEN, ORANGE), strict=True):
-        right.barh(range(at, at + len(models)), models.values(), color=colour, label=family)
+        right.barh(range(at, at + len(models)), list(models.values()), color=colour, label=family)
         names += models
         at += len(models)
     right.set_yticks(range(at), names, fontsize=8, color=INK)
