@@ -15,11 +15,7 @@ from .third_party import is_fusable
 def attention_parts(self: Foreign) -> AttentionParts | str:
     """Parts of an attention: norm, packed qkv, and a projection with optional dropout."""
     if not is_inactive(getattr(self, "dropout", None)):
-        return (
-            f"attention dropout {self.dropout.p}"
-            if type_name(type(self.dropout)) in DROPOUTS
-            else "dropout was replaced"
-        )
+        return f"attention dropout {self.dropout.p}" if type_name(self.dropout) in DROPOUTS else "dropout was replaced"
     if has_hooks(self.attend) or has_hooks(self.to_out):
         return "attend or to_out is watched"
     proj, drop = self.to_out, None
