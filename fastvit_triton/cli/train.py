@@ -5,7 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -184,10 +184,14 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
     from ..train.build import build_masked_model, configure_model
     from ..weights import load_weights
 
-    options = {"img_size": recipe.img_size, "in_chans": len(data.transform.mean), "num_classes": len(data.classes)}
+    options: dict[str, Any] = {
+        "img_size": recipe.img_size,
+        "in_chans": len(data.transform.mean),
+        "num_classes": len(data.classes),
+    }
     options |= {"drop_path_rate": recipe.drop_path_rate, "grad_checkpointing": settings["grad_checkpointing"]}
     options |= recipe.options
-    model = create_model(recipe.model, **options)
+    model: nn.Module = create_model(recipe.model, **options)
     configure_model(recipe, model, fresh=not settings["weights"])
     if settings["weights"] and not resumed:
         load_weights(model, settings["weights"])
@@ -197,7 +201,7 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
     return model
 
 
-def _load_teacher(path: str | None, student: "nn.Module", classes: int, device: "torch.device") -> "nn.Module | None":
+def _load_teacher(path: str | None, student: Any, classes: int, device: "torch.device") -> "nn.Module | None":
     """Loads the teacher, if any, and sets the student to return class-token and distillation-token logits."""
     if path is None:
         return None
