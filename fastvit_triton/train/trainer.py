@@ -118,6 +118,7 @@ def build_trainer(
     step = build_step(recipe, model, objective, len(data.classes), grad_accum_steps, amp)
     wrapped, engine = model, Engine()
     if parallel is not None:
+        assert world is not None, "`parallel` needs a world"
         wrapped, step, engine = parallelize(parallel, model, step, world, data.train.per_rank)
     optimizer, lr_at = build_optimizer(recipe, model), build_lr(recipe, len(data.train))
     return Trainer(model=wrapped, data=data, recipe=recipe, step=step, optimizer=optimizer, lr_at=lr_at, engine=engine)
@@ -169,7 +170,7 @@ def run(
                     for bad in world.all_gather(batches.bad):
                         batches.bad.update(bad)
                 gathered = engine.gather_model(step.eval_model(model))
-                if world.is_main and save_now:
+                if world.is_main and save_now and gathered is not None:
                     module = module_to_export(trainer.recipe, gathered)
                     for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
                         with write_errors(path):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -148,13 +148,19 @@ def load(
                 "the digits are arrays in memory; give --data a folder"
             )
         classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
-        train = TensorBatches(*digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe))
+        train: Batches = TensorBatches(
+            *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
+        )
     else:
         found = _scan(Path(name), "train", world=world)
         classes = found.classes
         transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
         crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_by_name(recipe.policy)}
-        options = {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+        options: dict[str, Any] = {
+            "batch_size": recipe.batch_size,
+            "workers": workers,
+            "skip_bad_images": skip_bad_images,
+        }
         train = FolderBatches(Path(name), found, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
     options = {"workers": workers, "skip_bad_images": skip_bad_images, "world": world}
     test = load_test(name, classes, transform, recipe.batch_size, **options)
@@ -188,7 +194,7 @@ def load_test(
     """
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
-    options = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
     return FolderBatches(Path(name), _scan(Path(name), "val", classes, world), transform, world=world, **options)
 
 

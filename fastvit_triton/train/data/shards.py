@@ -49,7 +49,7 @@ class Samples(Sequence):
     def __len__(self) -> int:
         return self.numbers.shape[0]
 
-    def __getitem__(self, i: int) -> Path:
+    def __getitem__(self, i: int) -> Path:  # type: ignore[override]  # takes no slices
         offset, size = self.ranges[i].tolist()
         key = self.keys[self.ends[i - 1] if i else 0 : self.ends[i] - 1].decode()
         return self.shards[self.numbers[i]] / f"{offset}+{size}" / key.replace("/", "_")
@@ -117,7 +117,7 @@ def windowed(counts: list[int], window: int = 64) -> Tensor:
     Returns:
         A permutation of 0 … Σ counts − 1.
     """
-    starts = torch.tensor([0, *counts]).cumsum(0)
+    starts = torch.tensor([0, *counts]).cumsum(0).tolist()
     samples = [torch.arange(starts[i], starts[i + 1]) for i in torch.randperm(len(counts)).tolist()]
     groups = [torch.cat(samples[i : i + window]) for i in range(0, len(samples), window)]
     return torch.cat([group[torch.randperm(group.shape[0])] for group in groups])
@@ -155,7 +155,7 @@ def pack(root: Path, out: Path, per_shard: PositiveInt = 1000, seed: NonNegative
                 for number, i in enumerate(order):
                     suffix = files[i].suffix.lower().removeprefix(".")
                     writer.write({"__key__": f"{number:09d}", suffix: files[i].read_bytes(), "cls": str(targets[i])})
-        (staging / CLASSES).write_text("\n".join(classes) + "\n", encoding="utf-8")
+        (staging / CLASSES).write_text("\n".join(images.classes) + "\n", encoding="utf-8")
         os.replace(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -184,8 +184,8 @@ def _members(shard: Path) -> list[_Member]:
                 key = f"{folder}/{stem}"
                 if f".{suffix.lower()}" in SUFFIXES:
                     images[key] = member
-                elif suffix.lower() == "cls":
-                    targets[key] = int(archive.extractfile(member).read())
+                elif suffix.lower() == "cls" and (label := archive.extractfile(member)) is not None:
+                    targets[key] = int(label.read())
     except (tarfile.TarError, OSError, ValueError) as error:
         raise ValueError(f"{shard} is damaged or not a plain tar file: {error}") from error
     if unlabelled := [key for key in images if targets.get(key, -1) < 0]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,7 @@ class World:
         if self.world_size > 1:
             dist.barrier()
 
-    def broadcast(self, value: object) -> object:
+    def broadcast(self, value: object) -> Any:
         """Rank 0's value, a picklable object, on all ranks."""
         if self.world_size == 1:
             return value
@@ -141,7 +142,8 @@ def process_group(device: str = "auto") -> Iterator[World]:
     own = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(own)
-    bound = {"device_id": own} if kind == "cuda" else {}  # binds the collectives to this GPU from the first call on
+    # binds the collectives to this GPU from the first call on
+    bound: dict[str, Any] = {"device_id": own} if kind == "cuda" else {}
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=world_size, **bound)
     try:
         yield World(rank, world_size, own)
