@@ -36,6 +36,7 @@ TEST = [
     "onnxscript",  # torch.onnx.export
     "onnxruntime; python_version >= '3.11'",  # oracle: runs what was exported
     "ruff",
+    "mypy",  # .ci/run
     JSONSCHEMA,
     "nbclient>=0.10",  # executes the notebook
     "nbformat>=5.10",  # reads it

@@ -9,6 +9,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +58,7 @@ class GraphedModel:
         self._weights = self._state()
         for size in self.batch_sizes[-max_graphs:]:
             inputs = tuple(x.new_zeros(size, *x.shape[1:]) for x in example)
-            self._graph(key_of(size, inputs), lambda inputs=inputs: inputs)
+            self._graph(key_of(size, inputs), partial(tuple, inputs))
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> object:
@@ -193,7 +195,7 @@ def can_capture(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def capture(run: Callable[[], object], pool: object) -> tuple[object, Callable[[], None]]:
+def capture(run: Callable[[], object], pool: Any) -> tuple[Any, Callable[[], None]]:
     """Captures `run`: (its result, with static tensors; a function that launches the graph)."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -207,7 +209,7 @@ def capture(run: Callable[[], object], pool: object) -> tuple[object, Callable[[
     return outputs, graph.replay
 
 
-def _pool() -> object:
+def _pool() -> Any:
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 

@@ -1,6 +1,8 @@
 """CUDA graphs of models on packed images, one per token budget; see `graphs`."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +25,10 @@ class GraphedPackedModel(graphs.GraphedModel):
         super().__init__(model, (), (), max_graphs, copy)
         self.token_budgets, self.max_images = sorted(token_budgets), max_images
         for budget in self.token_budgets[-max_graphs:]:
-            self._graph(self._packed_key(budget, example), lambda budget=budget: self._static(budget, example))
+            self._graph(self._packed_key(budget, example), partial(self._static, budget, example))
 
     @torch.no_grad()
-    def __call__(self, *inputs: Tensor | int) -> object:
+    def __call__(self, *inputs: Any) -> object:
         """Runs the model on tensors [T, ...], cu_seqlens [B + 1] and max_seqlen.
 
         Calls with more tokens or images than captured run without a graph.

@@ -367,6 +367,17 @@ def test_dropout_draws_of_other_packages_equal_the_original(make, references):
     assert same(*ys)
 
 
+def test_dropout_of_vit_pytorch_is_named_in_the_report():
+    """A dropout of a known type is named with its rate; any other module in its place counts as replaced."""
+    plain = vit_pytorch.vit.Attention(24, heads=2, dim_head=12, dropout=0.3)
+    replaced = copy.deepcopy(plain)
+    replaced.dropout = nn.AlphaDropout(0.3)
+    assert [optimize(model).rows[0].why for model in (plain, replaced)] == [
+        "attention dropout 0.3",
+        "dropout was replaced",
+    ]
+
+
 @pytest.mark.parametrize("name", ["hf_dinov2", "hf_dinov3"])
 def test_transformers_drop_path_draws_equal_the_original(name, references):
     """Oracle: the original with the same seed."""

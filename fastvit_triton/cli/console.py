@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -64,7 +64,7 @@ def select_device(name: str) -> "torch.device":
         raise ValueError(f"--device {name} does not work here ({str(error).splitlines()[0]}); leave it out") from error
 
 
-def show_warmup(model: "nn.Module", example: object, train: bool, quiet: bool = False) -> None:
+def show_warmup(model: "nn.Module", example: Any, train: bool, quiet: bool = False) -> None:
     """Compiles the kernels of a model, with `fastvit_triton.warmup`; shows a progress bar on a terminal."""
     from ..warm_up import warmup
 

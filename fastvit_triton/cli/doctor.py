@@ -62,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
 
     device, dtypes = select_device("auto"), (torch.float32, torch.float16, torch.bfloat16)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = importlib.util.find_spec("triton") is not None
+    installed = importlib.util.find_spec("triton") is not None
     facts = {
         "fastvit_triton": __version__,
         "device": f"{device} ({', '.join(gpus) or f'{torch.get_num_threads()} threads'})",
         "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton") if found else "not installed",
+        "triton": importlib.metadata.version("triton") if installed else "not installed",
         "python": f"{platform.python_version()} on {platform.platform()}",
         "backend": f"{backend()} (FASTVIT_TRITON_BACKEND)",
     }

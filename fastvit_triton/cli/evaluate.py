@@ -49,16 +49,17 @@ def run(args: argparse.Namespace) -> int:
     test = load_test(name, trained.classes, trained.transform, trained.batch_size, **options)
     device = select_device(args.device)
     score = evaluate(trained.model.to(device), test, autocast_dtype(device))
+    targets, predictions, accuracy = score.targets, score.predictions, score.accuracy
+    assert targets is not None and predictions is not None and accuracy is not None  # of a classifier
     table = Table("class", "images", "correct", "accuracy")
     for number, label in enumerate(trained.classes):
-        mask = score.targets == number
-        images, correct = int(mask.sum()), int((score.predictions[mask] == number).sum())
-        table.add_row(
-            Text(printable(label)), f"{images:,}", f"{correct:,}", f"{100 * correct / images:.1f} %" if images else "-"
-        )
+        mask = targets == number
+        images, correct = int(mask.sum()), int((predictions[mask] == number).sum())
+        share = f"{100 * correct / images:.1f} %" if images else "-"
+        table.add_row(Text(printable(label)), f"{images:,}", f"{correct:,}", share)
     Console().print(table)
-    correct, images = int((score.predictions == score.targets).sum()), len(score.targets)
-    print_line(f"test accuracy {100 * score.accuracy:.2f} % ({correct:,} of {images:,} images), loss {score.loss:.4f}")
+    correct, images = int((predictions == targets).sum()), len(targets)
+    print_line(f"test accuracy {100 * accuracy:.2f} % ({correct:,} of {images:,} images), loss {score.loss:.4f}")
     if test.bad:
         names = join_names([str(path) for path in sorted(test.bad)])
         print_line(f"skipped {len(test.bad)} images that cannot be read: {names}")

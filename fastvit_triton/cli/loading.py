@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .checks import check_checkpoint
 from .console import print_error
@@ -12,6 +12,7 @@ from .console import print_error
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..models.transformer import VisionTransformer
     from ..train.data.transform import Transform
 
 
@@ -63,29 +64,28 @@ def load_trained(path: Path) -> TrainedModel:
     return trained
 
 
-def _read_training(model: "nn.Module", text: str) -> tuple[TrainedModel, int | None]:
+def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel, int | None]:
     """The header's entry `training`, with defaults, and the checksum in it."""
+    from ..layers.embed import sides
     from ..train.data.transform import Transform
     from ..train.ranges import PositiveInt, check
     from ..train.recipes import IMAGENET_MEAN, IMAGENET_STD
 
     config, entries = model.config, json.loads(text)
     check("training", entries, dict)
-    kinds = {"classes": tuple[str, ...], "transform": dict, "data": str | None}
+    kinds: dict[str, Any] = {"classes": tuple[str, ...], "transform": dict, "data": str | None}
     kinds |= {"batch_size": PositiveInt, "skip_bad_images": bool}
     for name in kinds.keys() & entries.keys():
         check(name, entries[name], kinds[name])
-    channels = config.in_chans
-    default = {"size": config.img_size, "mean": IMAGENET_MEAN[:channels], "std": IMAGENET_STD[:channels]}
+    channels, size = config.in_chans, sides(config.img_size)
+    default = {"size": size, "mean": IMAGENET_MEAN[:channels], "std": IMAGENET_STD[:channels]}
     classes = tuple(entries.get("classes", map(str, range(config.num_classes))))
     transform = Transform(**entries.get("transform", default))
     if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
         raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
-    if transform.size != config.img_size or len(transform.mean) != channels:
-        raise ValueError(
-            f"its images have size {transform.size} and {len(transform.mean)} channels, the model's {config.img_size} "
-            f"and {channels}"
-        )
+    if transform.size != size or len(transform.mean) != channels:
+        found = f"its images have size {transform.size} and {len(transform.mean)} channels"
+        raise ValueError(f"{found}, the model's {size} and {channels}")
     rest = entries.get("data"), entries.get("batch_size", 64), entries.get("skip_bad_images", False)
     return TrainedModel(model, classes, transform, *rest), entries.get("crc32")
 

@@ -5,7 +5,7 @@ import importlib
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .console import BENCH
 
@@ -83,7 +83,7 @@ def _ours(name: str, side: int | None) -> NamedModel:
     from ..models import create_model
 
     model = create_model(name, **({} if side is None else {"img_size": side}))
-    return NamedModel(model, (model.config.in_chans, *model.config.img_size), ours=True)
+    return NamedModel(model, (model.config.in_chans, *model.patch_embed.img_size), ours=True)
 
 
 def _timm(name: str, side: int | None) -> NamedModel:
@@ -100,8 +100,8 @@ def _torchvision(name: str, side: int | None) -> NamedModel:
     models = _package("torchvision").models
     options = {"image_size": side} if side is not None and name.startswith("vit_") else {}
     model = _fit(models.get_model, side, name, weights=None, **options)
-    side = side or getattr(model, "image_size", 224)
-    return NamedModel(model, (3, side, side))
+    pixels: Any = side or getattr(model, "image_size", 224)
+    return NamedModel(model, (3, pixels, pixels))
 
 
 def _transformers(name: str, side: int | None) -> NamedModel:
@@ -121,11 +121,11 @@ def _transformers(name: str, side: int | None) -> NamedModel:
     return NamedModel(model, (getattr(config, "num_channels", 3), *size), "pixel_values")
 
 
-def _read_config(transformers: ModuleType, name: str) -> tuple[object, type | None]:
+def _read_config(transformers: ModuleType, name: str) -> tuple[Any, Any]:
     """A configuration, and the model class if the name or the file specifies one."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
-        cls = getattr(transformers, name, None) if name.isidentifier() else None
+        cls: Any = getattr(transformers, name, None) if name.isidentifier() else None
         if getattr(cls, "config_class", None) is not None:
             return cls.config_class(), cls
         if not getattr(cls, "model_type", None):
@@ -151,7 +151,7 @@ def _package(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _fit(make, side: int | None, *inputs: object, **options: object) -> object:
+def _fit(make, side: int | None, *inputs: object, **options: object) -> Any:
     """Calls make(*inputs, **options); if an image size is given, converts errors to ValueError."""
     try:
         return make(*inputs, **options)

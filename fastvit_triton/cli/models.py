@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lists the names that create_model, train, benchmark, tune and doctor take, and the sizes of the models."""
+    from ..layers.embed import sides
     from ..models import CATALOGUE, list_models, model_config
 
     whole = set(args.pattern) & set("*?[")
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[tuple[str, ...]] = [("name", "image", "channels", "layers", "heads")]
     for name in names:
         config = model_config(name)
-        side = "×".join(map(str, config.img_size))
+        side = "×".join(map(str, sides(config.img_size)))
         rows.append((name, side, *map(str, (config.embed_dim, config.depth, config.num_heads))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -133,7 +133,9 @@ def _write(
     """Writes rows with their provenance as JSON."""
     from ..measure.machine import provenance
 
-    facts = dict(gpu=_place(device) if device.type == "cuda" else None, device=str(device), seconds=round(seconds, 1))
+    facts: dict[str, object] = dict(
+        gpu=_place(device) if device.type == "cuda" else None, device=str(device), seconds=round(seconds, 1)
+    )
     failed = [row["case"] for row in rows if _why(row)]
     facts |= dict(passed=passed, failed=failed, not_reached=not_reached, rows=rows)
     with replacing(path) as temporary:

@@ -6,7 +6,7 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -103,13 +103,13 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     """Trains in an output folder that rank 0 has locked."""
     import torch
 
-    from ..models import create_model
     from ..train.checkpoint import newest_state
     from ..train.data import load
     from ..train.rng import use_deterministic_algorithms
     from ..train.settings import RECIPE_FIELDS, SETTINGS, check_unchanged, recipe_of, resolve_settings
     from ..train.step import autocast_dtype
     from ..train.trainer import build_trainer
+    from ..weights.rebuild import skeleton
 
     state, damage = newest_state(out) if _is_resumed(args, out) else (None, "")
     names = {"recipe", *SETTINGS, *RECIPE_FIELDS} & vars(args).keys()
@@ -118,8 +118,8 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     recipe = recipe_of(settings)
     if settings["deterministic"]:
         use_deterministic_algorithms()
-    with torch.device("meta"):  # errors of the model come before images are listed, which may take minutes
-        student = create_model(recipe.model, **recipe.options | dict(img_size=recipe.img_size))
+    # errors of the model come before images are listed, which may take minutes
+    student = skeleton(recipe.model, **recipe.options | dict(img_size=recipe.img_size))
     if settings["teacher"] and not hasattr(student, "set_distilled_training"):
         raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
     torch.manual_seed(settings["seed"])
@@ -190,10 +190,14 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
     from ..train.build import build_masked_model, configure_model
     from ..weights import load_weights
 
-    options = {"img_size": recipe.img_size, "in_chans": len(data.transform.mean), "num_classes": len(data.classes)}
+    options: dict[str, Any] = {
+        "img_size": recipe.img_size,
+        "in_chans": len(data.transform.mean),
+        "num_classes": len(data.classes),
+    }
     options |= {"drop_path_rate": recipe.drop_path_rate, "grad_checkpointing": settings["grad_checkpointing"]}
     options |= recipe.options
-    model = create_model(recipe.model, **options)
+    model: nn.Module = create_model(recipe.model, **options)
     configure_model(recipe, model, fresh=not settings["weights"])
     if settings["weights"] and not resumed:
         load_weights(model, settings["weights"])
@@ -203,7 +207,7 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
     return model
 
 
-def _load_teacher(path: str | None, student: "nn.Module", classes: int, device: "torch.device") -> "nn.Module | None":
+def _load_teacher(path: str | None, student: Any, classes: int, device: "torch.device") -> "nn.Module | None":
     """Loads the teacher, if any, and sets the student to return class-token and distillation-token logits."""
     if path is None:
         return None
@@ -235,7 +239,7 @@ def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save
     from ..weights import save_weights
 
     world, finished = trainer.step.world, len(state["history"]) if state else 0
-    options = {"settings": settings, "save": save_weights, "state": state, "save_every": save_every}
+    options: dict[str, Any] = {"settings": settings, "save": save_weights, "state": state, "save_every": save_every}
     try:
         console = Console(quiet=not world.is_main)
         with show_progress(console, trainer.epochs, len(trainer.data.train), finished) as show:

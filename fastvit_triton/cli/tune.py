@@ -174,8 +174,8 @@ def _report(found: "Tuned", title: str, timed: bool) -> None:
         print_line(f"attention {row['sizes']}: {times}")
     table = Table("the whole model", *["ms"] * timed, "ratio to eager", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, row in found.model.items():
-        cells = [f"{row['us'] / 1e3:.3f}" if "us" in row else "-"] * timed
-        table.add_row(name, *cells, f"{row['speedup']:.2f}" if timed and "speedup" in row else "-")
+        ms = [f"{row['us'] / 1e3:.3f}" if "us" in row else "-"] * timed
+        table.add_row(name, *ms, f"{row['speedup']:.2f}" if timed and "speedup" in row else "-")
     console.print(table)
     for name, row in found.model.items():
         if "error" in row:

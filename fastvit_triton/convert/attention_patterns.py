@@ -8,7 +8,7 @@ from torch import fx
 
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
-from .graph import equal, kind, known, order, read, shape, up, value
+from .graph import Argument, equal, kind, known, order, read, shape, up, value
 from .patterns import Call, Match
 
 
@@ -135,10 +135,10 @@ def _written_out(node: fx.Node) -> tuple | None:
     return q[0], k[0], v, bias, windows, scale * k[1], inner
 
 
-def _windows(scores: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
     """(scores [B, H, Nq, Nk] before masking, window masks [1, W, 1, Nq, Nk] or None), as in Swin's shifted windows."""
     passed: list[fx.Node] = []
-    added = up(scores.args[0], passed) if kind(scores) == "reshape" else None
+    added: Argument = up(scores.args[0], passed) if kind(scores) == "reshape" else None
     if kind(added) != "add" or read(added).get("alpha", 1) != 1 or len(shape(added)) != 5:
         return scores, None
     given, (_, W, H, Nq, Nk) = read(added), shape(added)
@@ -156,7 +156,7 @@ def _windows(scores: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | 
     return scores, None
 
 
-def _scaled_by(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float]:
+def _scaled_by(node: Argument, inner: list[fx.Node]) -> tuple[fx.Node, float]:
     """(the node without scalar factors, product of these factors)."""
     factor = 1.0
     while kind(node) in ("mul", "div"):
@@ -181,7 +181,7 @@ def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | Non
     return node, factor
 
 
-def _bias(mask: fx.Node, sizes: tuple) -> fx.Node | Call | None:
+def _bias(mask: Argument, sizes: tuple) -> fx.Node | Call | None:
     """The mask with axes [G, H, Nq, Nk], as `attention` takes it; None if its shape does not fit."""
     got = shape(mask)
     if not 2 <= len(got) <= 4 or not all(known(a == 1) or known(a == b) for a, b in zip(got[::-1], sizes[::-1])):  # noqa: B905

@@ -11,6 +11,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -22,8 +23,10 @@ from .rewrite import Rewriter
 
 NAME = "fastvit_triton"
 UNFUSED = "left to the compiler"
-CANDIDATES = ("conv2d", "encoder_layer", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu")
-CANDIDATES += ("scaled_dot_product_attention", "softmax")
+CANDIDATES = (
+    *("conv2d", "encoder_layer", "gelu", "layer_norm", "linear", "multi_head_attention", "relu", "silu"),
+    *("scaled_dot_product_attention", "softmax"),
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +67,13 @@ def _reset() -> None:
         trees.reset_cudagraph_trees()
 
 
-backend.reset = _reset
+vars(backend)["reset"] = _reset
 
 
 def rewrite(graph: fx.GraphModule) -> Report:
     """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels can run."""
     rows = [row for part in _bodies(graph) for row in rewrite(part).rows]
-    candidates = [(node.name, _path(node), kind(node)) for node in graph.graph.nodes if kind(node) in CANDIDATES]
+    candidates = [(node.name, _path(node), name) for node in graph.graph.nodes if (name := kind(node)) in CANDIDATES]
     found = [t for node in graph.graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
     reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in found)]
     if not candidates or all(reasons):
@@ -87,7 +90,7 @@ def rewrite(graph: fx.GraphModule) -> Report:
     return Report(tuple(rows), unfused=UNFUSED)
 
 
-def _bodies(graph: fx.GraphModule) -> list[fx.GraphModule]:
+def _bodies(graph: fx.GraphModule) -> list[Any]:
     """The subgraphs that `torch.utils.checkpoint` runs."""
     calls = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
     return [graph.get_submodule(node.args[0].target) for node in calls]

@@ -57,7 +57,8 @@ class Prediction:
 
     def ours_us(self, frozen: bool = False) -> tuple[float, float, float]:
         """Expected microseconds of the blocks by default, at the kernels' pessimistic, expected and best rates."""
-        return tuple(sum(self._us(c, c.way, frozen, ratio) for c in self.blocks) for ratio in (0, 1, 2))
+        low, expected, best = (sum(self._us(c, c.way, frozen, ratio) for c in self.blocks) for ratio in (0, 1, 2))
+        return low, expected, best
 
     def _us(self, choice: Choice, way: str, frozen: bool, ratio: int) -> float:
         host = host_us(way, len(choice.branches), self.training, choice.replayed)

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from ..kernels.backend import kernels_available
+from ..kernels.backend import constant, kernels_available
 from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import type_name
+from ..layers.module_parts import Foreign
 from .third_party import is_fusable
 
 Reader = Callable[..., AttentionParts | MlpParts | str]
-Folds = Callable[[nn.Module], Iterable[tuple[nn.Module | None, nn.Module | None]]]
+R = TypeVar("R", bound=Reader)
+Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
 
 class Forward(NamedTuple):
@@ -43,8 +45,8 @@ class Forward(NamedTuple):
     takes: str | None = None
     read: Reader | None = None
     became: str | None = None
-    reason: Callable[[nn.Module], str | None] | None = None
-    call: Callable[[nn.Module], dict[str, object]] | None = None
+    reason: Callable[[Foreign], str | None] | None = None
+    call: Callable[[Foreign], dict[str, object]] | None = None
     folds: Folds | None = None
 
     def lacks(self, module: nn.Module) -> str | None:
@@ -61,6 +63,7 @@ class Forward(NamedTuple):
         return None if name is None else f"it takes {name}, which its fused forward does not support"
 
 
+@constant
 def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     """Names of the arguments of a class's own forward after the first input; cached."""
     if cls not in _taken:
@@ -75,7 +78,6 @@ def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(p.name for p in rest if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
-arguments._dynamo_marked_constant = True  # torch.compiler.assume_constant_result, which would import all of Dynamo
 _taken: dict[type[nn.Module], tuple[str, ...]] = {}
 FORWARDS: dict[str, list[Forward]] = {}  # type → its fused forwards, the newest release's first
 
@@ -100,7 +102,7 @@ def fused_forward(
     *names: str,
     needs: str = "",
     takes: str | None = None,
-    reason: Callable[[nn.Module], str | None] | None = None,
+    reason: Callable[[Foreign], str | None] | None = None,
     folds: Folds | None = None,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers the fused forward of these types; for the arguments see `Forward`."""
@@ -117,11 +119,11 @@ def _chosen(forward: Callable) -> Callable:
     """Wraps a fused forward: runs the original if the module, or a block around it, runs plain."""
 
     @functools.wraps(forward)
-    def run(module: nn.Module, *inputs: object, **named: object) -> object:
+    def run(module: nn.Module, *inputs: Any, **named: Any) -> Any:
         if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
         x = inputs[0] if inputs else None
-        way, settings = ways.known_way(module, x) if type(x) is Tensor else (None, None)
+        way, settings = ways.known_way(module, x) if type(x) is Tensor else (None, ())
         if way == "plain":
             return ways.plainly(type(module).forward, module, *inputs, **named)
         if way is None:
@@ -143,7 +145,7 @@ class FusedBody:
     read: Reader
     weights: bool = False
 
-    def __call__(self, module: nn.Module, *inputs: object, **named: object) -> Tensor | tuple[Tensor, None]:
+    def __call__(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:
         """Runs the module on its inputs; [B, N, D] → [B, N, D]."""
         if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
@@ -158,7 +160,7 @@ class FusedBody:
                 return replay.call(settings, self._fused, module, *inputs, **named)
         return self._fused(module, *inputs, **named)
 
-    def _fused(self, module: nn.Module, *inputs: object, **named: object) -> Tensor | tuple[Tensor, None]:
+    def _fused(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:
         x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
         if x is not None and is_fusable(module, x):
             parts = self.read(module, *inputs[1:], **named)
@@ -177,19 +179,19 @@ def fused_body(
     *names: str,
     needs: str = "",
     takes: str | None = None,
-    call: Callable[[nn.Module], dict[str, object]] | None = None,
+    call: Callable[[Foreign], dict[str, object]] | None = None,
     weights: bool = False,
-) -> Callable[[Reader], Reader]:
+) -> Callable[[R], R]:
     """Decorator: registers a reader of these types, see `Forward`; `weights` if they return (y, weights or None)."""
 
-    def decorate(read: Reader) -> Reader:
+    def decorate(read: R) -> R:
         register(names, Forward(FusedBody(read, weights), needs, takes, read, call=call))
         return read
 
     return decorate
 
 
-def original(module: nn.Module, *inputs: object, **named: object) -> object:
+def original(module: nn.Module, *inputs: Any, **named: Any) -> Any:
     """Runs the forward of the module's own class."""
     return type(module).forward(module, *inputs, **named)
 

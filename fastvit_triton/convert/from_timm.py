@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import are_plain_tensors, has_hooks, type_name
-from ..layers.module_parts import DROPOUTS, Packed, activation_of, is_identity, is_inactive, is_readable
+from ..layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
 from .forwards import fused_body
 from .third_party import four_axes, head_norms, scores_mask
 
 
-def dropped(module: nn.Module) -> str | None:
+def dropped(module: Foreign) -> str | None:
     """Why this attention needs dropout on its probabilities, which no kernel has; None if it does not."""
     drop = module.attn_drop
     return (
@@ -25,7 +25,7 @@ def dropped(module: nn.Module) -> str | None:
     )
 
 
-def _reason(module: nn.Module, mask: Tensor | None, is_causal: bool) -> str | None:
+def _reason(module: Foreign, mask: Tensor | None, is_causal: bool) -> str | None:
     """Why an attention must run its own forward now, or None."""
     if is_causal:
         return "causal mask"
@@ -36,7 +36,7 @@ def _reason(module: nn.Module, mask: Tensor | None, is_causal: bool) -> str | No
     return dropped(module)
 
 
-def _norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+def _norms(module: Foreign) -> tuple[nn.Module, nn.Module] | None:
     """Norms of queries and keys; None in releases without them."""
     return head_norms(module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
 
@@ -47,7 +47,7 @@ def _norms(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     needs="qkv num_heads scale attn_drop proj proj_drop",
     takes="attn_mask is_causal",
 )
-def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal: bool = False) -> AttentionParts | str:
+def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: bool = False) -> AttentionParts | str:
     """Parts of an attention with packed qkv and optional norms of queries, keys and output."""
     return _reason(self, attn_mask, is_causal) or AttentionParts(
         (self.qkv,),
@@ -68,15 +68,17 @@ def attention_parts(self: nn.Module, attn_mask: Tensor | None = None, is_causal:
     takes="rope attn_mask is_causal",
 )
 def rope_parts(
-    self: nn.Module, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    self: Foreign, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> AttentionParts | str:
     """Parts of an attention with packed or separate projections and RoPE on all but the prefix tokens."""
     why = _reason(self, attn_mask, is_causal)
     if why is None and getattr(self, "num_kv_groups", 1) > 1:
         why = "grouped-query attention"
+    if why is not None:
+        return why
     qkv = self.qkv if self.qkv is None else _packed(self)
-    if why is not None or isinstance(qkv, str):
-        return why or qkv
+    if isinstance(qkv, str):
+        return qkv
     table = None
     if rope is not None:
         sin, cos = rope.chunk(2, -1)
@@ -100,18 +102,21 @@ def rope_parts(
     "proj proj_drop",
     takes="shared_rel_pos_bias",
 )
-def beit_parts(self: nn.Module, shared_rel_pos_bias: Tensor | None = None) -> AttentionParts | str:
+def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> AttentionParts | str:
     """Parts of an attention with packed qkv and learned relative positions, of the module or shared by the model."""
-    why, qkv = dropped(self), _packed(self)
-    if why is not None or isinstance(qkv, str):
-        return why or qkv
+    why = dropped(self)
+    if why is not None:
+        return why
+    qkv = _packed(self)
+    if isinstance(qkv, str):
+        return qkv
     table = None if self.relative_position_bias_table is None else _positions(self)
     if shared_rel_pos_bias is not None:
         table = shared_rel_pos_bias if table is None else table + shared_rel_pos_bias
     return AttentionParts((qkv,), self.proj, self.num_heads, self.scale, four_axes(table), drops=(self.proj_drop,))
 
 
-def _positions(self: nn.Module) -> Tensor:
+def _positions(self: Foreign) -> Tensor:
     """The relative position bias [1, H, N, N]."""
     return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).contiguous()[None]
 
@@ -121,7 +126,7 @@ def _positions(self: nn.Module) -> Tensor:
     needs="qkv num_heads scale relative_position_bias_table relative_position_index softmax attn_drop proj proj_drop",
     takes="mask",
 )
-def window_parts(self: nn.Module, mask: Tensor | None = None) -> AttentionParts | str:
+def window_parts(self: Foreign, mask: Tensor | None = None) -> AttentionParts | str:
     """Parts of a window attention; group g of the bias is window g, with the mask of shifted windows added."""
     why = dropped(self) or ("softmax has a hook" if has_hooks(self.softmax) else None)
     if why is not None:
@@ -132,7 +137,7 @@ def window_parts(self: nn.Module, mask: Tensor | None = None) -> AttentionParts 
 
 
 @fused_body("timm.layers.mlp.Mlp", "timm.models.layers.mlp.Mlp", needs="fc1 act drop1|drop fc2 drop2|drop", takes="")
-def mlp_parts(self: nn.Module) -> MlpParts | str:
+def mlp_parts(self: Foreign) -> MlpParts | str:
     """Parts of an MLP: fc1, activation, optional norm, fc2; older releases use one dropout twice."""
     drops = (self.drop1, self.drop2) if hasattr(self, "drop1") else (self.drop, self.drop)
     return MlpParts((self.fc1,), activation_of(self.act), self.fc2, drops, last=_present(self))
@@ -144,7 +149,7 @@ def mlp_parts(self: nn.Module) -> MlpParts | str:
     needs="fc1 act gate_last chunk_dim drop1 fc2 drop2",
     takes="",
 )
-def glu_parts(self: nn.Module) -> MlpParts | str:
+def glu_parts(self: Foreign) -> MlpParts | str:
     """Parts of a SwiGLU with gate and value in one layer, gate first."""
     if activation_of(self.act) != "silu" or self.gate_last or self.chunk_dim != -1:
         return f"gated by {type(self.act).__name__}" + (" on the last half" if self.gate_last else "")
@@ -152,20 +157,20 @@ def glu_parts(self: nn.Module) -> MlpParts | str:
 
 
 @fused_body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2", takes="")
-def swiglu_parts(self: nn.Module) -> MlpParts | str:
+def swiglu_parts(self: Foreign) -> MlpParts | str:
     """Parts of a SwiGLU with gate and value in two layers, and an optional norm before the last layer."""
     if activation_of(self.act) != "silu":
         return f"gated by {type(self.act).__name__}"
     return MlpParts((self.fc1_g, self.fc1_x), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
 
 
-def _present(self: nn.Module) -> nn.Module | None:
+def _present(self: Foreign) -> nn.Module | None:
     """The norm before the last layer; None in releases without it."""
     norm = getattr(self, "norm", None)
     return None if norm is None or is_identity(norm) else norm
 
 
-def _packed(self: nn.Module) -> nn.Module | Packed | str:
+def _packed(self: Foreign) -> nn.Module | Packed | str:
     """The packed projection; its bias may be stored as q_bias, k_bias (zeros) and v_bias."""
     if getattr(self, "q_bias", None) is None:
         return self.qkv

@@ -1,5 +1,7 @@
 """Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA and DINOv3, NaFlexViT, Swin, CaiT."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,22 +9,23 @@ from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
 from ..layers.body import finish, project
 from ..layers.branch import Branch, add_branches
+from ..layers.module_parts import Foreign
 from .forwards import arguments, fused_forward, original
 from .from_timm import dropped
 from .from_torch import patch_conv
 from .third_party import is_fusable, scores_mask
 
 
-def _both_norms(block: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def _both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
     return [(block.norm1, block.attn), (block.norm2, block.mlp)]
 
 
-def _given(block: nn.Module, **call: object) -> dict[str, object]:
+def _given(block: Foreign, **call: object) -> dict[str, object]:
     """Arguments that a block passes on to its attention, limited to those its release supports."""
     return {name: value for name, value in call.items() if name in arguments(type(block))}
 
 
-def _drop_paths(block: nn.Module) -> tuple[nn.Module, nn.Module]:
+def _drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
     """Stochastic depth of both branches; older releases use one module twice."""
     return (block.drop_path1, block.drop_path2) if hasattr(block, "drop_path1") else (block.drop_path,) * 2
 
@@ -34,12 +37,12 @@ def _drop_paths(block: nn.Module) -> tuple[nn.Module, nn.Module]:
     takes="attn_mask is_causal",
     folds=_both_norms,
 )
-def block(self: nn.Module, x: Tensor, *inputs: object, **named: object) -> Tensor:
+def block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
     return _block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
 
 
-def _block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+def _block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     call, (drop1, drop2) = _given(self, attn_mask=attn_mask, is_causal=is_causal), _drop_paths(self)
     scale1, scale2 = (self.ls1, self.ls2) if hasattr(self, "ls1") else (None, None)
     attn = Branch(self.attn, self.norm1, scale1, drop1, call=call)
@@ -53,13 +56,13 @@ def _block(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causa
     takes="rope attn_mask is_causal",
     folds=_both_norms,
 )
-def eva_block(self: nn.Module, x: Tensor, *inputs: object, **named: object) -> Tensor:
+def eva_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with rotary positions; [B, N, D] → [B, N, D]."""
     return _eva_block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
 
 
 def _eva_block(
-    self: nn.Module, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    self: Foreign, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     call = _given(self, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
     attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
@@ -73,7 +76,7 @@ def _eva_block(
     takes="shared_rel_pos_bias",
     folds=_both_norms,
 )
-def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
     """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x, shared_rel_pos_bias)
@@ -89,7 +92,7 @@ def beit_block(self: nn.Module, x: Tensor, shared_rel_pos_bias: Tensor | None = 
     takes="",
     folds=_both_norms,
 )
-def cait_block(self: nn.Module, x: Tensor) -> Tensor:
+def cait_block(self: Foreign, x: Tensor) -> Tensor:
     """CaiT's talking-heads block, whose attention is called; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x)
@@ -104,7 +107,7 @@ def cait_block(self: nn.Module, x: Tensor) -> Tensor:
     takes="x_cls",
     folds=lambda self: [(self.norm2, self.mlp)],
 )
-def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
+def cait_class_block(self: Foreign, x: Tensor, x_cls: Tensor) -> Tensor:
     """CaiT's class-token block; [B, N, D] and [B, 1, D] → [B, 1, D]."""
     if not is_fusable(self, x):
         return original(self, x, x_cls)
@@ -120,7 +123,7 @@ def cait_class_block(self: nn.Module, x: Tensor, x_cls: Tensor) -> Tensor:
     takes="",
     folds=lambda self: [(self.norm2, self.mlp)],
 )
-def swin_block(self: nn.Module, x: Tensor) -> Tensor:
+def swin_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin's block, whose window attention is called; [B, H, W, D] → [B, H, W, D]."""
     if not is_fusable(self, x):
         return original(self, x)
@@ -135,7 +138,7 @@ def swin_block(self: nn.Module, x: Tensor) -> Tensor:
     takes="",
     reason=dropped,
 )
-def class_attention(self: nn.Module, x: Tensor) -> Tensor:
+def class_attention(self: Foreign, x: Tensor) -> Tensor:
     """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
     if not is_fusable(self, x) or dropped(self) is not None:
         return original(self, x)
@@ -153,12 +156,12 @@ def class_attention(self: nn.Module, x: Tensor) -> Tensor:
     takes="attn_mask",
     folds=lambda self: [(self.norm, self.mlp)],
 )
-def attention_pool(self: nn.Module, x: Tensor, *inputs: object, **named: object) -> Tensor:
+def attention_pool(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Learned queries attend to all tokens, then an MLP; [B, N, D] → [B, D]."""
     return _attention_pool(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
 
 
-def _attention_pool(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+def _attention_pool(self: Foreign, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
     x = x if self.pos_embed is None else x + self.pos_embed[None].to(x.dtype)
     q = self.q(self.latent.expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     k, v = project(x, (self.kv,)).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -169,7 +172,7 @@ def _attention_pool(self: nn.Module, x: Tensor, attn_mask: Tensor | None = None)
     return x[:, 0] if self.pool == "token" else x.mean(1) if self.pool == "avg" else x
 
 
-def _patch_reason(self: nn.Module) -> str | None:
+def _patch_reason(self: Foreign) -> str | None:
     form = getattr(self, "output_fmt", "NCHW")
     if not self.flatten and form != "NHWC":
         return f"its output is {getattr(form, 'value', form)}, not tokens"
@@ -184,12 +187,12 @@ def _patch_reason(self: nn.Module) -> str | None:
     takes="",
     reason=_patch_reason,
 )
-def patches(self: nn.Module, x: Tensor) -> Tensor:
+def patches(self: Foreign, x: Tensor) -> Tensor:
     """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] for timm's NHWC format."""
     if (
         not is_fusable(self, x)
         or x.dim() != 4
-        or not _divides(self, tuple(x.shape[2:]))
+        or not _divides(self, (x.shape[2], x.shape[3]))
         or _patch_reason(self) is not None
     ):
         return original(self, x)
@@ -197,7 +200,7 @@ def patches(self: nn.Module, x: Tensor) -> Tensor:
     return self.norm(tokens if self.flatten else tokens.unflatten(1, (x.shape[2] // self.patch_size[0], -1)))
 
 
-def _divides(self: nn.Module, size: tuple[int, int]) -> bool:
+def _divides(self: Foreign, size: tuple[int, int]) -> bool:
     """True if the module accepts images of this size and the patch size divides them."""
     strict = self.img_size is not None and getattr(self, "strict_img_size", True)
     whole = all(side % patch == 0 for side, patch in zip(size, self.patch_size, strict=True))

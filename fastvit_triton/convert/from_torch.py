@@ -1,5 +1,7 @@
 """Fused forwards for torch.nn's attention and Transformer layers, torchvision's encoder, and MLPs in a Sequential."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from ..kernels.patch_embed import patch_embed
 from ..layers.body import AttentionParts, MlpParts, finish, project
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import are_plain_tensors, has_hooks, is_plain_module, type_name
-from ..layers.module_parts import DROPOUTS, LAYER_NORMS, Packed, activation_of, last_axis_norm
+from ..layers.module_parts import DROPOUTS, LAYER_NORMS, Foreign, Packed, activation_of, last_axis_norm
 from .forwards import fused_body, fused_forward, original
 from .third_party import is_fusable, scores_mask
 
@@ -117,13 +119,13 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
     return mask.masked_fill(~padding, float("-inf")) if padding.dtype == torch.bool else mask + padding
 
 
-def _norm_reason(self: nn.Module) -> str | None:
+def _norm_reason(self: Foreign) -> str | None:
     known = last_axis_norm(self) is not None
     return None if known else "several axes, fast norm, or parameters of a tensor subclass"
 
 
 @fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
-def layer_norm_forward(self: nn.Module, input: Tensor) -> Tensor:
+def layer_norm_forward(self: Foreign, input: Tensor) -> Tensor:
     """LayerNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
     norm = last_axis_norm(self) if is_fusable(self, input) else None
     if norm is None:
@@ -147,12 +149,14 @@ def encoder_layer(
     is_causal: bool = False,
 ) -> Tensor:
     """Pre-norm or post-norm layer; [B, N, D] → [B, N, D], or [N, B, D] where the batch is not first."""
-    parts, causal = "unbatched, nested, or causal without a mask", is_causal and src_mask is None
+    parts: AttentionParts | str = "unbatched, nested, or causal without a mask"
+    causal = is_causal and src_mask is None
     if src.dim() == 3 and is_fusable(self, src) and not causal and not has_hooks(self.self_attn):
         parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
     if isinstance(parts, str):
         return original(self, src, src_mask, src_key_padding_mask, is_causal)
-    parts, act = parts._replace(drops=(self.dropout1,)), self.activation
+    parts = parts._replace(drops=(self.dropout1,))
+    act: Any = self.activation
     act = activation_of(act) if isinstance(act, nn.Module) else {F.relu: "relu", F.gelu: "gelu"}.get(act, act)
     hidden = MlpParts((self.linear1,), act, self.linear2, (self.dropout, self.dropout2))
     x = src if self.self_attn.batch_first else src.transpose(0, 1)
@@ -170,7 +174,7 @@ def encoder_layer(
     reason=lambda self: multihead_reason(self.self_attention),
     folds=lambda self: [(self.ln_1, self.self_attention), (self.ln_2, self.mlp)],
 )
-def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
+def encoder_block(self: Foreign, input: Tensor) -> Tensor:
     """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
     attn = self.self_attention
     parts = "watched" if not is_fusable(self, input) or has_hooks(attn) else multihead_parts(attn)
@@ -181,7 +185,7 @@ def encoder_block(self: nn.Module, input: Tensor) -> Tensor:
     )
 
 
-def patch_conv(conv: nn.Module) -> bool:
+def patch_conv(conv: Foreign) -> bool:
     """True for a convolution that may be read and is a patch projection (stride equal to kernel size)."""
     return (
         is_plain_module(conv, (CONV,))

@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -9,7 +10,7 @@ from ..kernels.attention import attention
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import has_hooks, is_plain_module, type_name
-from ..layers.module_parts import activation_of
+from ..layers.module_parts import Foreign, activation_of
 from .forwards import fused_body, fused_forward, original
 from .from_torch import STEMS, cross_attend, multihead_reason
 from .third_party import can_run, is_fusable, scores_mask
@@ -45,7 +46,7 @@ INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  #
     weights=True,
 )
 def attention_parts(
-    self: nn.Module,
+    self: Foreign,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     is_causal: bool | None = None,
@@ -73,7 +74,7 @@ def attention_parts(
     "attention.dropout_prob attention.is_causal attention.config output.dense output.dropout",
     takes="head_mask",
 )
-def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
+def nested_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
     """As `attention_parts` for older releases: two submodules, the second with dropout; no weights are returned."""
     inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
     if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
@@ -86,7 +87,7 @@ def nested_parts(self: nn.Module, head_mask: Tensor | None = None, **more: objec
 
 
 def _reason(
-    self: nn.Module, drop: float, attention_mask: object, is_causal: bool | None, more: dict[str, object]
+    self: Foreign, drop: float, attention_mask: object, is_causal: bool | None, more: dict[str, object]
 ) -> str | None:
     """Why an attention must run its own forward now, or None."""
     if self.training and drop > 0:
@@ -114,14 +115,14 @@ def _reason(
     ),
     needs="fc1 activation_fn|activation fc2",
 )
-def mlp_parts(self: nn.Module) -> MlpParts:
+def mlp_parts(self: Foreign) -> MlpParts:
     """Parts of an MLP: fc1, activation, fc2."""
     act = self.activation_fn if hasattr(self, "activation_fn") else self.activation
     return MlpParts((self.fc1,), activation_of(act), self.fc2)
 
 
 @fused_body(*_named("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
-def up_down_parts(self: nn.Module) -> MlpParts:
+def up_down_parts(self: Foreign) -> MlpParts:
     """Parts of an MLP with DINOv3's names."""
     return MlpParts((self.up_proj,), activation_of(self.act_fn), self.down_proj)
 
@@ -134,7 +135,7 @@ def up_down_parts(self: nn.Module) -> MlpParts:
     ),
     needs="gate_proj up_proj act_fn down_proj",
 )
-def gated_parts(self: nn.Module) -> MlpParts | str:
+def gated_parts(self: Foreign) -> MlpParts | str:
     """Parts of a SwiGLU with gate and value in two layers."""
     if activation_of(self.act_fn) != "silu":
         return f"gated by {type(self.act_fn).__name__}"
@@ -145,12 +146,12 @@ def gated_parts(self: nn.Module) -> MlpParts | str:
     *_named("dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN"),
     needs="weights_in weights_out",
 )
-def packed_gate_parts(self: nn.Module) -> MlpParts:
+def packed_gate_parts(self: Foreign) -> MlpParts:
     """Parts of a SwiGLU in older releases: gate and value in one layer, gate first."""
     return MlpParts((self.weights_in,), "swiglu", self.weights_out)
 
 
-def _checkpointed(self: nn.Module, forward: object, *inputs: object, **named: object) -> Tensor:
+def _checkpointed(self: Foreign, forward: Any, *inputs: Any, **named: Any) -> Tensor:
     """Runs a layer's forward with its class's activation checkpointing (in older releases part of `__call__`)."""
     if self.gradient_checkpointing and self.training and type(self).__call__ is nn.Module.__call__:
         return self._gradient_checkpointing_func(partial(forward, self, **named), *inputs)
@@ -169,14 +170,14 @@ def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, o
     takes="attention_mask",
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.mlp)],
 )
-def vit_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
+def vit_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
 
 
-def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
+def _vit_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     attn = Branch(self.attention, self.layernorm_before, drop=self.dropout, call=_call(attention_mask, more))
     return add_branches(x, attn, Branch(self.mlp, self.layernorm_after, drop=self.dropout), block=self)
 
@@ -188,14 +189,14 @@ def _vit_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None,
     takes="attention_mask position_embeddings",
     folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
 )
-def dino_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
+def dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _dino_layer, hidden_states, *inputs, **named)
 
 
-def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
+def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     call = _call(attention_mask, more)
     attn = Branch(self.attention, self.norm1, self.layer_scale1, self.drop_path, call=call)
     return add_branches(x, attn, Branch(self.mlp, self.norm2, self.layer_scale2, self.drop_path), block=self)
@@ -208,19 +209,19 @@ def _dino_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None
     takes="attention_mask",
     folds=lambda self: [(self.layer_norm1, self.self_attn), (self.layer_norm2, self.mlp)],
 )
-def clip_layer(self: nn.Module, hidden_states: Tensor, *inputs: object, **named: object) -> Tensor:
+def clip_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
     return _checkpointed(self, _clip_layer, hidden_states, *inputs, **named)
 
 
-def _clip_layer(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
+def _clip_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
     attn = Branch(self.self_attn, self.layer_norm1, call=_call(attention_mask, more))
     return add_branches(x, attn, Branch(self.mlp, self.layer_norm2), block=self)
 
 
-def _pooling_reason(self: nn.Module, attention_mask: Tensor | None = None) -> str | None:
+def _pooling_reason(self: Foreign, attention_mask: Tensor | None = None) -> str | None:
     if has_hooks(self.attention):
         return "its attention has a hook"
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -236,14 +237,14 @@ def _pooling_reason(self: nn.Module, attention_mask: Tensor | None = None) -> st
     reason=_pooling_reason,
     folds=lambda self: [(self.layernorm, self.mlp)],
 )
-def pooling_head(self: nn.Module, hidden_state: Tensor, *inputs: object, **named: object) -> Tensor:
+def pooling_head(self: Foreign, hidden_state: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """One learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
     if not is_fusable(self, hidden_state) or _pooling_reason(self, *inputs, **named) is not None:
         return original(self, hidden_state, *inputs, **named)
     return _pooling_head(self, hidden_state, *inputs, **named)
 
 
-def _pooling_head(self: nn.Module, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+def _pooling_head(self: Foreign, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     kept = None if attention_mask is None else attention_mask[:, None, None].bool()  # [B, 1, 1, N]
     x = cross_attend(self.attention, self.probe.expand(x.shape[0], -1, -1), x, x, kept)
     return add_branches(x, Branch(self.mlp, self.layernorm))[:, 0]
@@ -266,7 +267,7 @@ STEMS.update(dict.fromkeys(_named("dinov3_vit.DINOv3ViTEmbeddings"), "patch_embe
 
 
 def attention_forward(
-    module: nn.Module,
+    module: Foreign,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+Argument = Any  # of a node: another node, a value, or a tuple of these; a pattern checks its kind before it reads it
+
 # Operation name, as used by patterns → names of its arguments in order.
-ARGUMENTS = {
+ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "add": ("input", "other", "alpha"),
     "cat": ("tensors", "dim"),
     "chunk": ("input", "chunks", "dim"),
@@ -71,8 +74,8 @@ FUNCTIONS = {
     "transpose": (torch.transpose, torch.swapaxes),
     "unbind": (torch.unbind,),
 }
-KINDS = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
-METHODS = {kind: kind for kind in ARGUMENTS} | {
+KINDS: dict[Any, str] = {function: kind for kind, functions in FUNCTIONS.items() for function in functions}
+METHODS: dict[Any, str | None] = {kind: kind for kind in ARGUMENTS} | {
     "flatten": "reshape",
     "swapaxes": "transpose",
     "type": "to",
@@ -102,7 +105,7 @@ def read(node: fx.Node) -> dict:
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
-def value(node: object) -> FakeTensor | None:
+def value(node: object) -> FakeTensor | Any:
     """The example value of a node (sizes, dtype, device); None unless it is a plain tensor."""
     found = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return found if type(found) is FakeTensor else None
@@ -114,7 +117,7 @@ def shape(node: object) -> tuple:
     return () if found is None else tuple(found.shape)
 
 
-def known(condition: object) -> bool:
+def known(condition: Any) -> bool:
     """True if the condition holds for all values of the graph's symbolic sizes."""
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
@@ -128,7 +131,7 @@ def order(node: fx.Node) -> tuple[int, ...] | None:
     """The axes of a permutation or transposition; None for other nodes."""
     axes = len(shape(node))
     if kind(node) == "permute":
-        given = node.args[1] if len(node.args) == 2 else node.args[1:] or node.kwargs.get("dims", ())
+        given: Argument = node.args[1] if len(node.args) == 2 else node.args[1:] or node.kwargs.get("dims", ())
         return tuple(a % axes for a in given) if axes and len(given) == axes else None
     if kind(node) == "transpose" and axes:
         a, b = (read(node)[name] % axes for name in ("dim0", "dim1"))
@@ -137,7 +140,7 @@ def order(node: fx.Node) -> tuple[int, ...] | None:
     return None
 
 
-def same(node: object) -> fx.Node | None:
+def same(node: Argument) -> Argument:
     """The input of a no-op node (inactive dropout; a cast or reshape without effect); None for other nodes."""
     if kind(node) == "dropout":
         given = read(node)
@@ -152,7 +155,7 @@ def same(node: object) -> fx.Node | None:
     return None
 
 
-def up(node: object, inner: list[fx.Node]) -> object:
+def up(node: Argument, inner: list[fx.Node]) -> Argument:
     """The nearest producer that is not a no-op; skipped nodes are appended to `inner`."""
     while (before := same(node)) is not None:
         inner.append(node)
@@ -160,14 +163,14 @@ def up(node: object, inner: list[fx.Node]) -> object:
     return node
 
 
-def root(node: fx.Node) -> fx.Node:
+def root(node: Argument) -> fx.Node:
     """The node whose memory a chain of in-place methods writes to."""
     while node.op == "call_method" and _writes(node):
         node = node.args[0]
     return node
 
 
-def _writes(node: fx.Node) -> bool:
+def _writes(node: Argument) -> bool:
     """True if the node may write to one of its arguments."""
     if node.op == "call_method":
         return node.target.endswith("_") and not node.target.endswith("__")

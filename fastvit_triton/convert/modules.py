@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,9 @@ from .forwards import Forward, forward_for
 from .from_torch import CONV, STEMS
 from .reporting import Report, Row
 
-LEFT = {"timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"}  # type → why it is not converted
+LEFT: dict[str, str | None] = {
+    "timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"
+}  # type → why it is not converted
 LEFT |= dict.fromkeys(from_transformers.INNER)  # submodules of a candidate
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
 
@@ -30,7 +33,7 @@ def optimize(
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     freeze: bool = False,
-    tune: object = None,
+    tune: Any = None,
 ) -> Report:
     """Replaces, in place, the forward of every module of a known type by one that can run fused.
 
@@ -97,7 +100,10 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
 
 def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> tuple[Row, ...]:
     """Converts all modules that can be converted; returns one row for each candidate."""
-    rows, seen, inside, known = [], {}, [], dict(model.named_modules(remove_duplicate=False))
+    rows: list[Row] = []
+    seen: dict[int, Row] = {}
+    inside: list[str] = []
+    known = dict(model.named_modules(remove_duplicate=False))
     stems = {id(getattr(m, STEMS[type_name(m)], None)) for m in known.values() if type_name(m) in STEMS}
     for path, module in known.items():
         if id(module) in seen:  # shared module, at another path
@@ -129,11 +135,12 @@ def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
 def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
     """Yields the norms that this module's fused forward folds into the next matmul."""
     forward = forward_for(module)
+    assert isinstance(forward, Forward)  # as it was converted
     parts = _parts(forward, module)
     if isinstance(parts, AttentionParts | MlpParts):
         yield from (parts.first, parts.last, *(getattr(parts, "norms", None) or ()))
     for norm, body in () if forward.folds is None else forward.folds(module):
-        if (id(body) in fused and not has_hooks(body)) or (body is not None and is_readable(body)):
+        if body is not None and ((id(body) in fused and not has_hooks(body)) or is_readable(body)):
             yield norm
 
 

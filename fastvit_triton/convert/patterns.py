@@ -15,7 +15,7 @@ from ..kernels.layer_norm import layer_norm
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from ..kernels.patch_embed import patch_embed
-from .graph import equal, kind, known, order, read, shape, up, value
+from .graph import Argument, equal, kind, known, order, read, shape, up, value
 
 
 class Call(NamedTuple):
@@ -139,7 +139,7 @@ def _layer_norm(node: fx.Node) -> tuple | None:
     return given["input"], given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
 
 
-def _activated(node: fx.Node) -> tuple[str | None, fx.Node, list[fx.Node]]:
+def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
     """(activation, its input, nodes skipped); the activation is None if this node is none."""
     if kind(node) == "gelu":
         name = {"none": "gelu", "tanh": "gelu_tanh"}[read(node).get("approximate", "none")]
@@ -177,21 +177,23 @@ def normalize(anchor: fx.Node) -> Iterator[Match | str]:
 def embed(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a patch convolution flattened to tokens, with positions and prefix tokens."""
     if kind(anchor) == "conv2d":
-        yield _conv(anchor) if isinstance(_conv(anchor), str) else "its output is not flattened to tokens"
+        found = _conv(anchor)
+        yield found if isinstance(found, str) else "its output is not flattened to tokens"
         return
     for tokens, pos, inner in _with_positions(anchor):
         for node, first, before, parts in _with_prefix(tokens):
-            found = _tokens(node, parts)
-            if found is not None and (pos is None or before is None):
+            given = _tokens(node, parts)
+            if given is not None and (pos is None or before is None):
                 options = dict(pos=pos if before is None else before, prefix=first)
-                yield Match(anchor, patch_embed, found, options, [*inner, *parts])
+                yield Match(anchor, patch_embed, given, options, [*inner, *parts])
 
 
 def _with_positions(anchor: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None, list[fx.Node]]]:
     if kind(anchor) == "add" and read(anchor).get("alpha", 1) == 1:
         given = read(anchor)
         for tokens, pos in ((given["input"], given["other"]), (given["other"], given["input"])):
-            size, sizes, inner = shape(pos), shape(anchor), []
+            inner: list[fx.Node] = []
+            size, sizes = shape(pos), shape(anchor)
             if len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, (1, *sizes[1:])):
                 yield up(tokens, inner), pos, inner
             elif len(sizes) == 3 and equal(shape(tokens), sizes) and equal(size, sizes[1:]):
@@ -224,7 +226,7 @@ def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
     if order(node) != (0, 2, 1):
         return None
     flat = up(node.args[0], inner)
-    conv = up(flat.args[0], inner) if kind(flat) == "reshape" else None
+    conv: Argument = up(flat.args[0], inner) if kind(flat) == "reshape" else None
     if kind(conv) != "conv2d" or len(shape(conv)) != 4 or not equal(shape(flat)[:2], shape(conv)[:2]):
         return None
     inner += [flat, conv]

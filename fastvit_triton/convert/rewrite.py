@@ -7,6 +7,7 @@ the kernels run for its device and dtype, and the new call has the same output s
 import operator
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +113,7 @@ class Rewriter:
             return f"it would return {list(got.shape)} of {got.dtype}, not {list(want.shape)} of {want.dtype}"
         return None
 
-    def _insert(self, anchor: fx.Node, function: Callable, *args: object, **kwargs: object) -> fx.Node:
+    def _insert(self, anchor: fx.Node, function: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         """Inserts a call before the anchor, with its example value."""
 
         def made(argument):
@@ -252,7 +253,7 @@ class Rewriter:
                 if node.args[0] in left:
                     node.kwargs = {**node.kwargs, "stats": left[node.args[0]]}
 
-    def _with_statistics(self, maker: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def _with_statistics(self, maker: Any) -> tuple[fx.Node, fx.Node]:
         """Makes a call return row statistics; returns (output node, statistics node) and updates all readers."""
         users = list(maker.users)
         maker.kwargs = {**maker.kwargs, "return_stats": True}
@@ -276,7 +277,7 @@ def _zeros(weight: torch.Tensor) -> torch.Tensor:
     return weight.new_zeros(weight.shape[0])
 
 
-def _values(argument: object) -> object:
+def _values(argument: Any) -> Any:
     """An argument of a node with nodes replaced by their example values."""
     if isinstance(argument, fx.Node):
         return argument.meta["example_value"]

@@ -173,7 +173,7 @@ class _Tracer(TorchDispatchMode):
         self.trace.findings.append(f"host waits for {name}{f' in {self.op}' if self.op else ''}")
         raise RuntimeError(f"{name} reads a value: the tensors that are counted have none")
 
-    def launched(self, kernel: object, grid: object, arguments: tuple, fixed: dict[str, object]) -> None:
+    def launched(self, kernel: tile.Kernel, grid: object, arguments: tuple, fixed: dict[str, object]) -> None:
         """Replaces `kernels.launch.run`: records a launch."""
         tensors = {(t.data_ptr(), t.shape): t for t in _tensors(arguments)}
         module = kernel.fn.__module__.rsplit(".", 1)[-1].removesuffix("_backward")
@@ -185,10 +185,10 @@ class _Tracer(TorchDispatchMode):
         self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops))
 
     def _piece(self, t: Tensor) -> Piece:
-        storage = t.untyped_storage()  # the same Python object while the storage exists
-        if not hasattr(storage, "number"):
-            storage.number = next(_storages)
-        return Piece(storage.number, t.storage_offset(), tuple(t.shape), _nbytes(t))
+        facts = vars(t.untyped_storage())  # of the same Python object while the storage exists
+        if "number" not in facts:
+            facts["number"] = next(_storages)
+        return Piece(facts["number"], int(t.storage_offset()), tuple(t.shape), _nbytes(t))
 
     def _flops(self, function: OpOverload, arguments: tuple, named: dict, outputs: object) -> int:
         if self.op in OUR_FLOPS:

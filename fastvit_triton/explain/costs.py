@@ -86,6 +86,6 @@ def cost_table(patch: int, sides: tuple[int, ...] = SIDES, **model: int) -> list
         sides: image sides; each is rounded down to a multiple of the patch.
         model: the other arguments of `image_cost`.
     """
-    sides = sorted({side // patch * patch for side in sides if side >= patch})
-    rows = [image_cost(side, patch, label=f"{side} px, patch {patch}", **model) for side in sides]
+    usable = sorted({side // patch * patch for side in sides if side >= patch})
+    rows = [image_cost(side, patch, label=f"{side} px, patch {patch}", **model) for side in usable]
     return [*rows, image_cost(224, 1, label="224 px, one token per pixel", **model | {"prefix": 0})]

@@ -204,9 +204,9 @@ def draw_confusion(counts: Tensor, classes: tuple[str, ...]) -> "Figure":
         for i, j in counts.nonzero().tolist():
             colour = "white" if shade[i, j] > shade.max() / 2 else INK
             axes.text(j, i, f"{counts[i, j]}", ha="center", va="center", color=colour, fontsize=min(9, 90 / K))
-        style = {"color": INK, "parse_math": False}
-        axes.set_xticks(range(K), classes, rotation=0 if max(map(len, classes)) < 4 else 60, **style)
-        axes.set_yticks(range(K), classes, **style)
+        rotation = 0 if max(map(len, classes)) < 4 else 60
+        axes.set_xticks(range(K), classes, rotation=rotation, color=INK, parse_math=False)
+        axes.set_yticks(range(K), classes, color=INK, parse_math=False)
     axes.set_xlabel("predicted class", color=MUTED)
     axes.set_ylabel("true class", color=MUTED)
     axes.tick_params(length=0)
@@ -233,9 +233,10 @@ def draw_published() -> "Figure":
     second.set_xticks(range(len(MODELS)), MODELS)
     second.set_ylim(60, 92)
     second.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower right")
-    at, names = 0, []
+    at = 0
+    names: list[str] = []
     for (family, models), colour in zip(TABLE_6.items(), (BLUE, GREEN, ORANGE), strict=True):
-        third.barh(range(at, at + len(models)), models.values(), color=colour, label=family)
+        third.barh(range(at, at + len(models)), list(models.values()), color=colour, label=family)
         names += models
         at += len(models)
     third.set_yticks(range(at), names, fontsize=9, color=INK)

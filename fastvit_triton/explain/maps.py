@@ -5,14 +5,15 @@ Sources   Abnar & Zuidema, Quantifying attention flow, arXiv:2005.00928, section
           equations 5 and 6.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .recording import capture
 
-FUSE = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
+FUSE: dict[str, Callable[..., Tensor]] = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
 
 
 def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -> Tensor:
@@ -138,7 +139,8 @@ def attention_distance(
     Raises:
         ValueError: there are fewer tokens than patches.
     """
-    total, count = 0.0, grid[0] * grid[1]
+    total: Any = 0.0
+    count = grid[0] * grid[1]
     for queries, rows in blocks:
         prefix = rows.shape[-1] - count
         if prefix < 0:

@@ -4,7 +4,7 @@ SOURCE = "published: Dosovitskiy et al., arXiv:2010.11929"
 
 # Table 2: accuracy in %, means over three fine-tuning runs; None where the paper reports none.
 TASKS = ("ImageNet", "ReaL", "CIFAR-10", "CIFAR-100", "Pets", "Flowers", "VTAB")
-TABLE_2 = {
+TABLE_2: dict[str, tuple[float | None, ...]] = {
     "ViT-H/14, JFT": (88.55, 90.72, 99.50, 94.55, 97.56, 99.68, 77.63),
     "ViT-L/16, JFT": (87.76, 90.54, 99.42, 93.90, 97.32, 99.74, 76.28),
     "ViT-L/16, I21k": (85.30, 88.62, 99.15, 93.25, 94.67, 99.61, 72.72),
@@ -14,7 +14,7 @@ TABLE_2 = {
 
 # Table 5: ImageNet top-1 in % after fine-tuning, by pre-training data.
 MODELS = ("B/16", "B/32", "L/16", "L/32", "H/14")
-TABLE_5 = {
+TABLE_5: dict[str, tuple[float | None, ...]] = {
     "ImageNet": (77.91, 73.38, 76.53, 71.16, None),
     "ImageNet-21k": (83.97, 81.28, 85.15, 80.99, 85.13),
     "JFT-300M": (84.15, 80.73, 87.12, 84.37, 88.04),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import get_ident
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,7 @@ class AttentionLayer:
     def qkv(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(1): q and k after norms and rotations, and v, [B, H, N, d] each; and the bias [G, H, N, N] or None."""
         parts = self.parts
-        norm = self.norm if parts.first is None else parts.first
-        x, folded = fold_or_normalize(self.x, norm, parts.projections)
+        x, folded = fold_or_normalize(self.x, self.norm if parts.first is None else parts.first, parts.projections)
         packed = project(x, parts.projections, folded)
         q, k, v = packed.unflatten(-1, (3, parts.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         if parts.norms is not None:
@@ -72,7 +71,8 @@ class AttentionLayer:
     def attended(self) -> tuple[Tensor, Tensor]:
         """(2): outputs of the heads [B, H, N, d], and L [B, H, N] in fp32."""
         q, k, v, bias = self.qkv
-        return attention(q, k, v, bias, self.parts.scale, return_lse=True)
+        o, lse = attention(q, k, v, bias, self.parts.scale, return_lse=True)
+        return o, lse
 
     @torch.no_grad()
     def rows(self, queries: Tensor | slice | int) -> Tensor:
@@ -229,7 +229,7 @@ def _foreign(module: nn.Module, read: Callable, *inputs: object, **named: object
 
 
 def _multihead(
-    module: nn.MultiheadAttention,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,6 +1,7 @@
 """The figures of a report, each with a sentence on how to read it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +201,7 @@ def explain_run(history: list[dict] | None, score: Score | None, classes: tuple[
             f"Loss, accuracy and learning rate over {len(history)} epochs",
             curves(history, stacked=True),
         )
-    if score is not None:
+    if score is not None and score.accuracy is not None and score.targets is not None and score.predictions is not None:
         K = len(classes)
         counts = torch.bincount(score.targets * K + score.predictions, minlength=K * K).view(K, K)
         yield Panel(
@@ -236,7 +237,7 @@ def _row(row: Cost) -> tuple[str, ...]:
     )
 
 
-def _bytes(count: int) -> str:
+def _bytes(count: float) -> str:
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -248,7 +249,8 @@ def _query(layer: AttentionLayer, query: int | None) -> Tensor:
     """Attention [B, H, N] of one query; None means the mean over all queries."""
     if query is not None:
         return layer.rows(query)[:, :, 0]
-    return sum(rows.sum(2) for _, rows in layer.blocks()) / layer.x.shape[1]
+    total: Any = sum(rows.sum(2) for _, rows in layer.blocks())
+    return total / layer.x.shape[1]
 
 
 def _heat(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:

@@ -6,6 +6,7 @@ Sources   ViT, arXiv:2010.11929, figure 7 left and centre; Oquab et al., DINOv2,
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def geometry(model: nn.Module, images: Tensor, tokens: int) -> Geometry:
     """
     H, W = images.shape[2:]
     filters = patch_filters(model, images.shape[1])
-    stem = getattr(model, "patch_embed", None)
+    stem: Any = getattr(model, "patch_embed", None)
     if filters is not None:
         grid = H // filters.shape[2], W // filters.shape[3]
     elif hasattr(stem, "grid_of"):
@@ -153,8 +154,9 @@ def token_similarity(tokens: Tensor) -> Tensor:
 
 def position_table(model: nn.Module, where: Geometry) -> Tensor | None:
     """The absolute position embedding of each patch, [h·w, D]; None if the model has none for this grid."""
-    if hasattr(model, "positions"):
-        found = model.positions(where.grid)
+    positions: Any = getattr(model, "positions", None)
+    if positions is not None:
+        found = positions(where.grid)
         return None if found is None else found[0, -where.count :].detach()
     for module in model.modules():
         for name in ("pos_embed", "position_embeddings", "position_embedding", "pos_embedding"):

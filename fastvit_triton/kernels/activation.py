@@ -6,6 +6,7 @@ Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh fo
           SwiGLU: Shazeer, arXiv:2002.05202, eq. 6.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": _quick_gelu,

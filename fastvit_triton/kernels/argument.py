@@ -37,6 +37,9 @@ class Norm(NamedTuple):
     kind: str = "layer_norm"
 
 
+NormLike = Norm | tuple[Tensor | None, Tensor | None, float]
+
+
 class Normalized(NamedTuple):
     """LN(x) for the next matmul, computed in the pass that wrote x.
 
@@ -83,7 +86,7 @@ class Epilogue(NamedTuple):
     return_stats: bool
 
 
-def is_like(tensor: Tensor, like: Tensor, *shape: int) -> bool:
+def is_like(tensor: object, like: Tensor, *shape: int) -> bool:
     """True for a dense tensor of that shape with the dtype and device of `like`, which passes all checks."""
     return (
         isinstance(tensor, Tensor)
@@ -184,7 +187,7 @@ def can_read_values(tensor: Tensor) -> bool:
     return not traced and not torch.jit.is_tracing()
 
 
-def expect_norm(x: Tensor, dtype: torch.dtype, norm: Norm, name: str = "", **axis: int) -> None:
+def expect_norm(x: Tensor, dtype: torch.dtype, norm: NormLike, name: str = "", **axis: int) -> None:
     """Raises ValueError or TypeError unless the norm fits x [..., axis]; `dtype` is that of the norm's input."""
     weight, bias, eps = norm[:3]
     same_dtype = x.dtype == dtype

@@ -22,6 +22,7 @@ Differs   From FlashAttention-2: any Nq and Nk (197 is the usual case), D ≠ Dv
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ def attention(
     scale: float | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """softmax(scale · q kᵀ + bias) v, for any numbers of queries and keys.
 
     Args:
@@ -164,7 +165,7 @@ def reference(
     scale: float | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Equations (1) and (2) by PyTorch's fused attention; written out if L or forward-mode AD is needed."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = _mask(q, k, bias, kv_lens)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch import Tensor
 from . import launch as launcher
 from . import measured
 from .launch import config, launch, power_of_2, precision, split_tiles
+from .tile import Kernel
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? kv_lens, Tensor? cu_seqlens, SymInt max_seqlen, float scale"
 )
 MAX_PREPARED = 4096  # cached launches, by layout of the tensors
 WIDTHS = (64, 128, 160, 192, 256, 320, 512, 1024)  # head widths in bytes in row names of tuned/
+
+Tensors = dict[str, Any]  # by name: a tensor, or None
 
 _prepared: dict[tuple, list] = {}  # by layout of the tensors; see `prepared`
 
@@ -134,7 +137,7 @@ def tail_block(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 
 
-def arguments_of(tensors: dict[str, Tensor | None], max_seqlen: int, scale: float) -> dict[str, object]:
+def arguments_of(tensors: Tensors, max_seqlen: int, scale: float) -> dict[str, object]:
     """Arguments of the kernels by name, except pointers: strides, sizes and flags.
 
     Args:
@@ -148,7 +151,7 @@ def arguments_of(tensors: dict[str, Tensor | None], max_seqlen: int, scale: floa
     if bias is not None:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
     heads = {n: t for n, t in tensors.items() if n in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
-    strides = {name: strides_of(t, cu_seqlens) for name, t in heads.items()}
+    strides: dict[str, Any] = {name: strides_of(t, cu_seqlens) for name, t in heads.items()}
     unit = 16 // q.element_size()
     unit = unit if all(stride % unit == 0 for triple in strides.values() for stride in triple) else 1
     strides = {f"{name}_strides": tuple(stride // unit for stride in triple) for name, triple in strides.items()}
@@ -165,25 +168,23 @@ def arguments_of(tensors: dict[str, Tensor | None], max_seqlen: int, scale: floa
 class Prepared(NamedTuple):
     """A launch without its tensors: kernel, grid, names of its tensors, its numbers, compile-time arguments."""
 
-    kernel: Callable
+    kernel: Kernel
     grid: tuple[int]
     tensors: list[str]
     numbers: list[object]
     fixed: dict[str, object]
 
 
-def prepare(kernel: Callable, programs: int, blocks: dict[str, int], **arguments: object) -> Prepared:
+def prepare(kernel: Kernel, programs: int, blocks: dict[str, int], **arguments: object) -> Prepared:
     """Prepares a launch of a kernel; uses only the named arguments that it takes. Its pointers come first."""
-    at_run_time, fixed = _names(kernel.fn)
+    at_run_time, constant = _names(kernel.fn)
     tensors = [name.removesuffix("_ptr") for name in at_run_time if name.endswith("_ptr")]
     numbers = [arguments[name] for name in at_run_time[len(tensors) :]]
-    fixed = {name: arguments[name] for name in fixed if name in arguments}
+    fixed = {name: arguments[name] for name in constant if name in arguments}
     return Prepared(kernel, (programs,), tensors, numbers, fixed | blocks)
 
 
-def prepared(
-    make: Callable[..., list[Prepared]], tensors: dict[str, Tensor | None], *settings: object
-) -> list[Prepared]:
+def prepared(make: Callable[..., list[Prepared]], tensors: Tensors, *settings: object) -> list[Prepared]:
     """Launches from make(tensors, *settings), cached by the layout of the tensors."""
     q = tensors["q"]
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
@@ -199,13 +200,13 @@ def prepared(
     return found
 
 
-def start(one: Prepared, tensors: dict[str, Tensor | None]) -> None:
+def start(one: Prepared, tensors: Tensors) -> None:
     """Launches a prepared kernel on these tensors."""
     kernel, grid, names, numbers, fixed = one
     launch(kernel, grid, *[tensors[name] for name in names], *numbers, **fixed)
 
 
-def run(kernel: Callable, programs: int, blocks: dict[str, int], **arguments: object) -> None:
+def run(kernel: Kernel, programs: int, blocks: dict[str, int], **arguments: object) -> None:
     """Launches a kernel; uses only the named arguments that it takes."""
     tensors = {name.removesuffix("_ptr"): value for name, value in arguments.items()}
     start(prepare(kernel, programs, blocks, **arguments), tensors)

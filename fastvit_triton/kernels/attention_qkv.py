@@ -16,12 +16,13 @@ Sources   Su et al., RoFormer, arXiv:2104.09864, eq. 34; Henry et al., Query-key
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import attention, check, layer_norm
-from .argument import Norm, Rope
+from .argument import NormLike, Rope
 from .attention_launch import run
 from .backend import kernels_available
 from .launch import cdiv, power_of_2
@@ -35,14 +36,14 @@ def attention_qkv(
     qkv: Tensor,
     num_heads: int,
     scale: float | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
+    q_norm: NormLike | None = None,
+    k_norm: NormLike | None = None,
     rope: Rope | None = None,
     prefix_tokens: int = 0,
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Self-attention on the packed projection, as in every plain ViT.
 
     Args:
@@ -93,14 +94,14 @@ def reference(
     qkv: Tensor,
     num_heads: int,
     scale: float | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
+    q_norm: NormLike | None = None,
+    k_norm: NormLike | None = None,
     rope: Rope | None = None,
     prefix_tokens: int = 0,
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Equations (1) to (3): split, normalise, rotate, attend, merge heads."""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
     if q_norm is not None:

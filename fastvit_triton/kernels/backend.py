@@ -3,11 +3,14 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from . import launch, tile
+
+F = TypeVar("F", bound=Callable)
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -92,6 +95,13 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> str 
     return f"Triton kernels need a CUDA or ROCm GPU, this is {device.type}"
 
 
+def constant(function: F) -> F:
+    """Marks a function as torch.compiler.assume_constant_result does, which would import all of Dynamo."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant
 def _too_old(index: int | None) -> str | None:
     """Reason why this GPU is below the minimum, NVIDIA 8.0 or AMD gfx942; None if it is not."""
     properties = torch.cuda.get_device_properties(index)
@@ -103,7 +113,6 @@ def _too_old(index: int | None) -> str | None:
     return f"compute capability {properties.major}.{properties.minor} is below 8.0"
 
 
-_too_old._dynamo_marked_constant = True  # like torch.compiler.assume_constant_result, without importing Dynamo
 _floor = functools.cache(_too_old)
 
 

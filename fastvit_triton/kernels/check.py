@@ -6,13 +6,14 @@ always checked.
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .activation import ACTIVATIONS
 from .argument import (
-    Norm,
+    NormLike,
     Pair,
     Rope,
     can_read_values,
@@ -41,9 +42,11 @@ def projection(
     expect_rows("x", x, "K")
     activation_name(activation)
     if isinstance(weight, Tensor) and weight.dim() == 2 and activation != "swiglu":
-        F = weight.shape[0]
-        if F and is_like(weight, x, F, x.shape[-1]) and (bias is None or is_like(bias, x, F)):
+        rows = weight.shape[0]
+        if rows and is_like(weight, x, rows, x.shape[-1]) and (bias is None or is_like(bias, x, rows)):
             return
+    weights: tuple[Any, ...]
+    biases: Any
     if isinstance(weight, Folded):
         if bias is not None:
             raise ValueError(f"{name}bias is given, but a folded weight includes its bias; pass None")
@@ -57,7 +60,7 @@ def projection(
         if bias is not None:
             pair(f"{name}bias", bias)
         weights, biases = weight, bias or (None, None)
-    F = None
+    F: Any = None
     for w, b in zip(weights, biases, strict=True):
         expect(f"{name}weight", w, x, F=F, K=x.shape[-1])
         expect_floating(f"{name}weight", w, x)
@@ -83,7 +86,7 @@ def sources(argument: str, value: Group, x: Tensor, F: int) -> None:
     expect(argument, value.weights[0], x, F=F, K=x.shape[-1])
 
 
-def pair(argument: str, value: tuple, words: str = "a tuple of two") -> None:
+def pair(argument: str, value: object, words: str = "a tuple of two") -> None:
     """Raises TypeError unless the value is a tuple or list of two."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         given = f"a tuple of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
@@ -98,7 +101,7 @@ def activation_name(activation: str | None) -> None:
         raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
 
 
-def norm_parameters(argument: str, value: Norm, x: Tensor, **axis: int) -> None:
+def norm_parameters(argument: str, value: NormLike, x: Tensor, **axis: int) -> None:
     """Raises ValueError or TypeError unless the value is a `Norm` or (weight, bias, eps) that fits the axis of x."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {type(value).__name__}")
@@ -110,7 +113,7 @@ def norm_parameters(argument: str, value: Norm, x: Tensor, **axis: int) -> None:
     expect_norm(x, x.dtype, value, f"{argument} ", **axis)
 
 
-def norm(x: Tensor, value: Norm | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
+def norm(x: Tensor, value: NormLike | None, stats: Tensor | None, weight: Tensor | Pair | Folded) -> None:
     """Raises ValueError or TypeError unless the norm, the row statistics and a folded weight fit x [..., K]."""
     if value is not None:
         norm_parameters("norm", value, x, K=x.shape[-1])
@@ -178,7 +181,7 @@ def scores(
 
 
 def packed(
-    qkv: Tensor, num_heads: int, q_norm: Norm | None, k_norm: Norm | None, rope: Rope | None, prefix_tokens: int
+    qkv: Tensor, num_heads: int, q_norm: NormLike | None, k_norm: NormLike | None, rope: Rope | None, prefix_tokens: int
 ) -> int:
     """Returns D, the channels of a head; raises ValueError or TypeError unless qkv [B, N, 3·H·D], norms, rope fit."""
     expect("qkv", qkv, B=None, N=None, **{"3·H·D": None})

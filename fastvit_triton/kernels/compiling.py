@@ -10,6 +10,7 @@ import torch
 
 from . import launch
 from .op import REGISTERED
+from .tile import Kernel
 
 THREADS = min(os.cpu_count() or 1, 16)
 
@@ -32,7 +33,7 @@ class Pointer:
 class Launch(NamedTuple):
     """A launch to compile: the arguments of `launch.launch`, with `Pointer` for tensors, and its device."""
 
-    kernel: Callable
+    kernel: Kernel
     grid: tuple[int, ...]
     arguments: tuple
     fixed: dict[str, object]

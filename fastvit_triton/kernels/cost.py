@@ -13,7 +13,8 @@ Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
 import functools
 import json
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .launch import TUNED
 
@@ -116,8 +117,11 @@ def table() -> dict:
 @functools.cache
 def gpus() -> dict[str, Gpu]:
     """GPUs with known rates, by short name."""
-    return {key: Gpu(**{n: tuple(v) if isinstance(v, list) else v for n, v in row.items()})
-            for key, row in table()["gpus"].items()}  # fmt: skip
+
+    def fixed(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    return {key: Gpu(**{name: fixed(v) for name, v in row.items()}) for key, row in table()["gpus"].items()}
 
 
 def gpu_of(architecture: str, name: str = "") -> Gpu:
@@ -206,8 +210,9 @@ def _attention(branch: Branch, ours: bool, backward: bool = False) -> Launch:
     return Launch("fused attention" if ours else "attention", flops, branch.itemsize * values, backward=backward)
 
 
-def _faster_attention(gpu: Gpu, branch: Branch, backward: bool = False) -> Launch:
+def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -> Launch:
     """The faster attention kernel, ours or PyTorch's, for a mixed branch."""
+    assert gpu is not None, "the choice depends on the GPU"
     pair = [_attention(branch, ours, backward) for ours in (False, True)]
     return min(pair, key=lambda launch: launch_us(gpu, launch))
 
@@ -227,14 +232,14 @@ def _forward(
         middle = [_faster_attention(gpu, b)] if attention else []
         return [*found, _product(b, M, b.width, C, True, extra), *middle, _product(b, M, C, b.inner, True, M * C)]
     norm = [] if way == "mixed" and not first else [_pass(b, 2 * M * C)]
-    middle = _pass(b, M * (b.width + b.inner))
+    core = _pass(b, M * (b.width + b.inner))
     if attention:
-        middle = _faster_attention(gpu, b) if way == "mixed" else _attention(b, False)
+        core = _faster_attention(gpu, b) if way == "mixed" else _attention(b, False)
     if way == "mixed":
         end = [_pass(b, (3 if last else 4) * M * C)]
     else:
         end = [_pass(b, 2 * M * C)] * b.scales + [_pass(b, 3 * M * C)]
-    return [*norm, _product(b, M, b.width, C), middle, _product(b, M, C, b.inner), *end]
+    return [*norm, _product(b, M, b.width, C), core, _product(b, M, C, b.inner), *end]
 
 
 def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
@@ -314,4 +319,6 @@ def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bo
     return ours, theirs if residual else theirs[:-1]
 
 
-OPS = dict(linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp)
+OPS: dict[str, Callable[..., Pair]] = dict(
+    linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp
+)

@@ -147,7 +147,7 @@ def check(weights: tuple[Tensor, ...], biases: Tensors, norm_weight: Tensor | No
             raise TypeError(f"{name} must be a tuple with an entry for each projection, got {type(parts).__name__}")
     if len(weights) != len(biases):
         raise ValueError(f"biases must have {len(weights)} entries, as weights, got {len(biases)}")
-    K = None
+    K: int | None = None
     for weight, bias in zip(weights, biases, strict=True):
         expect("weight", weight, weights[0], F=None, K=K)
         expect_floating("weight", weight)
@@ -158,7 +158,7 @@ def check(weights: tuple[Tensor, ...], biases: Tensors, norm_weight: Tensor | No
         if bias is not None:
             expect("bias", bias, weight, F=weight.shape[0])
             expect_mixable("bias", bias, weight)
-    expect_nonempty("weight", "K", K)
+    expect_nonempty("weight", "K", weights[0].shape[1])
     for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if parameter is not None:
             expect(name, parameter, weights[0], K=K)
@@ -261,7 +261,7 @@ def _pack_fake(weights, biases):
 
 
 def launch(
-    weights: Tensors,
+    weights: tuple[Tensor, ...],
     biases: Tensors,
     norm_weights: Tensors,
     norm_biases: Tensors,
@@ -315,7 +315,8 @@ _pack_op = register("pack", "(Tensor[] weights, Tensor?[] biases) -> (Tensor, Te
 
 def run(groups: Sequence[Group], dtype: torch.dtype) -> list[Folded]:
     """Equation (1) for each group by the kernel, in one launch; arguments as in `fold_groups`."""
-    weights, biases = ([t for group in groups for t in group[i]] for i in range(2))
+    weights = [t for group in groups for t in group.weights]
+    biases = [t for group in groups for t in group.biases]
     norms = [t for group in groups for t in group[2:]]
     outputs = _fold_op(weights, biases, norms, [len(group.weights) for group in groups], dtype)
     return [Folded(*outputs[i : i + 3]) for i in range(0, len(outputs), 3)]

@@ -5,20 +5,20 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import measured
-from .tile import TRITON
+from .tile import TRITON, Kernel
 
 TUNED = Path(__file__).parent / "tuned"
 target: str | None = None  # architecture used instead of the device's; see `targeting`
 _overrides: tuple[dict, dict] | None = None  # (rows used instead of the tables, rows looked up); see `overriding`
 
 
-def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed: object) -> None:
+def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **fixed: object) -> None:
     """Launches a kernel on the device of its first argument. All launches of the package go through this function.
 
     A launch with a known key is made directly, others by `run`. The key contains everything by which JITFunction.run
@@ -63,7 +63,7 @@ def launch(kernel: Callable, grid: tuple[int, ...], *arguments: object, **fixed:
     compiled_run(x, y, z, _direct.stream(device), function, metadata, None, None, None, *arguments, *constants)
 
 
-def _key(kernel: Callable, device: int, arguments: tuple, fixed: dict[str, object]) -> tuple:
+def _key(kernel: Kernel, device: int, arguments: tuple, fixed: dict[str, object]) -> tuple:
     return (
         kernel.fn, device, kernel.debug, TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode,
         TRITON.specialize(_direct.backend, arguments, False, True, True),
@@ -74,7 +74,9 @@ def _key(kernel: Callable, device: int, arguments: tuple, fixed: dict[str, objec
 class Recorder(TorchDispatchMode):
     """A dispatch mode that is also notified of each kernel launch, including those in autograd's threads."""
 
-    def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> bool:
+    def launched(
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]
+    ) -> bool | None:
         """Called with the arguments of `launch`, before the launch; returns True to skip the launch."""
         raise NotImplementedError
 
@@ -100,7 +102,7 @@ class Binary(NamedTuple):
     constants: tuple
 
 
-def binary_of(kernel: Callable, arguments: tuple, fixed: dict[str, object]) -> Binary | None:
+def binary_of(kernel: Kernel, arguments: tuple, fixed: dict[str, object]) -> Binary | None:
     """The binary of a launch that was made before; None if Triton must select it at each launch.
 
     It is valid for launches with the same numbers and the same remainders of addresses modulo 16.
@@ -111,7 +113,7 @@ def binary_of(kernel: Callable, arguments: tuple, fixed: dict[str, object]) -> B
     return _direct.found.get(_key(kernel, device, arguments, fixed))
 
 
-def direct_state(device: int, kernels: tuple[Callable, ...]) -> tuple | None:
+def direct_state(device: int, kernels: tuple[Kernel, ...]) -> tuple | None:
     """Triton's global state under which a binary stays valid; None if direct launches are not allowed now."""
     if run is not _run or _direct is None or _direct.driver is not TRITON.driver._active:
         return None
@@ -128,7 +130,7 @@ def stream(device: int) -> int:
     return _direct.stream(device)
 
 
-def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> object:
+def _run(kernel: Kernel, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> Any:
     """Launches by JITFunction.run, or the interpreter's; returns the compiled kernel."""
     device = (arguments[0][0] if type(arguments[0]) is tuple else arguments[0]).get_device()
     with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
@@ -138,7 +140,7 @@ def _run(kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[
 run = _run  # looked up at each launch, as the interpreter and the tests' recorder replace it
 
 
-def _is_plain(kernel: Callable) -> bool:
+def _is_plain(kernel: Kernel) -> bool:
     """True if JITFunction.run only selects a binary for this kernel and launches it.
 
     That is: it is not patched, no hook is set, the interpreter is off, and this Triton release's launcher is known.
@@ -161,7 +163,7 @@ def _is_plain(kernel: Callable) -> bool:
 class _Direct:
     """State of direct launches for one Triton driver: its functions, and compiled kernels by key."""
 
-    def __init__(self, driver: object) -> None:
+    def __init__(self, driver: Any) -> None:
         self.driver, self.stream, self.current_device = driver, driver.get_current_stream, driver.get_current_device
         if self.current_device is torch.cuda.current_device:
             self.current_device = torch._C._cuda_getDevice  # does not check that CUDA is initialised
@@ -170,7 +172,7 @@ class _Direct:
         self.found: dict[tuple, Binary] = {}
 
 
-def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict[str, object]) -> bool:
+def _is_repeatable(kernel: Kernel, compiled: Any, runtime: int, fixed: dict[str, object]) -> bool:
     """True if a binary may be launched directly: arguments are passed in order, and the kernel reads no globals.
 
     Triton compares the values of globals at each launch.
@@ -182,7 +184,7 @@ def _is_repeatable(kernel: Callable, compiled: object, runtime: int, fixed: dict
     )
 
 
-_direct: _Direct | None = None
+_direct: Any = None  # a `_Direct` after the first launch
 
 
 def config(row: str, default: dict[str, int], device: torch.device, *sizes: int) -> dict[str, int]:
@@ -228,7 +230,8 @@ def overriding(rows: dict[str, dict[str, int]]) -> Iterator[dict[str, dict[str, 
     Yields the launch parameters that kernels look up in it, by row name with sizes.
     """
     global _overrides
-    before, looked_up = _overrides, {}
+    before = _overrides
+    looked_up: dict[str, dict[str, int]] = {}
     _overrides = (rows if before is None else before[0] | rows), looked_up
     try:
         yield looked_up

@@ -282,7 +282,7 @@ def add_and_normalize(
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
             HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
         )  # fmt: skip
-    return s, None if norm is None else Normalized(normed, mean, rstd, late_bias)
+    return s, None if normed is None else Normalized(normed, mean, rstd, late_bias)
 
 
 _fwd_op = register(
@@ -357,7 +357,7 @@ OP = Op(
     ragged={
         "vit_tiny": dict(B=2, N=49, D=192),
         "odd": dict(B=3, N=17, D=33),
-        "outlier": dict(B=1, N=50, D=65, shift=1e4),
+        "outlier": dict(B=1, N=50, D=65, shift=10_000),
         "wide": dict(B=2, N=3, D=1100),
         "empty": dict(B=0, N=3, D=8),
     },

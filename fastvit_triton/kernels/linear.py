@@ -19,7 +19,7 @@ Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh fo
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import check, fold, layer_norm, mixed, plan
 from .activation import ACTIVATIONS, activate
-from .argument import NextNorm, Norm, Normalized, Pair, expect_bool
+from .argument import NextNorm, Norm, Normalized, NormLike, Pair, expect_bool
 from .backend import kernels_available
 from .fold import Folded
 from .launch import cdiv, config, launch, power_of_2, precision
@@ -61,14 +61,14 @@ def linear(
     weight: Tensor | Pair | Folded,
     bias: Tensor | Pair | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     stats: Tensor | None = None,
     activation: str | None = None,
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """sample_scale · layer_scale · act(LN(x) Wᵀ + b) + residual.
 
     Args:
@@ -117,8 +117,8 @@ def run(
     x: Tensor,
     weight: Tensor | Pair | Folded,
     bias: Tensor | Pair | None = None,
-    norm: Norm | None = None,
-    stats: Tensor | Normalized | None = None,
+    norm: NormLike | None = None,
+    stats: Any = None,
     activation: str | None = None,
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
@@ -126,7 +126,7 @@ def run(
     *,
     return_stats: bool | NextNorm = False,
     way: str = "fused",
-) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
+) -> Tensor | Any:
     """`linear` in a given way, without argument checks or plan; the kernels must be available.
 
     Args:
@@ -156,7 +156,7 @@ def run(
     return (y, handed_on(left, call)) if return_stats else y
 
 
-def handed_on(left: list[Tensor | None], call: mixed.Call | None) -> Tensor | Normalized | None:
+def handed_on(left: list[Any], call: mixed.Call | None) -> Tensor | Normalized | None:
     """`stats` for the next call from a Function's outputs: row statistics, or `Normalized` from `mixed`."""
     return left[0] if call is None or left[0] is None else Normalized(*left)
 
@@ -172,22 +172,23 @@ def reference(
     weight: Tensor | Pair | Folded,
     bias: Tensor | Pair | None = None,
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     stats: Tensor | None = None,
     activation: str | None = None,
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
     residual: Tensor | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Equations (1) to (4); `stats` is ignored, because it can be computed from x."""
     if isinstance(weight, Folded) and weight.source is not None:
-        (weight,), (bias,), *norm_parameters = weight.source
-        norm = (*norm_parameters, norm[2])
+        assert norm is not None  # `check.norm`
+        (weight,), (bias,), norm_weight, norm_bias = weight.source
+        norm = norm_weight, norm_bias, norm[2]
     if norm is not None:
         x = layer_norm.reference(x, *norm[:3])  # (1)
     if isinstance(weight, Folded):
-        weight, bias = weight.weight, weight.bias.to(x.dtype)
+        bias, weight = weight.bias.to(x.dtype), weight.weight
     y = F.linear(x, *_concatenated(weight, bias))
     if activation == "swiglu":
         gate, up = y.chunk(2, -1)
@@ -253,7 +254,9 @@ class Operands(NamedTuple):
     folded_bias: Tensor | None
 
 
-def apply_or_keep_norm(x: Tensor, norm: Norm | None, weight: Tensor | Pair | Folded) -> tuple[Tensor, Norm | None]:
+def apply_or_keep_norm(
+    x: Tensor, norm: NormLike | None, weight: Tensor | Pair | Folded
+) -> tuple[Tensor, NormLike | None]:
     """(operand of the matmul [..., K], norm to fold into it): (x, norm), or (norm(x), None).
 
     The norm is applied to x if there are few rows, or if autocast casts x, so that LayerNorm keeps its precision.
@@ -273,7 +276,7 @@ def product_shape(weight: Tensor | Pair | Folded) -> tuple[int, int]:
     return parts[0].shape[1], sum(map(len, parts))
 
 
-def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: Norm | None) -> Operands:
+def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: NormLike | None) -> Operands:
     """Builds the operands from a weight [F, K], a pair or a folded one, and a norm that is not yet folded."""
     norm_weight, norm_bias = (None, None) if norm is None else norm[:2]
     if isinstance(weight, Folded):
@@ -285,7 +288,7 @@ def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: N
     return Operands(*_concatenated(weight, bias), norm_weight, norm_bias, None, None, None)
 
 
-def _concatenated(weight: Tensor | Pair, bias: Tensor | Pair | None) -> tuple[Tensor, Tensor | None]:
+def _concatenated(weight: Tensor | Pair, bias: Any) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) of one matmul; those of a gate and an up projection are concatenated."""
     if isinstance(weight, Tensor):
         return weight, bias
@@ -597,7 +600,7 @@ class _Fn(torch.autograd.Function):
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, N, K, F_) = make_randn(device, dtype), (case[a] for a in ("B", "N", "K", "F"))
-    arguments = {"x": randn(B, N, K), "weight": randn(F_, K, scale=K**-0.5), "bias": randn(F_)}
+    arguments: dict[str, Any] = {"x": randn(B, N, K), "weight": randn(F_, K, scale=K**-0.5), "bias": randn(F_)}
     if "swiglu" in case:
         arguments["weight"] = (arguments["weight"], randn(F_, K, scale=K**-0.5))
         arguments["bias"] = (arguments["bias"], randn(F_))

@@ -11,6 +11,8 @@ Kernels   Equations (7) and (9) and the sums of (10) are one Triton pass each; t
 Flags     HIDDEN: recompute h = act(pre) and store it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -135,7 +137,7 @@ def product_grad(
         [1 or 2, F or 2F] fp32, or None if no pass was needed). dpre is a view of dy if the two are equal.
     """
     F, dy = dy.shape[-1], dy.contiguous()
-    M, width = dy.numel() // F, F if activation is None else pre.shape[-1]
+    M, width = dy.numel() // F, F if activation is None or pre is None else pre.shape[-1]
     if activation is None and sample_scale is None:
         return dy.view(M, F).to(dtype), None, None
     dpre, h = dy.new_empty(M, width, dtype=dtype), dy.new_empty(M, F, dtype=dtype) if hidden else None
@@ -225,7 +227,7 @@ def all_grads(
     bias: Tensor | None,
     layer_scale: Tensor | None,
     sums: Tensor | None,
-    norm: tuple[Tensor, ...] | None,
+    norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None,
     dsum: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
@@ -246,14 +248,15 @@ def all_grads(
         (dx like x, dweight, dbias, dlayer_scale, dnorm [2, K]); None if not needed or absent.
     """
     need_x, need_w, need_b = needs
-    rows, dx, dnorm = x.reshape(-1, x.shape[-1]), None, None
-    dsum = None if dsum is None else dsum.reshape(rows.shape)
+    inputs, dx, dnorm = x.reshape(-1, x.shape[-1]), None, None
+    dsum = None if dsum is None else dsum.reshape(inputs.shape)
+    rows: Any = inputs
     if norm is not None and (need_x or need_w):
         dx, rows, dnorm = layer_norm_backward.input_grads(
-            input_grad(dpre, weight, layer_scale), rows, norm, dsum, need_x, dpre.dtype if need_w else None
+            input_grad(dpre, weight, layer_scale), inputs, norm, dsum, need_x, dpre.dtype if need_w else None
         )
     elif norm is None:
-        rows = rows.to(dpre.dtype)
+        rows = inputs.to(dpre.dtype)
         if need_x:
             dx = input_grad(dpre, weight, layer_scale)
             dx = dx.to(x.dtype) if dsum is None else (dx + dsum).to(x.dtype)

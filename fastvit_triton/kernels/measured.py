@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,7 +94,7 @@ def path_of(facts: dict[str, object]) -> Path:
 def facts_of(device: torch.device) -> dict[str, object]:
     """GPU and software for which a measurement is valid."""
     gpu = device.type == "cuda"
-    properties = torch.cuda.get_device_properties(device) if gpu else None
+    properties: Any = torch.cuda.get_device_properties(device) if gpu else None
     return dict(
         gpu=properties.name if gpu else "cpu",
         architecture=architecture_of(properties) if gpu else "cpu",
@@ -107,7 +108,7 @@ def facts_of(device: torch.device) -> dict[str, object]:
     )
 
 
-def architecture_of(properties: object) -> str:
+def architecture_of(properties: Any) -> str:
     """Architecture of a GPU with these properties, such as "sm_90" or "gfx942"."""
     if torch.version.hip is not None:
         return properties.gcnArchName.split(":")[0]
@@ -153,7 +154,7 @@ def difference(held: dict, facts: dict[str, object]) -> str | None:
 
 @functools.cache
 def _read(index: int | None) -> Measured:
-    facts = facts_of(torch.device("cuda", index))
+    facts = facts_of(torch.device("cuda") if index is None else torch.device("cuda", index))
     path = path_of(facts)
     try:
         held = parse(path.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ Saved     as in `linear`: x, the pre-activation if there is an activation, and r
 Cost      values per token moved outside the matmuls of a ViT block of width C: 16 C in inference; eager PyTorch 18 C.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,8 @@ def forward(
         (y [..., F], pre-activation, mean and rstd of x for the backward pass, then the fields of `Normalized` for y, or
         four None without a next norm).
     """
-    normed, dtype = call.normed, call.dtype
+    normed: Any = call.normed
+    dtype = call.dtype
     if norm is None and normed is not None and normed.late_bias is not None:
         return _added_in_place(x, weight, residual)
     if norm is not None and (normed is None or normed.y.dtype != dtype):
@@ -98,7 +99,7 @@ def forward(
     return h, pre, none if mean is None else mean, none if rstd is None else rstd, *(left or (None,) * 4)
 
 
-def _added_in_place(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor | None, ...]:
+def _added_in_place(x: Tensor, weight: Tensor, residual: Any) -> tuple[Tensor | None, ...]:
     """`forward` of a branch's last matmul if its bias is already in the residual: one launch, no gradients."""
     residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
     none = x.new_empty(0)

@@ -13,6 +13,7 @@ Sources   Vaswani et al., arXiv:1706.03762, eq. 2; Dosovitskiy et al., ViT, arXi
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear, mixed, plan
 from .activation import activate
-from .argument import NextNorm, Norm, Normalized, Pair, expect_bool, expect_floating, expect_nonempty, is_like
+from .argument import NextNorm, Norm, NormLike, Pair, expect_bool, expect_floating, expect_nonempty, is_like
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import kernels_available
 from .fold import Folded
@@ -42,9 +43,9 @@ Layer = tuple[Tensor | Pair | Folded, Tensor | Pair | None]  # weight and bias, 
 def mlp(
     x: Tensor,
     fc1: Layer,
-    fc2: Layer,
+    fc2: tuple[Tensor, Tensor | None],
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     stats: Tensor | None = None,
     activation: str = "gelu",
     layer_scale: Tensor | None = None,
@@ -52,7 +53,7 @@ def mlp(
     residual: Tensor | None = None,
     recompute: bool = False,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """sample_scale · layer_scale · fc2(act(fc1(LN(x)))) + residual.
 
     Args:
@@ -116,9 +117,9 @@ def mlp(
 def run(
     x: Tensor,
     fc1: Layer,
-    fc2: Layer,
-    norm: Norm | None = None,
-    stats: Tensor | Normalized | None = None,
+    fc2: tuple[Tensor, Tensor | None],
+    norm: NormLike | None = None,
+    stats: Any = None,
     activation: str = "gelu",
     layer_scale: Tensor | None = None,
     sample_scale: Tensor | None = None,
@@ -127,7 +128,7 @@ def run(
     *,
     return_stats: bool | NextNorm = False,
     way: str = "fused",
-) -> Tensor | tuple[Tensor, Tensor | Normalized | None]:
+) -> Tensor | Any:
     """`mlp` in a given way, without argument checks or plan; see `linear.run`."""
     if way == "mixed":
         call = mixed.Call(stats, return_stats if isinstance(return_stats, NextNorm) else None, mixed.product_dtype(x))
@@ -152,9 +153,9 @@ def _kernel_is_chosen(x, weight, fc2_weight, norm, residual):
 def reference(
     x: Tensor,
     fc1: Layer,
-    fc2: Layer,
+    fc2: tuple[Tensor, Tensor | None],
     *,
-    norm: Norm | None = None,
+    norm: NormLike | None = None,
     stats: Tensor | None = None,
     activation: str = "gelu",
     layer_scale: Tensor | None = None,
@@ -162,7 +163,7 @@ def reference(
     residual: Tensor | None = None,
     recompute: bool = False,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """Equations (1) and (2)."""
 
     def hidden_to_out(x: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ def reference(
 ) -> Tensor:
     """Equations (1) to (4); a convolution with stride equal to its kernel size is (2)."""
     if image.dtype == torch.uint8:
+        assert mean is not None and std is not None  # `_check_pixels`
         mean, std = (t.to(image.device, weight.dtype)[:, None, None] for t in (mean, std))
         image = (image.to(weight.dtype) / 255 - mean) / std  # (4)
     tokens = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)  # (2) [B, N, D]
@@ -146,7 +147,7 @@ def _check_pixels(image: Tensor, weight: Tensor, mean: Tensor | None, std: Tenso
 def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:
     """Equation (3) on patch tokens [B, N, D]."""
     over_patches = pos is not None and pos.shape[1] == tokens.shape[1]
-    if over_patches:
+    if pos is not None and over_patches:
         tokens = tokens + pos
     if prefix is not None:
         tokens = torch.cat((prefix.to(tokens.dtype).expand(tokens.shape[0], -1, -1), tokens), 1)

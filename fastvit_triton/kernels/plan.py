@@ -69,6 +69,7 @@ def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bo
     return _way(x.device, x.dtype, tuple(tuple(b) for b in branches), training, traced, replayed)
 
 
+@backend.constant
 def _way(
     device: torch.device,
     dtype: torch.dtype,
@@ -87,9 +88,6 @@ def _way(
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
     return way
-
-
-_way._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result does, which would import Dynamo
 
 
 def _asked(dtype: torch.dtype) -> tuple:
@@ -188,7 +186,8 @@ def block_names(branches: tuple[Branch, ...], training: bool) -> tuple[str, str]
 def op_names(op: str, size: int, training: bool, sizes: tuple[int, ...]) -> tuple[str, str]:
     """As `block_names`, for an op with arguments of `size` bytes per value."""
     phase = f"{'training' if training else 'inference'}{' fp32' if size == 4 else ''}"
-    return measured.names(f"{op} {phase}", tuple(map(int, sizes)))[:2]
+    exact, near, *_ = measured.names(f"{op} {phase}", tuple(map(int, sizes)))
+    return exact, near
 
 
 def measured_way(device: torch.device, shapes: tuple[str, ...]) -> str | None:
@@ -221,6 +220,7 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
     return _prefers(x.device, x.dtype, x.element_size(), torch.is_grad_enabled(), op, sizes)
 
 
+@backend.constant
 def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool, op: str, sizes: tuple) -> bool:
     asked, switch, exact, *_ = state = _asked(dtype)
     if asked is not None or switch == "triton":
@@ -232,9 +232,6 @@ def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool
         way = choice.way
         _remember(key, choice)
     return way == "fused"
-
-
-_prefers._dynamo_marked_constant = True
 
 
 def _choose_op(device: torch.device, size: int, training: bool, exact: bool, op: str, sizes: tuple) -> Choice:

@@ -5,6 +5,7 @@ If triton is not installed (macOS, Windows), `jit` and `tl` are inert placeholde
 """
 
 from types import SimpleNamespace
+from typing import Any, no_type_check
 
 try:
     import triton.language as tl
@@ -26,6 +27,9 @@ except ImportError as error:
     tl = jit = _Inert()
 
 
+Kernel = Any  # what `jit` makes of a function: a JITFunction, the interpreter's function, or the placeholder
+
+
 def _runtime() -> SimpleNamespace | None:
     """The parts of Triton needed to launch without JITFunction.run; None if the release's launcher is not known."""
     if MISSING is not None or not __version__.startswith(("3.6.", "3.7.")):
@@ -43,14 +47,14 @@ def _runtime() -> SimpleNamespace | None:
     )  # fmt: skip
 
 
-TRITON = _runtime()
+TRITON: Any = _runtime()
 
 
 def repair_interpreter() -> None:
     """Patches triton 3.6's interpreter for NumPy 2.4, which no longer accepts its one-element arrays as an index."""
     from triton.runtime import interpreter
 
-    def patch(tensor: object, scope: object) -> None:
+    def patch(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -115,6 +119,7 @@ def from_wgmma_order(x, WGMMA_WARPS: tl.constexpr):
 
 
 @jit
+@no_type_check  # the length of `parts` depends on PARTS
 def split_columns(x, PARTS: tl.constexpr):
     """x [M, F] split by columns into PARTS (1, 2 or 4) tensors [M, F / PARTS]."""
     M: tl.constexpr = x.shape[0]

@@ -1,5 +1,7 @@
 """Attention modules. Parameter names are timm's: qkv, q_norm, k_norm, proj."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from ..kernels.attention_qkv import attention_qkv
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch as Sizes
 from . import ways
-from .body import Before, Given, finish, project
+from .body import Before, Given, Output, finish, project
 from .branch import Branch, add_branches
 from .hooks import can_fuse
 from .mlp import Mlp
@@ -75,8 +77,8 @@ class Attention(nn.Module):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str | None = None,
-        **end: object,
-    ) -> Tensor | tuple[Tensor, Given | None]:
+        **end: Any,
+    ) -> Output:
         """x [B, N, D] → [B, N, D]; for the arguments see `layers.body.Body`."""
         if way is None:
             way = way_alone(self, x)

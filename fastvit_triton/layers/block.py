@@ -1,9 +1,12 @@
 """Transformer blocks: attention and MLP as residual branches. Parameter names are timm's."""
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from . import replay
-from .body import Given, normalize
+from .body import Given, Output, normalize
 from .branch import Branch, add_branches
 from .drop_path import DropPath
 from .hooks import can_fuse, has_global_hooks, has_hooks
@@ -42,18 +45,14 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path2 = DropPath(drop_path)
 
-    def forward(
-        self, x: Tensor, stats: Given | None = None, next_norm: nn.Module | None = None
-    ) -> Tensor | tuple[Tensor, Given | None]:
+    def forward(self, x: Tensor, stats: Given | None = None, next_norm: nn.Module | None = None) -> Output:
         """[B, N, D] → [B, N, D]; for `stats` and `next_norm` see `add_branches`."""
         way, settings = known_way(self, x)
         if way is not None and way != "plain":
             return replay.call(settings, Block._fused, self, x, stats, next_norm)
         return self._fused(x, stats, next_norm, way)
 
-    def _fused(
-        self, x: Tensor, stats: Given | None, next_norm: nn.Module | None, way: str | None = None
-    ) -> Tensor | tuple[Tensor, Given | None]:
+    def _fused(self, x: Tensor, stats: Given | None, next_norm: nn.Module | None, way: str | None = None) -> Output:
         if way == "plain" or not can_fuse(x):
             x = plainly(self._plain, x)
             return x if next_norm is None else (x, None)
@@ -73,7 +72,7 @@ class Block(nn.Module):
 class PostNormBlock(Block):
     """Post-norm block: LN(x + f(x)), as in the original Transformer (arXiv:1706.03762, section 3.1)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # no norm reads `stats`
         """[B, N, D] → [B, N, D]; no norm precedes the branches, so no row statistics are passed between them."""
         x = normalize(add_branches(x, Branch(self.attn, None, self.ls1, self.drop_path1)), self.norm1)
         return normalize(add_branches(x, Branch(self.mlp, None, self.ls2, self.drop_path2)), self.norm2)
@@ -81,6 +80,10 @@ class PostNormBlock(Block):
 
 class Blocks(nn.Sequential):
     """Sequence of blocks; each passes the row statistics of its output to the next block's norm."""
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Block]: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""

@@ -4,7 +4,7 @@ A submodule whose weights can be read is fused into a kernel call; any other is 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from .module_parts import Layer, entry_of, is_identity, is_inactive, is_readable
 
 Before = FoldedNorm | Norm
 Given = Tensor | Normalized
+Output = Any  # a tensor; with `return_stats` or `next_norm` the tuple (tensor, Given | None)
 
 
 class Body(Protocol):
@@ -44,8 +45,8 @@ class Body(Protocol):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str = "reference",
-        **end: object,
-    ) -> Tensor | tuple[Tensor, Given | None]:
+        **end: Any,
+    ) -> Output:
         """Applies the body to x [B, ..., D], after the norm.
 
         Args:
@@ -99,8 +100,8 @@ class AttentionParts(NamedTuple):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str = "reference",
-        **end: object,
-    ) -> Tensor | tuple[Tensor, Given | None]:
+        **end: Any,
+    ) -> Output:
         """Self-attention of x [B, N, D], see `Body`."""
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.projections, way)
@@ -109,10 +110,10 @@ class AttentionParts(NamedTuple):
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """Attention without projections: [B, N, 3·H·d] → [B, N, H·d]."""
-        norms = (None, None) if self.norms is None else tuple(norm_of(norm) for norm in self.norms)
+        q_norm, k_norm = (None, None) if self.norms is None else map(norm_of, self.norms)
         prefix = 0 if self.rope is None else qkv.shape[1] - self.rope[0].shape[-2]
-        if self.norms is None or all(norm is not None for norm in norms):
-            return attention_qkv(qkv, self.num_heads, self.scale, *norms, self.rope, prefix, self.bias)
+        if self.norms is None or (q_norm is not None and k_norm is not None):
+            return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, prefix, self.bias)
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
         if self.rope is not None:
@@ -132,9 +133,9 @@ class MlpParts(NamedTuple):
         last: norm before fc2.
     """
 
-    fc1: tuple[nn.Module, ...]
+    fc1: tuple[Layer, ...]
     act: str | nn.Module
-    fc2: nn.Module
+    fc2: Layer
     drops: tuple[nn.Module | None, nn.Module | None] = (None, None)
     first: nn.Module | None = None
     last: nn.Module | None = None
@@ -154,15 +155,15 @@ class MlpParts(NamedTuple):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str = "reference",
-        **end: object,
-    ) -> Tensor | tuple[Tensor, Given | None]:
+        **end: Any,
+    ) -> Output:
         """MLP of x [..., D], see `Body`."""
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.fc1, way)
         inner, outer = self.drops
         if not (isinstance(self.act, str) and all(is_readable(fc) for fc in self.fc1)):
-            h = [project(x, (fc,)) for fc in self.fc1] if norm is None else [project(x, self.fc1, norm, stats, way)]
-            h = nn.functional.silu(h[0]) * h[1] if len(h) == 2 else activate(h[0], self.act)
+            hs = [project(x, (fc,)) for fc in self.fc1] if norm is None else [project(x, self.fc1, norm, stats, way)]
+            h = nn.functional.silu(hs[0]) * hs[1] if len(hs) == 2 else activate(hs[0], self.act)
         else:
             weight, bias, before = operands(*_pair(self.fc1), norm)
             bare = self.last is None or is_identity(self.last)
@@ -192,7 +193,7 @@ def _width(layers: tuple[Layer, ...]) -> tuple[int, int]:
     return sum(shape[0] for shape in shapes), shapes[0][1]
 
 
-def _called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> object:
+def _called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> Any:
     """Calls `linear` or `mlp`: `op`, the public function, for "reference", else `run`, which launches the kernels."""
     next_norm = named.pop("next_norm", None)
     if way == "reference":
@@ -202,7 +203,7 @@ def _called(op: Callable, run: Callable, way: str, *operands: object, **named: o
     return run(*operands, **named, way=way)
 
 
-def _pair(layers: tuple[Layer, ...]) -> tuple:
+def _pair(layers: tuple[Layer, ...]) -> tuple[Any, Any]:
     """Weights and biases of one layer, or of the gate and value of a SwiGLU."""
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias
@@ -239,7 +240,7 @@ def project(
 
 def finish(
     x: Tensor,
-    layer: nn.Module | None,
+    layer: Layer | None,
     norm: nn.Module | None = None,
     drop: nn.Module | None = None,
     layer_scale: Tensor | None = None,
@@ -248,7 +249,7 @@ def finish(
     return_stats: bool = False,
     next_norm: NextNorm | None = None,
     way: str = "reference",
-) -> Tensor | tuple[Tensor, Given | None]:
+) -> Output:
     """sample_scale · layer_scale · drop(layer(norm(x))) + residual; with `return_stats` also its row statistics.
 
     Args:
@@ -264,7 +265,7 @@ def finish(
         next_norm: for "mixed", the norm of the next branch.
         way: "fused" or "mixed" where the kernels run, else "reference".
     """
-    end = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)
+    end: dict[str, Any] = dict(layer_scale=layer_scale, sample_scale=sample_scale, residual=residual)
     end |= dict(return_stats=return_stats, next_norm=next_norm)
     if layer is not None and is_readable(layer):
         x, folded = fold_or_normalize(x, norm, (layer,), way)
@@ -290,7 +291,7 @@ def fold_or_normalize(
     if way == "mixed":
         return x, entry.parameters
     (folded,) = fold_norms(x, entry)
-    return (norm(x), None) if folded is None else (x, folded)
+    return (entry.norm(x), None) if folded is None else (x, folded)
 
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:

@@ -6,7 +6,8 @@ fused into the epilogue of its last one. A module whose weights cannot be read i
 replaced layers run.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from ..kernels.argument import NextNorm, Normalized
 from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
 from . import ways
-from .body import Before, Body, Given, late_bias_of, normalize
+from .body import Before, Body, Given, Output, late_bias_of, normalize
 from .drop_path import ConstantScale, DropPath
 from .freeze import Entry, fold_norms, of_dtype
 from .hooks import are_plain_tensors, can_fuse, has_hooks
@@ -42,7 +43,7 @@ class Branch(NamedTuple):
     drop_path: nn.Module | None = None
     layer_scale: Tensor | None = None
     drop: nn.Module | None = None
-    call: dict[str, object] | None = None
+    call: dict[str, Any] | None = None
 
 
 def add_branches(
@@ -51,7 +52,7 @@ def add_branches(
     block: nn.Module | None = None,
     stats: Given | None = None,
     next_norm: nn.Module | None = None,
-) -> Tensor | tuple[Tensor, Given | None]:
+) -> Output:
     """Adds each branch to x [B, ..., D] in turn.
 
     Args:
@@ -75,12 +76,14 @@ def add_branches(
             x, stats = plainly(_add_plainly, x, *pair), None
             continue
         entries = [_entry(branch, body) for branch, body in zip(pair, bodies, strict=True)]
+        norms: Sequence[Before | NextNorm | None]
+        after: Before | NextNorm | None
         if way == "mixed":
-            norms = [None if entry is None else entry.parameters for entry in entries]
-            after = None if next_norm is None else norm_of(next_norm)
+            found = [None if entry is None else entry.parameters for entry in entries]
+            last = None if next_norm is None else norm_of(next_norm)
             late = _late_bias(pair[-1], bodies[-1], x) if len(pair) == 2 else None
-            norms = [norm if norm is None else NextNorm(norm, late if i else None) for i, norm in enumerate(norms)]
-            after = None if after is None else NextNorm(after)
+            norms = [norm if norm is None else NextNorm(norm, late if i else None) for i, norm in enumerate(found)]
+            after = None if last is None else NextNorm(last)
         else:
             norms = fold_norms(x, *entries)
             after = norms[0] if next_norm is not None or i + 2 < len(branches) else None
@@ -124,9 +127,9 @@ def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:
 
 def _body(branch: Branch, x: Tensor) -> Body | None:
     """The body in a form that supports fusion; None where the module must be called."""
-    body = branch.body
-    if not isinstance(body, nn.Module):
-        return body
+    if not isinstance(branch.body, nn.Module):
+        return branch.body
+    body: Any = branch.body
     if has_hooks(body):
         return None
     forward = body.__dict__.get("forward")
@@ -157,7 +160,7 @@ def _add(
     """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
     module, norm, scale, drop_path, layer_scale, drop, call = branch
     if type(drop_path) is DropPath and (kept := drop_path.kept_images(x)) is not None:
-        return _add_to(kept, x, branch, body, before, way), None
+        return _add_to(kept, 1 / (1 - drop_path.p), x, branch, body, before, way), None
     before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
     if before is None:
         entering, stats = x if norm is None else norm(x) if way == "plain" else normalize(x, norm), None
@@ -190,9 +193,16 @@ def _add(
     return x + (y if drop_path is None else drop_path(y)), None
 
 
-def _add_to(kept: Tensor, x: Tensor, branch: Branch, body: Body | None, before: Before | None, way: str) -> Tensor:
-    """Adds the branch to x for the images with indices `kept` only."""
-    factor = 1 / (1 - branch.drop_path.p)
+def _add_to(
+    kept: Tensor,
+    factor: float,
+    x: Tensor,
+    branch: Branch,
+    body: Body | None,
+    before: Before | NextNorm | None,
+    way: str,
+) -> Tensor:
+    """Adds the branch, times the factor, to x for the images with indices `kept` only."""
     if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
         kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
     part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)

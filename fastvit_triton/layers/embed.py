@@ -1,5 +1,7 @@
 """Image to tokens: patch embeddings, position embeddings, patch dropout. Parameter names are timm's."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +9,12 @@ from torch import Tensor, nn
 from ..kernels.patch_embed import assemble, patch_embed
 from .hooks import has_global_hooks, is_plain_module
 from .module_parts import CONVOLUTIONS
+
+
+def sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of an image or a patch, given as one side or both."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
 
 
 class PatchEmbed(nn.Module):
@@ -21,6 +29,8 @@ class PatchEmbed(nn.Module):
         strict_img_size: raise for images of another size; False accepts any multiple of the patch size.
     """
 
+    proj: nn.Conv2d | nn.Linear
+
     def __init__(
         self,
         img_size: tuple[int, int],
@@ -31,7 +41,7 @@ class PatchEmbed(nn.Module):
         strict_img_size: bool = True,
     ) -> None:
         super().__init__()
-        self.img_size, self.patch_size, self.in_chans = tuple(img_size), tuple(patch_size), in_chans
+        self.img_size, self.patch_size, self.in_chans = (*img_size,), (*patch_size,), in_chans
         self.strict_img_size = strict_img_size
         self.grid_size = (img_size[0] // patch_size[0], img_size[1] // patch_size[1])
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -70,6 +80,10 @@ class PatchEmbed(nn.Module):
 
 class LinearPatchEmbed(PatchEmbed):
     """Patch embedding by a linear layer on patches flattened as (row, column, channel), as in the ViT paper."""
+
+    proj: nn.Linear
+    norm_in: nn.Module
+    norm_out: nn.Module
 
     def build(self, embed_dim: int, bias: bool) -> None:
         self.norm_in, self.norm_out = nn.Identity(), nn.Identity()
@@ -133,7 +147,7 @@ def sincos2d(grid_size: tuple[int, int], dim: int) -> Tensor:
 
 
 # Interpolation in each family's code; DINOv2 passes a scale factor, (new + 0.1) / old, instead of the new size.
-INTERPOLATION = {
+INTERPOLATION: dict[str, dict[str, Any]] = {
     "bilinear": dict(mode="bilinear", align_corners=False),
     "bilinear_align_corners": dict(mode="bilinear", align_corners=True),
     "bicubic": dict(mode="bicubic", align_corners=False),
@@ -164,12 +178,9 @@ def resize_pos_embed(
         return pos
     prefix, grid = pos[:, :prefix_tokens], pos[:, prefix_tokens:]
     grid = grid.unflatten(1, old).permute(0, 3, 1, 2)  # [1, D, h, w]
-    target = (
-        dict(scale_factor=[(n + 0.1) / o for n, o in zip(new, old, strict=True)])
-        if mode == "dinov2"
-        else dict(size=new)
-    )
-    grid = F.interpolate(grid.float(), **target, **INTERPOLATION[mode]).to(pos.dtype)
+    scale = [(n + 0.1) / o for n, o in zip(new, old, strict=True)] if mode == "dinov2" else None
+    size = new if scale is None else None
+    grid = F.interpolate(grid.float(), size, scale, **INTERPOLATION[mode]).to(pos.dtype)
     return torch.cat((prefix, grid.flatten(2).transpose(1, 2)), 1)
 
 

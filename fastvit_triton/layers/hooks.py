@@ -12,7 +12,7 @@ from types import FunctionType
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
-from ..kernels.backend import kernels_available
+from ..kernels.backend import constant, kernels_available
 
 __all__ = [
     "can_fuse", "has_global_hooks", "has_hooks", "is_our_forward", "is_patched", "is_plain_module", "is_repeatable",
@@ -46,6 +46,7 @@ def type_name(module: nn.Module) -> str:
     return _name(type(module))
 
 
+@constant
 def _name(cls: type) -> str:
     name = _names.get(cls)
     if name is None:
@@ -114,6 +115,7 @@ def is_our_forward(forward: object) -> bool:
     return type(forward) is partial and str(getattr(forward.func, "__module__", "")).partition(".")[0] == PACKAGE
 
 
+@constant
 def is_patched(cls: type[nn.Module]) -> bool:
     """True if the class's forward is not the original one; cached until it changes."""
     return _forwards.get(cls) is not cls.forward and not _is_defined(cls)
@@ -140,7 +142,3 @@ def _is_defined(cls: type[nn.Module]) -> bool:
 def _home(function: Callable) -> str:
     """Name of the module that defines a Python function; "" for other callables."""
     return getattr(function, "__globals__", {}).get("__name__", "")
-
-
-for _constant in (_name, is_patched):  # torch.compiler.assume_constant_result, which would import all of Dynamo
-    _constant._dynamo_marked_constant = True

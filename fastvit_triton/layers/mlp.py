@@ -1,10 +1,12 @@
 """The MLP of a block. Parameter names are timm's: fc1, fc2."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..kernels.activation import ACTIVATIONS
 from ..kernels.cost import Branch
-from .body import Before, Given, MlpParts, activate
+from .body import Before, Given, MlpParts, Output, activate
 from .ways import way_alone
 
 
@@ -44,8 +46,8 @@ class Mlp(nn.Module):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str | None = None,
-        **end: object,
-    ) -> Tensor | tuple[Tensor, Given | None]:
+        **end: Any,
+    ) -> Output:
         """x [B, ..., D] → [B, ..., D]; for the arguments see `layers.body.Body`."""
         if way is None:
             way = way_alone(self, x)

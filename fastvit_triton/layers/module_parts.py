@@ -4,7 +4,7 @@ The tables list the types of torch and this package; `convert` adds those of tim
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ class Packed(NamedTuple):
     sources: tuple[Tensor, ...] | None = None
 
 
-Layer = nn.Module | Packed
+Layer = Any  # a linear layer of any library, or `Packed`; its weight and bias are read where `is_readable` is true
+Foreign = Any  # a module of any library, whose attributes are read where its type, or what it has, is known
 
 
 def is_readable(layer: Layer) -> bool:
@@ -52,12 +53,12 @@ def is_readable(layer: Layer) -> bool:
     return is_plain_module(layer, LINEARS)
 
 
-def norm_of(norm: nn.Module) -> Norm | None:
+def norm_of(norm: Foreign) -> Norm | None:
     """(weight, bias, eps) of a LayerNorm over the last axis; None where the module must be called."""
     return None if type_name(norm) not in LAYER_NORMS or has_hooks(norm) else last_axis_norm(norm)
 
 
-def last_axis_norm(norm: nn.Module) -> Norm | None:
+def last_axis_norm(norm: Foreign) -> Norm | None:
     """As `norm_of`, for a module known to be a LayerNorm; hooks are not checked."""
     if not are_plain_tensors(norm.weight, norm.bias) or len(norm.normalized_shape) != 1:
         return None
@@ -66,8 +67,9 @@ def last_axis_norm(norm: nn.Module) -> Norm | None:
 
 def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
     """A LayerNorm and the linear layers after it, for `fold_norms`; None if one of them must be called."""
-    weights = None if norm is None else norm_of(norm)
-    if weights is None or not layers or not all(is_readable(layer) for layer in layers):
+    if norm is None or (weights := norm_of(norm)) is None:
+        return None
+    if not layers or not all(is_readable(layer) for layer in layers):
         return None
     group = Group(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers), *weights[:2])
     read = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
@@ -90,14 +92,14 @@ def is_identity(module: nn.Module) -> bool:
     return is_plain_module(module, IDENTITIES)
 
 
-def is_inactive(dropout: nn.Module | None) -> bool:
+def is_inactive(dropout: Foreign | None) -> bool:
     """True if there is no dropout, or it is off (evaluation mode or p = 0)."""
     if dropout is None or is_identity(dropout):
         return True
     return is_plain_module(dropout, DROPOUTS) and not (dropout.training and dropout.p > 0)
 
 
-def layer_scale_of(module: nn.Module | None) -> tuple[bool, Tensor | None]:
+def layer_scale_of(module: Foreign | None) -> tuple[bool, Tensor | None]:
     """(True if the LayerScale may be read, its factors [D]); an identity has no factors."""
     if module is None or is_identity(module):
         return True, None
@@ -111,7 +113,7 @@ def has_sample_scale(drop_path: nn.Module | None) -> bool:
     return drop_path is None or is_identity(drop_path) or is_plain_module(drop_path, DROP_PATHS)
 
 
-def sample_scale_of(drop_path: nn.Module | None, x: Tensor) -> Tensor | None:
+def sample_scale_of(drop_path: Foreign | None, x: Tensor) -> Tensor | None:
     """Drop-path factors [B] for the images of x [B, ...], from the same random numbers as the module's own; or None."""
     if isinstance(drop_path, DropPath | ConstantScale):
         return drop_path.sample_scale(x)

@@ -8,7 +8,7 @@ call checks for that, and the plain way is always correct.
 import os
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ state = State()
 _ways: dict[tuple, str] = {}
 
 
-def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, tuple | None]:
+def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
     """(way, settings) for a module that has run before; (None, None) on its first call or if no kernel is available.
 
     The settings are the cache key: sizes of the module, shape, dtype and device of x, and global state.
@@ -93,7 +93,7 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
     return _way(x, *known)
 
 
-def way_alone(body: nn.Module, x: Tensor) -> str:
+def way_alone(body: Any, x: Tensor) -> str:
     """Selects the way for a `layers.body.Body` called outside a block; "plain" if the kernels are not available."""
     if state.inside_plain or not can_fuse(x):
         return "plain"
@@ -112,7 +112,7 @@ def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:
     return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors need registered ops
 
 
-def plainly(forward: Callable, *inputs: object, **named: object) -> object:
+def plainly(forward: Callable, *inputs: object, **named: object) -> Any:
     """Runs forward(*inputs, **named) with all modules inside it plain."""
     before, state.inside_plain = state.inside_plain, True
     try:

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def leaves(value: object) -> Iterator[torch.Tensor]:
             yield from leaves(item)
 
 
-def converted(value: object, dtype: torch.dtype) -> object:
+def converted(value: Any, dtype: torch.dtype) -> Any:
     """A copy of the structure with floating-point tensors in another dtype, as leaves of a new autograd graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value

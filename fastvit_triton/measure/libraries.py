@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import importlib
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -13,6 +15,7 @@ from torch import nn
 
 from ..convert import optimize
 from ..models.config import ViTConfig
+from ..models.transformer import VisionTransformer
 from ..weights import save_weights
 from .compare import leaves
 from .timeout import capturing
@@ -48,15 +51,15 @@ class _Outputs(nn.Module):
 class Encoder(nn.Module):
     """A plain ViT with its blocks replaced by an nn.TransformerEncoder with the same weights, for its fast path."""
 
-    def __init__(self, vit: nn.Module) -> None:
+    def __init__(self, vit: VisionTransformer) -> None:
         super().__init__()
-        D, H, depth = vit.embed_dim, vit.config.num_heads, len(vit.blocks)
+        D, H, blocks = vit.embed_dim, vit.config.num_heads, list[Any](vit.blocks)
         layer = nn.TransformerEncoderLayer(
-            D, H, 4 * D, 0.0, "gelu", layer_norm_eps=vit.blocks[0].norm1.eps, batch_first=True, norm_first=True
+            D, H, 4 * D, 0.0, "gelu", layer_norm_eps=blocks[0].norm1.eps, batch_first=True, norm_first=True
         )
         self.vit = vit
-        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-        for theirs, ours in zip(self.encoder.layers, vit.blocks, strict=True):
+        self.encoder = nn.TransformerEncoder(layer, len(blocks), enable_nested_tensor=False)
+        for theirs, ours in zip(self.encoder.layers, blocks, strict=True):
             attention, mlp = ours.attn, ours.mlp
             theirs.self_attn.in_proj_weight, theirs.self_attn.in_proj_bias = attention.qkv.weight, attention.qkv.bias
             theirs.self_attn.out_proj = attention.proj
@@ -79,13 +82,12 @@ def build_variant(name: str, reason: str | None, build: Callable[[], ModelCall])
 
 
 def timm_variants(
-    name: str, options: dict, base: nn.Module, dtype: torch.dtype, device: torch.device
+    name: str, options: dict, base: VisionTransformer, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Variant]:
     """timm's model in dtype, under autocast, optimized by this package, and compiled by its backend."""
     why = absent("timm")
     if why is None:
-        import timm
-
+        timm = importlib.import_module("timm")
         why = None if timm.is_model(name) else "timm has no such model"
 
     def theirs(kind: torch.dtype) -> nn.Module:
@@ -107,18 +109,17 @@ def timm_variants(
     yield build_variant("compiled, our backend", why, backend)
 
 
-def transformers_model(base: nn.Module, dtype: torch.dtype) -> ModelCall:
+def transformers_model(base: VisionTransformer, dtype: torch.dtype) -> ModelCall:
     """transformers' ViT or DINOv2 with the weights of `base`.
 
     Raises:
         ValueError: `base` is neither ViT nor DINOv2.
     """
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     c = base.config
     plain = ViTConfig(embed_dim=c.embed_dim, num_heads=c.num_heads, depth=c.depth)
     plain = plain.replace(img_size=c.img_size, patch_size=c.patch_size, num_classes=c.num_classes)
-    sizes = dict(hidden_size=c.embed_dim, num_hidden_layers=c.depth, num_attention_heads=c.num_heads)
+    sizes: dict[str, Any] = dict(hidden_size=c.embed_dim, num_hidden_layers=c.depth, num_attention_heads=c.num_heads)
     sizes |= dict(image_size=c.img_size, patch_size=c.patch_size, layer_norm_eps=c.eps, attn_implementation="sdpa")
     if c == plain:
         config = transformers.ViTConfig(**sizes, intermediate_size=4 * c.embed_dim, num_labels=c.num_classes)
@@ -143,7 +144,7 @@ def torchvision_model(name: str, options: dict) -> nn.Module | None:
     return getattr(torchvision.models, TORCHVISION[name])(weights=None)
 
 
-def no_fast_path(base: nn.Module) -> str | None:
+def no_fast_path(base: VisionTransformer) -> str | None:
     """Why the fast path of nn.TransformerEncoder does not support this model; None if it does."""
     if base.config.num_heads % 2:
         return "the fast path does not support an odd number of heads"

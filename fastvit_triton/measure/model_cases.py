@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,9 @@ from ..convert.count import count
 from ..graphs import GraphedModel, cuda_graph
 from ..kernels.backend import using_backend
 from ..kernels.plan import forcing
+from ..layers.embed import sides
 from ..models import create_model, list_models
+from ..models.transformer import VisionTransformer
 from ..weights import load_weights
 from .compare import Named
 from .libraries import (
@@ -101,9 +104,9 @@ def case(run: Run, dtype: torch.dtype, device: torch.device) -> Case:
         base = base.to(dtype).train(run.training).requires_grad_(run.training)
         truth = copy.deepcopy(base).double()
         variants = list(_variants(run, base, first, dtype, device))
-    truth = ModelCall(truth, partial(using_backend, "torch"))
-    size = base.config.in_chans, *base.config.img_size
-    return _finished(run, dtype, device, variants, truth, size, (flops(base) * run.batch, None))
+    size = base.config.in_chans, *sides(base.config.img_size)
+    exact = ModelCall(truth, partial(using_backend, "torch"))
+    return _finished(run, dtype, device, variants, exact, size, (flops(base) * run.batch, None))
 
 
 def _finished(
@@ -165,7 +168,7 @@ def _graphed(base: nn.Module, run: Run) -> ModelCall:
     """The model run by a CUDA graph, which the first call captures."""
     made: list[GraphedModel] = []
 
-    def call(image: torch.Tensor) -> torch.Tensor:
+    def call(image: torch.Tensor) -> object:
         if not made:
             made.append(cuda_graph(base, image, batch_sizes=(run.batch,), max_graphs=1))
         return made[0](image)
@@ -178,17 +181,18 @@ def _learning(call: ModelCall, arguments: dict) -> Named:
 
     Its gradient depends on all layers, so comparing it with ours covers them.
     """
-    named, ours = dict(call.module.named_parameters()), "patch_embed.proj.weight"
+    named: Named = dict(call.module.named_parameters())
+    ours = "patch_embed.proj.weight"
     if ours in named:
         return named
     return {ours if p.dim() == 4 else f"theirs: {name}": p for name, p in named.items()}
 
 
-def flops(model: nn.Module) -> float:
+def flops(model: VisionTransformer) -> float:
     """Flops of the forward pass of one image through a model from `create_model`: matrix products and convolutions."""
     with torch.device("meta"), using_backend("torch"), torch.no_grad():
         twin = create_model(model.variant, **dataclasses.asdict(model.config)).to_empty(device="cpu").eval()
-        image = torch.empty(1, model.config.in_chans, *model.config.img_size, device="cpu")
+        image = torch.empty(1, model.config.in_chans, *sides(model.config.img_size), device="cpu")
         return float(count(twin, image).flops)
 
 
@@ -205,7 +209,7 @@ def least_bytes(case: Case, copies: int) -> int:
 
 
 def _variants(
-    run: Run, base: nn.Module, first: nn.Module | None, dtype: torch.dtype, device: torch.device
+    run: Run, base: VisionTransformer, first: nn.Module | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Variant]:
     plain, auto = partial(using_backend, "torch"), partial(using_backend, "auto")
     kernels = partial(forcing, "fused")
@@ -225,8 +229,9 @@ def _variants(
     yield from timm_variants(run.model, run.options, base, dtype, device)
     yield build_variant("transformers", absent("transformers"), lambda: transformers_model(base, dtype))
     if run.model in TORCHVISION:
-        why = absent("torchvision") or (None if first is not None else "takes no such options")
-        yield build_variant("torchvision", why, lambda: ModelCall(first.to(dtype)))
+        theirs: Any = first
+        why = absent("torchvision") or (None if theirs is not None else "takes no such options")
+        yield build_variant("torchvision", why, lambda: ModelCall(theirs.to(dtype)))
     if not run.training:
         yield build_variant(
             "nn.TransformerEncoder", no_fast_path(base), lambda: ModelCall(Encoder(copy.deepcopy(base)), plain)

@@ -133,7 +133,9 @@ class Part:
         Returns:
             (verdicts, errors of tables that failed); no verdicts if the wider computation fails.
         """
-        dtype, found, errors = self.autocast or _stream(self).dtype, {}, {}
+        dtype = self.autocast or _stream(self).dtype
+        found: dict[str, Verdict] = {}
+        errors: dict[str, str] = {}
         with capturing(errors, "plain"), _evaluating(self.call):
             with using_backend("torch"):
                 truth = self._widened(torch.float64 if dtype == torch.float32 else torch.float32)._found(train)
@@ -236,8 +238,8 @@ def _keep(found: dict[tuple, Part], train: bool, module: nn.Module, inputs: tupl
         found[key].count += 1
         return
     leaf = _leaf(streams[0], train)
-    given = tree_map(lambda value: leaf if value is streams[0] else _detached(value), (inputs, named))
-    found[key] = Part("", 1, (), module, *given, autocast)
+    inputs, named = tree_map(lambda value: leaf if value is streams[0] else _detached(value), (inputs, named))
+    found[key] = Part("", 1, (), module, inputs, named, autocast)
 
 
 def _stream(part: Part) -> Tensor:

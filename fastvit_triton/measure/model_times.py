@@ -15,7 +15,7 @@ from ..kernels.measured import Measured
 from ..warm_up import run
 from .model_parts import Call
 from .timeout import Deadline, capturing
-from .timing import samples_of, timing_columns
+from .timing import Setup, samples_of, timing_columns
 from .variants import compiled
 
 BACKENDS = {
@@ -55,7 +55,8 @@ def time_attention(calls: list[Call], after: Measured, device: torch.device, dea
 
             return timed
 
-        steps = dict(ours=ours) | {name: partial(backend, which) for name, which in BACKENDS.items()}
+        steps: dict[str, Setup] = {name: partial(backend, which) for name, which in BACKENDS.items()}
+        steps = {"ours": ours, **steps}
         samples, errors = samples_of(steps, device, deadline, seconds=0.1, rounds=(3, 30))
         columns = {name: timing_columns(taken, None) for name, taken in samples.items()}
         found.append(dict(sizes=[*q.shape, k.shape[2]], count=call.count, variants=columns, errors=errors))
@@ -90,8 +91,9 @@ def time_model(
 
         return timed
 
-    (ours, theirs), (before, after), errors = models, tables, {}
-    steps = dict(eager=partial(step, theirs, before, "torch"))
+    (ours, theirs), (before, after) = models, tables
+    errors: dict[str, str] = {}
+    steps: dict[str, Setup] = dict(eager=partial(step, theirs, before, "torch"))
     steps |= dict(before=partial(step, ours, before, "auto"), after=partial(step, ours, after, "auto"))
     if not train and not named and all(isinstance(x, Tensor) and x.dim() and can_capture(x) for x in inputs):
         with capturing(errors, "after, CUDA graph"), deadline, measured.using(after):
@@ -108,7 +110,8 @@ class _Compiled(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self._compiled = model, None
+        self.model = model
+        self._compiled: Callable | None = None
 
     def forward(self, *inputs: object, **named: object) -> object:
         if self._compiled is None:

@@ -88,7 +88,7 @@ def planned(device: torch.device) -> dict[str, Check]:
     if device.type != "cuda":
         for place in range(max(len(op.cases) for op in OPS)):
             for dtype in (torch.float32, torch.float16):  # the interpreter's tl.dot is wrong for bfloat16
-                every("tiny ", dtype, lambda op, n=place: dict(list(_tiny(op).items())[n : n + 1]))
+                every("tiny ", dtype, partial(_tiny, place=place))
             if place == 0:
                 beyond("last images")
         return found
@@ -115,9 +115,10 @@ def planned(device: torch.device) -> dict[str, Check]:
     return found
 
 
-def _tiny(op: Op) -> dict[str, dict]:
+def _tiny(op: Op, place: int | None = None) -> dict[str, dict]:
     """The op's cases without "shift": on few values far from 0, PyTorch's error, our limit, may be small by chance."""
-    return {name: case for name, case in op.cases.items() if not case.get("shift")}
+    found = [(name, case) for name, case in op.cases.items() if not case.get("shift")]
+    return dict(found if place is None else found[place : place + 1])
 
 
 @contextlib.contextmanager
@@ -208,8 +209,8 @@ def on_stream(op: Op, arguments: dict, want: Named) -> bool:
 def in_graph(op: Op, arguments: dict, want: Named) -> bool:
     """True if results of both passes are equal when replayed from a CUDA graph captured with zeros."""
     given, learning = _tensors(arguments), named_leaves(arguments)
-    values, along = [t.clone() for t in given], []
-    outcome(op.run, arguments, learning, lambda outputs: along.extend(cotangents(outputs)) or along)
+    values, along = [t.clone() for t in given], list[torch.Tensor]()
+    outcome(op.run, arguments, learning, lambda outputs: along.__iadd__(cotangents(outputs)))
     for t in given:
         t.zero_()
     found, replay = capture(lambda: outcome(op.run, arguments, learning, lambda outputs: along), None)
@@ -241,17 +242,17 @@ def check_memory(model: str, batch: int, device: torch.device) -> dict:
     """Compares peak memory of a training step of a model's block, fused and eager; a match if fused needs no more."""
     blocks, tokens, channels = blocks_of(model, device, depth=1)
     x, along = (torch.randn(batch, tokens, channels, device=device, dtype=torch.bfloat16) for _ in range(2))
-    learning, peaks = [x.requires_grad_(), *blocks.parameters()], {}
+    learning, peaks = [x.requires_grad_(), *blocks.parameters()], dict[str, int]()
     for way in ("plain", "fused"):
         with using_backend("triton"), forcing(way):
             step = partial(_train, blocks, x, along, learning)
             for _ in range(3):  # compiles kernels and records launches
                 step()
-            peaks[way] = peak_bytes(step, device)
-    columns = dict(match=peaks["fused"] <= peaks["plain"], within=round(peaks["fused"] / peaks["plain"], 3))
+            peaks[way] = peak_bytes(step, device) or 0
+    fused, plain = peaks["fused"], peaks["plain"]
+    columns: dict[str, object] = dict(match=fused <= plain, within=round(fused / plain, 3))
     columns |= dict(worst="peak memory") if not columns["match"] else {}
-    shape = dict(B=batch, N=tokens, D=channels)
-    return dict(op="block", shape=shape, fused_bytes=peaks["fused"], eager_bytes=peaks["plain"], **columns)
+    return dict(op="block", shape=dict(B=batch, N=tokens, D=channels), fused_bytes=fused, eager_bytes=plain, **columns)
 
 
 def _train(blocks: Callable, x: torch.Tensor, along: torch.Tensor, learning: list[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 AGAIN = 5.0  # seconds between interrupts, as Python discards exceptions raised in destructors
 
@@ -60,7 +61,7 @@ def _alarm(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), AGAIN)
 
 
-def _stop(handler: object) -> None:
+def _stop(handler: Any) -> None:
     """Stops the timer, even if it expires during this call; otherwise it would repeat forever."""
     while True:
         try:
@@ -82,7 +83,7 @@ def one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def capturing(errors: dict[str, str], name: str) -> Iterator[None]:
+def capturing(errors: dict[str, Any], name: str) -> Iterator[None]:
     """Context that catches an exception and stores it as one line in `errors[name]`."""
     try:
         yield

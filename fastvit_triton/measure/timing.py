@@ -3,8 +3,9 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -53,9 +54,9 @@ class Clock:
         """Takes one sample; `samples` returns it."""
         call = step(copy)
         if self.device.type != "cuda":
-            start = time.perf_counter()
+            began = time.perf_counter()
             call()
-            self._pending.append((variant, time.perf_counter() - start))
+            self._pending.append((variant, time.perf_counter() - began))
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if not self.latency:
@@ -86,7 +87,7 @@ def order(variants: list[str], turn: int) -> list[str]:
 
 
 def samples_of(
-    steps: dict[str, Setup],
+    steps: Mapping[str, Setup],
     device: torch.device,
     deadline: Deadline,
     seconds: float = 1.0,
@@ -108,7 +109,8 @@ def samples_of(
     Returns:
         Microseconds by variant, and the errors of variants that failed.
     """
-    errors, clock = {}, Clock(device, latency)
+    errors: dict[str, str] = {}
+    clock = Clock(device, latency)
     for variant, step in steps.items():
         with capturing(errors, variant), deadline:
             for copy in range(3):
@@ -133,7 +135,7 @@ def samples_of(
     return samples, errors
 
 
-def alternate(steps: dict[str, Setup], *how: object, **named: object) -> tuple[dict[str, Timing], dict[str, str]]:
+def alternate(steps: Mapping[str, Setup], *how: Any, **named: Any) -> tuple[dict[str, Timing], dict[str, str]]:
     """As `samples_of`, but returns a `Timing` for each variant."""
     samples, errors = samples_of(steps, *how, **named)
     return {variant: Timing.of(taken) for variant, taken in samples.items()}, errors

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class Tuned:
 
     def rows(self) -> dict[str, dict]:
         """File entries for launch parameters, by row name with exact sizes and with their size class."""
-        found = {}
+        found: dict[str, dict] = {}
         for one in reversed(self.launches):  # of entries with the same name, the most frequent call is written last
             if one["best"] is not None:
                 entry = dict(config=one["best"], us=one["us"], us_before=one["us_before"])
@@ -220,7 +221,7 @@ def _time_part(
 ) -> dict:
     """Times a block or stem; returns its row. The best variant is the fastest correct one; ties keep the one in use."""
     tables = {name: Measured(after.rows, after.ways | ways) for name, ways in part.variants().items()}
-    row = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before, train))
+    row: dict[str, Any] = dict(name=part.name, count=part.count, shapes=part.shapes, rule=part.rule(before, train))
     verdicts, errors = part.compare(tables, train)
     steps = {name: partial(_step, part, tables[name], train) for name, said in verdicts.items() if said.match}
     samples, late = samples_of(steps, device, deadline, seconds=0.5, rounds=(3, 30), latency=True)

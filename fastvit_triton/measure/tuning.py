@@ -7,6 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from .candidates import CANDIDATES, Config, Target, candidates
 from .compare import converted, leaves, named_leaves, outcome, verdict
 from .model_parts import Call
 from .timeout import Deadline, TimedOut, capturing
-from .timing import Timing, alternate
+from .timing import Setup, Timing, alternate
 
 
 def candidates_of(target: Target, arch: str, call: Callable[[], object]) -> tuple[str, list[Config]]:
@@ -81,10 +82,12 @@ def time_candidates(
     baseline = outcome(op.reference, arguments, learning)
     with context():
         name, configs = candidates_of(target, architecture(device), lambda: outcome(op.run, arguments, learning))
-        tried, steps = {}, {}
+        tried: dict[str, dict] = {}
+        steps: dict[str, Setup] = {}
         for config in configs[:most]:
-            key, failed = json.dumps(config), {}
+            key = json.dumps(config)
             tried[key] = dict(config=config)
+            failed: dict[str, str] = {}
             with capturing(failed, "error"), deadline, overriding({name: config}):
                 found = verdict(outcome(op.run, arguments, learning), truth, baseline, dtype)
                 tried[key] |= found.columns()
@@ -106,7 +109,7 @@ def fastest(timings: dict[str, Timing], current: str, right: Container[str]) -> 
     None if there are no timings, or time ran out before the one in use, although `right`, was timed.
     """
     best = min(timings, key=lambda name: timings[name].us, default=None)
-    if current not in timings:
+    if best is None or current not in timings:
         return None if current in right else best
     return current if timings[best].q3 >= timings[current].q1 else best
 
@@ -149,7 +152,9 @@ class Candidates:
             "tried": for each candidate its "config", and "match", "within", "us", "q1", "q3" or "error".
         """
         current, errors = next(iter(self.configs)), dict(self.errors)
-        tried, steps, truth = {text: dict(config=config) for text, config in self.configs.items()}, {}, None
+        tried: dict[str, dict] = {text: dict(config=config) for text, config in self.configs.items()}
+        steps: dict[str, Setup] = {}
+        truth: dict[str, torch.Tensor] = {}
         for text, config in self.configs.items():
             if text in errors:
                 continue
@@ -200,14 +205,14 @@ def candidates_for(row: str, arch: str) -> list[Config]:
     return [] if known is None else candidates(known, arch)
 
 
-def _result(future: Future, seconds: float | None) -> object:
+def _result(future: Future, seconds: float | None) -> Any:
     try:
         return future.result(seconds)
     except FutureTimeout:
         raise TimedOut("it was not compiled in time") from None
 
 
-def refuse_spills(compiled: object) -> None:
+def refuse_spills(compiled: Any) -> None:
     """Raises RuntimeError if a kernel that Triton compiled spills registers; loads it onto the GPU."""
     if compiled is not None:
         compiled._init_handles()

@@ -5,6 +5,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ class Variant:
 
     name: str
     reason: str | None
-    call: Callable | None = None
+    call: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class Case:
     dtype: torch.dtype
     inputs: Callable[[int], dict]
     variants: list[Variant]
-    truth: Callable
+    truth: Any
     phases: tuple[str, ...] = ("forward", "backward")
     facts: dict = field(default_factory=dict)
     work: tuple[float, float | None] | None = None
     deep: bool = False
-    learning: Callable[[Callable, dict], Named] = lambda call, arguments: named_leaves(arguments)
+    learning: Callable[[Any, dict], Named] = lambda call, arguments: named_leaves(arguments)
 
 
 def with_backend(backend: str, function: Callable) -> Callable:
@@ -173,7 +174,8 @@ def compare_variants(
     truth = found(case.truth, converted(arguments, torch.float64))
     on_progress(case.variants[0].name)
     baseline = found(case.variants[0].call, arguments)
-    verdicts, errors = {case.variants[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}, {}
+    verdicts = {case.variants[0].name: verdict(baseline, truth, baseline, case.dtype, case.deep)}
+    errors: dict[str, str] = {}
     for variant in (a for a in case.variants[1:] if a.reason is None):
         on_progress(variant.name)
         with capturing(errors, variant.name), deadline:

@@ -42,8 +42,8 @@ def blocks_of(name: str, device: torch.device, **options: object) -> tuple[nn.Mo
     with device:
         model = create_model(name, **dict(depth=2, num_classes=0) | options).to(torch.bfloat16)
     config = model.config
-    grid = [size // patch for size, patch in zip(config.img_size, config.patch_size, strict=True)]
-    return model.blocks, grid[0] * grid[1] + model.num_prefix_tokens, config.embed_dim
+    rows, columns = config.grid_size
+    return model.blocks, rows * columns + model.num_prefix_tokens, config.embed_dim
 
 
 def chosen_way(blocks: nn.Module, x: torch.Tensor, training: bool) -> tuple[str, str]:
@@ -96,7 +96,7 @@ def time_ways(
     said = {way: verdict(found(blocks, way, x), truth, baseline, torch.bfloat16) for way in WAYS}
     steps = {way: partial(_step, found, blocks, way, x) for way in WAYS}
     timings, errors = alternate(steps, device, deadline, 0.3, (1, 1) if dry else (3, 60))
-    columns = dict(shape=shape, rule=rule) | {f"{way}_match": v.match for way, v in said.items()}
+    columns: dict[str, object] = dict(shape=shape, rule=rule) | {f"{way}_match": v.match for way, v in said.items()}
     columns |= {f"{way}_us": timing.us for way, timing in timings.items()}
     columns |= {f"{way}_error": text for way, text in errors.items()}
     right = [way for way in WAYS if said[way].match and way in timings]

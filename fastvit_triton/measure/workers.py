@@ -34,7 +34,7 @@ class Worker:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # to import the same package
         variables = dict(PYTHONPATH=path, PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
         variables["TRITON_INTERPRET"] = "0" if device.type == "cuda" else "1"
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [*COMMAND, str(device)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -42,6 +42,8 @@ class Worker:
             env=os.environ | variables,
             start_new_session=True,  # only the parent handles Ctrl-C
         )
+        assert process.stdin is not None and process.stdout is not None  # pipes
+        self._process, self._input, self._output = process, process.stdin, process.stdout
 
     def ready(self) -> bool:
         """Waits until the process can run checks; False if it ended."""
@@ -50,12 +52,12 @@ class Worker:
     def answer(self, name: str) -> dict | None:
         """Runs a check and returns its row; None if the process ended."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{name}\n")
-            self._process.stdin.flush()
+            self._input.write(f"{name}\n")
+            self._input.flush()
         return self._read()
 
     def _read(self) -> dict | None:
-        line = next((line for line in self._process.stdout if line.startswith(MARK)), None)
+        line = next((line for line in self._output if line.startswith(MARK)), None)
         return None if line is None else json.loads(line.removeprefix(MARK))
 
     def kill(self) -> None:
@@ -65,8 +67,8 @@ class Worker:
     def end(self) -> int:
         """Waits for the process to end and returns its exit code."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._input.close()
+        self._output.close()
         return self._process.wait()
 
 

@@ -6,17 +6,17 @@ ORACLE (name → "timm" if timm has a model of this name with the same state dic
 
 import difflib
 import fnmatch
-
-from torch import nn
+from typing import Any
 
 from . import clip, deit, dinov2, hybrid, naflex, siglip, simplevit, vit
 from .config import ViTConfig
+from .transformer import VisionTransformer
 
 FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 
-def create_model(name: str, **overrides) -> nn.Module:
+def create_model(name: str, **overrides: Any) -> VisionTransformer:
     """Builds a model with random weights by timm's name.
 
     Args:

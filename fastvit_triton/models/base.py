@@ -2,15 +2,16 @@
 
 import dataclasses
 import difflib
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+
+from ..layers.embed import sides
 
 Config = TypeVar("Config", bound="BaseConfig")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig:
     """Options of every model; a family's config adds its own.
 
@@ -34,8 +35,7 @@ class BaseConfig:
         Raises:
             ValueError: a value is outside its range.
         """
-        size = self.img_size
-        object.__setattr__(self, "img_size", (size, size) if isinstance(size, int) else tuple(size))
+        object.__setattr__(self, "img_size", sides(self.img_size))
         if self.in_chans < 1:
             raise ValueError(f"in_chans is {self.in_chans}; it must be at least 1")
         if self.num_classes < 0:
@@ -44,7 +44,7 @@ class BaseConfig:
             if not 0.0 <= getattr(self, field) < 1.0:
                 raise ValueError(f"{field} is {getattr(self, field)}; use a rate in [0, 1)")
 
-    def replace(self: Config, **overrides: object) -> Config:
+    def replace(self: Config, **overrides: Any) -> Config:
         """Returns a copy with some fields changed.
 
         Raises:
@@ -66,7 +66,7 @@ class ImageModel(nn.Module):
     Attributes:
         config: every option.
         variant: the name passed to `create_model`.
-        num_classes: outputs of the head.
+        num_classes, num_features: outputs of the head, and its inputs.
         layout: parameter naming of its published checkpoints, a key of `weights.SPELLINGS`.
         head_names: classifier modules, as prefixes of their keys in the state dict.
     """
@@ -75,6 +75,7 @@ class ImageModel(nn.Module):
     head_names: tuple[str, ...] = ("head",)
     config: BaseConfig
     num_classes: int
+    num_features: int
 
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → features before the pooling."""

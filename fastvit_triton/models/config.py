@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import get_args
 
+from ..layers.embed import sides
 from .base import BaseConfig
 
 CHOICES = {
@@ -98,14 +99,13 @@ class ViTConfig(BaseConfig):
     def __post_init__(self) -> None:
         check_types(self)
         super().__post_init__()
-        patch = self.patch_size
-        object.__setattr__(self, "patch_size", (patch, patch) if isinstance(patch, int) else tuple(patch))
+        object.__setattr__(self, "patch_size", sides(self.patch_size))
         if self.global_pool == "gap":
             object.__setattr__(self, "global_pool", "avg")
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
-        for axis, image, patch in zip(("height", "width"), self.img_size, self.patch_size, strict=True):
+        for axis, image, patch in zip(("height", "width"), sides(self.img_size), sides(self.patch_size), strict=True):
             if patch < 1 or image < patch or image % patch:
                 raise ValueError(
                     f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"
@@ -130,7 +130,8 @@ class ViTConfig(BaseConfig):
     @property
     def grid_size(self) -> tuple[int, int]:
         """Patches per column and per row."""
-        return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+        (height, width), (rows, columns) = sides(self.img_size), sides(self.patch_size)
+        return height // rows, width // columns
 
 
 def check_types(config: BaseConfig) -> None:
@@ -143,9 +144,10 @@ def check_types(config: BaseConfig) -> None:
 
 
 def _is_a(value: object, kind: type) -> bool:
-    if kind in (int, float):
-        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-        return number and (kind is int or math.isfinite(value))
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if isinstance(kind, type) and kind is not tuple and not get_args(kind):
         return isinstance(value, kind)
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_a(side, int) for side in value)

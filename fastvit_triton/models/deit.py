@@ -7,6 +7,8 @@ Differs from ViT:
 Adds the second token and head.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,10 +24,11 @@ class DistilledVisionTransformer(VisionTransformer):
     `set_distilled_training(True)`: then both logits come as a tuple, as in the official code.
     """
 
+    cls_token: nn.Parameter
     head_names = ("head", "head_dist")
     distilled_training = False
 
-    def __init__(self, config: ViTConfig, **modules: nn.Module) -> None:
+    def __init__(self, config: ViTConfig, **modules: Any) -> None:
         super().__init__(config, **modules)
         self.head_dist = nn.Linear(self.embed_dim, config.num_classes) if config.num_classes else nn.Identity()
         self.init_weights(config.weight_init)
@@ -40,7 +43,7 @@ class DistilledVisionTransformer(VisionTransformer):
         """Sets whether training returns (class logits, distillation logits)."""
         self.distilled_training = enable
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | Any:
         """Tokens [B, 2 + N, D] → logits [B, num_classes], or a pair of them in distilled training."""
         cls, dist = x[:, 0], x[:, 1]
         if pre_logits:
@@ -49,26 +52,27 @@ class DistilledVisionTransformer(VisionTransformer):
         return (cls, dist) if self.distilled_training and self.training else (cls + dist) / 2
 
 
+MEDIUM = ViTConfig(embed_dim=512, depth=12, num_heads=8)
 III = dict(init_values=1e-6, no_embed_class=True)
 
 MODEL = VisionTransformer
 VARIANTS = {
-    "deit_tiny_patch16_224": ViTConfig(**TINY),
-    "deit_small_patch16_224": ViTConfig(**SMALL),
-    "deit_base_patch16_224": ViTConfig(**BASE),
-    "deit_base_patch16_384": ViTConfig(**BASE, img_size=384),
-    "deit_tiny_distilled_patch16_224": ViTConfig(**TINY),
-    "deit_small_distilled_patch16_224": ViTConfig(**SMALL),
-    "deit_base_distilled_patch16_224": ViTConfig(**BASE),
-    "deit_base_distilled_patch16_384": ViTConfig(**BASE, img_size=384),
-    "deit3_small_patch16_224": ViTConfig(**SMALL, **III),
-    "deit3_small_patch16_384": ViTConfig(**SMALL, **III, img_size=384),
-    "deit3_medium_patch16_224": ViTConfig(embed_dim=512, depth=12, num_heads=8, **III),
-    "deit3_base_patch16_224": ViTConfig(**BASE, **III),
-    "deit3_base_patch16_384": ViTConfig(**BASE, **III, img_size=384),
-    "deit3_large_patch16_224": ViTConfig(**LARGE, **III),
-    "deit3_large_patch16_384": ViTConfig(**LARGE, **III, img_size=384),
-    "deit3_huge_patch14_224": ViTConfig(**HUGE, **III, patch_size=14),
+    "deit_tiny_patch16_224": TINY,
+    "deit_small_patch16_224": SMALL,
+    "deit_base_patch16_224": BASE,
+    "deit_base_patch16_384": BASE.replace(img_size=384),
+    "deit_tiny_distilled_patch16_224": TINY,
+    "deit_small_distilled_patch16_224": SMALL,
+    "deit_base_distilled_patch16_224": BASE,
+    "deit_base_distilled_patch16_384": BASE.replace(img_size=384),
+    "deit3_small_patch16_224": SMALL.replace(**III),
+    "deit3_small_patch16_384": SMALL.replace(**III, img_size=384),
+    "deit3_medium_patch16_224": MEDIUM.replace(**III),
+    "deit3_base_patch16_224": BASE.replace(**III),
+    "deit3_base_patch16_384": BASE.replace(**III, img_size=384),
+    "deit3_large_patch16_224": LARGE.replace(**III),
+    "deit3_large_patch16_384": LARGE.replace(**III, img_size=384),
+    "deit3_huge_patch14_224": HUGE.replace(**III, patch_size=14),
 }
 MODELS = {name: DistilledVisionTransformer for name in VARIANTS if "_distilled_" in name}
 ORACLE = dict.fromkeys(VARIANTS, "timm")

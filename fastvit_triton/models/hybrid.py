@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..kernels.patch_embed import assemble
 from ..layers import PatchEmbed, ResNet, Root
+from ..layers.embed import sides
 from .config import ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, LARGE, SMALL, TINY
@@ -23,13 +24,13 @@ class HybridEmbed(PatchEmbed):
 
     def __init__(self, config: ViTConfig, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        sizes = config.img_size, config.patch_size, config.in_chans, config.embed_dim
-        super().__init__(*sizes, strict_img_size=not config.dynamic_img_size)
+        sizes = sides(config.img_size), sides(config.patch_size)
+        super().__init__(*sizes, config.in_chans, config.embed_dim, strict_img_size=not config.dynamic_img_size)
 
     def build(self, embed_dim: int, bias: bool) -> None:
         self.backbone = ResNet(self.in_chans, self.layers) if self.layers else Root(self.in_chans)
         channels, stride = (256 * 2 ** (len(self.layers) - 1), 2 ** (len(self.layers) + 1)) if self.layers else (64, 4)
-        patch = tuple(side // stride for side in self.patch_size)
+        patch = self.patch_size[0] // stride, self.patch_size[1] // stride
         self.proj = nn.Conv2d(channels, embed_dim, patch, patch, bias=bias)
 
     def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
@@ -45,12 +46,12 @@ def hybrid(config: ViTConfig, layers: tuple[int, ...]) -> VisionTransformer:
 
 # (layers, config); appendix B.2 for R50, "How to train your ViT" (arXiv:2106.10270), Table 2 for the others.
 SIZES = {
-    "vit_tiny_r_s16_p8": ((), dict(**TINY, patch_size=32)),
-    "vit_small_r26_s32": ((2, 2, 2, 2), dict(**SMALL, patch_size=32)),
-    "vit_base_r50_s16": ((3, 4, 9), dict(**BASE, patch_size=16)),
-    "vit_large_r50_s32": ((3, 4, 6, 3), dict(**LARGE, patch_size=32)),
+    "vit_tiny_r_s16_p8": ((), TINY.replace(patch_size=32)),
+    "vit_small_r26_s32": ((2, 2, 2, 2), SMALL.replace(patch_size=32)),
+    "vit_base_r50_s16": ((3, 4, 9), BASE.replace(patch_size=16)),
+    "vit_large_r50_s32": ((3, 4, 6, 3), LARGE.replace(patch_size=32)),
 }
-VARIANTS = {f"{n}_{side}": ViTConfig(**shape, img_size=side) for n, (_, shape) in SIZES.items() for side in (224, 384)}
+VARIANTS = {f"{n}_{side}": shape.replace(img_size=side) for n, (_, shape) in SIZES.items() for side in (224, 384)}
 MODELS = {f"{n}_{side}": partial(hybrid, layers=layers) for n, (layers, _) in SIZES.items() for side in (224, 384)}
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 

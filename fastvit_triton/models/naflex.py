@@ -56,11 +56,11 @@ class NaFlexVisionTransformer(VisionTransformer):
         projection = self.patch_embed.proj
         weight = projection.weight.permute(0, 2, 3, 1).flatten(1)  # [D, P·P·C], in the patches' order
         x = linear(patches, weight, projection.bias)
-        prefix = self.prefix()
-        prefix = torch.cat(prefix, 1).expand(x.shape[0], -1, -1) if prefix else x[:, :0]
+        tokens = self.prefix()
+        prefix = torch.cat(tokens, 1).expand(x.shape[0], -1, -1) if tokens else x[:, :0]
         grids = [(int(rows) + 1, int(columns) + 1) for rows, columns in places.amax(1).tolist()]
-        tables = [self.positions(grid) for grid in grids]
-        if tables[0] is not None:
+        tables = [table for table in map(self.positions, grids) if table is not None]
+        if tables:
             first = tables[0].shape[1] - grids[0][0] * grids[0][1]  # rows of the prefix tokens
             prefix = prefix + tables[0][:, :first] if first else prefix
             rows = [
@@ -78,20 +78,20 @@ class NaFlexVisionTransformer(VisionTransformer):
         """Tokens [B, T + L, D] → [B, D]: the class token, or the mean of the image's patches without padding."""
         if self.config.global_pool == "token":
             return x[:, 0]
+        assert self.lengths is not None, "forward_features sets the lengths"
         T = self.num_prefix_tokens
         own = torch.arange(T, x.shape[1], device=x.device) < self.lengths[:, None]  # [B, L]
         return (x[:, T:] * own[..., None]).sum(1) / own.sum(1, keepdim=True)
 
 
+SO150M2 = ViTConfig(embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13)
 FLEX = dict(img_size=256, class_token=False, no_embed_class=True, global_pool="avg", init_values=1e-5)
 
 MODEL = NaFlexVisionTransformer
-ORACLE = {}  # timm's have other parameter names, which `load_weights` converts
+ORACLE: dict[str, str] = {}  # timm's have other parameter names, which `load_weights` converts
 VARIANTS = {
-    "naflexvit_base_patch16_gap": ViTConfig(**BASE, **FLEX, reg_tokens=4),
-    "naflexvit_so150m2_patch16_reg1_gap": ViTConfig(
-        **FLEX, embed_dim=832, depth=21, num_heads=13, mlp_ratio=34 / 13, qkv_bias=False, reg_tokens=1
-    ),
+    "naflexvit_base_patch16_gap": BASE.replace(**FLEX, reg_tokens=4),
+    "naflexvit_so150m2_patch16_reg1_gap": SO150M2.replace(**FLEX, qkv_bias=False, reg_tokens=1),
 }
 
 # Counted by timm 1.0.31 with 1000 classes.

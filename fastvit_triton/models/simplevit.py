@@ -7,7 +7,6 @@ Differs from ViT:
 Adds nothing.
 """
 
-from .config import ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, SMALL, TINY
 
@@ -15,11 +14,11 @@ SIMPLE = dict(pos_embed="sincos2d", class_token=False, global_pool="avg", fc_nor
 
 MODEL = VisionTransformer
 VARIANTS = {
-    "simplevit_tiny_patch16_224": ViTConfig(**TINY, **SIMPLE),
-    "simplevit_small_patch16_224": ViTConfig(**SMALL, **SIMPLE),
-    "simplevit_base_patch16_224": ViTConfig(**BASE, **SIMPLE),
+    "simplevit_tiny_patch16_224": TINY.replace(**SIMPLE),
+    "simplevit_small_patch16_224": SMALL.replace(**SIMPLE),
+    "simplevit_base_patch16_224": BASE.replace(**SIMPLE),
 }
-ORACLE = {}  # vit-pytorch has the model, with other parameter names
+ORACLE: dict[str, str] = {}  # vit-pytorch has the model, with other parameter names
 
 # Counted from the layer shapes: ViT's without class token and positions.
 PARAMS = {

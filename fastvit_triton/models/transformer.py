@@ -27,6 +27,7 @@ from ..layers import (
     sincos1d,
     sincos2d,
 )
+from ..layers.embed import sides
 from .base import ImageModel
 from .config import ViTConfig
 
@@ -43,12 +44,15 @@ class VisionTransformer(ImageModel):
         attention: class of the blocks' attention, a subclass of `Attention` that overrides `attend`.
     """
 
+    config: ViTConfig
+    variant: str
+    pos_embed: Tensor | Learned2d | None
     position_resize = "bicubic_antialias"  # interpolation mode of this family's code; see `resize_pos_embed`
 
     def __init__(
         self,
         config: ViTConfig,
-        patch_embed: nn.Module | None = None,
+        patch_embed: PatchEmbed | None = None,
         attention: type[Attention] = Attention,
     ) -> None:
         super().__init__()
@@ -62,8 +66,8 @@ class VisionTransformer(ImageModel):
         self.grad_checkpointing = config.grad_checkpointing
 
         self.patch_embed = patch_embed or STEMS[config.patch_embed](
-            config.img_size,
-            config.patch_size,
+            sides(config.img_size),
+            sides(config.patch_size),
             config.in_chans,
             D,
             bias=not config.pre_norm,
@@ -120,9 +124,9 @@ class VisionTransformer(ImageModel):
         own = self.patch_embed.grid_size
         if self.pos_embed is None:
             return None
-        if self.config.pos_embed == "sincos2d" and grid != own:
-            return sincos2d(grid, self.embed_dim).to(self.pos_embed)
         table = self.pos_embed() if isinstance(self.pos_embed, Learned2d) else self.pos_embed
+        if self.config.pos_embed == "sincos2d" and grid != own:
+            return sincos2d(grid, self.embed_dim).to(table)
         return resize_pos_embed(table, own, grid, table.shape[1] - own[0] * own[1], self.position_resize)
 
     def forward_features(self, image: Tensor) -> Tensor:

@@ -11,39 +11,39 @@ Adds nothing.
 from .config import ViTConfig
 from .transformer import VisionTransformer
 
-TINY = dict(embed_dim=192, depth=12, num_heads=3)
-SMALL = dict(embed_dim=384, depth=12, num_heads=6)
-BASE = dict(embed_dim=768, depth=12, num_heads=12)
-LARGE = dict(embed_dim=1024, depth=24, num_heads=16)
-HUGE = dict(embed_dim=1280, depth=32, num_heads=16)
-GIANT = dict(embed_dim=1408, depth=40, num_heads=16, mlp_ratio=48 / 11)
-GIGANTIC = dict(embed_dim=1664, depth=48, num_heads=16, mlp_ratio=64 / 13)
+TINY = ViTConfig(embed_dim=192, depth=12, num_heads=3)
+SMALL = ViTConfig(embed_dim=384, depth=12, num_heads=6)
+BASE = ViTConfig(embed_dim=768, depth=12, num_heads=12)
+LARGE = ViTConfig(embed_dim=1024, depth=24, num_heads=16)
+HUGE = ViTConfig(embed_dim=1280, depth=32, num_heads=16)
+GIANT = ViTConfig(embed_dim=1408, depth=40, num_heads=16, mlp_ratio=48 / 11)
+GIGANTIC = ViTConfig(embed_dim=1664, depth=48, num_heads=16, mlp_ratio=64 / 13)
 
 MODEL = VisionTransformer
 VARIANTS = {
-    "vit_tiny_patch16_224": ViTConfig(**TINY, patch_size=16),
-    "vit_tiny_patch16_384": ViTConfig(**TINY, patch_size=16, img_size=384),
-    "vit_small_patch32_224": ViTConfig(**SMALL, patch_size=32),
-    "vit_small_patch32_384": ViTConfig(**SMALL, patch_size=32, img_size=384),
-    "vit_small_patch16_224": ViTConfig(**SMALL, patch_size=16),
-    "vit_small_patch16_384": ViTConfig(**SMALL, patch_size=16, img_size=384),
-    "vit_small_patch8_224": ViTConfig(**SMALL, patch_size=8),
-    "vit_base_patch32_224": ViTConfig(**BASE, patch_size=32),
-    "vit_base_patch32_384": ViTConfig(**BASE, patch_size=32, img_size=384),
-    "vit_base_patch16_224": ViTConfig(**BASE, patch_size=16),
-    "vit_base_patch16_384": ViTConfig(**BASE, patch_size=16, img_size=384),
-    "vit_base_patch8_224": ViTConfig(**BASE, patch_size=8),
-    "vit_large_patch32_224": ViTConfig(**LARGE, patch_size=32),
-    "vit_large_patch32_384": ViTConfig(**LARGE, patch_size=32, img_size=384),
-    "vit_large_patch16_224": ViTConfig(**LARGE, patch_size=16),
-    "vit_large_patch16_384": ViTConfig(**LARGE, patch_size=16, img_size=384),
-    "vit_large_patch14_224": ViTConfig(**LARGE, patch_size=14),
-    "vit_huge_patch14_224": ViTConfig(**HUGE, patch_size=14),
-    "vit_giant_patch14_224": ViTConfig(**GIANT, patch_size=14),
-    "vit_gigantic_patch14_224": ViTConfig(**GIGANTIC, patch_size=14),
-    "vit_tiny_patch16_postnorm_224": ViTConfig(**TINY, norm="post"),
-    "vit_small_patch16_postnorm_224": ViTConfig(**SMALL, norm="post"),
-    "vit_base_patch16_postnorm_224": ViTConfig(**BASE, norm="post"),
+    "vit_tiny_patch16_224": TINY.replace(patch_size=16),
+    "vit_tiny_patch16_384": TINY.replace(patch_size=16, img_size=384),
+    "vit_small_patch32_224": SMALL.replace(patch_size=32),
+    "vit_small_patch32_384": SMALL.replace(patch_size=32, img_size=384),
+    "vit_small_patch16_224": SMALL.replace(patch_size=16),
+    "vit_small_patch16_384": SMALL.replace(patch_size=16, img_size=384),
+    "vit_small_patch8_224": SMALL.replace(patch_size=8),
+    "vit_base_patch32_224": BASE.replace(patch_size=32),
+    "vit_base_patch32_384": BASE.replace(patch_size=32, img_size=384),
+    "vit_base_patch16_224": BASE.replace(patch_size=16),
+    "vit_base_patch16_384": BASE.replace(patch_size=16, img_size=384),
+    "vit_base_patch8_224": BASE.replace(patch_size=8),
+    "vit_large_patch32_224": LARGE.replace(patch_size=32),
+    "vit_large_patch32_384": LARGE.replace(patch_size=32, img_size=384),
+    "vit_large_patch16_224": LARGE.replace(patch_size=16),
+    "vit_large_patch16_384": LARGE.replace(patch_size=16, img_size=384),
+    "vit_large_patch14_224": LARGE.replace(patch_size=14),
+    "vit_huge_patch14_224": HUGE.replace(patch_size=14),
+    "vit_giant_patch14_224": GIANT.replace(patch_size=14),
+    "vit_gigantic_patch14_224": GIGANTIC.replace(patch_size=14),
+    "vit_tiny_patch16_postnorm_224": TINY.replace(norm="post"),
+    "vit_small_patch16_postnorm_224": SMALL.replace(norm="post"),
+    "vit_base_patch16_postnorm_224": BASE.replace(norm="post"),
     "vit_digits_patch2_8": ViTConfig(
         embed_dim=64, depth=4, num_heads=2, patch_size=2, img_size=8, in_chans=1, num_classes=10
     ),

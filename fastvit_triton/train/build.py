@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from .data.transform import Transform
 from .ema import ema_model
 from .loop import Score, evaluate, evaluate_objective
 from .loss import binary_cross_entropy, hard_distillation, smooth_labels, soft_distillation
-from .masked import MaskedAutoencoder, MaskedPatchPrediction
+from .masked import Encoder, MaskedAutoencoder, MaskedPatchPrediction
 from .objective import Objective, distilled, masked_colours, masked_pixels, supervised
 from .optim import Lamb, adamw, parameter_groups, reinit_pos_embed, warmup_cosine
 from .ranges import FractionBelow1, PositiveInt, checked
@@ -56,7 +56,7 @@ def build_lr(recipe: Recipe, steps_per_epoch: PositiveInt) -> Callable[[int], fl
     Raises:
         ValueError: the warm-up is not shorter than the run.
     """
-    steps = recipe.steps or recipe.epochs * steps_per_epoch
+    steps = recipe.steps or recipe.epochs_of(steps_per_epoch) * steps_per_epoch
     warmup = recipe.warmup * {"run": steps, "epochs": steps_per_epoch, "steps": 1}[recipe.warmup_unit]
     if recipe.schedule == "own":
         return partial(warmup_cosine, steps=steps, warmup=int(warmup), peak=recipe.lr, floor=recipe.floor)
@@ -111,7 +111,7 @@ def build_mix(
     if recipe.mixtoken:
         blend = partial(mixtoken, classes=classes, alpha=recipe.mixtoken, patch_size=patch_size)
     elif recipe.mixup or recipe.cutmix:
-        alphas = dict(mixup_alpha=recipe.mixup, cutmix_alpha=recipe.cutmix, smoothing=0.0)
+        alphas: dict[str, Any] = dict(mixup_alpha=recipe.mixup, cutmix_alpha=recipe.cutmix, smoothing=0.0)
         blend = partial(mixup_or_cutmix, classes=classes, **alphas)
     elif recipe.loss in ("bce", "sigmoid"):
         blend = partial(_soften, classes=classes)
@@ -150,9 +150,9 @@ def build_objective(
         ValueError: there is a teacher, and the recipe's loss is not "softmax".
     """
     if recipe.loss == "pixels":
-        return masked_pixels(model.encoder.patch_embed.patch_size, recipe.norm_pixels)
+        return masked_pixels(_encoder(model).patch_embed.patch_size, recipe.norm_pixels)
     if recipe.loss == "colours":
-        return masked_colours(model.encoder.patch_embed.patch_size, transform.restore)
+        return masked_colours(_encoder(model).patch_embed.patch_size, transform.restore)
     if teacher is None:
         return supervised(build_loss(recipe))
     if recipe.loss != "softmax":
@@ -207,7 +207,12 @@ def _patch_size_of(model: nn.Module) -> list[tuple[int, int]]:
 
 def build_test(recipe: Recipe, step: Step, batches: Iterable) -> Callable[[nn.Module], Score]:
     """A function that scores a model on test batches: accuracy, or the mean objective for self-supervised recipes."""
-    options = {"batches": batches, "amp": step.amp, "world": step.world, "per_rank_batches": step.per_rank_batches}
+    options: dict[str, Any] = {
+        "batches": batches,
+        "amp": step.amp,
+        "world": step.world,
+        "per_rank_batches": step.per_rank_batches,
+    }
     if recipe.loss in SELF_SUPERVISED:
         return partial(evaluate_objective, objective=step.objective, **options)
     return partial(evaluate, **options)
@@ -226,7 +231,7 @@ def configure_model(recipe: Recipe, model: nn.Module, fresh: bool = True) -> Non
     if fresh and recipe.pos_std:
         reinit_pos_embed(model, recipe.pos_std)
     if fresh and recipe.head_bias:
-        nn.init.constant_(model.head.bias, recipe.head_bias)
+        nn.init.constant_(model.get_parameter("head.bias"), recipe.head_bias)
 
 
 @checked
@@ -248,7 +253,7 @@ def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False
     Raises:
         ValueError: the rate is outside [0, 1), or a block with a rate above 0 has no `DropPath`.
     """
-    blocks: dict[int, list[nn.Module]] = {}
+    blocks: dict[int, list[Any]] = {}
     for name, module in model.named_modules():
         if found := _BLOCK_NUMBER.search(name):
             in_block = blocks.setdefault(int(found[2]), [])
@@ -269,7 +274,7 @@ def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False
     return rates
 
 
-def build_masked_model(recipe: Recipe, encoder: nn.Module, decoder: nn.Module | None = None) -> nn.Module:
+def build_masked_model(recipe: Recipe, encoder: Encoder, decoder: nn.Module | None = None) -> nn.Module:
     """The self-supervised model that the recipe trains around an encoder.
 
     Args:
@@ -278,10 +283,15 @@ def build_masked_model(recipe: Recipe, encoder: nn.Module, decoder: nn.Module | 
         decoder: decoder blocks of a masked autoencoder, of width `recipe.decoder["embed_dim"]`.
     """
     if recipe.loss == "pixels":
+        assert decoder is not None, "a masked autoencoder needs decoder blocks"
         return MaskedAutoencoder(encoder, decoder, recipe.decoder["embed_dim"], recipe.mask_ratio)
     return MaskedPatchPrediction(encoder, 8**encoder.patch_embed.in_chans, recipe.mask_ratio)
 
 
+def _encoder(model: Any) -> Encoder:
+    return model.encoder
+
+
 def module_to_export(recipe: Recipe, model: nn.Module) -> nn.Module:
     """The module to save: the encoder of a self-supervised model, else the model."""
-    return model.encoder if recipe.loss in SELF_SUPERVISED else model
+    return _encoder(model) if recipe.loss in SELF_SUPERVISED else model

@@ -1,5 +1,7 @@
 """Exponential moving average (EMA) of the weights."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -28,7 +30,7 @@ def ema_model(model: nn.Module, decay: FractionBelow1 = 0.9999, warmup: bool = T
     """
 
     @torch.no_grad()
-    def update(averages: list[Tensor], weights: list[Tensor], count: Tensor | int) -> None:
+    def update(averages: Sequence[Tensor], weights: Sequence[Tensor], count: Tensor | int) -> None:
         current = ema_decay_at(int(count), decay) if warmup else decay
         for average, weight in zip(averages, weights, strict=True):
             if average.is_floating_point() or average.is_complex():

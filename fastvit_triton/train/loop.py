@@ -5,7 +5,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,8 @@ class Progress:
     epoch: int = 0
     step: int = 0
     images: int = 0
-    loss_sum: Tensor | float = 0.0
-    correct: Tensor | float = 0.0
+    loss_sum: Tensor | Any = 0.0
+    correct: Tensor | Any = 0.0
     lr: float = 0.0
     seconds: float = 0.0
     epoch_rng: dict | None = None
@@ -78,6 +78,14 @@ class Progress:
         return self.correct / self.images
 
 
+class _Batches(Protocol):
+    """Batches with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
 class Diverged(ValueError):
     """The loss was not finite in too many consecutive steps."""
 
@@ -85,7 +93,7 @@ class Diverged(ValueError):
 @checked
 def fit(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: _Batches,
     optimizer: Optimizer,
     lr_at: Callable[[int], float],
     *,
@@ -126,6 +134,7 @@ def fit(
         if now.done:
             zero = torch.zeros((), device=device)
             now = Progress(now.epoch + 1, loss_sum=zero, correct=zero, epoch_rng=get_rng_state(), done=False)
+        assert now.epoch_rng is not None  # the epoch is not done
         key = zlib.crc32(now.epoch_rng["cpu"].numpy()) << 32
         clock = time.perf_counter() - now.seconds
         for number, (images, targets) in enumerate(remaining_batches(batches, now), now.step + 1):
@@ -158,6 +167,7 @@ def remaining_batches(batches: Iterable[tuple[Tensor, Tensor]], now: Progress) -
     """
     if not now.step:
         return iter(batches)
+    assert now.epoch_rng is not None  # the epoch is not done
     current = get_rng_state()
     set_rng_state(now.epoch_rng)
     if hasattr(batches, "iter_from"):
@@ -231,9 +241,7 @@ class _LocalBatch(NamedTuple):
     indices: Tensor
 
 
-def _local_batches(
-    batches: Iterable[tuple[Tensor, Tensor]], world: World, per_rank_batches: bool
-) -> Iterator[_LocalBatch]:
+def _local_batches(batches: Any, world: World, per_rank_batches: bool) -> Iterator[_LocalBatch]:
     """This rank's images, targets and indices; a rank with no images gets one dummy image, so collectives match."""
     for images, targets in batches:
         indices = torch.tensor(batches.indices if world.world_size > 1 else [], dtype=torch.long)

@@ -4,11 +4,15 @@ Both wrap an encoder that has the attributes of our `VisionTransformer`: patch_e
 pos_drop, norm_pre, blocks, norm. After training, save the encoder: it is an ordinary checkpoint.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .ranges import OpenFraction, PositiveInt, Probability, checked
+
+Encoder = Any  # a module with the attributes listed above
 
 
 class MaskedPatchPrediction(nn.Module):
@@ -21,7 +25,7 @@ class MaskedPatchPrediction(nn.Module):
     """
 
     @checked
-    def __init__(self, encoder: nn.Module, classes: PositiveInt = 512, ratio: OpenFraction = 0.5) -> None:
+    def __init__(self, encoder: Encoder, classes: PositiveInt = 512, ratio: OpenFraction = 0.5) -> None:
         super().__init__()
         self.encoder, self.ratio = encoder, ratio
         self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.embed_dim))
@@ -52,8 +56,10 @@ class MaskedAutoencoder(nn.Module):
         ValueError: the ratio is outside (0, 1), or `dim` is not divisible by 4.
     """
 
+    decoder_pos_embed: Tensor
+
     @checked
-    def __init__(self, encoder: nn.Module, decoder: nn.Module, dim: PositiveInt, ratio: OpenFraction = 0.75) -> None:
+    def __init__(self, encoder: Encoder, decoder: nn.Module, dim: PositiveInt, ratio: OpenFraction = 0.75) -> None:
         super().__init__()
         stem = encoder.patch_embed
         self.encoder, self.decoder, self.ratio = encoder, decoder, ratio
@@ -85,7 +91,7 @@ class MaskedAutoencoder(nn.Module):
         return x, torch.ones(B, N, dtype=torch.bool, device=images.device).scatter(1, visible, False)
 
 
-def add_positions(encoder: nn.Module, patches: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+def add_positions(encoder: Encoder, patches: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     """Prefix tokens [B, T, D] and patches [B, N, D] with the encoder's positions added; T may be 0."""
     B, N, D = patches.shape
     prefix = torch.cat([patches.new_empty(1, 0, D), *(token.to(patches.dtype) for token in encoder.prefix())], 1)
@@ -96,7 +102,7 @@ def add_positions(encoder: nn.Module, patches: Tensor, images: Tensor) -> tuple[
     return prefix.expand(B, -1, -1), patches
 
 
-def encode(encoder: nn.Module, prefix: Tensor, patches: Tensor) -> Tensor:
+def encode(encoder: Encoder, prefix: Tensor, patches: Tensor) -> Tensor:
     """Runs the encoder's blocks and norm on prefix [B, T, D] and n ≤ N patches [B, n, D]: [B, T + n, D]."""
     x = encoder.norm_pre(encoder.pos_drop(torch.cat((prefix, patches), 1)))
     return encoder.norm(encoder.blocks(x))

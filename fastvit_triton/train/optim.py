@@ -47,7 +47,7 @@ def parameter_groups(
     Raises:
         ValueError: the layer decay is outside (0, 1], or it is below 1 and the model has no numbered blocks.
     """
-    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    exempt: set[str] = getattr(model, "no_weight_decay", set)()
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     depth = 1 + max((int(found[3]) for name in names if (found := _BLOCK.search(name))), default=-1)
     if layer_decay < 1 and not depth:
@@ -130,8 +130,9 @@ def reinit_pos_embed(model: nn.Module, std: Positive) -> None:
         model: any module; the embedding is its `pos_embed`, as in timm.
         std: standard deviation.
     """
-    if isinstance(getattr(model, "pos_embed", None), nn.Parameter):
-        nn.init.normal_(model.pos_embed, std=std)
+    table = getattr(model, "pos_embed", None)
+    if isinstance(table, nn.Parameter):
+        nn.init.normal_(table, std=std)
 
 
 class Lamb(Optimizer):
@@ -167,12 +168,12 @@ class Lamb(Optimizer):
         self.max_grad_norm = max_grad_norm
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it calls no closure
         """Updates all parameters that have a gradient; `closure` is ignored."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
             return
-        shrink = 1.0
+        shrink: Tensor | float = 1.0
         if self.max_grad_norm is not None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
             shrink = (norm / self.max_grad_norm).clamp(min=1)

@@ -107,7 +107,7 @@ def draw_results(out: Path, data: Data, history: list[dict], score: Score, warn:
 
     A run whose weights and log are written has succeeded: `warn` gets one sentence for each file that cannot be drawn.
     """
-    drawings = {CURVES: partial(draw_curves, history)}
+    drawings: dict[str, Callable[[Path], None]] = {CURVES: partial(draw_curves, history)}
     drawings[EXAMPLE] = lambda path: save_image(data.test.display_image(0), path)
     if score.predictions is not None:
         drawings[PREDICTIONS] = partial(draw_predictions, data, score)

@@ -2,7 +2,7 @@
 
 from math import floor, log10
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def curves(history: list[dict], stacked: bool = False) -> "Figure":
     page = figure(NARROW, 6.9) if stacked else figure(12.5, 3.6)
     epochs = [row["epoch"] for row in history]
     loss, accuracy, rate = page.subplots(3, 1) if stacked else page.subplots(1, 3)
-    style = {"lw": 2, "markersize": 5}
+    style: dict[str, Any] = {"lw": 2, "markersize": 5}
     tested = [row for row in history if row["test_loss"] is not None]
     for key, rows, colour, label in (("train", history, BLUE, "training, augmented"), ("test", tested, ORANGE, "test")):
         style["marker"] = "o" if len(rows) < 10 else ""
@@ -71,8 +71,10 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
         path: file to write.
         max_images: largest number of images in the grid.
     """
-    wrong = (score.predictions != score.targets).nonzero().flatten()
-    correct = (score.predictions == score.targets).nonzero().flatten()
+    predictions, targets, accuracy = score.predictions, score.targets, score.accuracy
+    assert predictions is not None and targets is not None and accuracy is not None  # of a classifier
+    wrong = (predictions != targets).nonzero().flatten()
+    correct = (predictions == targets).nonzero().flatten()
     sample = correct[torch.linspace(0, max(len(correct) - 1, 0), min(max_images, len(correct))).long()]
     chosen = torch.cat([wrong, sample])[:max_images].tolist()
     columns = min(12, len(chosen))
@@ -80,7 +82,7 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
     page = figure(columns + 0.4, 1.24 * rows + 0.7)
     names, shown = data.classes, min(len(wrong), max_images)
     page.suptitle(
-        f"{100 * score.accuracy:.1f} % of {len(score.targets):,} test images correct;  {len(wrong):,} wrong"
+        f"{100 * accuracy:.1f} % of {len(targets):,} test images correct;  {len(wrong):,} wrong"
         + (f", {'shown first' if shown == len(wrong) else f'{shown} of them shown'}, in red" if shown else ""),
         color=INK,
         fontsize=12,
@@ -88,7 +90,7 @@ def draw_predictions(data: Data, score: Score, path: Path, max_images: int = 60)
     for i, axes in enumerate(page.subplots(rows, columns, squeeze=False).flat):
         axes.axis("off")
         if i < len(chosen):
-            predicted, expected = int(score.predictions[chosen[i]]), int(score.targets[chosen[i]])
+            predicted, expected = int(predictions[chosen[i]]), int(targets[chosen[i]])
             _draw_image(axes, data.test.display_image(chosen[i]), names[predicted], names[expected])
     page.savefig(path, format="png", dpi=150)
 
@@ -117,7 +119,8 @@ def figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     page = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    page.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    layout: Any = page.get_layout_engine()
+    layout.set(w_pad=0.08, h_pad=0.08)
     return page
 
 
@@ -125,7 +128,8 @@ def dress(axes: "Axes", title: str, unit: str, below: str = "epoch") -> None:
     """Styles a plot over integer x values, by default epochs; `below` labels the x axis."""
     axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
     axes.set_xlabel(below, color=MUTED)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    locator: Any = axes.xaxis.get_major_locator()
+    locator.set_params(integer=True)
     axes.set_ylabel(unit, color=MUTED)
     axes.tick_params(colors=MUTED, length=0)
     axes.grid(axis="y", color=GRID)

@@ -42,9 +42,8 @@ class _Lines:
         if progress.done:
             mean = (time.perf_counter() - self.start) / (progress.epoch - self.finished)
             minutes, seconds = divmod(round(mean * (self.epochs - progress.epoch)), 60)
-            text = (
-                f"{_line(progress, self.epochs, progress.test and progress.test.accuracy)}  ETA {minutes}:{seconds:02d}"
-            )
+            test = None if progress.test is None else progress.test.accuracy
+            text = f"{_line(progress, self.epochs, test)}  ETA {minutes}:{seconds:02d}"
             self.console.out(text, highlight=False)
 
 
@@ -52,7 +51,8 @@ class _Bar:
     """Updates the bar at most ten times a second, because reading the loss waits for the device."""
 
     def __init__(self, bar: Bar, epochs: int, steps: int, finished: int) -> None:
-        self.bar, self.epochs, self.steps, self.test, self.shown = bar, epochs, steps, None, 0.0
+        self.bar, self.epochs, self.steps, self.shown = bar, epochs, steps, 0.0
+        self.test: float | None = None
         self.task = bar.add_task("", total=epochs * steps, completed=finished * steps)
 
     def __call__(self, progress: Progress) -> None:

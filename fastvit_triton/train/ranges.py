@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 PositiveInt = Annotated[int, "[1, inf)"]  # number of images, steps, repeats, …
 NonNegativeInt = Annotated[int, "[0, inf)"]  # step, index, or number of worker processes
@@ -52,7 +52,7 @@ def check(name: str, value: object, allowed: Any) -> None:
         raise ValueError(f"{name} is {value!r}; use {_describe(allowed)}")
 
 
-def check_fields(record: type | object, given: Mapping[str, object] | None = None) -> None:
+def check_fields(record: Any, given: Mapping[str, object] | None = None) -> None:
     """Checks the fields of a dataclass against their annotations; raises ValueError as `check` does.
 
     Args:
@@ -77,7 +77,7 @@ def checked(function: _Called) -> _Called:
                 check(name, value, hints[name])
         return function(*arguments, **options)
 
-    return call
+    return cast(_Called, call)
 
 
 @functools.cache
@@ -124,7 +124,9 @@ def _is_in_interval(value: Any, interval: str) -> bool:
 @functools.cache
 def _ends(interval: str) -> tuple[float, float, str, str]:
     """Lower and upper end of an interval such as "(0, 1]", and its brackets."""
-    start, low, high, end = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval).groups()
+    found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", interval)
+    assert found is not None, interval
+    start, low, high, end = found.groups()
     return _number(low), _number(high), start, end
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,7 @@ def accumulate_gradients(
     count = images.shape[0]
     if grad_accum_steps > count:
         raise ValueError(f"grad_accum_steps is {grad_accum_steps} for {count} images; use at most the number of images")
-    total, outputs = torch.zeros((), device=images.device), []
+    total, outputs = torch.zeros((), device=images.device), list[Any]()
     pairs = zip(images.tensor_split(grad_accum_steps), targets.tensor_split(grad_accum_steps), strict=True)
     for number, (micro_images, micro_targets) in enumerate(pairs, 1):
         with gradient_sync(model, number == grad_accum_steps):

@@ -106,6 +106,7 @@ def build_trainer(
     step = build_step(recipe, model, objective, len(data.classes), grad_accum_steps, amp)
     wrapped, engine = model, Engine()
     if parallel is not None:
+        assert world is not None, "`parallel` needs a world"
         wrapped, step, engine = parallelize(parallel, model, step, world, data.train.per_rank)
     optimizer, lr_at = build_optimizer(recipe, model), build_lr(recipe, len(data.train))
     return Trainer(model=wrapped, data=data, recipe=recipe, step=step, optimizer=optimizer, lr_at=lr_at, engine=engine)
@@ -186,7 +187,7 @@ def _save_weights(trainer: Trainer, out: Path, history: list[dict], save: Callab
     """Writes the weights, and once more as the best if they are. Collective."""
     data, step = trainer.data, trainer.step
     gathered = trainer.engine.gather_model(step.eval_model(trainer.model))
-    if not step.world.is_main:
+    if gathered is None:
         return
     module = module_to_export(trainer.recipe, gathered)
     metadata = weights_metadata(data, trainer.recipe, module, history[-1]["test_accuracy"])

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..files import replacing
 from ..layers.embed import INTERPOLATION
+from ..models.transformer import VisionTransformer
 from . import adapt, vit
 from .adapt import State, WeightsError, some, variant
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
@@ -105,7 +106,7 @@ def load_weights(
     return _load(model, *read(source, verify), resize, verify)
 
 
-def load_model(path: str | os.PathLike, *, verify: bool = True) -> tuple[nn.Module, dict[str, str]]:
+def load_model(path: str | os.PathLike, *, verify: bool = True) -> tuple[VisionTransformer, dict[str, str]]:
     """Rebuilds a model from a file of `save_weights`.
 
     Args:
@@ -164,7 +165,8 @@ def save_weights(
     if layout != "fastvit_triton":
         state = spelling.write(model, state, spelling.saved[layout])
     state = {key: tensor.contiguous() for key, tensor in state.items()}
-    config = json.dumps(dataclasses.asdict(model.config))
+    ours: Any = model  # as `_spelling` checks
+    config = json.dumps(dataclasses.asdict(ours.config))
     header = {**(metadata or {}), "format": "pt", "layout": layout, "variant": variant(model), "config": config}
     header[CHECKSUM] = checksum(state, header)
     try:
@@ -174,7 +176,7 @@ def save_weights(
         raise WeightsError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: str | None, verify: bool) -> LoadReport:
+def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | None, verify: bool) -> LoadReport:
     """Unwraps, renames, adapts and checks the tensors before it copies them into the model."""
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
@@ -202,8 +204,8 @@ def _load(model: nn.Module, held: Mapping, metadata: Mapping[str, str], resize: 
     with torch.no_grad():
         for key, tensor in target.items():
             tensor.copy_(state[key])
-    dropped = tuple(spelled.get(key, key) for key in dropped)
-    return LoadReport(family + wrapper, len(target) - len(reinitialised), positions, reinitialised, dropped)
+    unused = tuple(spelled.get(key, key) for key in dropped)
+    return LoadReport(family + wrapper, len(target) - len(reinitialised), positions, reinitialised, unused)
 
 
 def _unwrap(held: Mapping) -> tuple[State, str]:
@@ -225,7 +227,7 @@ def _tensor(array: np.ndarray) -> Tensor | None:
     return torch.from_numpy(np.ascontiguousarray(array, np.float32)) if array.dtype.kind == "f" else None
 
 
-def _spelling(model: nn.Module) -> Spelling:
+def _spelling(model: Any) -> Spelling:
     if getattr(model, "layout", None) not in SPELLINGS:
         raise WeightsError(f"model is {type(model).__name__}; give a model from create_model")
     return SPELLINGS[model.layout]

@@ -35,7 +35,7 @@ def join(state: State, *wholes: str) -> State:
 
 def split(state: State, *wholes: str) -> State:
     """The inverse of `join`."""
-    out = {}
+    out: State = {}
     for key, tensor in state.items():
         if whole := next((w for w in wholes if f".{key}".rpartition(".")[0].endswith(f".{w}")), None):
             pieces = tensor.chunk(len(PARTS[whole]))
@@ -52,7 +52,7 @@ def read_jax(tensors: State) -> State:
         stacked = ".encoderblock." in key and tensor.numel()  # an empty tensor may have any number of rows
         for i, one in enumerate(tensor if stacked else [tensor]):
             single[key.replace(".encoderblock.", f".encoderblock_{i}.")] = one
-    out = {}
+    out: State = {}
     for key, tensor in single.items():
         module, _, leaf = key.rpartition(".")
         if module.endswith((".query", ".key", ".value")):
@@ -69,7 +69,7 @@ def _name_resnet(tensors: State) -> State:
     """Renames the tensors of a hybrid model's ResNet; block1.unit1 becomes our stages.0.blocks.0."""
     deep = any(key.startswith("block1.") for key in tensors)
     root = "patch_embed.backbone.stem." if deep else "patch_embed.backbone."
-    out = {}
+    out: State = {}
     for key, tensor in tensors.items():
         if found := re.fullmatch(r"(conv|gn)_root\.(\w+)", key):
             key = f"{root}{found[1]}.{found[2]}"

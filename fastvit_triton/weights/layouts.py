@@ -12,6 +12,7 @@ facebookresearch/dinov2 (models/vision_transformer.py, layers/swiglu_ffn.py), fa
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .adapt import State, read_dinov2, read_jax, read_naflex, write_clip, write_dinov2, write_tower
 
@@ -96,7 +97,7 @@ def _look_up(table: dict[str, str], key: str) -> str:
     return f"{table[module]}.{leaf}" if module in table else key
 
 
-BASIC = dict(norm="pre", head_dim=None, pre_logits=False, patch_embed=("conv", "linear"))
+BASIC: dict[str, Any] = dict(norm="pre", head_dim=None, pre_logits=False, patch_embed=("conv", "linear"))
 TOWER = dict(BASIC, final_norm=True, fc_norm=False, qk_norm=False, proj_bias=True, distilled=False)
 TOWER |= dict(pos_embed=("learned", "sincos1d", "sincos2d"), hybrid=False)
 PLAIN = dict(TOWER, registers=False, layer_scale=False, mlp="mlp")

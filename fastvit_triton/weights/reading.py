@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .adapt import WeightsError
 
-DAMAGE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError)
+DAMAGE += (AttributeError, AssertionError)
 DAMAGE += (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
 DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
 CHECKSUM = "checksum"  # metadata entry of our safetensors files
@@ -84,7 +85,7 @@ def checksum(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     for name in sorted(state):
         tensor = state[name].contiguous()
         total = zlib.crc32(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode(), total)
-        total = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), total)
+        total = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, total)
     return f"crc32:{total:08x}"
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..models import create_model
+from ..models.transformer import VisionTransformer
 from . import adapt
 
 MAX_CONFIG = 65_536  # characters
@@ -22,7 +23,13 @@ class _NoDraws(TorchFunctionMode):
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
-def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> nn.Module:
+def skeleton(name: str, **options: object) -> VisionTransformer:
+    """The model of `create_model` on the meta device, in milliseconds and without memory."""
+    with torch.device("meta"), _NoDraws():
+        return create_model(name, **options)
+
+
+def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> VisionTransformer:
     """Builds the model of a header, which may ask for anything, only if the file can fill it.
 
     Args:
@@ -41,11 +48,10 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> n
     depth = config.get("depth", 0)
     if isinstance(depth, int) and depth * TENSORS_PER_BLOCK > len(tensors):
         raise ValueError(f"its config has depth {depth:,}, and the file {len(tensors):,} tensors")
-    with torch.device("meta"), _NoDraws():  # without memory
-        skeleton = create_model(name, **config)
+    empty = skeleton(name, **config)
     if metadata.get("layout") == "fastvit_triton":
-        adapt.check(skeleton, skeleton.state_dict(), dict(tensors), {}, "fastvit_triton")
-    wanted = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
+        adapt.check(empty, empty.state_dict(), dict(tensors), {}, "fastvit_triton")
+    wanted = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
     found = sum(tensor.numel() for tensor in tensors.values())
     if wanted > 2 * found + TABLES:
         raise ValueError(f"its config asks for {wanted:,} numbers, and the file holds {found:,}")

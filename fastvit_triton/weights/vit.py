@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.embed import resize_pos_embed
+from ..layers.embed import resize_pos_embed, sides
+from ..models.transformer import VisionTransformer
 from .adapt import TOKENS, State, WeightsError, join, split, variant
 from .layouts import TIMM, Layout
 
 
-def fit(model: nn.Module, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+def fit(
+    model: VisionTransformer, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
     """Makes the tensors of `state` fit the model's norm, stem and positions.
 
     Args:
@@ -39,31 +42,33 @@ def fit_norm(target: State, state: State) -> list[str]:
     The model's own norm keeps its initial values, as in MAE's fine-tuning (facebookresearch/mae, main_finetune.py).
     """
     moved = "fc_norm.weight" in target and "fc_norm.weight" not in state and "norm.weight" not in target
-    useless = [key for key in ("norm.weight", "norm.bias") if key in state and moved and "head.weight" not in state]
+    useless: list[str] = [
+        key for key in ("norm.weight", "norm.bias") if key in state and moved and "head.weight" not in state
+    ]
     for key in useless:
         del state[key]
         state[f"fc_{key}"] = target[f"fc_{key}"].clone()
     return useless
 
 
-def fit_stem(model: nn.Module, state: State) -> None:
+def fit_stem(model: VisionTransformer, state: State) -> None:
     """Converts the weight of the patch projection between convolution [D, C, P, P] and linear layer [D, P·P·C]."""
     weight, config, convolves = state.get("patch_embed.proj.weight"), model.config, model.config.patch_embed == "conv"
     if weight is None or weight.dim() != (2 if convolves else 4):
         return
     if not convolves:
         state["patch_embed.proj.weight"] = weight.permute(0, 2, 3, 1).flatten(1)
-    elif weight.shape[1] == math.prod(config.patch_size) * config.in_chans:
-        weight = weight.unflatten(1, (*config.patch_size, config.in_chans))
+    elif weight.shape[1] == math.prod(sides(config.patch_size)) * config.in_chans:
+        weight = weight.unflatten(1, (*sides(config.patch_size), config.in_chans))
         state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
 
 
-def fit_positions(model: nn.Module, state: State, metadata: Mapping[str, str], mode: str) -> str:
+def fit_positions(model: VisionTransformer, state: State, metadata: Mapping[str, str], mode: str) -> str:
     """Converts `state["pos_embed"]` [1, T + h·w, D] to the model's prefix and grid; returns a description."""
     own, pos = model.pos_embed, state.get("pos_embed")
     if not isinstance(own, Tensor) or pos is None or pos.shape[::2] != own.shape[::2]:
         return ""  # nothing to convert, or a mismatch that `check` reports
-    (h, w), notes = model.patch_embed.grid_size, []
+    (h, w), notes = model.patch_embed.grid_size, list[str]()
     wanted = own.shape[1] - h * w
     given, old = _source_grid(pos.shape[1], (h, w), (wanted, 0, 1, model.num_prefix_tokens), metadata)
     rows = sum(state[name].shape[1] for name in TOKENS if name in state and state[name].shape[::2] == pos.shape[::2])
@@ -117,7 +122,7 @@ def move_prefix(state: State, given: int, wanted: int) -> State:
     return {**state, **moved, "pos_embed": torch.cat((pos[:, :wanted], pos[:, given:]), 1)}
 
 
-def write(model: nn.Module, state: State, layouts: tuple[Layout, ...]) -> State:
+def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -> State:
     """Converts our tensors of a plain ViT to the names and shapes of the first layout that supports the model.
 
     Raises:
@@ -145,7 +150,7 @@ def write(model: nn.Module, state: State, layouts: tuple[Layout, ...]) -> State:
         wanted = 0 if layout is TIMM and config.no_embed_class else rows
         state = move_prefix({**state, "pos_embed": pos}, pos.shape[1] - h * w, wanted)
     if config.patch_embed == "linear":
-        weight = state["patch_embed.proj.weight"].unflatten(1, (*config.patch_size, config.in_chans))
+        weight = state["patch_embed.proj.weight"].unflatten(1, (*sides(config.patch_size), config.in_chans))
         state["patch_embed.proj.weight"] = weight.permute(0, 3, 1, 2)
     if layout is TIMM:
         return state

@@ -1,6 +1,7 @@
 """Builds a program from a recorded call: assigns each tensor a slot in the table, and reuses buffer memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class _Builder:
     def _reserve(self, leaving: list[set[int]]) -> None:
         """Places allocations: as an output, in the buffer saved for the backward pass, or in a segment's buffer."""
         steps, reservations = self.marks
-        kept, own = [], ([], [])
+        kept: list[tuple] = []
+        own: tuple[list, list] = [], []
         for i, (storage, (t, born)) in enumerate(self.recorder.reserved.items()):
             phase, last = int(i >= reservations), self.last.get(storage, -1)
             if storage in leaving[0] | leaving[1]:
@@ -97,7 +99,7 @@ class _Builder:
         nbytes = place.address - base.address if t.numel() else 0
         return Ref(slot, nbytes, nbytes // t.element_size(), place.shape, place.stride)
 
-    def refs(self, held: Sequence[object], phase: int) -> tuple:
+    def refs(self, held: Sequence[Any], phase: int) -> tuple:
         """The arguments with each tensor replaced by its `Ref`."""
         found = []
         for value in held:
@@ -112,20 +114,20 @@ class _Builder:
 
     def fill(self, phase: int, steps: list[Step]) -> Segment:
         """Builds the segment of these steps; the tensors it returns must already have slots."""
-        done, kernels = [], {}
+        done: list[DirectLaunch | Call] = []
+        kernels: dict[Callable, None] = {}
         for step in steps:
             arguments = self.refs(step.arguments, phase)
             if _holds_tensors(step.named):
                 raise Refusal("a tensor is a keyword argument")
-            binary = None if step.grid is None else binary_of(step.function, step.arguments, step.named)
-            if binary is not None:
-                kernels[step.function] = None
-                done.append(DirectLaunch.of(step.grid, binary, arguments))
-            elif step.grid is not None:
-                done.append(Call(launch, (step.function, step.grid, *arguments), step.named, ()))
-            else:
+            if step.grid is None:
                 results = tuple((self.bases[storage_of(t)][0], i) for t, i in step.results)
                 done.append(Call(step.function._op, arguments, step.named, results))
+            elif (binary := binary_of(step.function, step.arguments, step.named)) is not None:
+                kernels[step.function] = None
+                done.append(DirectLaunch.of(step.grid, binary, arguments))
+            else:
+                done.append(Call(launch, (step.function, step.grid, *arguments), step.named, ()))
         views = tuple((slot, *key) for slot, key in self.viewed[phase].items())
         return Segment(tuple(self.buffers[phase]), views, tuple(self.outputs[phase]), tuple(done), tuple(kernels), {})
 
@@ -140,7 +142,8 @@ def _pack(spans: list[tuple[int, int, int]]) -> tuple[list[int], int]:
     Args:
         spans: (first step, last step, bytes) of each tensor; those whose steps overlap do not share memory.
     """
-    placed, offsets = [], []
+    placed: list[tuple[int, int, int, int]] = []
+    offsets: list[int] = []
     for first, last, nbytes in spans:
         taken = sorted((at, at + n) for at, n, a, b in placed if a <= last and first <= b)
         offset = 0
@@ -186,7 +189,9 @@ def build(
     forward = builder.fill(0, recorder.steps[: marks[0]])
     places = {id(t): i for i, t in enumerate(outputs)}
     structure = _mapped(result, places)
-    backward, grads, saved = None, (), ()
+    backward: Segment | None = None
+    grads: tuple[Ref | None, ...] = ()
+    saved: tuple[int, ...] = ()
     if training:
         grads = tuple(None if t is None else builder.ref(t, 1) for t in gradients)
         parts = [(r.slot, r.nbytes) for r in grads if r is not None]
@@ -225,7 +230,7 @@ def _last(segment: Segment, kept: set[int]) -> dict[int, list[int]]:
     return found
 
 
-def _mapped(result: object, places: dict[int, int]) -> object:
+def _mapped(result: Any, places: dict[int, int]) -> object:
     if result is None:
         return None
     if isinstance(result, Tensor):

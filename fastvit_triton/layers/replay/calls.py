@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ class Programs(Uncompared):
         return Programs, ()
 
 
+@final
 class Recorded:
     """A program and the state in which it may be replayed.
 
@@ -93,7 +95,7 @@ def _layouts(tensors: list[Tensor]) -> list[tuple]:
     return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
-def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> object:
+def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> Any:
     """Runs or replays forward(module, *inputs, **named), fused or mixed; for `settings` see `ways.known_way`."""
     if not (ways.REPLAYS and _is_quiet()):
         return forward(module, *inputs, **named)
@@ -156,7 +158,7 @@ def _is_quiet() -> bool:
     )
 
 
-def _described(value: object, tensors: list[Tensor]) -> object:
+def _described(value: Any, tensors: list[Tensor]) -> object:
     """A hashable description of an argument; appends its tensors to the list. Raises TypeError for other types."""
     kind = type(value)
     if kind is Tensor:

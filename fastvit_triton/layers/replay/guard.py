@@ -7,6 +7,7 @@ Other methods of a class, its attributes and global variables are not compared.
 
 import weakref
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ class Guard:
         self.objects = [(value, _copied(value.__dict__)) for value in objects.values()]
         self.tensors = list({id(t): t for module in modules for t in _tensors(module)}.values())
 
-    def holds(self, root: nn.Module) -> bool:
+    def holds(self, root: nn.Module | None) -> bool:
         """True if nothing has changed since the snapshot."""
         try:
             for module, (cls, facts) in zip((root, *self.inside), self.facts, strict=True):
@@ -62,10 +63,8 @@ class Uncompared:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Uncompared)
 
-    __hash__ = None
 
-
-def _copied(value: object) -> object:
+def _copied(value: Any) -> Any:
     """A copy for comparison: copies dicts, lists, tuples and sets at any depth, and shares all other objects."""
     if isinstance(value, dict):
         return {name: _copied(v) for name, v in value.items()}
@@ -76,7 +75,7 @@ def _copied(value: object) -> object:
     return value.copy() if isinstance(value, set) else value
 
 
-def _collect(value: object, objects: dict[int, object]) -> None:
+def _collect(value: Any, objects: dict[int, object]) -> None:
     """Adds the objects with attributes that a value contains, at any depth."""
     if isinstance(value, dict):
         value = value.values()

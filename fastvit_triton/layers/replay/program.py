@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ...kernels.launch import Binary, stream
 from ...kernels.op import once_differentiable
 
 BATCHED = "replayed blocks take one gradient at a time; FASTVIT_TRITON_REPLAY=0 allows batched ones"
+Table = list[Any]  # by slot: a tensor, or None before it is made and after it is freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,14 @@ class Ref:
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
 
-    def tensor(self, table: list[Tensor | None]) -> Tensor:
+    def tensor(self, table: Table) -> Tensor:
         """Looks up the tensor."""
         base = table[self.slot]
         if self.shape is None:
             return base
         return base.as_strided(self.shape, self.stride, base.storage_offset() + self.start)
 
-    def output(self, table: list[Tensor | None]) -> Tensor:
+    def output(self, table: Table) -> Tensor:
         """The tensor to return; not a view for autograd if it covers its storage, so the caller may write to it."""
         base, part = table[self.slot], self.tensor(table)
         if part is base or self.nbytes or part.numel() != base.numel():
@@ -51,6 +52,7 @@ class Refs(tuple):
     """A tuple or list argument that contains a `Ref`."""
 
 
+@final
 class DirectLaunch(NamedTuple):
     """A launch of a known binary, without Triton's dispatch.
 
@@ -73,9 +75,11 @@ class DirectLaunch(NamedTuple):
         """Builds the launch from run-time arguments, with a `Ref` for each tensor."""
         addresses = tuple((i, a.slot, a.nbytes) for i, a in enumerate(arguments) if type(a) is Ref)
         tuples = tuple((i, a) for i, a in enumerate(arguments) if type(a) is Refs)
-        return cls((*grid, 1, 1)[:3], binary, [*arguments, *binary.constants], addresses, tuples)
+        x, y, z, *_ = *grid, 1, 1
+        return cls((x, y, z), binary, [*arguments, *binary.constants], addresses, tuples)
 
 
+@final
 class Call(NamedTuple):
     """A call of an operator, or a launch for which Triton selects the binary.
 
@@ -111,7 +115,7 @@ class Segment(NamedTuple):
     kernels: tuple[Callable, ...]
     last: dict[int, list[int]]
 
-    def run(self, table: list[Tensor | None], address: list[int], device: torch.device) -> None:
+    def run(self, table: Table, address: list[int], device: torch.device) -> None:
         """Runs the steps; `table` holds the input tensors by slot, `address` their addresses; both are filled in."""
         for slot, nbytes in self.buffers:
             table[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -132,8 +136,8 @@ class Segment(NamedTuple):
                     arguments[at] = tuple([address[a.slot] + a.nbytes if type(a) is Ref else a for a in refs])
                 run(x, y, z, queue, function, metadata, None, None, None, *arguments)
             else:
-                function, arguments, named, results = step
-                made = function(*_tensors(arguments, table), **named)
+                function, given, named, results = step
+                made = function(*_tensors(given, table), **named)
                 for slot, position in results:
                     table[slot] = made if isinstance(made, Tensor) else made[position]
                     address[slot] = table[slot].data_ptr()
@@ -142,7 +146,7 @@ class Segment(NamedTuple):
                 table[slot] = None
 
 
-def _tensors(held: Sequence[object], table: list[Tensor | None]) -> list[object]:
+def _tensors(held: Sequence[object], table: Table) -> list[object]:
     """The arguments with each `Ref` replaced by its tensor."""
     return [
         (table[a.slot] if a.shape is None else a.tensor(table)) if type(a) is Ref
@@ -170,7 +174,7 @@ class Program(NamedTuple):
 
     forward: Segment
     outputs: tuple[Ref, ...]
-    structure: object
+    structure: Any
     backward: Segment | None
     saved: tuple[int, ...]
     gradients: tuple[Ref | None, ...]
@@ -194,7 +198,7 @@ class Program(NamedTuple):
         table = self.run(self.forward, given, addresses)
         return _rebuilt(self.structure, [ref.output(table) for ref in self.outputs])
 
-    def run(self, segment: Segment, table: list[Tensor | None], addresses: list[int]) -> list[Tensor | None]:
+    def run(self, segment: Segment, table: Table, addresses: list[int]) -> Table:
         """Runs a segment on the filled first slots; returns the full table. Autocast is off, as casts were recorded."""
         rest = self.slots - len(table)
         table, addresses, kind = table + [None] * rest, addresses + [0] * rest, self.device.type
@@ -209,7 +213,7 @@ class Program(NamedTuple):
         return table
 
 
-def _rebuilt(structure: object, outputs: Sequence[Tensor]) -> object:
+def _rebuilt(structure: Any, outputs: Sequence[Tensor]) -> object:
     if type(structure) is int:
         return outputs[structure]
     if structure is None:
@@ -239,14 +243,15 @@ class _Function(torch.autograd.Function):
             return (None,) * (2 + len(program.gradients))
         if functorch.is_batchedtensor(dy) or functorch.is_legacy_batchedtensor(dy):
             raise RuntimeError(BATCHED)
-        return None, None, *_gradients(program, ctx.saved_tensors, dy)
+        return None, None, *_gradients(program, program.backward, ctx.saved_tensors, dy)
 
 
-def _gradients(program: Program, saved: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
+def _gradients(program: Program, backward: Segment, saved: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
     """Gradients of the input tensors from the output's gradient dy."""
-    dy, table = dy.contiguous(), [None] * program.slots
+    table: Table = [None] * program.slots
+    dy = dy.contiguous()
     table[program.incoming] = dy if dy.data_ptr() % 16 == 0 else dy.clone()
     for slot, t in zip(program.saved, saved, strict=True):
         table[slot] = t
-    table = program.run(program.backward, table, [0 if t is None else t.data_ptr() for t in table])
+    table = program.run(backward, table, [0 if t is None else t.data_ptr() for t in table])
     return [None if ref is None else ref.tensor(table) for ref in program.gradients]

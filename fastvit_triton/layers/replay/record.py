@@ -50,8 +50,8 @@ def record(
         tensors: the tensors in `inputs` and `named`.
     """
     device = tensors[0].device
-    given = [m for m in tree_leaves((inputs, named)) if isinstance(m, nn.Module)]
-    inside = list({id(m): m for root in (module, *given) for m in root.modules()}.values())
+    modules = [m for m in tree_leaves((inputs, named)) if isinstance(m, nn.Module)]
+    inside = list({id(m): m for root in (module, *modules) for m in root.modules()}.values())
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     if not all(runs_known_code(m, hooks_count=m is not module) for m in inside):

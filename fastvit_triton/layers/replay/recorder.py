@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Step(NamedTuple):
         results: (new tensor, its position among the results) of an operator.
     """
 
-    function: Callable
+    function: Any
     grid: tuple[int, ...] | None
     arguments: tuple
     named: dict[str, object]
@@ -95,8 +95,8 @@ class Recorder(launch.Recorder):
             raise Refusal(f"{name} copies to another device")
         several = results if isinstance(results, (tuple, list)) else (results,)
         given = {storage_of(t) for t in tensors_in((arguments, named))}
-        new = [(t, i) for i, t in enumerate(several) if isinstance(t, Tensor) and storage_of(t) not in given]
-        new = tuple({storage_of(t): (t, i) for t, i in new}.values())
+        made = [(t, i) for i, t in enumerate(several) if isinstance(t, Tensor) and storage_of(t) not in given]
+        new = tuple({storage_of(t): (t, i) for t, i in made}.values())
         storages = {storage_of(t) for t, _ in new}
         self._made |= storages
         if name in ALLOCATE:
@@ -105,7 +105,7 @@ class Recorder(launch.Recorder):
             self.steps.append(Step(function, None, arguments, named, new))
         return results
 
-    def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict[str, object]) -> None:
+    def launched(self, kernel: Callable, grid: tuple[int, ...], arguments: tuple, fixed: dict) -> None:
         """Records a launch, before it runs."""
         self.steps.append(Step(kernel, grid, arguments, fixed, ()))
 

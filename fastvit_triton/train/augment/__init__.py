@@ -43,7 +43,7 @@ def random_affine(
     theta = torch.stack(
         [cos * zoom_x, (cos * slant - sin) * zoom_y, move_x, sin * zoom_x, (sin * slant + cos) * zoom_y, move_y], dim=1
     ).view(batch, 2, 3)
-    grid = F.affine_grid(theta.to(images), images.shape, align_corners=False)  # [B, H, W, 2]
+    grid = F.affine_grid(theta.to(images), list(images.shape), align_corners=False)  # [B, H, W, 2]
     return F.grid_sample(images, grid, align_corners=False)
 
 

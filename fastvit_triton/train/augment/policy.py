@@ -137,7 +137,7 @@ def _enhance(enhancer: type, image: Image.Image, level: float, sign: int, option
 
 def _affine(row: int, column: int, image: Image.Image, amount: float, options: dict) -> Image.Image:
     """An affine transform: the identity [1 0 0; 0 1 0] with one entry replaced by `amount`."""
-    matrix = [1, 0, 0, 0, 1, 0]
+    matrix: list[float] = [1, 0, 0, 0, 1, 0]
     matrix[3 * row + column] = amount
     return image.transform(image.size, Image.Transform.AFFINE, tuple(matrix), **options)
 

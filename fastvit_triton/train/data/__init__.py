@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -130,7 +130,7 @@ class TensorBatches:
     def digest(self) -> str:
         """The number of images, and a CRC-32 of their pixels and class numbers."""
         pixels, targets = self.images.contiguous().numpy(), self.targets.contiguous().numpy()
-        return f"{len(targets)} images, {zlib.crc32(targets, zlib.crc32(pixels)):08x}"
+        return f"{len(targets)} images, {zlib.crc32(targets.data, zlib.crc32(pixels.data)):08x}"
 
 
 @checked
@@ -169,13 +169,19 @@ def load(
                 "the digits are arrays in memory; give --data a folder"
             )
         classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
-        train = TensorBatches(*digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe))
+        train: Batches = TensorBatches(
+            *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
+        )
     else:
         found = _scan(Path(name), "train", None, world, max_pixels)
         classes = found.classes
         transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
         crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_by_name(recipe.policy)}
-        options = {"batch_size": recipe.batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+        options: dict[str, Any] = {
+            "batch_size": recipe.batch_size,
+            "workers": workers,
+            "skip_bad_images": skip_bad_images,
+        }
         train = FolderBatches(Path(name), found, transform, crop=crop, repeats=recipe.repeats, world=world, **options)
     options = {"workers": workers, "skip_bad_images": skip_bad_images, "max_pixels": max_pixels, "world": world}
     test = load_test(name, classes, transform, recipe.batch_size, **options)
@@ -211,7 +217,7 @@ def load_test(
     """
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
-    options = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
+    options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
     found = _scan(Path(name), "val", classes, world, max_pixels)
     return FolderBatches(Path(name), found, transform, world=world, **options)
 

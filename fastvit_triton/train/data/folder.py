@@ -64,7 +64,7 @@ def scan_folder(
     if not found:
         raise ValueError(f"data {str(root / split)!r} holds no class folders; put images into {split}/<class>/")
     unknown = [name for name in found if classes is not None and name not in classes]
-    if unknown:
+    if classes is not None and unknown:
         raise ValueError(
             f"data {str(root / split)!r} has {join_names(unknown)}, not among the {len(classes)} classes of training "
             f"({join_names(list(classes))}); rename or remove"
@@ -78,8 +78,8 @@ def scan_folder(
             raise ValueError(f"data {str(folder)!r} holds no images; add some ({', '.join(SUFFIXES)})")
         files += images
         targets += [classes.index(name)] * len(images)
-    decode, check = (partial(function, max_pixels=max_pixels) for function in (read_image, find_defect))
-    return ImageFiles(files, targets, classes, decode, check)
+    decode = partial(read_image, max_pixels=max_pixels)
+    return ImageFiles(files, targets, classes, decode, partial(find_defect, max_pixels=max_pixels))
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -174,7 +174,8 @@ class FolderBatches:
         if self.bad:
             kept = [(path, target) for path, target in zip(files, targets, strict=True) if path not in self.bad]
             files, targets = [path for path, _ in kept], [target for _, target in kept]
-        self.files, self.targets, self.indices, self.world = files, targets, [], world or World()
+        self.indices: list[int] = []
+        self.files, self.targets, self.world = files, targets, world or World()
         order = getattr(files, "order", partial(torch.randperm, len(files)))
         self.sampler = SeededBatches(len(files), order if crop is not None else None, repeats, batch_size, self.world)
         self.loader = DataLoader(
@@ -236,7 +237,7 @@ class _Sample(NamedTuple):
 
     image: Tensor | None
     target: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     path: Path
     error: str
 
@@ -275,7 +276,8 @@ class _ImageDataset(Dataset):
 
 def _collate(samples: list[_Sample]) -> _Batch:
     good = [sample for sample in samples if sample.image is not None]
-    images = torch.stack([sample.image for sample in good]) if good else torch.empty(0)
+    decoded = [sample.image for sample in samples if sample.image is not None]
+    images = torch.stack(decoded) if decoded else torch.empty(0)
     targets = torch.tensor([sample.target for sample in good], dtype=torch.long)
     bad = {sample.path: sample.error for sample in samples if sample.image is None}
     return _Batch(images, targets, [sample.index for sample in good], bad)

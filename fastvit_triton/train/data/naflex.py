@@ -38,7 +38,7 @@ def to_patches(image: Tensor, tokens: int, patch_size: tuple[int, int]) -> Tenso
 
     Each entry is (row, column, pixels in the order row, column, channel). Padding has row and column −1 and pixels 0.
     """
-    grid = fitting_grid(tuple(image.shape[1:]), tokens, patch_size)
+    grid = fitting_grid((image.shape[1], image.shape[2]), tokens, patch_size)
     target = (grid[0] * patch_size[0], grid[1] * patch_size[1])
     if target != tuple(image.shape[1:]):
         image = F.interpolate(image[None], target, mode="bilinear", antialias=True)[0]
@@ -88,7 +88,8 @@ class TokenBudgetBatches:
         self.shuffle, self.augment = shuffle, augment
         self.bad: dict[Path, str] = {}
         self.indices: list[int] = []
-        self.sizes, left = [], len(images)  # (L, number of images) of each batch
+        self.sizes: list[tuple[int, int]] = []  # (L, number of images) of each batch
+        left = len(images)
         while left > 0:
             length = lengths[len(self.sizes) % len(lengths)]
             self.sizes.append((length, min(budget // length, left)))

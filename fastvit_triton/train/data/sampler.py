@@ -57,7 +57,7 @@ class SampleKey(NamedTuple):
         seed: seed of its random crop; None takes the centre crop.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     seed: int | None
 
 
@@ -92,7 +92,7 @@ class SeededBatches(Sampler[list[SampleKey]]):
             if self.repeated is None:
                 order = self.order().tolist()
             else:
-                self.repeated.epoch = torch.randint(2**62, ()).item()
+                self.repeated.epoch = int(torch.randint(2**62, ()).item())
                 order = list(self.repeated)
             seeds = torch.randint(2**62, (len(order),)).tolist()
             self.keys = list(map(SampleKey, order, seeds))

@@ -55,7 +55,7 @@ class Samples(Sequence):
     def __len__(self) -> int:
         return self.numbers.shape[0]
 
-    def __getitem__(self, i: int) -> Path:
+    def __getitem__(self, i: int) -> Path:  # type: ignore[override]  # takes no slices
         offset, size = self.ranges[i].tolist()
         key = self.keys[self.ends[i - 1] if i else 0 : self.ends[i] - 1].decode()
         return self.shards[self.numbers[i]] / f"{offset}+{size}" / key.replace("/", "_")
@@ -133,7 +133,7 @@ def windowed(counts: list[int], window: int = 64) -> Tensor:
     Returns:
         A permutation of 0 … Σ counts − 1.
     """
-    starts = torch.tensor([0, *counts]).cumsum(0)
+    starts = torch.tensor([0, *counts]).cumsum(0).tolist()
     samples = [torch.arange(starts[i], starts[i + 1]) for i in torch.randperm(len(counts)).tolist()]
     groups = [torch.cat(samples[i : i + window]) for i in range(0, len(samples), window)]
     return torch.cat([group[torch.randperm(group.shape[0])] for group in groups])
@@ -171,7 +171,7 @@ def pack(root: Path, out: Path, per_shard: PositiveInt = 1000, seed: NonNegative
                 for number, i in enumerate(order):
                     suffix = files[i].suffix.lower().removeprefix(".")
                     writer.write({"__key__": f"{number:09d}", suffix: files[i].read_bytes(), "cls": str(targets[i])})
-        (staging / CLASSES).write_text("\n".join(classes) + "\n", encoding="utf-8")
+        (staging / CLASSES).write_text("\n".join(images.classes) + "\n", encoding="utf-8")
         (staging / INDEX).write_text(json.dumps(_make_index(staging), indent=1))
         os.replace(staging, out)
     finally:
@@ -209,7 +209,8 @@ def _labelled_images(shard: Path) -> list[_Labelled]:
         if len(text) > MAX_CLS_BYTES or not text.strip().isdigit() or int(text) >= MAX_CLASSES:
             shown = text.decode(errors="backslashreplace")
             raise ValueError(f"{shard} has {shown!r} in {key}.cls; expected a class number below {MAX_CLASSES:,}")
-    if (key := next((key for key in images if key not in labels), None)) is not None:
+    if unlabelled := [key for key in images if key not in labels]:
+        key = unlabelled[0]
         raise ValueError(f"{shard} has {images[key].name} without a class number; add {key}.cls")
     if not images:
         raise ValueError(f"{shard} holds no images; add some ({', '.join(SUFFIXES)})")

@@ -30,7 +30,8 @@ def read_members(path: Path) -> Iterator[Member]:
         ValueError: the archive is damaged, cut short, has sparse members, or has more than `MAX_MEMBERS`.
         OSError: the file cannot be read.
     """
-    total, extension = path.stat().st_size, {}
+    total = path.stat().st_size
+    extension: dict[str, Any] = {}
     with open(path, "rb") as file:
         for _ in range(MAX_MEMBERS + 1):
             start = file.tell()

@@ -104,7 +104,7 @@ def read_image(path: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Image.Ima
     Raises:
         One of `DECODE_ERRORS`: the file cannot be decoded, or the image is larger.
     """
-    with nullcontext(path) if hasattr(path, "read") else open(path, "rb") as file:
+    with open(path, "rb") if isinstance(path, Path) else nullcontext(path) as file:
         try:
             image = ImageOps.exif_transpose(_open_image(file, max_pixels))
         except (TypeError, LookupError, ArithmeticError, AttributeError) as error:  # Pillow's, at damaged tags
@@ -172,25 +172,23 @@ def _open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
         # TIFF and WEBP compare with it once more. Setting it back would not be safe with threads.
         Image.MAX_IMAGE_PIXELS = max_pixels
     Image.preinit()
-    prefix, image = file.read(16), None
+    prefix = file.read(16)
+    image: Image.Image | None = None
     try:
         for factory, accepts in (Image.OPEN[name] for name in FORMATS):
-            if accepts(prefix) is True:
+            if accepts is not None and accepts(prefix) is True:
                 file.seek(0)
                 image = factory(file, "")
                 break
-        pixels = image and image.width * image.height
-    except (
-        Image.DecompressionBombError,
-        Image.DecompressionBombWarning,
-    ) as error:  # by Pillow's limit, which is larger
-        pixels = int(re.search(r"\d+", str(error))[0])
+        pixels = 0 if image is None else image.width * image.height
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # Pillow's limit, which is larger
+        pixels = int("".join(re.findall(r"\d+", str(error))[:1]))
     except (SyntaxError, IndexError, TypeError, struct.error):  # as in `Image.open`
-        pixels = None
-    if pixels is None:
-        raise Image.UnidentifiedImageError("not an image")
+        image, pixels = None, 0
     if pixels > max_pixels:
         raise ValueError(f"has {pixels:,} pixels, more than --max-pixels {max_pixels:,}")
+    if image is None:
+        raise Image.UnidentifiedImageError("not an image")
     return image
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from random import Random
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -104,7 +105,7 @@ class World:
         if self.world_size > 1:
             dist.barrier()
 
-    def broadcast(self, value: object) -> object:
+    def broadcast(self, value: object) -> Any:
         """Rank 0's value, a picklable object, on all ranks."""
         if self.world_size == 1:
             return value
@@ -146,13 +147,14 @@ def process_group(device: str = "auto", timeout: Positive = 10.0) -> Iterator[Wo
     own = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(own)
-    bound = {"device_id": own} if kind == "cuda" else {}  # binds the collectives to this GPU from the first call on
-    bound["timeout"] = timedelta(minutes=timeout)
-    store = next(dist.rendezvous("env://", rank, world_size, timeout=bound["timeout"]))[0]
+    wait = timedelta(minutes=timeout)
+    store = next(dist.rendezvous("env://", rank, world_size, timeout=wait))[0]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _fresh_store(store, rank, world_size, bound["timeout"])
+        store = _fresh_store(store, rank, world_size, wait)
+    # binds the collectives to this GPU from the first call on
+    bound: dict[str, Any] = {"device_id": own} if kind == "cuda" else {}
     backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **bound)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait, **bound)
     try:
         yield World(rank, world_size, own)
         dist.barrier()  # no rank exits while another is still sending

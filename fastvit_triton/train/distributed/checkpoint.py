@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -107,7 +108,7 @@ def load_sharded(path: Path, model: nn.Module, optimizer: Optimizer, world: Worl
         `extra`, and this rank's `per_rank`; the latter is None if a different number of ranks wrote the checkpoint.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     with _no_process_group_warning():
         dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -165,7 +166,7 @@ def load_full_state(state: dict, model: nn.Module, optimizer: Optimizer) -> None
     order = [name for group in group_names for name in group]
     values = {order[number]: value for number, value in state["optimizer"]["state"].items()}
     groups = zip(state["optimizer"]["param_groups"], group_names, strict=True)
-    named = {"state": values, "param_groups": [group | {"params": params} for group, params in groups]}
+    named: dict[str, Any] = {"state": values, "param_groups": [group | {"params": params} for group, params in groups]}
     options = StateDictOptions(full_state_dict=True)
     model_state = dict(state["model"])  # set_state_dict renames its keys in place
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=named, options=options)

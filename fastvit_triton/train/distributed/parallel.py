@@ -68,7 +68,8 @@ def fsdp(
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=inner)
-    return fully_shard(model, mesh=mesh, mp_policy=outer)
+    fully_shard(model, mesh=mesh, mp_policy=outer)
+    return model
 
 
 @contextmanager
@@ -83,8 +84,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        model.set_requires_gradient_sync(enabled)
+    if (switch := getattr(model, "set_requires_gradient_sync", None)) is not None:  # FSDP2
+        switch(enabled)
     yield
 
 
@@ -116,7 +117,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: there is no such list.
     """
-    found, prefixes = [], ()
+    found: list[nn.Module] = []
+    prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
         is_container = isinstance(module, (nn.ModuleList, nn.Sequential)) and name.rpartition(".")[2] in CONTAINERS
         if is_container and not name.startswith(prefixes):

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ..augment.policy import policy_by_name
 from ..ranges import (
@@ -152,10 +152,13 @@ class Recipe:
 
     def epochs_of(self, steps_per_epoch: int) -> int:
         """Length of the run in epochs, for a data set of `steps_per_epoch` batches."""
-        return self.epochs or math.ceil(self.steps / steps_per_epoch)
+        if self.steps is not None:
+            return math.ceil(self.steps / steps_per_epoch)
+        assert self.epochs is not None  # one of them is given
+        return self.epochs
 
 
-def override_recipe(recipe: Recipe, **given: object) -> Recipe:
+def override_recipe(recipe: Recipe, **given: Any) -> Recipe:
     """A copy of a recipe with some fields changed, and dependent values (warm-up, learning rate) rescaled.
 
     With another run length or batch size, the warm-up keeps its fraction of the published run on ImageNet; with another
@@ -171,7 +174,7 @@ def override_recipe(recipe: Recipe, **given: object) -> Recipe:
     check_fields(Recipe, given)
     if {"epochs", "steps", "batch_size"} & given.keys() and "warmup" not in given and recipe.warmup_unit != "run":
         per_epoch = IMAGENET_TRAIN_IMAGES // recipe.batch_size
-        length = recipe.steps or recipe.epochs * per_epoch
+        length = recipe.steps or recipe.epochs_of(per_epoch) * per_epoch
         given |= dict(warmup=recipe.warmup * (per_epoch if recipe.warmup_unit == "epochs" else 1) / length)
     if "warmup" in given:
         given |= dict(warmup_unit="run")

@@ -10,15 +10,21 @@ training time; build.py converts it to the arguments of `fit`. Unit conversions:
     MAE         lr is stated for 256 images: blr · batch / 256 (PRETRAIN.md, FINETUNE.md)
 """
 
+from typing import Any
+
 from . import Recipe
 
-_DROPOUT = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "weight_init": "jax", "pre_logits": True}
+_DROPOUT: dict[str, Any] = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1, "weight_init": "jax", "pre_logits": True}
 # Pixels in [-1, 1] and crops of at least 5 % (vit_jax/input_pipeline.py; big_vision/pp/ops_image.py).
-_JAX = dict(schedule="vit", warmup_unit="steps", clip=1.0, min_area=0.05, mean=(0.5,) * 3, std=(0.5,) * 3)
+_JAX: dict[str, Any] = dict(
+    schedule="vit", warmup_unit="steps", clip=1.0, min_area=0.05, mean=(0.5,) * 3, std=(0.5,) * 3
+)
 _BIG_VISION = _JAX | dict(lr=1e-3, weight_decay=1e-4 / 1e-3, warmup=10_000, eval_crop=224 / 256)
-_DEIT = dict(schedule="deit", warmup=5, warmup_unit="epochs", floor=1e-5, weight_decay=0.05, mixup=0.8, cutmix=1.0)
+_DEIT: dict[str, Any] = dict(
+    schedule="deit", warmup=5, warmup_unit="epochs", floor=1e-5, weight_decay=0.05, mixup=0.8, cutmix=1.0
+)
 _DEIT |= dict(min_area=0.08)
-_MAE = dict(schedule="mae", warmup_unit="epochs", weight_decay=0.05, lr_images=256, eval_crop=224 / 256)
+_MAE: dict[str, Any] = dict(schedule="mae", warmup_unit="epochs", weight_decay=0.05, lr_images=256, eval_crop=224 / 256)
 _FINE = _JAX | dict(optimizer="sgd", lr=0.03, weight_decay=0.0, warmup=500, batch_size=512, img_size=384, eval_crop=1.0)
 
 PUBLISHED = {
