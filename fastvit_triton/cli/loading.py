@@ -66,7 +66,7 @@ def load_trained(path: Path) -> TrainedModel:
 
 def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel, int | None]:
     """The header's entry `training`, with defaults, and the checksum in it."""
-    from ..layers.embed import sides
+    from ..models.config import sides
     from ..train.data.transform import Transform
     from ..train.ranges import PositiveInt, check
     from ..train.recipes import IMAGENET_MEAN, IMAGENET_STD

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lists the names that create_model, train, benchmark, tune and doctor take, and the sizes of the models."""
-    from ..layers.embed import sides
     from ..models import CATALOGUE, list_models, model_config
+    from ..models.config import sides
 
     whole = set(args.pattern) & set("*?[")
     names = list_models(args.pattern if whole else f"*{args.pattern}*")

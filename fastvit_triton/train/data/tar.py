@@ -7,7 +7,7 @@ so only its parser of one header is used.
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS, MAX_EXTENSION = 1_000_000, 16_384  # members of an archive; bytes of an extended header
