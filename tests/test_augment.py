@@ -110,7 +110,7 @@ def test_repeated_augmentation(count: int, world: int):
             ours.epoch = epoch
             theirs.set_epoch(epoch)
             assert list(ours) == list(theirs) and len(ours) == len(theirs) == len(list(ours))
-    with pytest.raises(ValueError, match="rank is 4 of 4 processes"):
+    with pytest.raises(ValueError, match="rank is 4, but there are 4 processes; use 0 to 3"):
         RepeatedAugmentation(10, 3, 4, 4)
     with pytest.raises(ValueError, match="count is 0"):
         RepeatedAugmentation(0)

@@ -624,9 +624,9 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
         ("timm:resnet18 --img-size 0", "--img-size is 0"),
         ("timm:resnet18 --batch 0", "--batch is 0"),
         ("timm:resnet18 --gpu gtx970", "--gpu is gtx970; use one of h200, "),
-        (" --img-size 32", "--img-size belongs to a --model"),
-        (" --gpu h200", "--gpu belongs to a --model"),
-        (" --train", "--train belongs to a --model"),
+        (" --img-size 32", "--img-size needs --model; name one"),
+        (" --gpu h200", "--gpu needs --model; name one"),
+        (" --train", "--train needs --model; name one"),
     ],
 )
 def test_doctor_rejects_bad_models(words, sentence, tmp_path, capsys: pytest.CaptureFixture):

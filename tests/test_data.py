@@ -205,7 +205,7 @@ def test_bad_images_are_named_counted_and_skipped(folder: Path):
     with pytest.raises(ValueError) as caught:
         load(str(folder), RECIPE)
     assert str(caught.value).startswith(f"2 of 10 images in {folder} cannot be read: train/blue/3.png (not an image), ")
-    assert str(caught.value).endswith("train/red/1.png (empty file); repair or remove, or pass --skip-bad-images")
+    assert str(caught.value).endswith("train/red/1.png (empty file); repair or remove them, or pass --skip-bad-images")
 
     data = load(str(folder), RECIPE, skip_bad_images=True)
     assert len(data.train.bad) == 2 and not data.test.bad

@@ -425,12 +425,13 @@ def test_the_usual_limit_leaves_pillows_alone(tmp_path, monkeypatch):
 
 def test_commands_take_the_limit(tmp_path, capsys):
     """Oracle: the constant of the library is the default of each command that reads image files."""
-    parser = build_parser()
+    parser, weights = build_parser(), str(tmp_path / "x.safetensors")
+    Path(weights).touch()
     words = {
         "train": ["train"],
-        "evaluate": ["evaluate", "--checkpoint", "x"],
-        "predict": ["predict", "--checkpoint", "x", "y"],
-        "explain": ["explain", "--checkpoint", "x", "--image", "y"],
+        "evaluate": ["evaluate", "--checkpoint", weights],
+        "predict": ["predict", "--checkpoint", weights, "y"],
+        "explain": ["explain", "--checkpoint", weights, "--image", "y"],
     }
     for command in words.values():
         assert parser.parse_args(command).max_pixels == MAX_PIXELS
@@ -439,7 +440,7 @@ def test_commands_take_the_limit(tmp_path, capsys):
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a/x.png").write_bytes(PNG)
     assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--max-pixels", "19"]) == 2
-    assert "train/a/x.png (has 20 pixels, more than --max-pixels 19); repair or remove" in capsys.readouterr().err
+    assert "train/a/x.png (has 20 pixels, more than --max-pixels 19); repair or remove them" in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_read(tmp_path, monkeypatch):
@@ -719,7 +720,7 @@ def test_eight_bit_weights(small, tmp_path):
     model, _ = load_model(rewrite(small, tmp_path / "x.safetensors", {"head.weight": narrow}))
     assert torch.equal(model.head.weight, narrow.float())
     broken = torch.full((3, 16), math.nan).to(torch.float8_e4m3fn)
-    with pytest.raises(WeightsError, match=r"head\.weight has values that are not finite"):
+    with pytest.raises(WeightsError, match=r"head\.weight has non-finite values"):
         load_model(rewrite(small, tmp_path / "x.safetensors", {"head.weight": broken}))
 
 

@@ -251,11 +251,11 @@ def test_cifar_files(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(["train", *options, *SMALL]) == 0
     assert accuracy(out) == 1.0
     assert main(["evaluate", "--checkpoint", str(out), "--workers", "0"]) == 0
-    with pytest.raises(ValueError, match="has the classes of CIFAR-10, and the model has cat"):
+    with pytest.raises(ValueError, match="has the classes of CIFAR-10, but the model has cat"):
         scan_cifar(root, "val", ("cat",))
     (root / "test_batch").write_bytes(pickle.dumps(print))
     with pytest.raises(
-        ValueError, match=r"test_batch is damaged or not a batch of CIFAR-10: it asks for builtins.print"
+        ValueError, match=r"test_batch is damaged or not a batch of CIFAR-10: it would import builtins.print"
     ):
         scan_cifar(root, "val")
 
@@ -288,7 +288,7 @@ def test_distillation_equals_its_loss(kind: str):
     assert torch.equal(value, DISTILLATION[kind](a, b, teacher(images), targets)) and torch.equal(logits, (a + b) / 2)
     value.backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
-    with pytest.raises(ValueError, match="the student gives one set of logits"):
+    with pytest.raises(ValueError, match="the student returns one set of logits"):
         distilled(teacher, DISTILLATION[kind])(teacher, images, targets)
     assert torch.equal(
         supervised(F.cross_entropy)(teacher, images, targets)[0], F.cross_entropy(teacher(images), targets)

@@ -402,7 +402,7 @@ def test_a_worker_that_dies_raises(tmp_path: Path):
     files = [tmp_path / str(i) for i in range(4)]
     images = ImageFiles(files, [0] * 4, ("a",), decode=lambda path: os._exit(1), check=None)
     batches = FolderBatches(tmp_path, images, Transform((8, 8), (0.5,), (0.5,)), batch_size=2, workers=1)
-    with pytest.raises(OSError, match=r"^a process that decodes images died, perhaps out of memory; lower"):
+    with pytest.raises(OSError, match=r"^a worker process that decodes images died, perhaps out of memory; lower"):
         list(batches)
 
 

@@ -32,7 +32,7 @@ def add_workers_option(parser: argparse.ArgumentParser) -> None:
 
 def add_skip_option(parser: argparse.ArgumentParser) -> None:
     """Adds --skip-bad-images, which defaults to None."""
-    text = "leave out images that cannot be read"
+    text = "skip images that cannot be read"
     parser.add_argument("--skip-bad-images", action="store_true", default=None, help=text)
 
 

@@ -11,7 +11,7 @@ HELP = "rewrite a checkpoint for another library"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `convert`."""
-    text = "a checkpoint of ours, or with --model of any known layout"
+    text = "our checkpoint, or with --model a checkpoint in any known layout"
     parser.add_argument("checkpoint", type=Path, check=check_checkpoint, help=text)
     parser.add_argument("out", type=Path, check=_check_new, help="file to write, ending in .safetensors")
     layouts = ("fastvit_triton", "timm", "transformers")

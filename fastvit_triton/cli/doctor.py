@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..kernels.cost import Gpu
     from ..kernels.plan import Choice
 
-HELP = "say what runs on this machine, or what is expected of a model on a GPU"
+HELP = "show which kernels run on this machine, or predict the cost of a model on a GPU"
 BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     given = {"--gpu": args.gpu, "--img-size": args.img_size, "--batch": args.batch, "--train": args.train or None}
     for option, value in given.items():
         if value is not None:
-            raise ValueError(f"{option} belongs to a --model; name one")
+            raise ValueError(f"{option} needs --model; name one")
 
     from ..kernels import OPS
     from ..kernels.backend import backend, why_not

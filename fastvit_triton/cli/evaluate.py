@@ -23,7 +23,7 @@ HELP = "compute the test accuracy of a checkpoint"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `evaluate`."""
     add_checkpoint_option(parser)
-    text = "another data set, of which val/ is read (default: that of training)"
+    text = "data set whose val/ is evaluated (default: the training data set)"
     parser.add_argument("--data", check=check_data, help=text)
     add_device_option(parser)
     add_workers_option(parser)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query", type=int, check=at_least(0), help=text)
     text = "number of images of a folder to show (default: 8)"
     parser.add_argument("--most", type=int, default=8, check=at_least(1), help=text)
-    text = "leave out the confusion matrix, which reads all test images"
+    text = "skip the confusion matrix, which needs all test images"
     parser.add_argument("--no-test", action="store_true", help=text)
     add_device_option(parser)
     add_workers_option(parser)

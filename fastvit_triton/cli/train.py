@@ -59,9 +59,9 @@ def add_arguments(parser: Parser) -> None:
     add("--distillation", choices=("hard", "soft"), help="kind of distillation (default: hard)")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: replicate the model, or shard it")
     add("--timeout", type=float, default=10.0, help="minutes to wait for another process (default: 10)")
-    text = "steps between states within an epoch (default: after epochs only)"
+    text = "steps between saved states within an epoch (default: only after epochs)"
     add("--save-every", type=int, check=at_least(1), help=text)
-    add("--seed", type=int, check=at_least(0), help="of weights, order and augmentation (default: 0)")
+    add("--seed", type=int, check=at_least(0), help="seed of weights, order and augmentation (default: 0)")
     add("--deterministic", action="store_true", default=None, help="same bits for any number of CPU threads; slower")
     add_device_option(parser)
     add_workers_option(parser)

@@ -20,7 +20,7 @@ from .model_by_name import PREFIXES, build_model, check_name
 if TYPE_CHECKING:
     from ..measure.tune import Tuned
 
-HELP = "measure how a model runs fastest on this GPU, for all later processes"
+HELP = "measure the fastest way to run a model on this GPU, and save it for later processes"
 DTYPES = dict(bf16="bfloat16", fp16="float16", fp32="float32")
 TINY = dict(img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=4)  # the model of a dry run
 DRY = "FASTVIT_TRITON_DRY_RUN"  # marks the process of a dry run
@@ -35,10 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--img-size", type=int, check=at_least(1), help="image side in pixels (default: the model's own)")
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and images (default: bf16)")
     add("--train", action="store_true", help="training steps instead of inference")
-    add("--seconds", type=float, default=60.0, check=_check_seconds, help="about how long to measure (default: 60)")
+    add(
+        "--seconds", type=float, default=60.0, check=_check_seconds, help="approximate seconds to measure (default: 60)"
+    )
     files = parser.add_mutually_exclusive_group()
-    files.add_argument("--show", action="store_true", help="print what is kept on this machine, and measure nothing")
-    files.add_argument("--clear", action="store_true", help="remove what is kept on this machine")
+    files.add_argument("--show", action="store_true", help="print this machine's saved measurements and exit")
+    files.add_argument("--clear", action="store_true", help="remove this machine's saved measurements")
     text = "export the measurements for this GPU and software"
     files.add_argument("--export", type=Path, metavar="FILE", check=check_output, help=text)
     files.add_argument(

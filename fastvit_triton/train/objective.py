@@ -44,7 +44,7 @@ def distilled(teacher: nn.Module, loss: Callable[[Tensor, Tensor, Tensor, Tensor
             teacher_logits = at_least_float32(teacher(images))
         outputs = model(images)
         if not isinstance(outputs, tuple):
-            raise ValueError("the student gives one set of logits; distillation needs a deit_*_distilled_* model")
+            raise ValueError("the student returns one set of logits; distillation needs a deit_*_distilled_* model")
         logits, distillation_logits = map(at_least_float32, outputs)
         return loss(logits, distillation_logits, teacher_logits, targets), (logits + distillation_logits) / 2
 

@@ -30,9 +30,9 @@ FILES = {
     LOG: "loss, accuracy and learning rate by epoch",
     CURVES: "plot of the log",
     PREDICTIONS: "test images with the model's predictions, errors first",
-    EXAMPLE: "the first test image, to try predict on",
+    EXAMPLE: "the first test image, for `predict`",
     STATE: "weights, optimiser, EMA, random state and position in the data, for --resume",
-    PREVIOUS: "the previous state, in case that one is damaged",
+    PREVIOUS: "the previous state, used if the newest is damaged",
 }
 
 
@@ -133,6 +133,6 @@ def summary(out: Path, data: Data) -> str:
         lines += [f"\nskipped {len(bad)} images that cannot be read: {join_names([str(path) for path in sorted(bad)])}"]
     example, folder = quote(str(out / EXAMPLE)), quote(str(out))
     if not last["test_accuracy"]:
-        return "\n".join([*lines, "\ntry next:", f"  fastvit-triton train --weights {folder} --data …"])
-    lines += ["\ntry next:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
+        return "\n".join([*lines, "\nnext commands:", f"  fastvit-triton train --weights {folder} --data …"])
+    lines += ["\nnext commands:", f"  fastvit-triton predict --checkpoint {folder} {example}"]
     return "\n".join([*lines, f"  fastvit-triton evaluate --checkpoint {folder}"])

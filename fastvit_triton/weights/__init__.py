@@ -74,7 +74,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         zeroed, dropped = ", ".join(self.reinitialised), some(self.dropped)
-        rows = {"positions": self.positions, "set to zero, to be trained": zeroed, "dropped": dropped}
+        rows = {"positions": self.positions, "initialised to zero, must be trained": zeroed, "dropped": dropped}
         lines = [f"{title}: {what}" for title, what in rows.items() if what]
         return "\n".join([f"{self.tensors} tensors from a {self.family} checkpoint", *lines])
 
@@ -200,7 +200,7 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     wrong = next((key for key in target if verify and not is_finite(state[key])), None)
     if wrong is not None:
         name = spelled.get(wrong, wrong)
-        raise WeightsError(f"the checkpoint's {name} has values that are not finite; verify=False loads it")
+        raise WeightsError(f"the checkpoint's {name} has non-finite values; verify=False loads it anyway")
     with torch.no_grad():
         for key, tensor in target.items():
             tensor.copy_(state[key])
@@ -247,7 +247,7 @@ def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State
     dotted = {key.replace("/", "."): key for key in found}
     if (match := _recognise(dotted, layouts)) is None:
         raise WeightsError(
-            f"this is no checkpoint of a plain ViT: its keys ({some(tuple(found)) or 'none'}) belong to no known "
+            f"this is not a checkpoint of a plain ViT: its keys ({some(tuple(found)) or 'none'}) match no known "
             f"layout; known are {', '.join(layout.name for layout in layouts)}"
         )
     layout, prefix = match

@@ -142,7 +142,7 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
     unknown = tuple(spelled.get(key, key) for key in state if key not in target)
     if missing or unknown:
         parts = [f"it lacks {some(missing, 1)}"] * bool(missing)
-        parts += [f"it has {some(unknown, 1)}, for which the model has no place"] * bool(unknown)
+        parts += [f"it has {some(unknown, 1)}, which the model does not have"] * bool(unknown)
         raise WeightsError(f"a {family} checkpoint does not fit {variant(model)}: {' and '.join(parts)}")
     for key, wanted in target.items():
         if state[key].shape != wanted.shape:

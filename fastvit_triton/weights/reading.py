@@ -67,8 +67,8 @@ def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, di
         if wanted := re.search(r"GLOBAL (\S+)|(Object arrays)|(pickled data)", str(error)):
             name = wanted[1] or "a pickled object"
             raise WeightsError(
-                f"{path} was refused: it is a pickle that wants to run code ({name}); "
-                "ask for a safetensors file, or save only model.state_dict() where it comes from"
+                f"{path} was refused: it is a pickle that would run code ({name}); "
+                "use a safetensors file, or save only model.state_dict() at its source"
             ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         remedy = "; verify=False loads it" if "checksum" in reason else ""

@@ -34,7 +34,7 @@ def scan_cifar(root: Path, split: str, classes: tuple[str, ...] | None = None) -
     """
     found = tuple(name.decode() for name in _unpickle(root / META)[b"label_names"])
     if classes is not None and classes != found:
-        raise ValueError(f"data {str(root)!r} has the classes of CIFAR-10, and the model has {', '.join(classes[:10])}")
+        raise ValueError(f"data {str(root)!r} has the classes of CIFAR-10, but the model has {', '.join(classes[:10])}")
     names, targets, pixels = [], [], []
     for file in FILES[split]:
         batch = _unpickle(root / file)
@@ -52,7 +52,7 @@ def _decode(images: dict[Path, np.ndarray], name: Path) -> Image.Image:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (name, module.split(".")[-1]) not in _NUMPY or module.split(".")[0] != "numpy":
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it would import {module}.{name}")
         return super().find_class(module, name)
 
 

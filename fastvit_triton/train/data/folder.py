@@ -67,7 +67,7 @@ def scan_folder(
     if classes is not None and unknown:
         raise ValueError(
             f"data {str(root / split)!r} has {join_names(unknown)}, not among the {len(classes)} classes of training "
-            f"({join_names(list(classes))}); rename or remove"
+            f"({join_names(list(classes))}); rename or remove them"
         )
     classes = classes or tuple(found)
     files, targets = [], []
@@ -114,7 +114,7 @@ def worker_errors() -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        text = "a process that decodes images died, perhaps out of memory; lower --workers and --resume"
+        text = "a worker process that decodes images died, perhaps out of memory; lower --workers and pass --resume"
         raise OSError(text) from error
 
 
@@ -229,7 +229,7 @@ class FolderBatches:
     def _raise_if_bad(self) -> None:
         if self.bad and not self.skip_bad:
             message = _unreadable_message(self.bad, self.total, self.root)
-            raise ValueError(f"{message}; repair or remove, or pass --skip-bad-images")
+            raise ValueError(f"{message}; repair or remove them, or pass --skip-bad-images")
 
 
 class _Sample(NamedTuple):

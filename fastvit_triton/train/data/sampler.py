@@ -34,7 +34,7 @@ class RepeatedAugmentation(Sampler[int]):
         self, count: PositiveInt, repeats: PositiveInt = 3, rank: NonNegativeInt = 0, world_size: PositiveInt = 1
     ) -> None:
         if rank >= world_size:
-            raise ValueError(f"rank is {rank} of {world_size} processes; it must be below them")
+            raise ValueError(f"rank is {rank}, but there are {world_size} processes; use 0 to {world_size - 1}")
         self.count, self.repeats, self.rank, self.world_size, self.epoch = count, repeats, rank, world_size, 0
 
     def __len__(self) -> int:

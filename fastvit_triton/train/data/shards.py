@@ -121,7 +121,7 @@ def read_sample(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def windowed(counts: list[int], window: int = 64) -> Tensor:
-    """A random order of samples that reads few shards at a time, drawn from PyTorch's global generator.
+    """A random permutation of samples that reads from few shards at a time; uses PyTorch's global generator.
 
     Shuffles the shards, then all samples within each group of `window` shards. With at most `window` shards the order
     is uniformly random.

@@ -136,14 +136,18 @@ def process_group(device: str = "auto", timeout: Positive = 10.0) -> Iterator[Wo
         OSError: another process terminated, or did not answer within the timeout.
     """
     if missing := [name for name in TORCHRUN if name not in os.environ]:
-        raise ValueError(f"several processes are started by torchrun, which sets {', '.join(missing)}; start with it")
+        raise ValueError(
+            f"training on several processes needs torchrun, which sets {', '.join(missing)}; start the command with it"
+        )
     rank, world_size, local_rank = (int(os.environ[name]) for name in TORCHRUN[:3])
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"device is {device!r}; several processes train on 'cuda' or 'cpu'")
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise ValueError(f"process {local_rank} of this machine has no GPU, it has {count}; start {count} per machine")
+        raise ValueError(
+            f"local rank {local_rank} has no GPU, because this machine has {count}; start {count} processes per machine"
+        )
     own = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(own)
@@ -162,7 +166,9 @@ def process_group(device: str = "auto", timeout: Positive = 10.0) -> Iterator[Wo
         if "timed out" in str(error).lower():
             raise OSError(f"another process did not answer for {timeout:g} minutes; see --timeout") from error
         if isinstance(error, dist.DistError) or "gloo" in str(error):
-            raise OSError("lost the other processes; the log of the first one that stopped has the cause") from error
+            raise OSError(
+                "the other processes were lost; the log of the first one that stopped has the cause"
+            ) from error
         raise
     finally:
         gc.collect()  # unreferenced DDP/FSDP wrappers hold threads of the group, which must end before the process does
