@@ -93,7 +93,18 @@ def api() -> str:
     return "\n\n".join(f"::: fastvit_triton.{where.get(name, module)}.{name}" for name, module in names)
 
 
-PAGES = dict(ways=ways, memory=memory, models=models, kernels=kernels, api=api)
+def faults() -> str:
+    """What the last campaign of faults tried and found."""
+    result = json.loads((RESULTS / "faults.json").read_text())
+    rows = [[row["fault"], row["tried"], row["survived"], len(row["lost"])] for row in result["rows"]]
+    tried, survived, lost = (sum(column) for column in zip(*[row[1:] for row in rows], strict=True))
+    table = _table(["fault", "tried", "survived", "lost"], *rows, ["**all**", tried, survived, lost])
+    grown = result["memory"]
+    text = f"Memory grew by {grown['mib']} MiB over the second half of {grown['steps']:,} training steps."
+    return f"{table}\n\n{text} Source: `benchmarks/results/faults.json`, {result['date']}, seed {result['seed']}."
+
+
+PAGES = dict(ways=ways, memory=memory, models=models, kernels=kernels, api=api, faults=faults)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

@@ -406,6 +406,17 @@ def test_a_worker_that_dies_raises(tmp_path: Path):
         list(batches)
 
 
+def test_a_worker_that_dies_between_batches_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: PyTorch's signal handler raises its RuntimeError in whatever the main thread executes."""
+
+    def handler(*_: object) -> bool:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(trainer, "has_finite_weights", handler)
+    with pytest.raises(OSError, match=r"^a worker process that decodes images died"):
+        list(trainer.run(build(), tmp_path, settings={}, save=save, save_every=1))
+
+
 def test_a_file_that_vanishes_raises(tmp_path: Path):
     """Oracle: the error sentence names the file."""
     files = [tmp_path / f"{i}.png" for i in range(2)]
