@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,6 +317,21 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     with outputs.locked(out):
         pass
     assert out.exists()
+
+
+@pytest.mark.parametrize("trouble", ["the folder is gone", "the lock cannot be deleted"])
+def test_the_error_of_a_run_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str):
+    """Oracle: the error itself, when cleaning up fails: no folder, or Windows, which deletes no open file."""
+
+    def deny(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "in use", str(path))
+
+    with pytest.raises(ValueError, match="the cause"), outputs.locked(tmp_path / "run"):
+        if trouble == "the folder is gone":
+            shutil.rmtree(tmp_path / "run")
+        else:
+            monkeypatch.setattr(Path, "unlink", deny)
+        raise ValueError("the cause")
 
 
 def test_weights_are_there_when_a_plot_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -53,9 +53,10 @@ def locked(out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if created and [path.name for path in out.iterdir()] == [LOCK]:  # an error came before the first file
-            (out / LOCK).unlink()
-            out.rmdir()
+        with suppress(OSError):  # Windows deletes no open file; the folder may be gone, or another run waits in it
+            if created and [path.name for path in out.iterdir()] == [LOCK]:  # an error came before the first file
+                (out / LOCK).unlink()
+                out.rmdir()
         lock.release()
 
 
