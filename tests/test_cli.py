@@ -326,6 +326,21 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "has green, not among the 2 classes" in refused(capsys, "evaluate", "--checkpoint", out, "--workers", "0")
 
 
+def test_resuming_a_finished_run_keeps_skipping_bad_images(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the evaluation before; the bad image has a good header, so a resumed run finds it after its weights."""
+    folder, out = write_folder(tmp_path / "images", per_class=2), str(tmp_path / "run")
+    truncate(folder / "val" / "blue" / "0.jpg")
+    options = ["--data", str(folder), "--model", "vit_digits_patch2_8", "--img-size", "8", "--epochs", "1"]
+    assert main(["train", "--out", out, "--workers", "0", *options, "--skip-bad-images"]) == 0
+    printed = []
+    for _ in range(2):
+        capsys.readouterr()
+        assert main(["evaluate", "--checkpoint", out, "--workers", "0"]) == 0
+        printed.append(capsys.readouterr().out)
+        assert main(["train", "--out", out, "--workers", "0", "--resume"]) == 0
+    assert printed[0] == printed[1] and "skipped 1 images" in printed[0]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to a child alone")
 def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: exit code 130, one sentence, and a state and weights that load and evaluate."""

@@ -357,7 +357,7 @@ def test_damaged_weights_raise(tmp_path: Path):
     """Oracle: an error after one flipped bit in the last tensor."""
     model = create_model("vit_digits_patch2_8")
     path = tmp_path / outputs.WEIGHTS
-    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None))
+    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None, False))
     load_trained(path)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1

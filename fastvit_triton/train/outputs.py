@@ -89,14 +89,16 @@ def write_log(path: Path, history: list[dict]) -> None:
         table.writerows(history)
 
 
-def weights_metadata(data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None) -> dict[str, str]:
+def weights_metadata(
+    data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None, skip_bad_images: bool
+) -> dict[str, str]:
     """Metadata for the header of the weights file: the values that `predict` and `evaluate` need, and a checksum."""
     entries = {
         "data": data.name,
         "classes": data.classes,
         "transform": asdict(data.transform),
         "batch_size": recipe.batch_size,
-        "skip_bad_images": bool(data.train.bad or data.test.bad),
+        "skip_bad_images": skip_bad_images,
         "test_accuracy": accuracy,
         "crc32": checksum(model),
     }

@@ -153,7 +153,7 @@ def run(
     if state is not None:
         start = restore(state, model, optimizer, step, engine.load_state)
         if start.done:
-            _save_weights(trainer, out, history, save)
+            _save_weights(trainer, out, history, settings, save)
         if history and world.is_main:
             write_log(out / LOG, history)
     score = None
@@ -173,7 +173,7 @@ def run(
                 if world.is_main:
                     save_state(out, gathered_state)
             if progress.done and save_now:
-                _save_weights(trainer, out, history, save)
+                _save_weights(trainer, out, history, settings, save)
             if progress.done and world.is_main:
                 write_log(out / LOG, history)
             yield progress
@@ -183,14 +183,15 @@ def run(
         draw_results(out, data, history, score, warn)
 
 
-def _save_weights(trainer: Trainer, out: Path, history: list[dict], save: Callable[..., None]) -> None:
+def _save_weights(trainer: Trainer, out: Path, history: list[dict], settings: dict, save: Callable[..., None]) -> None:
     """Writes the weights, and once more as the best if they are. Collective."""
     data, step = trainer.data, trainer.step
     gathered = trainer.engine.gather_model(step.eval_model(trainer.model))
     if gathered is None:
         return
     module = module_to_export(trainer.recipe, gathered)
-    metadata = weights_metadata(data, trainer.recipe, module, history[-1]["test_accuracy"])
+    skip_bad_images = bool(settings.get("skip_bad_images"))  # a resumed run does not yet know which images are bad
+    metadata = weights_metadata(data, trainer.recipe, module, history[-1]["test_accuracy"], skip_bad_images)
     for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
         with write_errors(path):
             save(module, path, metadata=metadata)
