@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -312,7 +313,7 @@ def test_settings_of_a_resumed_run():
     """Oracle: settings that are not given come from the run; a different setting raises an error that names it."""
     saved = resolve_settings({"epochs": 7})
     assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
-    state = {"settings": saved, "progress": {"epoch": 3, "done": True}}
+    state = {"settings": saved, "progress": {"epoch": 3, "step": 5, "done": True}}
     assert resolve_settings({"epochs": 7}, state) == saved
     with pytest.raises(ValueError, match=r"seed is -1; use an integer in \[0, 2\^63\)"):
         resolve_settings({"seed": -1})
@@ -332,11 +333,16 @@ def test_settings_of_a_resumed_run():
 def test_a_finished_run_may_have_more_epochs():
     """Oracle: the rule: more epochs, once all are done."""
     saved = resolve_settings({"epochs": 7})
-    finished = {"settings": saved, "progress": {"epoch": 7, "done": True}}
+    finished = {"settings": saved, "progress": {"epoch": 7, "step": 5, "done": True}}
     assert resolve_settings({"epochs": 9}, finished) == saved | {"epochs": 9}
     for epochs, progress in ((6, {"epoch": 7, "done": True}), (9, {"epoch": 7, "done": False})):
         with pytest.raises(ValueError, match=f"epochs is {epochs}, but the run to resume has 7"):
-            resolve_settings({"epochs": epochs}, finished | {"progress": progress})
+            resolve_settings({"epochs": epochs}, finished | {"progress": progress | {"step": 5}})
+    in_steps = resolve_settings({"data": ".", "recipe": "vit-finetune"})  # 20,000 steps
+    for epoch, accepted in ((3, False), (200, True)):
+        state = {"settings": in_steps, "progress": {"epoch": epoch, "step": 100, "done": True}}
+        with nullcontext() if accepted else pytest.raises(ValueError, match="epochs is 250, but the run to resume has"):
+            assert resolve_settings({"epochs": 250}, state)["epochs"] == 250
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 16])
