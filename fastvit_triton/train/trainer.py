@@ -168,7 +168,8 @@ def run(
                     for bad in world.all_gather(batches.bad):
                         batches.bad.update(bad)
             if save_now:
-                local = make_state(model, optimizer, step, progress, history, settings, data.identity)
+                identity = data.identity if world.is_main else None  # reads the size of each file
+                local = make_state(model, optimizer, step, progress, history, settings, identity)
                 gathered_state = engine.gather_state(local, model, optimizer, step)
                 if world.is_main:
                     save_state(out, gathered_state)
