@@ -5,6 +5,7 @@ import io
 import math
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -291,6 +292,12 @@ def test_damaged_or_malicious_states_raise(tmp_path: Path):
         checkpoint.load_state(path)
     torch.save({"model": {}}, path)
     with pytest.raises(ValueError, match=f"{path} is not a training state of fastvit-triton"):
+        checkpoint.load_state(path)
+    torch.save({"model": {"weight": torch.zeros(10**5)}}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for record in plain.infolist():
+            packed.writestr(record.filename, plain.read(record))
+    with pytest.raises(ValueError, match="its records are larger than the file"):
         checkpoint.load_state(path)
 
 
