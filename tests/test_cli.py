@@ -30,7 +30,7 @@ from fastvit_triton.kernels import backend, cost, launch, plan
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train import data
-from fastvit_triton.train.checkpoint import load_state
+from fastvit_triton.train.checkpoint import PREVIOUS, load_state
 from fastvit_triton.train.data import digits
 from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, LOG, PREDICTIONS, STATE, WEIGHTS
 from fastvit_triton.train.settings import RECIPES
@@ -397,6 +397,23 @@ def test_resume_auto_and_more_epochs(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such file names")
+def test_ctrl_c_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Oracle: the sentence says how to resume, because the previous state is there; resuming succeeds."""
+    out, real = tmp_path / "run", os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        real(source, target)
+        if Path(target).name == PREVIOUS:
+            raise KeyboardInterrupt
+
+    words = ["train", "--out", str(out), "--device", "cpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        assert main([*words, "--epochs", "3", "--batch-size", "512"]) == 130
+    assert not (out / STATE).exists() and "resume with: " in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+
+
 def test_class_names_are_data(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: names that are formulas, markup, terminal commands and no UTF-8 are printed as they are, or escaped."""
     names = {"$\\frac$": "$\\frac$", "[red]x": "[red]x", "esc\x1b[2J": r"esc\x1b[2J", "bad\udcff": r"bad\udcff"}

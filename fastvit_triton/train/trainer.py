@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..files import sweep
 from .build import build_lr, build_objective, build_optimizer, build_step, build_test, module_to_export
-from .checkpoint import STATE, make_state, restore, save_state, write_errors
+from .checkpoint import PREVIOUS, STATE, make_state, restore, save_state, write_errors
 from .data import Data
 from .data.folder import worker_errors
 from .distributed import World
@@ -201,9 +201,12 @@ def _save_weights(trainer: Trainer, out: Path, history: list[dict], settings: di
 @contextmanager
 def _errors(out: Path) -> Iterator[None]:
     """Adds the last good state to the message of `Diverged`, and converts the error of a dead worker to OSError."""
-    saved = f"{out / STATE} holds the last good state"
+    states = [out / name for name in (STATE, PREVIOUS)]
     try:
         with worker_errors():
             yield
     except Diverged as error:
-        raise Diverged(f"{error}; {saved if (out / STATE).exists() else 'no state has been saved'}") from error
+        good = next(
+            (f"{path} holds the last good state" for path in states if path.exists()), "no state has been saved"
+        )
+        raise Diverged(f"{error}; {good}") from error
