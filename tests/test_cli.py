@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -412,6 +413,15 @@ def test_ctrl_c_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert main([*words, "--epochs", "3", "--batch-size", "512"]) == 130
     assert not (out / STATE).exists() and "resume with: " in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
+
+
+def test_names_that_the_encoding_lacks_are_escaped(digits_run: Path, tmp_path: Path):
+    """Oracle: the escapes of a file name, on a stdout that is ASCII, as in a pipe on Windows."""
+    picture = tmp_path / "日.png"
+    shutil.copy(digits_run / "example.png", picture)
+    child = start("predict", "--checkpoint", str(digits_run), str(picture), variables={"PYTHONIOENCODING": "ascii"})
+    printed, _ = child.communicate(timeout=60)
+    assert child.returncode == 0 and r"\u65e5.png: " in printed
 
 
 def test_class_names_are_data(tmp_path: Path, capsys: pytest.CaptureFixture):
