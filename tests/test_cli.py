@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from fastvit_triton.kernels import backend, cost, launch, plan
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train import data
-from fastvit_triton.train.checkpoint import load_state
+from fastvit_triton.train.checkpoint import PREVIOUS, load_state
 from fastvit_triton.train.data import digits
 from fastvit_triton.train.outputs import CURVES, EXAMPLE, FILES, LOCK, LOG, PREDICTIONS, STATE, WEIGHTS
 from fastvit_triton.train.settings import RECIPES
@@ -326,6 +327,21 @@ def test_image_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "has green, not among the 2 classes" in refused(capsys, "evaluate", "--checkpoint", out, "--workers", "0")
 
 
+def test_resuming_a_finished_run_keeps_skipping_bad_images(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: the evaluation before; the bad image has a good header, so a resumed run finds it after its weights."""
+    folder, out = write_folder(tmp_path / "images", per_class=2), str(tmp_path / "run")
+    truncate(folder / "val" / "blue" / "0.jpg")
+    options = ["--data", str(folder), "--model", "vit_digits_patch2_8", "--img-size", "8", "--epochs", "1"]
+    assert main(["train", "--out", out, "--workers", "0", *options, "--skip-bad-images"]) == 0
+    printed = []
+    for _ in range(2):
+        capsys.readouterr()
+        assert main(["evaluate", "--checkpoint", out, "--workers", "0"]) == 0
+        printed.append(capsys.readouterr().out)
+        assert main(["train", "--out", out, "--workers", "0", "--resume"]) == 0
+    assert printed[0] == printed[1] and "skipped 1 images" in printed[0]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to a child alone")
 def test_ctrl_c_keeps_the_last_epoch(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: exit code 130, one sentence, and a state and weights that load and evaluate."""
@@ -382,6 +398,32 @@ def test_resume_auto_and_more_epochs(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such file names")
+def test_ctrl_c_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Oracle: the sentence says how to resume, because the previous state is there; resuming succeeds."""
+    out, real = tmp_path / "run", os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        real(source, target)
+        if Path(target).name == PREVIOUS:
+            raise KeyboardInterrupt
+
+    words = ["train", "--out", str(out), "--device", "cpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        assert main([*words, "--epochs", "3", "--batch-size", "512"]) == 130
+    assert not (out / STATE).exists() and "resume with: " in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+
+
+def test_names_that_the_encoding_lacks_are_escaped(digits_run: Path, tmp_path: Path):
+    """Oracle: the escapes of a file name, on a stdout that is ASCII, as in a pipe on Windows."""
+    picture = tmp_path / "日.png"
+    shutil.copy(digits_run / "example.png", picture)
+    child = start("predict", "--checkpoint", str(digits_run), str(picture), variables={"PYTHONIOENCODING": "ascii"})
+    printed, _ = child.communicate(timeout=60)
+    assert child.returncode == 0 and r"\u65e5.png: " in printed
+
+
 def test_class_names_are_data(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: names that are formulas, markup, terminal commands and no UTF-8 are printed as they are, or escaped."""
     names = {"$\\frac$": "$\\frac$", "[red]x": "[red]x", "esc\x1b[2J": r"esc\x1b[2J", "bad\udcff": r"bad\udcff"}

@@ -234,6 +234,18 @@ def test_a_lost_process_raises(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("agent", ["False", "True"])
+def test_a_process_that_does_not_start_raises(agent, monkeypatch):
+    """Oracle: one sentence for rank 1 without rank 0, and for rank 0 without rank 1."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    rank, port = (1, store.port) if agent == "True" else (0, 0)
+    names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in (names | {"TORCHELASTIC_USE_AGENT_STORE": agent}).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(OSError, match=r"another process did not answer for 0\.02 minutes"), process_group("cpu", 0.02):
+        pass
+
+
 def test_lists_of_blocks_are_found():
     """Oracle: our list of blocks, and vit-pytorch's nested lists, of which only the outermost counts."""
     assert find_blocks(model := parallel_job.ours()) == list(model.blocks)

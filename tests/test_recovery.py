@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,6 +211,8 @@ def damaged(state: dict, kind: str) -> dict:
             "no progress": {"progress": None},
             "a field less": {"progress": {name: value for name, value in progress.items() if name != "lr"}},
             "negative step": {"progress": progress | {"step": -1}},
+            "no epoch": {"progress": progress | {"epoch": 0}, "history": []},
+            "data as text": {"data": "digits"},
             "epoch as text": {"progress": progress | {"epoch": "two"}},
             "loss as a vector": {"progress": progress | {"loss_sum": torch.zeros(2)}},
             "history as a number": {"history": 3},
@@ -231,8 +234,10 @@ def damaged(state: dict, kind: str) -> dict:
     {
         "no progress": "progress is None; use a dictionary",
         "a field less": "its progress has no 'lr'",
-        "negative step": "progress step is -1; use an integer of at least 0",
-        "epoch as text": "progress epoch is 'two'; use an integer of at least 0",
+        "negative step": "progress step is -1; use an integer of at least 1",
+        "no epoch": "progress epoch is 0; use an integer of at least 1",
+        "data as text": "data is 'digits'; use a dictionary, or None",
+        "epoch as text": "progress epoch is 'two'; use an integer of at least 1",
         "loss as a vector": "progress loss_sum is no number",
         "history as a number": "its history is no list of log rows",
         "a row too many": "its history has 4 rows after epoch 1",
@@ -318,6 +323,21 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert out.exists()
 
 
+@pytest.mark.parametrize("trouble", ["the folder is gone", "the lock cannot be deleted"])
+def test_the_error_of_a_run_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str):
+    """Oracle: the error itself, when cleaning up fails: no folder, or Windows, which deletes no open file."""
+
+    def deny(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "in use", str(path))
+
+    with pytest.raises(ValueError, match="the cause"), outputs.locked(tmp_path / "run"):
+        if trouble == "the folder is gone":
+            shutil.rmtree(tmp_path / "run")
+        else:
+            monkeypatch.setattr(Path, "unlink", deny)
+        raise ValueError("the cause")
+
+
 def test_weights_are_there_when_a_plot_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Oracle: one sentence for each plot that fails; all other files."""
     said = []
@@ -341,7 +361,7 @@ def test_damaged_weights_raise(tmp_path: Path):
     """Oracle: an error after one flipped bit in the last tensor."""
     model = create_model("vit_digits_patch2_8")
     path = tmp_path / outputs.WEIGHTS
-    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None))
+    save_weights(model, path, metadata=outputs.weights_metadata(build().data, RECIPE, model, None, False))
     load_trained(path)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1

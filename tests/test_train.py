@@ -5,7 +5,9 @@ import io
 import math
 import os
 import re
+import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -291,6 +293,12 @@ def test_damaged_or_malicious_states_raise(tmp_path: Path):
     torch.save({"model": {}}, path)
     with pytest.raises(ValueError, match=f"{path} is not a training state of fastvit-triton"):
         checkpoint.load_state(path)
+    torch.save({"model": {"weight": torch.zeros(10**5)}}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for record in plain.infolist():
+            packed.writestr(record.filename, plain.read(record))
+    with pytest.raises(ValueError, match="its records are larger than the file"):
+        checkpoint.load_state(path)
 
 
 def test_keys_of_earlier_versions_are_renamed(tmp_path: Path):
@@ -312,7 +320,7 @@ def test_settings_of_a_resumed_run():
     """Oracle: settings that are not given come from the run; a different setting raises an error that names it."""
     saved = resolve_settings({"epochs": 7})
     assert saved["data"] == "digits" and saved["epochs"] == 7 and saved["lr"] == DIGITS.lr
-    state = {"settings": saved, "progress": {"epoch": 3, "done": True}}
+    state = {"settings": saved, "progress": {"epoch": 3, "step": 5, "done": True}}
     assert resolve_settings({"epochs": 7}, state) == saved
     with pytest.raises(ValueError, match=r"seed is -1; use an integer in \[0, 2\^63\)"):
         resolve_settings({"seed": -1})
@@ -332,11 +340,16 @@ def test_settings_of_a_resumed_run():
 def test_a_finished_run_may_have_more_epochs():
     """Oracle: the rule: more epochs, once all are done."""
     saved = resolve_settings({"epochs": 7})
-    finished = {"settings": saved, "progress": {"epoch": 7, "done": True}}
+    finished = {"settings": saved, "progress": {"epoch": 7, "step": 5, "done": True}}
     assert resolve_settings({"epochs": 9}, finished) == saved | {"epochs": 9}
     for epochs, progress in ((6, {"epoch": 7, "done": True}), (9, {"epoch": 7, "done": False})):
         with pytest.raises(ValueError, match=f"epochs is {epochs}, but the run to resume has 7"):
-            resolve_settings({"epochs": epochs}, finished | {"progress": progress})
+            resolve_settings({"epochs": epochs}, finished | {"progress": progress | {"step": 5}})
+    in_steps = resolve_settings({"data": ".", "recipe": "vit-finetune"})  # 20,000 steps
+    for epoch, accepted in ((3, False), (200, True)):
+        state = {"settings": in_steps, "progress": {"epoch": epoch, "step": 100, "done": True}}
+        with nullcontext() if accepted else pytest.raises(ValueError, match="epochs is 250, but the run to resume has"):
+            assert resolve_settings({"epochs": 250}, state)["epochs"] == 250
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 16])

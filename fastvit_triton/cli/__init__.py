@@ -1,5 +1,6 @@
 """The command line: one module per command. Only this package prints."""
 
+import io
 import os
 import sys
 
@@ -23,6 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     # Idle threads sleep instead of spinning; on busy cores small models train up to 20 times faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that its encoding lacks, as on stderr
     words = sys.argv[1:] if argv is None else argv
     try:
         args = build_parser().parse_args(words or ["--help"])

@@ -232,7 +232,7 @@ def _print_task(trainer: "Trainer", settings: dict, parallel: str | None) -> Non
 
 def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save_every: int | None) -> int:
     """Trains with a progress display; returns the exit code."""
-    from ..train.checkpoint import STATE
+    from ..train.checkpoint import PREVIOUS, STATE
     from ..train.outputs import summary
     from ..train.progress import show_progress
     from ..train.trainer import run
@@ -246,8 +246,8 @@ def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save
             for progress in run(trainer, out, **options, warn=print_warning):
                 show(progress)
     except KeyboardInterrupt:
-        if not (out / STATE).exists():
-            return print_error("stopped before the first epoch was complete; nothing was saved", 130)
+        if not any((out / name).exists() for name in (STATE, PREVIOUS)):
+            return print_error("stopped before the first state was saved", 130)
         command = f"fastvit-triton train --out {quote(str(out))} --resume"
         return print_error(f"stopped; {out} holds everything up to the last saved state; resume with: {command}", 130)
     if world.is_main:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..files import replacing, write_failure
 from .loop import Progress
-from .ranges import NonNegative, NonNegativeInt, check
+from .ranges import NonNegative, NonNegativeInt, PositiveInt, check
 from .rng import get_rng_state, set_rng_state
 from .step import Step
 
@@ -99,6 +99,8 @@ def load_state(path: Path) -> dict:
     """
     try:
         with zipfile.ZipFile(path) as records:  # PyTorch writes checksums but does not read them
+            if sum(record.file_size for record in records.infolist()) > path.stat().st_size:  # it never compresses
+                raise zipfile.BadZipFile("its records are larger than the file")
             if bad := records.testzip():
                 raise zipfile.BadZipFile(f"the checksum of {bad} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -125,8 +127,9 @@ def _check_values(state: dict) -> None:
         check(name, state[name], dict)
     if missing := [name for name in _PROGRESS if name not in progress]:
         raise ValueError(f"its progress has no {missing[0]!r}")
-    for name in ("epoch", "step", "images"):
-        check(f"progress {name}", progress[name], NonNegativeInt)
+    check("data", state.get("data"), dict | None)
+    for name, least in {"epoch": PositiveInt, "step": PositiveInt, "images": NonNegativeInt}.items():
+        check(f"progress {name}", progress[name], least)
     for name in ("lr", "seconds"):
         check(f"progress {name}", progress[name], NonNegative)
     check("progress done", progress["done"], bool)

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -53,9 +53,10 @@ def locked(out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if created and [path.name for path in out.iterdir()] == [LOCK]:  # an error came before the first file
-            (out / LOCK).unlink()
-            out.rmdir()
+        with suppress(OSError):  # Windows deletes no open file; the folder may be gone, or another run waits in it
+            if created and [path.name for path in out.iterdir()] == [LOCK]:  # an error came before the first file
+                (out / LOCK).unlink()
+                out.rmdir()
         lock.release()
 
 
@@ -88,14 +89,16 @@ def write_log(path: Path, history: list[dict]) -> None:
         table.writerows(history)
 
 
-def weights_metadata(data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None) -> dict[str, str]:
+def weights_metadata(
+    data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None, skip_bad_images: bool
+) -> dict[str, str]:
     """Metadata for the header of the weights file: the values that `predict` and `evaluate` need, and a checksum."""
     entries = {
         "data": data.name,
         "classes": data.classes,
         "transform": asdict(data.transform),
         "batch_size": recipe.batch_size,
-        "skip_bad_images": bool(data.train.bad or data.test.bad),
+        "skip_bad_images": skip_bad_images,
         "test_accuracy": accuracy,
         "crc32": checksum(model),
     }

@@ -91,8 +91,10 @@ def check_unchanged(data: Data, state: dict, accept_changes: bool = False) -> No
 
 
 def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
-    saved, done = SETTINGS | state["settings"], state["progress"]["epoch"]
-    finished = state["progress"]["done"] and saved.get("epochs") in (None, done)
+    saved, progress = SETTINGS | state["settings"], state["progress"]
+    done = progress["epoch"]
+    # at the end of an epoch, its last step is the number of steps per epoch
+    finished = progress["done"] and recipe_of(saved).epochs_of(progress["step"]) == done
     changed = {name: value for name, value in given.items() if value != saved.get(name)}
     for name, value in changed.items():
         if name == "epochs" and finished and value > done:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..files import sweep
 from .build import build_lr, build_objective, build_optimizer, build_step, build_test, module_to_export
-from .checkpoint import STATE, make_state, restore, save_state, write_errors
+from .checkpoint import PREVIOUS, STATE, make_state, restore, save_state, write_errors
 from .data import Data
 from .data.folder import worker_errors
 from .distributed import World
@@ -153,7 +153,7 @@ def run(
     if state is not None:
         start = restore(state, model, optimizer, step, engine.load_state)
         if start.done:
-            _save_weights(trainer, out, history, save)
+            _save_weights(trainer, out, history, settings, save)
         if history and world.is_main:
             write_log(out / LOG, history)
     score = None
@@ -168,12 +168,13 @@ def run(
                     for bad in world.all_gather(batches.bad):
                         batches.bad.update(bad)
             if save_now:
-                local = make_state(model, optimizer, step, progress, history, settings, data.identity)
+                identity = data.identity if world.is_main else None  # reads the size of each file
+                local = make_state(model, optimizer, step, progress, history, settings, identity)
                 gathered_state = engine.gather_state(local, model, optimizer, step)
                 if world.is_main:
                     save_state(out, gathered_state)
             if progress.done and save_now:
-                _save_weights(trainer, out, history, save)
+                _save_weights(trainer, out, history, settings, save)
             if progress.done and world.is_main:
                 write_log(out / LOG, history)
             yield progress
@@ -183,14 +184,15 @@ def run(
         draw_results(out, data, history, score, warn)
 
 
-def _save_weights(trainer: Trainer, out: Path, history: list[dict], save: Callable[..., None]) -> None:
+def _save_weights(trainer: Trainer, out: Path, history: list[dict], settings: dict, save: Callable[..., None]) -> None:
     """Writes the weights, and once more as the best if they are. Collective."""
     data, step = trainer.data, trainer.step
     gathered = trainer.engine.gather_model(step.eval_model(trainer.model))
     if gathered is None:
         return
     module = module_to_export(trainer.recipe, gathered)
-    metadata = weights_metadata(data, trainer.recipe, module, history[-1]["test_accuracy"])
+    skip_bad_images = bool(settings.get("skip_bad_images"))  # a resumed run does not yet know which images are bad
+    metadata = weights_metadata(data, trainer.recipe, module, history[-1]["test_accuracy"], skip_bad_images)
     for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
         with write_errors(path):
             save(module, path, metadata=metadata)
@@ -199,9 +201,12 @@ def _save_weights(trainer: Trainer, out: Path, history: list[dict], save: Callab
 @contextmanager
 def _errors(out: Path) -> Iterator[None]:
     """Adds the last good state to the message of `Diverged`, and converts the error of a dead worker to OSError."""
-    saved = f"{out / STATE} holds the last good state"
+    states = [out / name for name in (STATE, PREVIOUS)]
     try:
         with worker_errors():
             yield
     except Diverged as error:
-        raise Diverged(f"{error}; {saved if (out / STATE).exists() else 'no state has been saved'}") from error
+        good = next(
+            (f"{path} holds the last good state" for path in states if path.exists()), "no state has been saved"
+        )
+        raise Diverged(f"{error}; {good}") from error

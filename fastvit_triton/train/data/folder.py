@@ -219,11 +219,13 @@ class FolderBatches:
 
     def digest(self) -> str:
         """The number of images, and a CRC-32 of their names, sizes in bytes and class numbers."""
-        total = 0
-        for path, target in zip(self.files, self.targets, strict=True):
-            name = os.fsencode(os.path.relpath(path, self.root))
-            size = os.stat(path).st_size if path.exists() else 0  # an image in a shard has its size in its name
-            total = zlib.crc32(b"%s\0%d\0%d\0" % (name, size, target), total)
+        total, root = 0, os.path.join(self.root, "")
+        for path, target in zip(map(os.fspath, self.files), self.targets, strict=True):
+            try:
+                size = os.stat(path).st_size
+            except (OSError, ValueError):  # an image in a shard has its size in its name
+                size = 0
+            total = zlib.crc32(b"%s\0%d\0%d\0" % (os.fsencode(path.removeprefix(root)), size, target), total)
         return f"{len(self.files)} images, {total:08x}"
 
     def _raise_if_bad(self) -> None:

@@ -152,18 +152,18 @@ def process_group(device: str = "auto", timeout: Positive = 10.0) -> Iterator[Wo
     if kind == "cuda":
         torch.cuda.set_device(own)
     wait = timedelta(minutes=timeout)
-    store = next(dist.rendezvous("env://", rank, world_size, timeout=wait))[0]
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _fresh_store(store, rank, world_size, wait)
     # binds the collectives to this GPU from the first call on
     bound: dict[str, Any] = {"device_id": own} if kind == "cuda" else {}
     backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait, **bound)
     try:
+        store = next(dist.rendezvous("env://", rank, world_size, timeout=wait))[0]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _fresh_store(store, rank, world_size, wait)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait, **bound)
         yield World(rank, world_size, own)
         dist.barrier()  # no rank exits while another is still sending
     except RuntimeError as error:
-        if "timed out" in str(error).lower():
+        if "timed out" in str(error).lower() or "wait timeout" in str(error):
             raise OSError(f"another process did not answer for {timeout:g} minutes; see --timeout") from error
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise OSError(
@@ -172,7 +172,8 @@ def process_group(device: str = "auto", timeout: Positive = 10.0) -> Iterator[Wo
         raise
     finally:
         gc.collect()  # unreferenced DDP/FSDP wrappers hold threads of the group, which must end before the process does
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
