@@ -91,8 +91,9 @@ def _train(args: argparse.Namespace, world: "World") -> int:
     from ..train.outputs import locked
 
     if importlib.util.find_spec("matplotlib") is None:
-        extra = "train" if args.data not in (None, "digits") else "demo"  # the digits lie in scikit-learn
-        raise ValueError(f"train draws its curves with matplotlib; pip install 'fastvit_triton[{extra}]'")
+        digits = args.data in (None, "digits")  # which lie in scikit-learn
+        advice = "pip install 'fastvit_triton[demo]'" if digits else "pip install 'fastvit_triton[train]'"
+        raise ValueError(f"train draws its curves with matplotlib; {advice}")
     out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
     with locked(out) if world.is_main else nullcontext():
         world.barrier()

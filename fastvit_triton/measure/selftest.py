@@ -18,6 +18,7 @@ from ..kernels.launch import overriding
 from ..kernels.op import Op
 from ..kernels.plan import forcing
 from .compare import Named, converted, cotangents, leaves, named_leaves, outcome, verdict
+from .real_shapes import REAL
 from .timing import peak_bytes, wait
 from .ways import blocks_of
 
@@ -27,41 +28,6 @@ BY_NAME = {op.name: op for op in OPS}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LATE = 50_000_000  # cycles, about 30 ms: longer than the host needs to launch an op and its backward pass
 THREADS, ROUNDS = 4, 5  # for checks with threads
-
-# op → shapes of real ViTs, most common first
-REAL = {
-    "attention": {
-        "ViT-B": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64),
-        "ViT-H": dict(B=4, H=16, Nq=257, Nk=257, D=80, Dv=80),
-        "DINOv2-B 518": dict(B=2, H=12, Nq=1370, Nk=1370, D=64, Dv=64),
-        "so400m": dict(B=2, H=16, Nq=729, Nk=729, D=72, Dv=72),
-        "giant": dict(B=2, H=16, Nq=257, Nk=257, D=88, Dv=88),
-        "windows": dict(B=128, H=4, Nq=49, Nk=49, D=32, Dv=32, G=64),
-        "bias": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64, G=1),
-        "padded": dict(B=8, H=12, Nq=256, Nk=256, D=64, Dv=64, short=59),
-    },
-    "attention_qkv": {"ViT-B": dict(B=8, H=12, N=197, D=64), "ViT-S": dict(B=8, H=6, N=197, D=64)},
-    "varlen_attention": {"naflex": dict(H=12, D=64, a=197, b=577, c=49)},
-    "layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
-    "add_layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
-    "fold": {"ViT-B qkv": dict(F=2304, K=768, parts=1), "ViT-B q, k, v": dict(F=768, K=768, parts=3)},
-    "linear": {
-        "ViT-B qkv": dict(B=8, N=197, K=768, F=2304, norm=1),
-        "ViT-B proj": dict(B=8, N=197, K=768, F=768, branch=1),
-        "ViT-H qkv": dict(B=4, N=257, K=1280, F=3840, norm=1),
-        "head": dict(B=256, N=1, K=768, F=1000),
-    },
-    "mlp": {
-        "ViT-B": dict(B=8, N=197, D=768, F=3072),
-        "ViT-Ti": dict(B=8, N=197, D=192, F=768),
-        "recompute": dict(B=4, N=197, D=768, F=3072, recompute=1),
-        "DINOv2-g": dict(B=2, N=257, D=1536, F=4096, swiglu=1),
-    },
-    "patch_embed": {
-        "ViT-B": dict(B=8, C=3, H=224, W=224, P=16, D=768, T=1, pos_prefix=1),
-        "ViT-H": dict(B=4, C=3, H=224, W=224, P=14, D=1280, T=1, pos_prefix=1),
-    },
-}
 
 # (model, images): a block of the model is trained for the memory check
 TRAINED = (("vit_base_patch16_224", 64), ("vit_tiny_patch16_224", 64), ("vit_huge_patch14_224", 16))

@@ -1,0 +1,35 @@
+"""Shapes of real ViTs for each op, most common first; `selftest` checks them."""
+
+REAL = {
+    "attention": {
+        "ViT-B": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64),
+        "ViT-H": dict(B=4, H=16, Nq=257, Nk=257, D=80, Dv=80),
+        "DINOv2-B 518": dict(B=2, H=12, Nq=1370, Nk=1370, D=64, Dv=64),
+        "so400m": dict(B=2, H=16, Nq=729, Nk=729, D=72, Dv=72),
+        "giant": dict(B=2, H=16, Nq=257, Nk=257, D=88, Dv=88),
+        "windows": dict(B=128, H=4, Nq=49, Nk=49, D=32, Dv=32, G=64),
+        "bias": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64, G=1),
+        "padded": dict(B=8, H=12, Nq=256, Nk=256, D=64, Dv=64, short=59),
+    },
+    "attention_qkv": {"ViT-B": dict(B=8, H=12, N=197, D=64), "ViT-S": dict(B=8, H=6, N=197, D=64)},
+    "varlen_attention": {"naflex": dict(H=12, D=64, a=197, b=577, c=49)},
+    "layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
+    "add_layer_norm": {"ViT-B": dict(B=8, N=197, D=768), "ViT-H": dict(B=4, N=257, D=1280)},
+    "fold": {"ViT-B qkv": dict(F=2304, K=768, parts=1), "ViT-B q, k, v": dict(F=768, K=768, parts=3)},
+    "linear": {
+        "ViT-B qkv": dict(B=8, N=197, K=768, F=2304, norm=1),
+        "ViT-B proj": dict(B=8, N=197, K=768, F=768, branch=1),
+        "ViT-H qkv": dict(B=4, N=257, K=1280, F=3840, norm=1),
+        "head": dict(B=256, N=1, K=768, F=1000),
+    },
+    "mlp": {
+        "ViT-B": dict(B=8, N=197, D=768, F=3072),
+        "ViT-Ti": dict(B=8, N=197, D=192, F=768),
+        "recompute": dict(B=4, N=197, D=768, F=3072, recompute=1),
+        "DINOv2-g": dict(B=2, N=257, D=1536, F=4096, swiglu=1),
+    },
+    "patch_embed": {
+        "ViT-B": dict(B=8, C=3, H=224, W=224, P=16, D=768, T=1, pos_prefix=1),
+        "ViT-H": dict(B=4, C=3, H=224, W=224, P=14, D=1280, T=1, pos_prefix=1),
+    },
+}
