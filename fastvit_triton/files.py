@@ -21,7 +21,7 @@ def replacing(path: str | os.PathLike, keep: str | os.PathLike | None = None) ->
     temporary = Path(name)
     try:
         yield temporary
-        with open(temporary, "rb") as written:
+        with open(temporary, "r+b") as written:  # Windows flushes only what may be written
             os.fsync(written.fileno())
         temporary.chmod(0o666 & ~_umask())
         if keep is not None and path.exists():

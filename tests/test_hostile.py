@@ -95,6 +95,13 @@ def test_every_cut_of_a_shard_is_noticed(tmp_path):
         assert len(scan_shards(tmp_path, "train").files) == 3
 
 
+def test_endless_padding(tmp_path):
+    """Oracle: refused at once; reading 2^40 zeros of a sparse file, which takes no room, would take minutes."""
+    path = shard(tmp_path, ("0.png", PNG), ("0.cls", b"0"))
+    os.truncate(path, 2**40)
+    assert "bytes follow its end, more than 67,108,864" in refusal(tmp_path)
+
+
 def test_a_damaged_header_does_not_end_a_shard(tmp_path):
     """Oracle: tarfile's offsets; each header in turn is zeroed, and one of its bits flipped."""
     path = shard(

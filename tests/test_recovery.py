@@ -323,6 +323,23 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert out.exists()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="the modes of open files are those of POSIX")
+def test_files_are_flushed_by_handles_that_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the mode of the handle; os.fsync on Windows, which is FlushFileBuffers, fails if it is read-only."""
+    import fcntl
+
+    real, modes = os.fsync, []
+
+    def fsync(handle: int) -> None:
+        modes.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with replacing(tmp_path / "file") as temporary:
+        temporary.write_text("text")
+    assert modes == [os.O_RDWR, os.O_RDONLY]  # the file, then the folder, which Windows skips
+
+
 @pytest.mark.parametrize("trouble", ["the folder is gone", "the lock cannot be deleted"])
 def test_the_error_of_a_run_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str):
     """Oracle: the error itself, when cleaning up fails: no folder, or Windows, which deletes no open file."""

@@ -6,11 +6,13 @@ so only its parser of one header is used.
 
 import tarfile
 from collections.abc import Iterator
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS, MAX_EXTENSION = 1_000_000, 16_384  # members of an archive; bytes of an extended header
+MAX_PADDING = 2**26  # bytes of zeros at the end; a sparse file has any number of them
 _PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _EXTENDED = (*_PAX, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
@@ -88,8 +90,10 @@ def _read_extension(kind: bytes, content: bytes) -> dict[str, str | int]:
 
 def _check_end(file: BinaryIO, start: int) -> None:
     """Raises ValueError unless the file has two blocks of zeros, or more, from here to its end, and nothing else."""
-    file.seek(start)
     count = 0
+    if (rest := file.seek(0, SEEK_END) - start) > MAX_PADDING:
+        raise ValueError(f"{rest:,} bytes follow its end, more than {MAX_PADDING:,}")
+    file.seek(start)
     while chunk := file.read(2**20):
         if chunk.strip(b"\0"):
             raise ValueError(f"data follows its end at byte {start:,}")
