@@ -76,7 +76,7 @@ setup(
         "pillow>=10",  # image files
         "rich>=13",  # progress bars and tables
         "platformdirs>=4",  # where this GPU's measurements are kept
-        "filelock>=3",  # one process at a time writes them
+        "filelock>=4",  # one process at a time writes them
     ],
     extras_require={
         "train": TRAIN,  # of a folder of images, and explain

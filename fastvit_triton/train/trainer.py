@@ -156,7 +156,7 @@ def run(
             _save_weights(trainer, out, history, settings, save)
         if history and world.is_main:
             write_log(out / LOG, history)
-    score = None
+    score, identity = None, data.identity if world.is_main else None  # reads the size of each file
     with _errors(out):
         for progress in trainer.fit(start):
             due = progress.done or (save_every and progress.step % save_every == 0)
@@ -168,7 +168,6 @@ def run(
                     for bad in world.all_gather(batches.bad):
                         batches.bad.update(bad)
             if save_now:
-                identity = data.identity if world.is_main else None  # reads the size of each file
                 local = make_state(model, optimizer, step, progress, history, settings, identity)
                 gathered_state = engine.gather_state(local, model, optimizer, step)
                 if world.is_main:
