@@ -23,7 +23,7 @@ from test_data import truncate, write_folder
 
 from benchmarks.launches import Setting, figures
 from fastvit_triton import __version__, cli, create_model, list_models
-from fastvit_triton.cli import benchmark, main
+from fastvit_triton.cli import benchmark, evaluate, main
 from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
 from fastvit_triton.convert import count
 from fastvit_triton.convert.count import predict
@@ -441,6 +441,27 @@ def test_class_names_are_data(tmp_path: Path, capsys: pytest.CaptureFixture):
     printed, errors = capsys.readouterr()
     assert all(printed.count(name) == 2 for name in names.values()) and not errors and "\x1b" not in printed
     assert "\x1b" not in (tmp_path / "report" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "code"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", "a worker process that decodes images died", 1),
+        (
+            "foo_cuda does not have a deterministic implementation, but\nyou set",
+            "--deterministic: foo_cuda does not",
+            2,
+        ),
+    ],
+)
+def test_errors_of_pytorch_are_one_sentence(error, sentence, code, monkeypatch, capsys: pytest.CaptureFixture):
+    """Oracle: a command that raises PyTorch's own errors."""
+
+    def run(_: object) -> int:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(evaluate, "run", run)
+    assert sentence in refused(capsys, "evaluate", "--checkpoint", __file__, code=code)
 
 
 def test_deterministic(tmp_path: Path):

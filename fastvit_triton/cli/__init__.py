@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         return print_error(str(error), 2)
     except RuntimeError as error:
+        if "DataLoader worker" in str(error):
+            text = "a worker process that decodes images died, perhaps out of memory; lower --workers"
+            return print_error(text, 1)
         if "deterministic implementation" in str(error):
             return print_error(f"--deterministic: {str(error).splitlines()[0]}", 2)
         if type(error).__name__ != "OutOfMemoryError":

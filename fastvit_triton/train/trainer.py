@@ -177,8 +177,8 @@ def run(
             if progress.done and world.is_main:
                 write_log(out / LOG, history)
             yield progress
-    # a run that was resumed after its last epoch has no score yet
-    score = score or trainer.test(step.eval_model(model))
+        # a run that was resumed after its last epoch has no score yet
+        score = score or trainer.test(step.eval_model(model))
     if world.is_main:
         draw_results(out, data, history, score, warn)
 
