@@ -5,7 +5,7 @@ cached fold can become stale without detection. Folds are cached only in a model
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ..kernels.fold import Folded, Group, fold_groups, packed, pays
 from ..kernels.op import can_fold_norm
 
 PROGRAMS = "_fastvit_triton_programs"  # key in a module's __dict__: recordings of `replay`, which hold cached folds
-_frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → its folds by dtype and weights
+_frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → what is kept for it, a `Kept` by key
 
 
 class FoldedNorm(NamedTuple):
@@ -49,9 +49,9 @@ class Entry(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A cached fold, weak references to its source tensors, and their state for the staleness check."""
+    """A cached fold, or a tensor of `derived`; weak references to its sources, and their state to detect changes."""
 
-    folded: Folded
+    folded: Folded | tuple[Tensor]
     sources: tuple[weakref.ref, ...]
     state: tuple
 
@@ -151,6 +151,30 @@ def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
     return [found.get(id(e)) for e in entries]
 
 
+def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
+    """make(), a tensor computed from weights, such as a table of biases; cached if the owner is frozen.
+
+    Args:
+        owner: module that has the weights.
+        name: of the tensor, unique for the owner.
+        sources: the tensors that it is computed from, and nothing else; None is ignored.
+        make: computes it.
+    """
+    given = tuple(t for t in sources if t is not None)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if torch.compiler.is_compiling() or owner not in _frozen or owner.training or learns:
+        return make()
+    kept, key = _frozen.get(owner, {}), (name, *map(id, given))
+    if not _is_fresh(kept.get(key), given):
+        if given[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return make()
+        with torch.inference_mode(False), torch.no_grad():
+            _store(kept, key, (make().contiguous(),), given)
+        if given[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+    return kept[key].folded[0]
+
+
 def _same_dtype(x: Tensor, weights: tuple[Tensor, ...]) -> bool:
     """True if a matmul accepts these dtypes: they are equal, or autocast is on."""
     return torch.is_autocast_enabled(x.device.type) or all(w.dtype == x.dtype for w in weights)
@@ -177,41 +201,46 @@ def _keep(x: Tensor, entries: list[Entry]) -> list[Folded]:
     keys = [(x.dtype, *map(id, e.group.weights)) for e in entries]
     places = [_frozen.get(e.norm, {}) for e in entries]  # another thread may unfreeze concurrently
     todo = zip(places, keys, entries, strict=True)
-    stale = [(kept, key, e) for kept, key, e in todo if not _is_fresh(kept.get(key), e)]
+    stale = [(kept, key, e) for kept, key, e in todo if not _is_fresh(kept.get(key), e.sources)]
     if stale and x.is_cuda and torch.cuda.is_current_stream_capturing():
         return fold_groups([e.group for e in entries], x.dtype)  # captured launches have not run yet
     if stale:
         with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be updated in place later
             made = fold_groups([e.group for *_, e in stale], x.dtype)
             for (kept, key, entry), new in zip(stale, made, strict=True):
-                old = kept.pop(key, None)
-                if old is not None and all(_like(a, b) for a, b in zip(old.folded[:3], new[:3], strict=True)):
-                    for a, b in zip(old.folded[:3], new[:3], strict=True):
-                        a.copy_(b)
-                    new = old.folded
-                for other in [k for k, v in kept.items() if any(ref() is None for ref in v.sources)]:
-                    del kept[other]
-                kept[key] = Kept(new, tuple(map(weakref.ref, entry.sources)), _state(entry))
+                _store(kept, key, new, entry.sources)
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()  # other streams and threads may read these folds
     return [kept[key].folded for kept, key in zip(places, keys, strict=True)]
 
 
+def _store(kept: dict, key: tuple, new: Folded | tuple[Tensor], sources: tuple[Tensor, ...]) -> None:
+    """Stores what was computed from these sources, into the memory of its predecessor if that has the same layout."""
+    old = kept.pop(key, None)
+    if old is not None and all(_like(a, b) for a, b in zip(old.folded[:3], new[:3], strict=True)):
+        for a, b in zip(old.folded[:3], new[:3], strict=True):
+            a.copy_(b)
+        new = old.folded
+    for other in [k for k, v in kept.items() if any(ref() is None for ref in v.sources)]:
+        del kept[other]
+    kept[key] = Kept(new, tuple(map(weakref.ref, sources)), _state(sources))
+
+
 def kept_folds(modules: Iterable[nn.Module]) -> list[Kept]:
-    """The cached folds of these modules."""
+    """All that is cached for these modules: folds, and the tensors of `derived`."""
     return [kept for module in modules for kept in _frozen.get(module, {}).values()]
 
 
-def _is_fresh(kept: Kept | None, entry: Entry) -> bool:
-    """True if a cached fold was computed from these tensors and PyTorch records no change of them."""
-    if kept is None or kept.state != _state(entry):
+def _is_fresh(kept: Kept | None, sources: tuple[Tensor, ...]) -> bool:
+    """True if it was computed from these tensors and PyTorch records no change of them."""
+    if kept is None or kept.state != _state(sources):
         return False
-    return all(ref() is t for ref, t in zip(kept.sources, entry.sources, strict=True))
+    return all(ref() is t for ref, t in zip(kept.sources, sources, strict=True))
 
 
-def _state(entry: Entry) -> tuple:
+def _state(sources: tuple[Tensor, ...]) -> tuple:
     """(address, version, dtype, device) of each source; inference tensors have no version."""
-    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for t in entry.sources)
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.device) for t in sources)
 
 
 def _like(a: Tensor, b: Tensor) -> bool:
