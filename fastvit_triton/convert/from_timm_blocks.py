@@ -9,10 +9,9 @@ from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
 from ..layers.body import finish, project
 from ..layers.branch import Branch, add_branches
-from ..layers.module_parts import Foreign
+from ..layers.module_parts import Foreign, is_patch_conv
 from .forwards import arguments, fused_forward, original
 from .from_timm import dropped
-from .from_torch import patch_conv
 from .third_party import is_fusable, scores_mask
 
 
@@ -176,7 +175,7 @@ def _patch_reason(self: Foreign) -> str | None:
     form = getattr(self, "output_fmt", "NCHW")
     if not self.flatten and form != "NHWC":
         return f"its output is {getattr(form, 'value', form)}, not tokens"
-    return None if patch_conv(self.proj) else "its projection was replaced or has a hook"
+    return None if is_patch_conv(self.proj) else "its projection was replaced or has a hook"
 
 
 @fused_forward(

@@ -11,8 +11,16 @@ from ..kernels.layer_norm import layer_norm
 from ..kernels.patch_embed import patch_embed
 from ..layers.body import AttentionParts, MlpParts, finish, project
 from ..layers.branch import Branch, add_branches
-from ..layers.hooks import are_plain_tensors, has_hooks, is_plain_module, type_name
-from ..layers.module_parts import DROPOUTS, LAYER_NORMS, Foreign, Packed, activation_of, last_axis_norm
+from ..layers.hooks import are_plain_tensors, has_hooks, type_name
+from ..layers.module_parts import (
+    DROPOUTS,
+    LAYER_NORMS,
+    Foreign,
+    Packed,
+    activation_of,
+    is_patch_conv,
+    last_axis_norm,
+)
 from .forwards import fused_body, fused_forward, original
 from .third_party import is_fusable, scores_mask
 
@@ -185,24 +193,13 @@ def encoder_block(self: Foreign, input: Tensor) -> Tensor:
     )
 
 
-def patch_conv(conv: Foreign) -> bool:
-    """True for a convolution that may be read and is a patch projection (stride equal to kernel size)."""
-    return (
-        is_plain_module(conv, (CONV,))
-        and conv.kernel_size == conv.stride
-        and conv.padding in ((0, 0), "valid")
-        and conv.groups == 1
-        and conv.dilation == (1, 1)
-    )
-
-
 @fused_forward(
-    "patch projection", CONV, reason=lambda self: None if patch_conv(self) else "not a projection of patches"
+    "patch projection", CONV, reason=lambda self: None if is_patch_conv(self) else "not a projection of patches"
 )
 def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
     """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
     even = input.dim() == 4 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
-    if not (even and is_fusable(self, input) and patch_conv(self)):
+    if not (even and is_fusable(self, input) and is_patch_conv(self)):
         return original(self, input)
     tokens = patch_embed(input, self.weight, self.bias)
     return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))

@@ -55,7 +55,7 @@ class Branch(NamedTuple):
     """Sizes of a residual branch that determine its cost.
 
     Attributes:
-        kind: "attention" or "mlp".
+        kind: "attention", "window_attention", "reduced_attention", "mlp" or "depthwise_mlp".
         images: B.
         tokens: N of an image.
         channels: C of the residual stream.
@@ -64,6 +64,7 @@ class Branch(NamedTuple):
         heads: H of attention, else 0.
         scales: number of LayerScale and stochastic depth present (0 to 2).
         itemsize: bytes per value.
+        keys: of attention in windows: tokens of a window; of reduced attention: tokens per key; else 0.
     """
 
     kind: str
@@ -75,11 +76,25 @@ class Branch(NamedTuple):
     heads: int = 0
     scales: int = 0
     itemsize: int = 2
+    keys: int = 0
+
+    @property
+    def attends(self) -> bool:
+        """True for the kinds of attention."""
+        return self.kind.endswith("attention")
+
+    @property
+    def keys_per_query(self) -> int:
+        """Number of keys of each query."""
+        if self.kind == "reduced_attention":
+            return max(self.tokens // self.keys, 1)
+        return min(self.keys or self.tokens, self.tokens)
 
     @property
     def name(self) -> str:
         """Name of its shape in tables of measurements."""
         heads = f" H={self.heads}" if self.heads else ""
+        heads += f" K={self.keys}" if self.keys else ""
         wide = " fp32" if self.itemsize == 4 else ""
         return f"{self.kind} C={self.channels} F={self.width}{heads} N={self.tokens} B={self.images}{wide}"
 
@@ -166,8 +181,8 @@ def saved_values(branch: Branch, way: str) -> int:
     For a ViT block with hidden width 4·C the sum is 16·C if plain, else 10·C, because LN(x) and the activation's output
     are recomputed.
     """
-    again = 0 if way != "plain" else branch.channels + branch.inner * (branch.kind != "attention")
-    return branch.channels + branch.width + branch.inner * (branch.kind == "attention") + again
+    again = 0 if way != "plain" else branch.channels + branch.inner * (not branch.attends)
+    return branch.channels + branch.width + branch.inner * branch.attends + again
 
 
 def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
@@ -205,13 +220,15 @@ def _pass(branch: Branch, values: float, kind: str = "pass") -> Launch:
 
 def _attention(branch: Branch, ours: bool, backward: bool = False) -> Launch:
     M = branch.images * branch.tokens
-    flops = (10.0 if backward else 4.0) * M * branch.tokens * branch.inner
+    flops = (10.0 if backward else 4.0) * M * branch.keys_per_query * branch.inner
     values = M * (branch.width + branch.inner) * (2 if backward else 1)
     return Launch("fused attention" if ours else "attention", flops, branch.itemsize * values, backward=backward)
 
 
 def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -> Launch:
-    """The faster attention kernel, ours or PyTorch's, for a mixed branch."""
+    """The faster attention kernel, ours or PyTorch's, for a mixed branch; ours for windows, which it need not copy."""
+    if branch.kind == "window_attention":
+        return _attention(branch, True, backward)
     assert gpu is not None, "the choice depends on the GPU"
     pair = [_attention(branch, ours, backward) for ours in (False, True)]
     return min(pair, key=lambda launch: launch_us(gpu, launch))
@@ -220,36 +237,68 @@ def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -
 def _forward(
     gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool, training: bool, frozen: bool
 ) -> list[Launch]:
-    M, C, attention = b.images * b.tokens, b.channels, b.kind == "attention"
+    M, C, attention = b.images * b.tokens, b.channels, b.attends
+    if b.kind == "reduced_attention":
+        return _reduced(gpu, b, way, first, last)
+    conv = [_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
     if way == "fused":
         found = [] if frozen and not training else [_pass(b, 2 * b.width * C)]  # the fold
-        narrow = not attention and not training and C * b.itemsize <= NARROW and b.itemsize == 2
+        narrow = b.kind == "mlp" and not training and C * b.itemsize <= NARROW and b.itemsize == 2
         found += [] if not first or narrow else [_pass(b, M * C)]  # row statistics
         if narrow:  # the hidden layer is not written
             one = _product(b, M, b.width + b.inner, C, True, 2 * M * C - M * (b.width + b.inner) - M * C)
             return [*found, one]
-        extra = 0 if attention else M * (b.inner if training else b.inner - b.width)  # pre is saved, and h is written
-        middle = [_faster_attention(gpu, b)] if attention else []
+        mlp = b.kind == "mlp"
+        extra = M * (b.inner if training else b.inner - b.width) if mlp else 0  # pre is saved, and h is written
+        middle = [_faster_attention(gpu, b)] if attention else conv
         return [*found, _product(b, M, b.width, C, True, extra), *middle, _product(b, M, C, b.inner, True, M * C)]
     norm = [] if way == "mixed" and not first else [_pass(b, 2 * M * C)]
-    core = _pass(b, M * (b.width + b.inner))
+    core = [_pass(b, M * (b.width + b.inner))]  # the activation
     if attention:
-        core = _faster_attention(gpu, b) if way == "mixed" else _attention(b, False)
+        core = [_faster_attention(gpu, b) if way == "mixed" else _attention(b, False)]
     if way == "mixed":
-        end = [_pass(b, (3 if last else 4) * M * C)]
+        core = conv or core
     else:
-        end = [_pass(b, 2 * M * C)] * b.scales + [_pass(b, 3 * M * C)]
-    return [*norm, _product(b, M, b.width, C), core, _product(b, M, C, b.inner), *end]
+        copies = [_pass(b, 2 * M * C)] * 2 if b.kind == "window_attention" else []  # into windows and back
+        core += conv + copies
+    return [*norm, _product(b, M, b.width, C), *core, _product(b, M, C, b.inner), *_end(b, way, last)]
+
+
+def _end(b: Branch, way: str, last: bool) -> list[Launch]:
+    """LayerScale, stochastic depth and the residual addition of a mixed or plain branch."""
+    values = b.images * b.tokens * b.channels
+    if way == "mixed":
+        return [_pass(b, (3 if last else 4) * values)]
+    return [_pass(b, 2 * values)] * b.scales + [_pass(b, 3 * values)]
+
+
+def _reduced(gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool) -> list[Launch]:
+    """Forward pass of attention with one key per `keys` tokens: norm, queries, reduction, its norm, keys and values."""
+    M, C, ours = b.images * b.tokens, b.channels, way == "fused"
+    rows = max(M // b.keys, 1)
+    norm = [] if way == "mixed" and not first else [_pass(b, 2 * M * C)]
+    reduction = [_product(b, rows, C, C * b.keys, ours), _pass(b, 2 * rows * C)] if b.keys > 1 else []
+    products = [_product(b, M, b.inner, C, ours), *reduction, _product(b, rows, 2 * b.inner, C, ours)]
+    core = _attention(b, False) if way == "plain" else _faster_attention(gpu, b)
+    end = [] if ours else _end(b, way, last)
+    return [*norm, *products, core, _product(b, M, C, b.inner, ours, M * C if ours else 0), *end]
 
 
 def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
-    M, C, attention = b.images * b.tokens, b.channels, b.kind == "attention"
+    M, C, attention = b.images * b.tokens, b.channels, b.attends
     products = [_product(b, M, b.inner, C), _product(b, C, b.inner, M)]  # last layer, then first layer
     products += [_product(b, M, C, b.width), _product(b, b.width, C, M)]
     sums = [_pass(b, M * C), _pass(b, M * b.width)]  # bias gradients
     small = _pass(b, 0)
+    if b.kind == "reduced_attention" and b.keys > 1:
+        rows = max(M // b.keys, 1)
+        products += [_product(b, rows, C * b.keys, C), _product(b, C, C * b.keys, rows)]
+    if b.kind == "depthwise_mlp":
+        sums += [_pass(b, 3 * M * b.inner)] * 2  # input and weight of the convolution
     if way == "plain":
         middle = [_pass(b, M * (2 * b.width + b.inner))]
+        if b.kind == "window_attention":
+            sums += [_pass(b, 2 * M * C)] * 2
         if attention:  # FlashAttention's three kernels, and packing dq, dk, dv
             middle = [_attention(b, False, True), small, small, _pass(b, 2 * M * b.width)]
         norm = [_pass(b, 3 * M * C, "norm backward"), small, small, _pass(b, 3 * M * C)]  # last: the residual

@@ -91,7 +91,7 @@ class AttentionParts(NamedTuple):
 
     def sizes(self) -> Branch:
         """See `Body`."""
-        width, channels = _width(self.projections)
+        width, channels = width_of(self.projections)
         return Branch("attention", 0, 0, channels, width, width // 3, self.num_heads)
 
     def __call__(
@@ -146,7 +146,7 @@ class MlpParts(NamedTuple):
 
     def sizes(self) -> Branch:
         """See `Body`."""
-        width, channels = _width(self.fc1)
+        width, channels = width_of(self.fc1)
         return Branch("mlp", 0, 0, channels, width, width // 2 if self.act == "swiglu" else width)
 
     def __call__(
@@ -187,7 +187,7 @@ def late_bias_of(body: object) -> Tensor | None:
     return None
 
 
-def _width(layers: tuple[Layer, ...]) -> tuple[int, int]:
+def width_of(layers: tuple[Layer, ...]) -> tuple[int, int]:
     """(total output features of these linear layers, input features); 0 where a layer has no weight."""
     shapes = [getattr(getattr(layer, "weight", None), "shape", (0, 0)) for layer in layers]
     return sum(shape[0] for shape in shapes), shapes[0][1]

@@ -25,7 +25,7 @@ from .ways import choose_way, plainly
 
 
 class Branch(NamedTuple):
-    """A residual branch: drop_path(layer_scale · scale(drop(body(norm(x), **call)))).
+    """A residual branch: drop_path(layer_scale · scale(drop(post_norm(body(norm(x), **call))))).
 
     Attributes:
         body: attention or MLP, or its parts.
@@ -35,6 +35,7 @@ class Branch(NamedTuple):
         layer_scale: LayerScale as a parameter [D] of the block.
         drop: dropout that belongs to the block, not the body.
         call: further arguments of the body.
+        post_norm: module applied to the body's output (Swin V2).
     """
 
     body: nn.Module | Body
@@ -44,6 +45,7 @@ class Branch(NamedTuple):
     layer_scale: Tensor | None = None
     drop: nn.Module | None = None
     call: dict[str, Any] | None = None
+    post_norm: nn.Module | None = None
 
 
 def add_branches(
@@ -115,7 +117,12 @@ def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return None
-    bare = not _scales(branch) and is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no numbers
+    bare = (
+        branch.post_norm is None
+        and not _scales(branch)
+        and is_inactive(branch.drop)
+        and has_sample_scale(branch.drop_path)
+    )  # draws no numbers
     return late_bias_of(body) if bare else None
 
 
@@ -158,7 +165,7 @@ def _add(
     way: str,
 ) -> tuple[Tensor, Given | None]:
     """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
-    module, norm, scale, drop_path, layer_scale, drop, call = branch
+    module, norm, scale, drop_path, layer_scale, drop, call, post_norm = branch
     if type(drop_path) is DropPath and (kept := drop_path.kept_images(x)) is not None:
         return _add_to(kept, 1 / (1 - drop_path.p), x, branch, body, before, way), None
     before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
@@ -174,7 +181,7 @@ def _add(
         known, factors = layer_scale_of(scale)
         drops = (*getattr(body, "drops", ()), drop)  # active dropout draws random numbers before stochastic depth
         ends = known and are_plain_tensors(layer_scale) and has_sample_scale(drop_path)
-        if ends and all(is_inactive(d) for d in drops):
+        if ends and post_norm is None and all(is_inactive(d) for d in drops):
             y = body(
                 entering,
                 norm=before,
@@ -188,6 +195,8 @@ def _add(
             )
             return y if reader is not None else (y, None)
         y = body(entering, norm=before, stats=stats, way=way)
+    if post_norm is not None:
+        y = post_norm(y) if way == "plain" else normalize(y, post_norm)
     y = y if drop is None else drop(y)
     y = scaled(y if scale is None else scale(y), layer_scale, None)
     return x + (y if drop_path is None else drop_path(y)), None

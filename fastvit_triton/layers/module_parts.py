@@ -92,6 +92,32 @@ def is_identity(module: nn.Module) -> bool:
     return is_plain_module(module, IDENTITIES)
 
 
+def is_patch_conv(conv: Foreign) -> bool:
+    """True for a convolution that may be read and is a patch projection (stride equal to kernel size)."""
+    return (
+        is_plain_module(conv, CONVOLUTIONS)
+        and conv.kernel_size == conv.stride
+        and conv.padding in ((0, 0), "valid")
+        and conv.groups == 1
+        and conv.dilation == (1, 1)
+    )
+
+
+def is_depthwise_conv(conv: Foreign) -> bool:
+    """True for a depthwise convolution that may be read and keeps the size of the map by zero padding."""
+    if not is_plain_module(conv, CONVOLUTIONS):
+        return False
+    height, width = conv.kernel_size
+    return (
+        conv.groups == conv.in_channels == conv.out_channels
+        and height == width
+        and height % 2 == 1
+        and conv.padding in ((height // 2, height // 2), "same")
+        and conv.stride == conv.dilation == (1, 1)
+        and conv.padding_mode == "zeros"
+    )
+
+
 def is_inactive(dropout: Foreign | None) -> bool:
     """True if there is no dropout, or it is off (evaluation mode or p = 0)."""
     if dropout is None or is_identity(dropout):
