@@ -117,12 +117,9 @@ def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return None
-    bare = (
-        branch.post_norm is None
-        and not _scales(branch)
-        and is_inactive(branch.drop)
-        and has_sample_scale(branch.drop_path)
-    )  # draws no numbers
+    if branch.post_norm is not None or _scales(branch):
+        return None
+    bare = is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no random numbers
     return late_bias_of(body) if bare else None
 
 
