@@ -17,6 +17,7 @@ from .kernels.layer_norm import layer_norm as layer_norm
 from .kernels.linear import linear as linear
 from .kernels.mlp import mlp as mlp
 from .kernels.patch_embed import patch_embed as patch_embed
+from .kernels.window import window_attention as window_attention
 from .layers.freeze import freeze as freeze
 from .layers.freeze import unfreeze as unfreeze
 from .measure.tune import tune as tune
