@@ -12,6 +12,7 @@ from fastvit_triton import (
     add_layer_norm,
     attention,
     attention_qkv,
+    depthwise,
     layer_norm,
     linear,
     mlp,
@@ -276,6 +277,50 @@ def test_patch_embed_folds_uint8_normalisation():
     assert (got - patch_embed(normal.double(), weight)).abs().max() < 64 * torch.finfo(torch.float32).eps * 5
 
 
+DEPTHWISE = {  # B, H, W, C, K and options; K > H, one row, both parities of a side with stride 2
+    "residual": ((2, 5, 7, 6, 3), dict(residual=True)),
+    "one row": ((1, 1, 9, 4, 3), dict(activation="gelu")),
+    "narrow": ((2, 3, 4, 5, 7), dict(activation="relu", residual=True)),
+    "stride 2": ((2, 5, 6, 3, 3), dict(stride=2, activation="silu")),
+    "side 5, stride 2": ((1, 6, 5, 2, 5), dict(stride=2)),
+}
+
+
+@pytest.mark.parametrize("name", DEPTHWISE)
+def test_depthwise_equals_equations_1_and_2(name):
+    """Oracle: shifted products of an x padded with zeros, and nn.Conv2d; a class token is skipped."""
+    (B, H, W, C, K), options = DEPTHWISE[name]
+    stride, activation = options.get("stride", 1), ACTIVATIONS.get(options.get("activation"), lambda x: x)
+    tokens, conv = randn(B, 1 + H * W, C), torch.nn.Conv2d(C, C, K, stride, K // 2, groups=C).double()
+    x, weight, bias = tokens[:, 1:].unflatten(1, (H, W)), conv.weight.detach(), conv.bias.detach()
+    y, without = depthwise(x, weight, bias, **options), depthwise(x, weight, **options)
+    padded = F.pad(x, (0, 0, *[K // 2] * 4))
+    shifted = [(u, v, padded[:, u : u + H : stride, v : v + W : stride]) for u in range(K) for v in range(K)]
+    pre = sum(weight[:, 0, u, v] * part for u, v, part in shifted)
+    kept = x if options.get("residual") else 0.0
+    assert y.shape == (B, -(-H // stride), -(-W // stride), C) and y.is_contiguous()
+    assert close64(y, activation(pre + bias) + kept) and close64(without, activation(pre) + kept)
+    assert close64(y, activation(conv(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1).detach() + kept)
+
+
+def test_depthwise_equals_the_modules_of_other_packages():
+    """Oracle: timm's PosConv of Twins and CPVT, and the convolutions in the MLPs of SegFormer and PVT v2."""
+    from timm.models.twins import PosConv
+    from transformers.models.pvt_v2.modeling_pvt_v2 import PvtV2DepthWiseConv
+    from transformers.models.segformer import modeling_segformer as segformer
+
+    x, (H, W) = randn(2, 15, 6), (3, 5)
+    grid = x.unflatten(1, (H, W))
+    for stride in (1, 2):
+        module = PosConv(6, 6, stride).double()
+        got = depthwise(grid, module.proj[0].weight, module.proj[0].bias, stride=stride, residual=stride == 1)
+        assert close64(got.flatten(1, 2), module(x, (H, W)))
+    name = "SegformerDepthWiseConv" if hasattr(segformer, "SegformerDepthWiseConv") else "SegformerDWConv"
+    for module in (getattr(segformer, name)(6).double(), PvtV2DepthWiseConv(None, 6).double()):
+        got = depthwise(grid, module.dwconv.weight, module.dwconv.bias)
+        assert close64(got.flatten(1, 2), module(x, H, W))
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -317,6 +362,19 @@ def test_patch_embed_folds_uint8_normalisation():
             lambda: patch_embed(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), randn(2, 3, 2, 2)),
             "needs mean and std",
         ),
+        (lambda: depthwise(randn(2, 6, 4), randn(4, 1, 3, 3)), r"x must have axes \[B, H, W, C\], got shape"),
+        (lambda: depthwise(randn(2, 0, 3, 4), randn(4, 1, 3, 3)), "axis H of x must be at least 1, got 0"),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(5, 1, 3, 3)), "axis C of weight must be 4, got 5"),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 2, 2)), "square kernel with an odd side, got shape"),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 5)), "square kernel with an odd side, got shape"),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), randn(3)), "axis C of bias must be 4, got 3"),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), stride=3), "stride must be between 1 and 2, got 3"),
+        (
+            lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), stride=2, residual=True),
+            "residual is True with a stride of 2",
+        ),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), activation="swiglu"), "swiglu', which needs a gate"),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), activation="tanh"), "use one of gelu"),
     ],
 )
 def test_wrong_shapes_raise_one_sentence(call, words):
