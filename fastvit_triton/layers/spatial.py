@@ -5,7 +5,7 @@ Tokens [B, N, D] are viewed as a feature map before and flattened after the bran
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from ..kernels.fold import packed
 from ..kernels.patch_embed import patch_embed
 from ..kernels.window import window_attention
 from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
-from .module_parts import Layer, is_depthwise_conv, is_patch_conv, is_readable
+from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
 
 
 class Window(NamedTuple):
@@ -72,7 +72,7 @@ class WindowParts(NamedTuple):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str = "reference",
-        **end: object,
+        **end: Any,
     ) -> Output:
         """Attention of x [B, H, W, D] within windows, see `Body`."""
         qkv = project(x, self.projections, norm, stats, way)
@@ -109,7 +109,7 @@ class ReducedParts(NamedTuple):
     proj: nn.Module | None
     num_heads: int
     scale: float
-    reduce: nn.Module | Callable[[Tensor], Tensor] | None = None
+    reduce: Foreign | Callable[[Tensor], Tensor] | None = None
     norm: nn.Module | None = None
     ratio: int = 1
     drops: tuple[nn.Module | None] = (None,)
@@ -132,7 +132,7 @@ class ReducedParts(NamedTuple):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str = "reference",
-        **end: object,
+        **end: Any,
     ) -> Output:
         """Attention of x [B, H, W, D] to its reduced map, see `Body`."""
         if self.reduce is None:
@@ -150,10 +150,10 @@ class ReducedParts(NamedTuple):
 
     def _reduced(self, x: Tensor) -> Tensor:
         """The smaller map as tokens [B, M, D]."""
-        if not isinstance(self.reduce, nn.Module):
-            assert self.reduce is not None  # `__call__`
-            return self.reduce(x)
-        conv, image = self.reduce, x.permute(0, 3, 1, 2)
+        conv: Any = self.reduce
+        if not isinstance(conv, nn.Module):
+            return conv(x)
+        image = x.permute(0, 3, 1, 2)
         if is_patch_conv(conv) and not (x.shape[1] % conv.stride[0] or x.shape[2] % conv.stride[1]):
             return patch_embed(image, conv.weight, conv.bias)
         return conv(image).flatten(2).transpose(1, 2)
@@ -172,7 +172,7 @@ class DepthwiseMlpParts(NamedTuple):
     """
 
     fc1: Layer
-    conv: nn.Module
+    conv: Foreign
     act: str | nn.Module
     fc2: Layer
     drops: tuple[nn.Module | None, nn.Module | None] = (None, None)
@@ -193,7 +193,7 @@ class DepthwiseMlpParts(NamedTuple):
         norm: Before | None = None,
         stats: Given | None = None,
         way: str = "reference",
-        **end: object,
+        **end: Any,
     ) -> Output:
         """MLP of x [B, H, W, D], see `Body`."""
         h = project(x, (self.fc1,), norm, stats, way)
