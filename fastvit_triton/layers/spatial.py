@@ -150,9 +150,9 @@ class ReducedParts(NamedTuple):
 
     def _reduced(self, x: Tensor) -> Tensor:
         """The smaller map as tokens [B, M, D]."""
-        conv: Any = self.reduce
-        if not isinstance(conv, nn.Module):
-            return conv(x)
+        if not isinstance(self.reduce, nn.Module):
+            return self.reduce(x)
+        conv: Foreign = self.reduce
         image = x.permute(0, 3, 1, 2)
         if is_patch_conv(conv) and not (x.shape[1] % conv.stride[0] or x.shape[2] % conv.stride[1]):
             return patch_embed(image, conv.weight, conv.bias)
