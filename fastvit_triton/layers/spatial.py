@@ -4,7 +4,6 @@ Like `AttentionParts` and `MlpParts`, they describe modules of any library by th
 Tokens [B, N, D] are viewed as a feature map before and flattened after the branches.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -109,7 +108,7 @@ class ReducedParts(NamedTuple):
     proj: nn.Module | None
     num_heads: int
     scale: float
-    reduce: Foreign | Callable[[Tensor], Tensor] | None = None
+    reduce: Foreign | None = None
     norm: nn.Module | None = None
     ratio: int = 1
     drops: tuple[nn.Module | None] = (None,)
