@@ -1,6 +1,6 @@
 """Triton kernels with their PyTorch references. `OPS` lists the ops for tests, benchmarks and `doctor`."""
 
-from . import attention, attention_qkv, fold, layer_norm, linear, mlp, patch_embed
+from . import attention, attention_qkv, fold, layer_norm, linear, mlp, patch_embed, window
 
 OPS = (
     attention.OP,
@@ -12,4 +12,5 @@ OPS = (
     mlp.OP,
     patch_embed.OP,
     attention_qkv.OP,
+    window.OP,
 )
