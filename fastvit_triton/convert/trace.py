@@ -296,5 +296,6 @@ OUR_FLOPS = {
     "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
+    "depthwise_fwd": lambda x, taps, bias, stride, *_: 2 * len(taps) * x[:, ::stride, ::stride].numel(),
     "patch_embed_fwd": lambda image, weight, *_: 2 * image.numel() * len(weight),  # patches cover the image
 }

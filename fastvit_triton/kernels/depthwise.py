@@ -307,7 +307,7 @@ class _Fn(torch.autograd.Function):
 def _inputs(case: dict, dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, W, C, K) = make_randn(device, dtype), (case[a] for a in ("B", "H", "W", "C", "K"))
     found = {"x": randn(B, H, W, C), "weight": randn(C, 1, K, K, scale=1 / K), "bias": randn(C)}
-    stride, activation = case.get("stride", 1), "gelu" if case.get("gelu") else None
+    stride, activation = case.get("stride", 1), next((name for name in ACTIVATIONS if name in case), None)
     return found | {"stride": stride, "activation": activation, "residual": bool(case.get("residual"))}
 
 
@@ -317,8 +317,8 @@ OP = Op(
     reference=reference,
     cases={
         "residual": dict(B=2, H=3, W=4, C=5, K=3, residual=1),
-        "gelu": dict(B=1, H=5, W=2, C=3, K=3, gelu=1),
-        "stride": dict(B=2, H=5, W=4, C=2, K=3, stride=2, gelu=1),
+        "silu": dict(B=1, H=5, W=2, C=3, K=3, silu=1),
+        "stride": dict(B=2, H=5, W=4, C=2, K=3, stride=2, silu=1),
         "wide_kernel": dict(B=1, H=2, W=3, C=2, K=5),
     },
     inputs=_inputs,

@@ -59,7 +59,7 @@ def _bwd_weight_kernel(
                 dw = _add_weight_products(dw, g, x, p, v, K, STRIDE, TAPS, ROWS)
     at = partial_ptr + program.to(tl.int64) * (K * K + HAS_BIAS) * C
     for tap in tl.static_range(TAPS * K):
-        tl.store(at + c * (K * K) + u * K + tap, tl.sum(dw[tap], 0), mask=c < C)
+        tl.store(at + c.to(tl.int64) * (K * K) + u * K + tap, tl.sum(dw[tap], 0), mask=c < C)
     if HAS_BIAS:
         if u == 0:
             tl.store(at + K * K * C + c, tl.sum(dbias, 0), mask=c < C)
