@@ -20,6 +20,7 @@ from interpreter import interpreting
 from timm.models import beit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchvision.models import VisionTransformer
 
 from benchmarks.launch_recorder import recording
@@ -396,8 +397,12 @@ def test_transformers_drop_path_draws_equal_the_original(name, references):
     assert same(*ys)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
-@pytest.mark.parametrize("name", ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"])
+AUTOCAST = ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"]
+CASES = [(n, kernels) for n in AUTOCAST for kernels in (False, True)]
+CASES += [(n, False) for n in PYRAMIDS]  # as on a GPU, the kernel of their first norm returns float32
+
+
+@pytest.mark.parametrize("name, kernels", CASES)
 def test_autocast_dtypes_equal_the_original(name, kernels, references):
     """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
     truth, plain, model, exact, given = twins(name, False)
@@ -405,8 +410,10 @@ def test_autocast_dtypes_equal_the_original(name, kernels, references):
     dtypes = {True: [], False: []}
     for owner, ours in ((model, True), (plain, False)):
         for module in owner.modules():
-            if type(module).__name__.endswith(("Block", "Layer")):
-                module.register_forward_hook(lambda m, i, o, ours=ours: dtypes[ours].append(o.dtype))
+            if type(module).__name__.endswith(("Block", "BlockV2", "Layer")):
+                module.register_forward_hook(
+                    lambda m, i, o, ours=ours: dtypes[ours].extend(t.dtype for t in tree_leaves(o))
+                )
     with torch.autocast("cpu", torch.bfloat16):
         baseline = outputs(plain, given)
         with interpreting() if kernels else contextlib.nullcontext():
