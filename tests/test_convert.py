@@ -15,11 +15,12 @@ import timm
 import torch
 import transformers
 import vit_pytorch
-from foreign import HF, MODELS, TIMM, build, inputs, outputs
+from foreign import HF, MODELS, PYRAMIDS, TIMM, build, inputs, outputs
 from interpreter import interpreting
 from timm.models import beit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchvision.models import VisionTransformer
 
 from benchmarks.launch_recorder import recording
@@ -285,8 +286,8 @@ def test_moving_to_a_gpu_after_optimize_uses_the_kernels(meta_is_a_gpu):
     assert run.ours.count("attention_fwd") == 2
 
 
-NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "timm_naflex")  # naflex needs its own input
-BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
+NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_cait", "timm_naflex")  # naflex needs its own input
+BLOCKS = [n for n in MODELS if n not in (*NO_BLOCKS, *PYRAMIDS)]  # pyramids: test_windows.py
 
 
 # launches beyond a plain block's, (frozen, fold, norms): separate queries, keys and values are packed if there is no
@@ -398,8 +399,12 @@ def test_transformers_drop_path_draws_equal_the_original(name, references):
     assert same(*ys)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
-@pytest.mark.parametrize("name", ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"])
+AUTOCAST = ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"]
+CASES = [(n, kernels) for n in AUTOCAST for kernels in (False, True)]
+CASES += [(n, False) for n in PYRAMIDS]  # as on a GPU, the kernel of their first norm returns float32
+
+
+@pytest.mark.parametrize("name, kernels", CASES)
 def test_autocast_dtypes_equal_the_original(name, kernels, references):
     """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
     truth, plain, model, exact, given = twins(name, False)
@@ -407,8 +412,10 @@ def test_autocast_dtypes_equal_the_original(name, kernels, references):
     dtypes = {True: [], False: []}
     for owner, ours in ((model, True), (plain, False)):
         for module in owner.modules():
-            if type(module).__name__.endswith(("Block", "Layer")):
-                module.register_forward_hook(lambda m, i, o, ours=ours: dtypes[ours].append(o.dtype))
+            if type(module).__name__.endswith(("Block", "BlockV2", "Layer")):
+                module.register_forward_hook(
+                    lambda m, i, o, ours=ours: dtypes[ours].extend(t.dtype for t in tree_leaves(o))
+                )
     with torch.autocast("cpu", torch.bfloat16):
         baseline = outputs(plain, given)
         with interpreting() if kernels else contextlib.nullcontext():
@@ -618,7 +625,8 @@ def test_timm_masks_equal_the_original(references):
     assert torch.equal(model(x, is_causal=True), plain(x, is_causal=True))
 
 
-COMPILED = ["timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
+SLOW = [pytest.param(n, marks=pytest.mark.full) for n in PYRAMIDS if n != "timm_swin"]
+COMPILED = [*SLOW, "timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
