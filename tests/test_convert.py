@@ -15,7 +15,7 @@ import timm
 import torch
 import transformers
 import vit_pytorch
-from foreign import HF, MODELS, TIMM, build, inputs, outputs
+from foreign import HF, MODELS, PYRAMIDS, TIMM, build, inputs, outputs
 from interpreter import interpreting
 from timm.models import beit
 from torch import nn
@@ -283,8 +283,8 @@ def test_moving_to_a_gpu_after_optimize_uses_the_kernels(meta_is_a_gpu):
     assert run.ours.count("attention_fwd") == 2
 
 
-NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "timm_naflex")  # naflex needs its own input
-BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
+NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_cait", "timm_naflex")  # naflex needs its own input
+BLOCKS = [n for n in MODELS if n not in (*NO_BLOCKS, *PYRAMIDS)]  # pyramids: test_windows.py
 
 
 # launches beyond a plain block's, (frozen, fold, norms): separate queries, keys and values are packed if there is no
@@ -603,7 +603,8 @@ def test_timm_masks_equal_the_original(references):
     assert torch.equal(model(x, is_causal=True), plain(x, is_causal=True))
 
 
-COMPILED = ["timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
+SLOW = [pytest.param(n, marks=pytest.mark.full) for n in PYRAMIDS if n != "timm_swin"]
+COMPILED = [*SLOW, "timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning

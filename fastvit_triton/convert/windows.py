@@ -50,9 +50,9 @@ def continuous_bias(attn: Foreign) -> Tensor:
 
 
 def _expanded(table: Tensor, index: Tensor) -> Tensor:
-    """table[index] as [heads, n, n]."""
+    """table[index] as [heads, n, n], contiguous."""
     n = math.isqrt(index.numel())
-    return table[index.view(-1)].permute(1, 0).reshape(-1, n, n)
+    return table.permute(1, 0)[:, index.view(-1)].view(-1, n, n)
 
 
 def cosine_scale(attn: Foreign) -> Tensor:
