@@ -15,6 +15,11 @@ HF = dict(image_size=SIDE, patch_size=PATCH, **TOWER)
 DROPLESS = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 DINO_V3 = dict(num_register_tokens=2, pos_embed_rescale=None)  # no random positions in training
 ROTARY = dict(use_rot_pos_emb=True, use_abs_pos_emb=False, rope_type="dinov3", rope_rotate_half=True)
+BEIT = dict(layer_scale_init_value=0.1, drop_path_rate=0.0)
+STAGES = dict(num_encoder_blocks=2, depths=[2, 1], hidden_sizes=[8, 16], num_attention_heads=[1, 2], drop_path_rate=0.0)
+STAGES |= dict(mlp_ratios=[2, 2], sr_ratios=[2, 1], strides=[4, 2])
+WINDOWS = dict(image_size=SIDE, patch_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 4], window_size=4)
+WINDOWS |= dict(drop_path_rate=0.0, mlp_ratio=2.0)
 
 
 def _timm(name: str):
@@ -24,6 +29,11 @@ def _timm(name: str):
 def _hf(model: str, config: str, **options: object) -> nn.Module:
     package = import_module("transformers")
     return getattr(package, model)(getattr(package, config)(**options))
+
+
+def _maskformer_swin() -> nn.Module:
+    package = import_module("transformers.models.maskformer.modeling_maskformer_swin")
+    return package.MaskFormerSwinModel(import_module("transformers").MaskFormerSwinConfig(**WINDOWS))
 
 
 def _distilled() -> nn.Module:
@@ -72,7 +82,11 @@ SIZES = {
     "timm_twins_svt_ragged": (24, 40),
     "timm_pvt_v2": (32, 24),
     "timm_pvt_v2_linear": (32, 24),
-}  # sides of images; SIDE × SIDE for the others
+    "hf_segformer": (32, 24),
+    "hf_pvt_v2": (24, 32),
+} | dict.fromkeys(
+    ("hf_swin", "hf_swinv2", "hf_donut_swin", "hf_maskformer_swin", "hf_glpn"), (28, 36)
+)  # sides of images; SIDE × SIDE for the others
 
 # timm's
 MODELS = {
@@ -146,6 +160,32 @@ MODELS = {
     "hf_clip": lambda: _hf("CLIPVisionModel", "CLIPVisionConfig", **HF),
     "hf_siglip": lambda: _hf("SiglipVisionModel", "SiglipVisionConfig", **HF),
     "hf_siglip2": lambda: _hf("Siglip2VisionModel", "Siglip2VisionConfig", **TOWER, patch_size=PATCH, num_patches=4),
+    "hf_swin": lambda: _hf("SwinModel", "SwinConfig", **WINDOWS),
+    "hf_swinv2": lambda: _hf("Swinv2Model", "Swinv2Config", **WINDOWS),
+    "hf_donut_swin": lambda: _hf("DonutSwinModel", "DonutSwinConfig", **WINDOWS),
+    "hf_maskformer_swin": _maskformer_swin,
+    "hf_segformer": lambda: _hf("SegformerModel", "SegformerConfig", **STAGES, **DROPLESS, patch_sizes=[7, 3]),
+    "hf_glpn": lambda: _hf("GLPNModel", "GLPNConfig", **STAGES, **DROPLESS, patch_sizes=[7, 3]),
+    "hf_pvt": lambda: _hf(
+        "PvtModel",
+        "PvtConfig",
+        **STAGES,
+        **DROPLESS,
+        image_size=SIDE,
+        patch_sizes=[4, 2],
+        sequence_reduction_ratios=[2, 1],
+    ),
+    "hf_pvt_v2": lambda: _hf("PvtV2Model", "PvtV2Config", **STAGES, **DROPLESS, image_size=SIDE, patch_sizes=[7, 3]),
+    "hf_pvt_v2_linear": lambda: _hf(
+        "PvtV2Model", "PvtV2Config", **STAGES, **DROPLESS, image_size=SIDE, patch_sizes=[7, 3], linear_attention=True
+    ),
+    "hf_beit": lambda: _hf("BeitModel", "BeitConfig", **HF, **DROPLESS, **BEIT, use_relative_position_bias=True),
+    "hf_beit_shared": lambda: _hf(
+        "BeitModel", "BeitConfig", **HF, **DROPLESS, **BEIT, use_shared_relative_position_bias=True
+    ),
+    "hf_data2vec": lambda: _hf(
+        "Data2VecVisionModel", "Data2VecVisionConfig", **HF, **DROPLESS, **BEIT, use_relative_position_bias=True
+    ),
     # torchvision's, vit-pytorch's, torch's
     "torchvision_vit": lambda: import_module("torchvision.models").VisionTransformer(
         SIDE, PATCH, 2, 2, 24, 48, num_classes=5
@@ -166,7 +206,8 @@ MODELS = {
     "mlp_sequential": lambda: nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)),
 }
 TOKENS = ("torch_", "mlp_")
-PYRAMIDS = [n for n in MODELS if any(kind in n for kind in ("swin", "twins", "pvt", "tnt", "crossvit", "pit"))]
+KINDS = ("swin", "twins", "pvt", "tnt", "crossvit", "pit", "segformer", "glpn")
+PYRAMIDS = [n for n in MODELS if any(kind in n for kind in KINDS)]
 
 
 def redraw(model: nn.Module) -> nn.Module:
