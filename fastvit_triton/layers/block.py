@@ -1,7 +1,7 @@
 """Transformer blocks: attention and MLP as residual branches. Parameter names are timm's."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -85,8 +85,16 @@ class Blocks(nn.Sequential):
 
         def __iter__(self) -> Iterator[Block]: ...
 
+        def __getitem__(self, at: int | slice) -> Any: ...  # a Block, or Blocks
+
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
+        for y in self.outputs(x):
+            x = y
+        return x
+
+    def outputs(self, x: Tensor) -> Iterator[Tensor]:
+        """Yields the output [B, N, D] of each block in turn."""
         stats, blocks = None, list(self)
         chained = [type(block) is Block and not has_hooks(block) for block in blocks]  # a hook expects one tensor
         if has_global_hooks():
@@ -96,4 +104,4 @@ class Blocks(nn.Sequential):
                 x, stats = block(x, stats, blocks[i + 1].norm1)
             else:
                 x, stats = block(x, stats) if chained[i] else block(x), None
-        return x
+            yield x

@@ -22,6 +22,7 @@ CHOICES = {
     "global_pool": ("token", "avg", "map", "none"),
     "weight_init": ("timm", "jax"),
 }
+ALIASES = {"gap": "avg", "": "none"}  # of global_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class ViTConfig(BaseConfig):
         pre_norm: a LayerNorm between the embedding and the first block, and no patch bias (CLIP).
         dynamic_img_size: accept any size that the patch divides; learned positions are resampled on the fly.
         global_pool: "token" (class token), "avg" (mean of patch tokens; "gap" is the same), "map" (attention pooling)
-            or "none" (all tokens go to the head).
+            or "none" (all tokens go to the head; timm's "" is the same).
         final_norm: LayerNorm after the last block; None means yes for norm="pre", no for norm="post".
         fc_norm: put that norm after the pooling; None means yes for "avg", as in timm.
         pre_logits: a D x D layer with tanh before the head (ViT paper, section 3.1, pre-training head).
@@ -100,8 +101,8 @@ class ViTConfig(BaseConfig):
         check_types(self)
         super().__post_init__()
         object.__setattr__(self, "patch_size", sides(self.patch_size))
-        if self.global_pool == "gap":
-            object.__setattr__(self, "global_pool", "avg")
+        if self.global_pool in ALIASES:
+            object.__setattr__(self, "global_pool", ALIASES[self.global_pool])
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..files import replacing
 from ..layers.embed import INTERPOLATION
+from ..models.features import FeatureGetterNet
 from ..models.transformer import VisionTransformer
 from . import adapt, vit
 from .adapt import State, WeightsError, some, variant
@@ -88,7 +89,7 @@ def load_weights(
     checkpoint has none or one for a different number of classes (ViT, arXiv:2010.11929, section 3.2).
 
     Args:
-        model: a model from `create_model`.
+        model: a model from `create_model`; one with `features_only=True` takes what its backbone kept.
         source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a folder with `model.safetensors`, or a
             state dict.
         resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
@@ -147,7 +148,7 @@ def save_weights(
     activation and epsilon.
 
     Args:
-        model: a model from `create_model`.
+        model: a model from `create_model`; of one with `features_only=True` the backbone, its `model`, is written.
         path: file to write; ends in `.safetensors`.
         layout: "fastvit_triton", "timm" or "transformers".
         metadata: header entries in addition to format, layout, variant and config.
@@ -158,6 +159,7 @@ def save_weights(
     path = Path(path)
     if path.suffix != ".safetensors":
         raise WeightsError(f"weights are saved as safetensors; name the file {path.with_suffix('.safetensors').name}")
+    model = _backbone(model)
     spelling = _spelling(model)
     if layout not in ("fastvit_triton", *spelling.saved):
         raise WeightsError(f"layout is {layout!r}; use one of {', '.join(('fastvit_triton', *spelling.saved))}")
@@ -180,6 +182,7 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     """Unwraps, renames, adapts and checks the tensors before it copies them into the model."""
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
+    model = _backbone(model)
     spelling = _spelling(model)
     found, wrapper = _unwrap(held)
     layout, state, spelled = _translate(found, spelling.layouts)
@@ -187,7 +190,7 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
-    dropped = [key for key in state if IRRELEVANT.search(key)]
+    dropped = [key for key in state if IRRELEVANT.search(key) or key in model.pruned]
     for key in dropped:
         del state[key]
     dropped += adapt.fit_head(model.head_names, target, state)
@@ -225,6 +228,11 @@ def _tensor(array: np.ndarray) -> Tensor | None:
     if array.dtype.kind == "V" and array.dtype.itemsize == 2:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.ascontiguousarray(array, np.float32)) if array.dtype.kind == "f" else None
+
+
+def _backbone(model: nn.Module) -> nn.Module:
+    """The model inside a feature extractor, or the model itself."""
+    return model.model if isinstance(model, FeatureGetterNet) else model
 
 
 def _spelling(model: Any) -> Spelling:

@@ -26,7 +26,7 @@ class _NoDraws(TorchFunctionMode):
 def skeleton(name: str, **options: object) -> VisionTransformer:
     """The model of `create_model` on the meta device, in milliseconds and without memory."""
     with torch.device("meta"), _NoDraws():
-        return create_model(name, **options)
+        return create_model(name, features_only=False, **options)
 
 
 def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> VisionTransformer:
@@ -55,4 +55,4 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> V
     found = sum(tensor.numel() for tensor in tensors.values())
     if wanted > 2 * found + TABLES:
         raise ValueError(f"its config asks for {wanted:,} numbers, and the file holds {found:,}")
-    return create_model(name, **config)
+    return create_model(name, features_only=False, **config)
