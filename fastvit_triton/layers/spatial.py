@@ -4,7 +4,6 @@ Like `AttentionParts` and `MlpParts`, they describe modules of any library by th
 Tokens [B, N, D] are viewed as a feature map before and flattened after the branches.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -109,7 +108,7 @@ class ReducedParts(NamedTuple):
     proj: nn.Module | None
     num_heads: int
     scale: float
-    reduce: Foreign | Callable[[Tensor], Tensor] | None = None
+    reduce: Foreign | None = None
     norm: nn.Module | None = None
     ratio: int = 1
     drops: tuple[nn.Module | None] = (None,)
@@ -140,7 +139,7 @@ class ReducedParts(NamedTuple):
             o = attention_qkv(qkv, self.num_heads, self.scale)
         else:
             q = project(x, (self.q,), None, None, way).flatten(1, 2)
-            small, before = fold_or_normalize(self._reduced(x), self.norm, self.kv, way)
+            small, before = fold_or_normalize(_reduced(self.reduce, x), self.norm, self.kv, way)
             kv = project(small, self.kv, before, None, way)
             q, k, v = (
                 t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
@@ -148,15 +147,13 @@ class ReducedParts(NamedTuple):
             o = attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
         return finish(o.unflatten(1, x.shape[1:3]), self.proj, None, *self.drops, way=way, **end)
 
-    def _reduced(self, x: Tensor) -> Tensor:
-        """The smaller map as tokens [B, M, D]."""
-        if not isinstance(self.reduce, nn.Module):
-            return self.reduce(x)
-        conv: Foreign = self.reduce
-        image = x.permute(0, 3, 1, 2)
-        if is_patch_conv(conv) and not (x.shape[1] % conv.stride[0] or x.shape[2] % conv.stride[1]):
-            return patch_embed(image, conv.weight, conv.bias)
-        return conv(image).flatten(2).transpose(1, 2)
+
+def _reduced(reduce: Foreign, x: Tensor) -> Tensor:
+    """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
+    image = x.permute(0, 3, 1, 2)
+    if is_patch_conv(reduce) and not (x.shape[1] % reduce.stride[0] or x.shape[2] % reduce.stride[1]):
+        return patch_embed(image, reduce.weight, reduce.bias)
+    return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Conv2d) else reduce(x)
 
 
 class DepthwiseMlpParts(NamedTuple):
