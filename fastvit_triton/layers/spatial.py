@@ -15,8 +15,9 @@ from ..kernels.cost import Branch
 from ..kernels.depthwise import depthwise
 from ..kernels.fold import packed
 from ..kernels.patch_embed import patch_embed
-from ..kernels.window import window_attention
+from ..kernels.window import reference, window_attention
 from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
+from .embed import whole_patches
 from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
 
 
@@ -74,17 +75,21 @@ class WindowParts(NamedTuple):
         **end: Any,
     ) -> Output:
         """Attention of x [B, H, W, D] within windows, see `Body`."""
-        qkv = project(x, self.projections, norm, stats, way)
-        size, shift, pad_first = self.window
-        pad = self._pad(x) if x.shape[1] % size[0] or x.shape[2] % size[1] else None
-        o = window_attention(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, pad_first)
+        o = self.attend(project(x, self.projections, norm, stats, way))
         return finish(o, self.proj, None, *self.drops, way=way, **end)
 
-    def _pad(self, x: Tensor) -> Tensor | None:
+    def attend(self, qkv: Tensor, fused: bool = True) -> Tensor:
+        """Attention without projections: [B, H, W, 3·heads·D] → [B, H, W, heads·D]; in PyTorch unless `fused`."""
+        size, shift, pad_first = self.window
+        pad = self._pad(qkv) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
+        attention = window_attention if fused else reference
+        return attention(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, pad_first)
+
+    def _pad(self, qkv: Tensor) -> Tensor | None:
         """The projections of a padded token, which is zero after the norm: [3·heads·D]."""
         if all(is_readable(layer) for layer in self.projections):
             return packed(*zip(*((layer.weight, layer.bias) for layer in self.projections), strict=True))[1]
-        return project(x.new_zeros(1, x.shape[-1]), self.projections)[0]
+        return project(qkv.new_zeros(1, width_of(self.projections)[1]), self.projections)[0]
 
 
 class ReducedParts(NamedTuple):
@@ -151,8 +156,8 @@ class ReducedParts(NamedTuple):
 def _reduced(reduce: Foreign, x: Tensor) -> Tensor:
     """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
     image = x.permute(0, 3, 1, 2)
-    if is_patch_conv(reduce) and not (x.shape[1] % reduce.stride[0] or x.shape[2] % reduce.stride[1]):
-        return patch_embed(image, reduce.weight, reduce.bias)
+    if is_patch_conv(reduce):
+        return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
     return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Conv2d) else reduce(x)
 
 
