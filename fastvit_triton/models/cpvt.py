@@ -21,6 +21,8 @@ from .config import ViTConfig
 from .transformer import VisionTransformer
 from .vit import BASE, SMALL, TINY
 
+PADDINGS = ("zeros", "circular", "reflect", "replicate")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CpvtConfig(ViTConfig):
@@ -40,6 +42,8 @@ class CpvtConfig(ViTConfig):
         super().__post_init__()
         if not 0 <= self.pegs <= self.depth:
             raise ValueError(f"pegs is {self.pegs}; the model has {self.depth} blocks, so use 0 to {self.depth}")
+        if self.peg_padding not in PADDINGS:
+            raise ValueError(f"peg_padding is {self.peg_padding!r}; use one of {', '.join(PADDINGS)}")
 
 
 class ConditionalVisionTransformer(VisionTransformer):

@@ -109,12 +109,8 @@ def build_block(config: PvtConfig, stage: int, drop_path: float) -> Block:
 
 
 MODEL = PyramidVisionTransformer
-VARIANTS = {
-    "pvt_tiny": PvtConfig(depths=(2, 2, 2, 2)),
-    "pvt_small": PvtConfig(depths=(3, 4, 6, 3)),
-    "pvt_medium": PvtConfig(depths=(3, 4, 18, 3)),
-    "pvt_large": PvtConfig(depths=(3, 8, 27, 3)),
-}
+DEPTHS = dict(tiny=(2, 2, 2, 2), small=(3, 4, 6, 3), medium=(3, 4, 18, 3), large=(3, 8, 27, 3))
+VARIANTS = {f"pvt_{size}": PvtConfig(depths=depths) for size, depths in DEPTHS.items()}
 ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names
 
 # Counted by the authors' code.
