@@ -166,17 +166,18 @@ class PyramidTransformer(ImageModel):
 
     def check_image(self, image: Tensor) -> None:
         """Raises ValueError if the image has the wrong number of channels or the wrong size."""
-        config = self.config
+        config, size = self.config, tuple(image.shape[2:])
         if image.dim() != 4 or image.shape[1] != config.in_chans:
             raise ValueError(f"image must have axes [B, {config.in_chans}, H, W], got shape {list(image.shape)}")
-        size, own, least = ("x".join(map(str, s)) for s in (image.shape[2:], config.img_size, config.smallest))
-        if size != own and not config.dynamic_img_size:
+        if size != config.img_size and not config.dynamic_img_size:
+            expected = "x".join(map(str, config.img_size))
             raise ValueError(
-                f"image is {size} pixels, the model takes {own}; "
+                f"image is {size[0]}x{size[1]} pixels, the model takes {expected}; "
                 "resize it, or build the model with img_size= or dynamic_img_size=True"
             )
-        if any(side < at_least for side, at_least in zip(image.shape[2:], config.smallest, strict=True)):
-            raise ValueError(f"image is {size} pixels; the model needs at least {least}")
+        if size[0] < config.smallest[0] or size[1] < config.smallest[1]:
+            least = "x".join(map(str, config.smallest))
+            raise ValueError(f"image is {size[0]}x{size[1]} pixels; the model needs at least {least}")
 
     def stages(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the map [B, H, W, D] of each stage in turn, before the final norm; see `flattens` for the last one."""
