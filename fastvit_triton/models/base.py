@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..layers import normalize
@@ -89,6 +90,7 @@ class ImageModel(nn.Module):
     num_classes: int
     num_features: int
     norm: nn.Module
+    grad_checkpointing: bool
 
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → features before the pooling."""
@@ -215,6 +217,11 @@ class ImageModel(nn.Module):
         """Enables recomputing every block in the backward pass instead of storing its activations."""
         self.grad_checkpointing = enable
 
+    @property
+    def recomputes(self) -> bool:
+        """True if blocks are recomputed in the backward pass of this call."""
+        return self.grad_checkpointing and torch.is_grad_enabled()
+
     def get_classifier(self) -> nn.Module | tuple[nn.Module, ...]:
         """Returns the head, or a tuple of heads."""
         heads = tuple(self.get_submodule(name) for name in self.head_names)
@@ -231,7 +238,8 @@ class ImageModel(nn.Module):
         self.config = self.config.replace(num_classes=num_classes, **pool)
         self.num_classes = num_classes
         for name in self.head_names:
-            setattr(self, name, self.zero_head())
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, self.zero_head())
 
     def zero_head(self) -> nn.Module:
         """A zero-initialised linear layer num_features → num_classes on the model's device, or Identity."""

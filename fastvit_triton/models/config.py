@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from types import NoneType
+from types import NoneType, UnionType
 from typing import get_args
 
 from ..layers.embed import sides
@@ -138,7 +138,9 @@ class ViTConfig(BaseConfig):
 def check_types(config: BaseConfig) -> None:
     """Raises ValueError unless each field has its annotated type; numbers must be finite."""
     for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), get_args(field.type) or (field.type,)
+        value, kinds = getattr(config, field.name), (field.type,)
+        if isinstance(field.type, UnionType):
+            kinds = get_args(field.type)
         if not any(_is_a(value, kind) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
             raise ValueError(f"{field.name} is {value!r}; its type is {words}")
@@ -151,7 +153,9 @@ def _is_a(value: object, kind: type) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if isinstance(kind, type) and kind is not tuple and not get_args(kind):
         return isinstance(value, kind)
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_a(side, int) for side in value)
+    each, *more = get_args(kind)  # of tuple[int, int], or of tuple[int, ...]
+    fits = isinstance(value, (tuple, list)) and (more == [...] or len(value) == 2)
+    return fits and all(_is_a(v, each) for v in value)
 
 
 def fitting(image: int, patch: int) -> str:

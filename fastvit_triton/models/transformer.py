@@ -4,12 +4,11 @@ Source: Dosovitskiy et al., An image is worth 16x16 words, arXiv:2010.11929, eq.
 timm's: patch_embed, cls_token, reg_token, pos_embed, norm_pre, blocks, norm, attn_pool, fc_norm, head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import (
     Attention,
@@ -145,20 +144,11 @@ class VisionTransformer(ImageModel):
 
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
-        return normalize(self.run_blocks(self.embed(image)), self.norm)
+        return normalize(self.blocks(self.embed(image), self.after(image), self.recomputes), self.norm)
 
-    @property
-    def recomputes(self) -> bool:
-        """True if blocks are recomputed in the backward pass of this call."""
-        return self.grad_checkpointing and torch.is_grad_enabled()
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, N, D], with activation checkpointing if enabled."""
-        if not self.recomputes:
-            return self.blocks(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+    def after(self, image: Tensor) -> Sequence[Callable[[Tensor], Tensor]]:
+        """Hook for subclasses: functions of the output of the first blocks, see `Blocks.outputs`."""
+        return ()
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
@@ -168,13 +158,7 @@ class VisionTransformer(ImageModel):
 
     def stages(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, T + N, D] after each block."""
-        x = self.embed(image)
-        if not self.recomputes:
-            yield from self.blocks.outputs(x)
-            return
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-            yield x
+        yield from self.blocks.outputs(self.embed(image), self.after(image), self.recomputes)
 
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and prefix tokens [B, T, D] or None."""

@@ -23,7 +23,7 @@ from ..files import replacing
 from ..layers.embed import INTERPOLATION
 from ..models.features import FeatureGetterNet
 from ..models.transformer import VisionTransformer
-from . import adapt, vit
+from . import adapt, pyramid, vit
 from .adapt import State, WeightsError, some, variant
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
 from .reading import CHECKSUM, checksum, is_finite, read, why_unusable
@@ -32,7 +32,7 @@ from .rebuild import build_model
 WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
     r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
-    r"|dino_head|ibot_head|student|opt)(\.|$)|(^|\.)[tb]$"
+    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
 )
 
 
@@ -40,19 +40,26 @@ class Spelling(NamedTuple):
     """The layouts of an architecture's checkpoints, and functions that convert to and from them.
 
     Attributes:
+        name: of the architecture, in errors.
         layouts: layouts that can be read, in the order in which their marks are searched.
         fit: adapts renamed tensors to a model, see `vit.fit`.
         saved: layouts that can be written, by name; the first that supports the model is used.
         write: converts a model's tensors to one of these layouts, see `vit.write`.
     """
 
+    name: str
     layouts: tuple[Layout, ...]
     fit: Callable[..., tuple[list[str], str]]
     saved: dict[str, tuple[Layout, ...]]
     write: Callable[..., State]
 
 
-SPELLINGS = {"vit": Spelling(LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write)}
+SPELLINGS = {
+    "vit": Spelling("a plain ViT", LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write),
+    "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, {"timm": (pyramid.TIMM_SWIN,)}, pyramid.write),
+    "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
+    "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
+}
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     model = _backbone(model)
     spelling = _spelling(model)
     found, wrapper = _unwrap(held)
-    layout, state, spelled = _translate(found, spelling.layouts)
+    layout, state, spelled = _translate(found, spelling)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
@@ -250,13 +257,13 @@ def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layo
     return None
 
 
-def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State, dict[str, str]]:
+def _translate(found: State, spelling: Spelling) -> tuple[Layout, State, dict[str, str]]:
     """The layout, the tensors under our names, and a map from our names to the checkpoint's keys."""
     dotted = {key.replace("/", "."): key for key in found}
-    if (match := _recognise(dotted, layouts)) is None:
+    if (match := _recognise(dotted, spelling.layouts)) is None:
         raise WeightsError(
-            f"this is not a checkpoint of a plain ViT: its keys ({some(tuple(found)) or 'none'}) match no known "
-            f"layout; known are {', '.join(layout.name for layout in layouts)}"
+            f"this is not a checkpoint of {spelling.name}: its keys ({some(tuple(found)) or 'none'}) match no known "
+            f"layout; known are {', '.join(layout.name for layout in spelling.layouts)}"
         )
     layout, prefix = match
     for key, tensor in found.items():
@@ -267,7 +274,9 @@ def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
     try:
         state = {layout.ours(key): tensor for key, tensor in layout.read(state).items()}
-        state = adapt.join(adapt.split(state, "attn_pool.qkv"), "attn.qkv", "attn_pool.kv", "mlp.fc1", "mlp.fc2")
+        state = adapt.join(
+            adapt.split(state, "attn_pool.qkv"), "attn.qkv", "attn.kv", "attn_pool.kv", "mlp.fc1", "mlp.fc2"
+        )
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(f"this {layout.name} checkpoint has tensors of unusual shape: {error}") from error
     for key in (*adapt.TOKENS, "pos_embed"):

@@ -45,8 +45,9 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> V
     config = json.loads(text)
     if not isinstance(config, dict):
         raise ValueError(f"its config is {text!r}; expected an object")
-    depth = config.get("depth", 0)
-    if isinstance(depth, int) and depth * TENSORS_PER_BLOCK > len(tensors):
+    depths = [config.get("depth"), *(d if isinstance(d := config.get("depths"), list) else [])]
+    depth = sum(d for d in depths if isinstance(d, int))
+    if depth * TENSORS_PER_BLOCK > len(tensors):
         raise ValueError(f"its config has depth {depth:,}, and the file {len(tensors):,} tensors")
     empty = skeleton(name, **config)
     if metadata.get("layout") == "fastvit_triton":
