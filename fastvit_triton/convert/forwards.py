@@ -19,9 +19,11 @@ from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import type_name
 from ..layers.module_parts import Foreign
+from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 from .third_party import is_fusable
 
-Reader = Callable[..., AttentionParts | MlpParts | str]
+Parts = AttentionParts | MlpParts | WindowParts | ReducedParts | DepthwiseMlpParts
+Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
 Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 

@@ -36,6 +36,7 @@ parts.DROP_PATHS.update(
     (
         "timm.layers.drop.DropPath",
         "timm.models.layers.drop.DropPath",
+        "torchvision.ops.stochastic_depth.StochasticDepth",
         f"{_HF}.dinov2.modeling_dinov2.Dinov2DropPath",
         f"{_HF}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
         f"{_HF}.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",
