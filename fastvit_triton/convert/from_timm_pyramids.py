@@ -100,14 +100,14 @@ def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
 )
 def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> WindowParts | str:
     """Parts of Swin V2's attention, called on windows [B·windows, n, D]."""
-    why = "windows with a mask" if mask is not None else dropped(self) or hooked((self.softmax, *self.cpb_mlp.modules()))
+    why = (
+        "windows with a mask" if mask is not None else dropped(self) or hooked((self.softmax, *self.cpb_mlp.modules()))
+    )
     qkv = packed_projection(self) if why is None else why
     if isinstance(qkv, str):
         return qkv
     size, bias, scale = tuple(self.window_size), continuous_bias(self), cosine_scale(self)
-    return WindowParts(
-        (qkv,), self.proj, self.num_heads, scale, Window(size), bias, drops=(self.proj_drop,), grid=size
-    )
+    return WindowParts((qkv,), self.proj, self.num_heads, scale, Window(size), bias, drops=(self.proj_drop,), grid=size)
 
 
 @fused_forward(
@@ -122,9 +122,7 @@ def swin_merging(self: Foreign, x: Tensor) -> Tensor:
     return merge(x, self.norm, self.reduction) if is_fusable(self, x) else original(self, x)
 
 
-@fused_forward(
-    "patch merging", "timm.models.swin_transformer_v2.PatchMerging", needs="norm reduction", takes=""
-)
+@fused_forward("patch merging", "timm.models.swin_transformer_v2.PatchMerging", needs="norm reduction", takes="")
 def swin_v2_merging(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, D']."""
     return normalize(project(merged(x), (self.reduction,)), self.norm) if is_fusable(self, x) else original(self, x)
@@ -155,7 +153,9 @@ def global_parts(self: Foreign, size: Grid | None = None) -> ReducedParts | str:
 
 
 @fused_body(
-    "timm.models.pvt_v2.Attention", needs="q kv num_heads scale attn_drop proj proj_drop pool sr norm", takes="feat_size"
+    "timm.models.pvt_v2.Attention",
+    needs="q kv num_heads scale attn_drop proj proj_drop pool sr norm",
+    takes="feat_size",
 )
 def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> ReducedParts | str:
     """Parts of PVT v2's attention to a smaller map, by a convolution or by pooling (linear attention)."""
@@ -211,7 +211,9 @@ def _pos_reason(self: Foreign) -> str | None:
     return None if plain else "its convolution has a stride, was replaced or has a hook"
 
 
-@fused_forward("depthwise convolution", "timm.models.twins.PosConv", needs="proj stride", takes="size", reason=_pos_reason)
+@fused_forward(
+    "depthwise convolution", "timm.models.twins.PosConv", needs="proj stride", takes="size", reason=_pos_reason
+)
 def pos_conv(self: Foreign, x: Tensor, size: Grid) -> Tensor:
     """Positional encoding by a depthwise convolution; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x) or _pos_reason(self) is not None:

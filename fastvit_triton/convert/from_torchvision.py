@@ -35,9 +35,7 @@ def _window(attn: Foreign) -> Window:
 def swin_parts(self: Foreign) -> WindowParts | str:
     """Parts of an attention in shifted windows, with a table of relative positions."""
     scale = (self.qkv.weight.shape[-1] // self.num_heads) ** -0.5
-    return _reason(self) or WindowParts(
-        (self.qkv,), self.proj, self.num_heads, scale, _window(self), table_bias(self)
-    )
+    return _reason(self) or WindowParts((self.qkv,), self.proj, self.num_heads, scale, _window(self), table_bias(self))
 
 
 @fused_body(
