@@ -160,7 +160,7 @@ class ReducedParts(NamedTuple):
             o = attention_qkv(qkv, self.num_heads, self.scale)
         else:
             q = project(x, (self.q,), None, None, way).flatten(1, -2)
-            small, before = fold_or_normalize(_reduced(self.reduce, as_map(x, self.grid)), self.norm, self.kv, way)
+            small, before = fold_or_normalize(reduced_map(self.reduce, as_map(x, self.grid)), self.norm, self.kv, way)
             kv = project(small, self.kv, before, None, way)
             q, k, v = (
                 t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
@@ -169,7 +169,7 @@ class ReducedParts(NamedTuple):
         return finish(o.unflatten(1, x.shape[1:-1]), self.proj, None, *self.drops, way=way, **end)
 
 
-def _reduced(reduce: Foreign, x: Tensor) -> Tensor:
+def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
     """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
     if not isinstance(reduce, nn.Module):
         return reduce(x)
