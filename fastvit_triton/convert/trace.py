@@ -294,6 +294,7 @@ def _nbytes(t: Tensor) -> int:
 
 OUR_FLOPS = {
     "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
+    "window_attention_fwd": lambda qkv, bias, scales, pad, heads, window, *_: 4 * qkv.numel() // 3 * math.prod(window),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
     "patch_embed_fwd": lambda image, weight, *_: 2 * image.numel() * len(weight),  # patches cover the image

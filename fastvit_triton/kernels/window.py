@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import attention
+from . import attention, plan
 from .argument import expect_bool, expect_floating, expect_int, expect_mixable, expect_nonempty, expect_number
 from .attention_launch import prepare, prepared, start
 from .backend import kernels_available
@@ -75,12 +75,20 @@ def window_attention(
         TypeError: an argument is of another type or dtype.
     """
     D = _check(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
-    if D <= WIDEST and kernels_available(qkv, D):
+    if D <= WIDEST and kernels_available(qkv, D) and _kernel_is_chosen(qkv, window_size, shift_size):
         scales, scale = (scale, 1.0) if isinstance(scale, Tensor) else (None, D**-0.5 if scale is None else scale)
         padded = qkv.shape[1] % window_size[0] or qkv.shape[2] % window_size[1]
         settings = num_heads, tuple(window_size), tuple(shift_size), scale, pad_first
         return _Fn.apply(cast(qkv)[0], bias, scales, pad if padded else None, *settings)
     return reference(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
+
+
+def _kernel_is_chosen(qkv, window_size, shift_size):
+    """True if the plan selects our kernels, not the reference; constant while tracing."""
+    (B, H, W, width), (h, w) = qkv.shape, window_size
+    padded = not torch.compiler.is_compiling() and bool(H % h or W % w)
+    sizes = plan.rows_of(B * H * W), width // 3, h * w, any(shift_size), padded
+    return plan.prefers_kernel(qkv, "window_attention", *sizes)
 
 
 def reference(
@@ -299,7 +307,7 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     if "bias" in case:
         arguments["bias"] = randn(heads, h * w, h * w)
     if "cosine" in case:
-        arguments["scale"] = randn(heads, shift=10.0)
+        arguments["scale"] = randn(heads, scale=0.3, shift=2.0)
     if "pad" in case:
         arguments["pad"] = randn(3 * heads * D)
     return arguments
@@ -323,7 +331,7 @@ OP = Op(
         "swinv2": dict(B=1, H=10, W=16, heads=2, D=32, h=8, w=8, sy=4, sx=4, bias=1, cosine=1, pad=1),
         "twins": dict(B=1, H=8, W=7, heads=2, D=30, h=7, w=7),
         "swin384": dict(B=1, H=12, W=24, heads=2, D=32, h=12, w=12, sx=6, bias=1),
-        "swinv2_256": dict(B=1, H=20, W=16, heads=1, D=32, h=16, w=16, sy=8, bias=1, cosine=1, pad=1),
+        "swinv2_256": dict(B=1, H=20, W=16, heads=2, D=16, h=16, w=16, sy=8, bias=1, cosine=1, pad=1),
         "narrow": dict(B=3, H=3, W=4, heads=5, D=6, h=1, w=3, sx=2, bias=1, cosine=1, pad=1, pad_first=0),
         "no_images": dict(B=0, H=7, W=8, heads=2, D=8, h=4, w=4, sy=2, sx=2, bias=1, pad=1, cosine=1),
     },
