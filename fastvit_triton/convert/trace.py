@@ -2,8 +2,7 @@
 
 A PyTorch operator that writes memory counts as one launch, or as the number in LAUNCHES. It reads each operand once and
 writes each result once; views and allocations are free, and cache hits are ignored. Inside our operators, each Triton
-launch moves each of its tensors once, and the PyTorch operators around it count too. Flops are those of matmuls and
-convolutions, 2 for a multiply-add.
+launch moves each of its tensors once, and PyTorch operators around it count. A multiply-add of a product is 2 flops.
 
 Tensors are on the CPU, so that autocast and scaled_dot_product_attention work, but their memory is never accessed:
 results are uninitialised. Inside `kernels.launch.targeting` they count as GPU tensors.

@@ -7,6 +7,14 @@ Math      The grid is padded at the bottom and right to whole windows, and rolle
           O = softmax(S) V, rolled back and cut to [H, W]                                                     (4)
           A padded token is a row of zeros before the projection; so its q, k, v are the projection's bias. It is a key
           like any other, and has no output.
+Backward  equations (5) to (10) of `window_backward`.
+Kernels   They read the packed projection and write the result in place, by an index map: no pass pads, rolls or
+          partitions. A window of at most 64 tokens is one tile, whose bias stays in registers for a run of windows; the
+          keys of larger windows are read in blocks.
+Cost      4·B·H·W·N·heads·D flops; bytes = qkv + o + 4·B·heads·H·W.
+Saved     qkv, bias, scale, pad, o in storage dtype, and L = ln Σₙ exp(S) in fp32.
+Limits    The kernels take heads of at most 64 channels. The bias of windows of more than 64 tokens is copied unless its
+          last axis is contiguous.
 Sources   Liu et al., Swin Transformer, arXiv:2103.14030, section 3.2 and eq. 4; Liu et al., Swin Transformer V2,
           arXiv:2111.09883, eq. 2. The value −100 and the padding are those of the authors' code.
 """
@@ -321,7 +329,7 @@ OP = Op(
         "plain": dict(B=1, H=2, W=6, heads=1, D=3, h=2, w=3),
         "moved": dict(B=2, H=5, W=3, heads=2, D=3, h=2, w=3, sy=1, bias=1, pad=1, pad_first=1),
         "cosine": dict(B=1, H=3, W=5, heads=2, D=4, h=2, w=2, sy=1, sx=1, bias=1, cosine=1, pad=1, pad_first=0),
-        "large": dict(B=1, H=9, W=17, heads=1, D=2, h=9, w=9, sx=4, bias=1, pad=1, cosine=1),
+        "large": dict(B=1, H=9, W=17, heads=1, D=2, h=9, w=9, sx=4, bias=1, pad=1),
     },
     inputs=_inputs,
     ragged={
