@@ -385,7 +385,19 @@ def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bo
     return ours, theirs if residual else theirs[:-1]
 
 
+def _window_attention(size: int, training: bool, M: int, C: int, N: int, shifted: bool, padded: bool) -> Pair:
+    """`window_attention` of M tokens of C channels, in windows of N; PyTorch pads, rolls and partitions in passes."""
+    b = Branch("attention", 1, M, C, 3 * C, C, itemsize=size)
+    ours, core = (Launch(kind, 4.0 * M * N * C, size * 4 * M * C) for kind in ("fused attention", "attention"))
+    theirs = [_pass(b, 6 * M * C)] * (1 + shifted + padded) + [core] + [_pass(b, 2 * M * C)] * (1 + shifted)
+    if not training:
+        return [ours], theirs
+    more = 2.5 if N <= 64 else 4.5  # products of the backward pass, over those of the forward pass
+    found = [ours, ours._replace(flops=more * ours.flops, nbytes=2 * ours.nbytes, backward=True), _pass(b, 0)]
+    return found, theirs * 2 + [core._replace(flops=2.5 * core.flops, nbytes=2 * core.nbytes, backward=True)]
+
+
 OPS: dict[str, Callable[..., Pair]] = dict(
     linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp,
-    depthwise=_depthwise,
+    depthwise=_depthwise, window_attention=_window_attention,
 )  # fmt: skip
