@@ -131,7 +131,7 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
         ANY: _weight_gradient((32, 128, 128, 8, 2)),
     },
     "depthwise.fwd.half": {ANY: _convolution((2, 16, 64, 4), (4, 32, 64, 8), (4, 16, 32, 2), (2, 32, 64, 8))},
-    "depthwise.bwd.half": {ANY: _convolution((1, 16, 64, 4), (2, 32, 32, 4), (4, 16, 32, 4))},
+    "depthwise.bwd.half": {ANY: _convolution((2, 32, 32, 4), (4, 16, 32, 4))},
 }  # fmt: skip
 
 
