@@ -78,9 +78,9 @@ def coverage_markdown(result: dict) -> str:
     found = [r for r in result["rows"] if "error" not in r]
     lines = [
         f"Written by `{result['command']}` on {result['date']}: {result['note']}.",
-        "Linear: share of the parameters of linear layers in fused modules. Products: share of the arithmetic of matmuls",
-        "and convolutions in our kernels. Launches and GB of one call: eager PyTorch, then every module fused and frozen.",
-        "Plan: the ways of branches by default on an H200, and the launches.",
+        "Linear: share of the parameters of linear layers in fused modules. Products: share of the arithmetic of",
+        "matmuls and convolutions in our kernels. Launches and GB of one call: eager PyTorch, then every module fused",
+        "and frozen. Plan: the ways of branches by default on an H200, and the launches.",
         "",
         "| model | fused | linear | products | launches | GB | plan |",
         "| --- | --: | --: | --: | --: | --: | --- |",
@@ -90,7 +90,7 @@ def coverage_markdown(result: dict) -> str:
         (before, read), (after, moved) = r["eager"], r["fused"]
         plan = ", ".join(f"{n} {way}" for way, n in r["plan"].items()) or "no block"
         cells = [
-            f"{fused}/{candidates}" + (f" + {norms} norms" if norms else ""),
+            f"{fused}/{candidates}" + (f" + {norms} LayerNorm{'s' if norms > 1 else ''}" if norms else ""),
             f"{r['inside']:.0%}",
             f"{r['products']:.0%}",
             f"{before} → {after} ({before / after:.2f}×)",
