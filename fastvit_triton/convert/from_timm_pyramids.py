@@ -9,7 +9,7 @@ from ..kernels.depthwise import depthwise
 from ..layers.body import normalize, project
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import has_hooks, is_our_forward, type_name
-from ..layers.module_parts import Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive
+from ..layers.module_parts import Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts
 from .forwards import fused_body, fused_forward, original
 from .from_timm import dropped, packed_projection
@@ -37,8 +37,8 @@ def _swin_reason(block: Foreign) -> str | None:
     why = dropped(attn) or unusual_norm(block.norm1, block.drop_path1) or hooked(attn.modules())
     if why is None and not is_inactive(attn.proj_drop):
         why = f"dropout {attn.proj_drop.p} within windows"
-    qkv = packed_projection(attn) if why is None else why
-    return qkv if isinstance(qkv, str) else None
+    separate = getattr(attn, "q_bias", None) is not None and not is_readable(attn.qkv)
+    return "qkv was replaced" if why is None and separate else why
 
 
 def _swin_runs(block: Foreign, x: Tensor) -> bool:

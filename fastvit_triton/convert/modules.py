@@ -23,6 +23,9 @@ from . import (  # noqa: F401  (they register)
     from_torch,
     from_torchvision,
     from_transformers,
+    from_transformers_beit,
+    from_transformers_pyramids,
+    from_transformers_swin,
     from_vit_pytorch,
 )
 from .forwards import Forward, Parts, forward_for

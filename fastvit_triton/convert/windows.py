@@ -1,4 +1,4 @@
-"""What timm's and torchvision's pyramids share: tables of positions, Swin V2's bias and scale, merging of patches.
+"""What the pyramids of several packages share: tables of positions, Swin V2's bias and scale, merging of patches.
 
 What is computed from weights alone is kept while the model is frozen, see `layers.freeze.derived`.
 """
@@ -38,21 +38,21 @@ def table_bias(attn: Foreign) -> Tensor:
 def continuous_bias(attn: Foreign) -> Tensor:
     """Swin V2's bias [heads, n, n]: 16 · sigmoid of an MLP of the relative coordinates."""
     coordinates, index = attn.relative_coords_table, attn.relative_position_index
+    mlp = attn.cpb_mlp if hasattr(attn, "cpb_mlp") else attn.continuous_position_bias_mlp
 
     def make() -> Tensor:
         kind = coordinates.device.type
         exact = nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)  # what is kept outlives it
         with exact:
-            table = attn.cpb_mlp(coordinates).view(-1, attn.num_heads)
-            return _expanded(16 * torch.sigmoid(table), index)
+            return _expanded(16 * torch.sigmoid(mlp(coordinates).flatten(0, -2)), index)
 
-    return derived(attn, "bias", (coordinates, index, *attn.cpb_mlp.parameters()), make)
+    return derived(attn, "bias", (coordinates, index, *mlp.parameters()), make)
 
 
 def _expanded(table: Tensor, index: Tensor) -> Tensor:
-    """table[index] as [heads, n, n]."""
+    """table[index] as [heads, n, n], contiguous."""
     n = math.isqrt(index.numel())
-    return table[index.view(-1)].permute(1, 0).reshape(-1, n, n)
+    return table.permute(1, 0)[:, index.view(-1)].view(-1, n, n)
 
 
 def cosine_scale(attn: Foreign) -> Tensor:
