@@ -171,7 +171,7 @@ def test_resized_tables_equal_timms(old, new):
         ("twins_svt_small", dict(img_size=24), "img_size height is 24; this model needs at least 32"),
         ("pvt_tiny", dict(sr_ratios=(8, 4, 2, 2)), "the class token is in the last stage"),
         ("pvt_tiny", dict(class_token=False), "use global_pool='avg' without a class token"),
-        ("cpvt_tiny", dict(pegs=13), "pegs is 13; the model has 12 blocks"),
+        ("cpvt_tiny", dict(pegs=-1), "pegs is -1; it must be at least 0"),
         ("cpvt_tiny", dict(peg_padding="ones"), "peg_padding is 'ones'; use one of zeros, "),
     ],
 )
