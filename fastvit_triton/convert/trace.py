@@ -28,9 +28,8 @@ from ..kernels.op import REGISTERED
 from ..layers.replay.recorder import ALLOCATE, READERS
 
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
-# number of CUDA kernels of a PyTorch operator, if not 1, from the sources of torch 2.13:
-# flash_bwd_launch_template.h (Δ; dq, dk and dv; dq from its fp32 sums), layer_norm_kernel.cu (dx; dγ and dβ, up to
-# 65,536 rows), Convolution.cpp (the bias is added to cuDNN's result, and its gradient is a sum)
+# CUDA kernels of a PyTorch operator, if not 1, by torch 2.13: flash_bwd_launch_template.h (Δ; dq, dk, dv; dq from fp32
+# sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
 
 _storages = itertools.count()
@@ -296,5 +295,6 @@ OUR_FLOPS = {
     "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
+    "depthwise_fwd": lambda x, taps, bias, stride, *_: 2 * len(taps) * x[:, ::stride, ::stride].numel(),
     "patch_embed_fwd": lambda image, weight, *_: 2 * image.numel() * len(weight),  # patches cover the image
 }
