@@ -36,6 +36,7 @@ FAST = {
     "convert": r"references_equal|report_|original_runs|keys|replaced|draws|masks|equal_the_original\[timm_vit\]",
     "convert_hooks": r"forwards_are_called\[|failed_optimize|see_every_call\[|fx|labels",
     "explain": r"reference|gradients|rollout|published",
+    "explain_pyramids": r"named|refuse|softmax\[(twins|swin|cait|levit)-reference",
     "export": r"jit",
     "features": r"timms\[vit_tiny_p|launch|early|checkpoint|naflex|sentence",
     "freeze": r"fold-ours-_(optimizer|data_merge|assign)|fold_once|threshold|invalid|detect.*_(optimizer|assign)",

@@ -77,7 +77,7 @@ class WindowAttention(nn.Module):
         parts = self.parts(self.bias())
         if way == "plain":
             fused = can_fuse(x) and not ways.state.inside_plain
-            return self.proj_drop(self.proj(parts.attend(self.qkv(x), fused)))
+            return self.proj_drop(self.proj(parts.attend(self.qkv(x), x.shape[-1], fused)))
         return parts(x, norm, stats, way, **end)
 
     def parts(self, bias: Tensor | None) -> WindowParts:
