@@ -1,17 +1,27 @@
 """Tests of Swin, Twins, PVT and CPVT. Oracles: see pyramids.py; all weights are random, and in float64."""
 
+import copy
+from collections import Counter
+
 import pytest
 import torch
+from interpreter import interpreting
 from pyramids import CASES, gradients, loss, pair
 from timm.layers import resize_rel_pos_bias_table
 from timm.models import swin_transformer
 from torch import Tensor, nn
 
-from fastvit_triton import create_model
+from fastvit_triton import create_model, freeze
+from fastvit_triton.convert.trace import tracing
+from fastvit_triton.convert.values import without_weights
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
 
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
+HALF = [(torch.float32, "mixed"), (torch.bfloat16, "fused"), (torch.bfloat16, "mixed")]
 SIZES = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 
@@ -157,6 +167,84 @@ def test_resized_tables_equal_timms(old, new):
     want = resize_rel_pos_bias_table(table, new, ((2 * new[0] - 1) * (2 * new[1] - 1), 3), old)
     assert distance(resize_table(table, old, new), want) <= 4 * torch.finfo(torch.float32).eps  # four terms each
     assert torch.equal(resize_table(table, old, old), table)
+
+
+def within_budget(model: nn.Module, images: Tensor, dtype: torch.dtype, way: str) -> list[str]:
+    """Names of results whose error exceeds twice the sum of PyTorch's own in this dtype and one rounding."""
+
+    def results(dtype: torch.dtype) -> dict[str, Tensor]:
+        twin = copy.deepcopy(model).to(dtype)
+        logits = twin(images.to(dtype))
+        (logits.double() * weights).sum().backward()
+        found = {name: parameter.grad for name, parameter in twin.named_parameters()} | {"logits": logits.detach()}
+        return {name: tensor.double() for name, tensor in found.items()}
+
+    weights = torch.randn(len(images), 5).double()
+    truth, plain = results(torch.float64), results(dtype)
+    with interpreting(), forcing(way):
+        fused = results(dtype)
+    total = max(float(t.abs().max()) for t in truth.values())
+    assert any(not torch.equal(fused[name], plain[name]) for name in truth)  # the kernels ran
+    found = []
+    for name, want in truth.items():
+        rounding = torch.finfo(dtype).eps * max(float(want.abs().max()), 1e-3 * total)
+        if (fused[name] - want).abs().max() > 2 * ((plain[name] - want).abs().max() + rounding):
+            found.append(name)
+    return found
+
+
+SHORT = dict(depths=(2, 1)), (10, 14)
+TRACED = dict(swin=SHORT, twins_svt=SHORT, twins_pcpvt=SHORT, pvt=(dict(depths=(1, 1)), (8, 32)))
+TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))
+INTERPRETED = [(name, torch.float32, "fused") for name in ("swin", "twins_svt", "pvt", "cpvt")]
+INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
+
+
+@pytest.mark.parametrize("name, dtype, way", INTERPRETED, ids=str)
+def test_kernels_give_the_same(name, dtype, way, always_folded):
+    """Oracle: float64; the kernels' error in logits and every gradient is at most twice PyTorch's own."""
+    options, size = TRACED[name]
+    model, _ = pair(CASES[name], size, drop_path_rate=0.0, **options)
+    assert within_budget(model.eval(), torch.randn(1, 3, *size), dtype, way) == []
+
+
+# family → options of two models that differ in one block, and what that block launches in a frozen model
+BLOCKS = {
+    "swin": (dict(depths=(2, 2)), dict(depths=(3, 2)), "window"),
+    "swin shifted": (dict(depths=(3, 2)), dict(depths=(4, 2)), "window"),
+    "twins_svt": (dict(depths=(2, 2)), dict(depths=(3, 2)), "window"),
+    "twins_svt reduced": (dict(depths=(3, 2)), dict(depths=(4, 2)), "attention"),
+    "pvt": (dict(depths=(2, 2)), dict(depths=(2, 3)), "attention"),
+    "cpvt": (dict(depth=2), dict(depth=3), "attention"),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_launches_of_a_frozen_block(block):
+    """Oracle: one more block launches attention once, one product before and one after, and its MLP, in at most 5
+    launches: nothing rolls, pads, indexes or adds. A reduction adds its norms, convolution and projection."""
+    *both, attention = BLOCKS[block]
+    counts = []
+    for options in both:
+        case = CASES[block.partition(" ")[0]]
+        with torch.device("meta"):
+            model = create_model(case.name, **case.options | options, img_size=case.sizes[0])
+        model = without_weights(model.bfloat16()).eval()
+        freeze(model)
+        images = torch.empty(8, 3, *case.sizes[0], dtype=torch.bfloat16)
+        with forcing("fused"), using_backend("triton"), targeting("sm_90"), torch.no_grad():
+            for _ in range(2):  # the first call folds
+                with tracing() as found:
+                    model(images)
+        kernels = [event.name for event in found.events if "." in event.name]
+        others = [event.name for event in found.events if "." not in event.name and not event.name.endswith("_fwd")]
+        counts.append((Counter(kernels), Counter(others)))
+    added, others = counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
+    assert added[f"{attention}._fwd_kernel"] == 1 and not others
+    if "reduced" in block:
+        assert added.total() <= 9 and added["patch_embed._fwd_kernel"] == 1
+    else:
+        assert added.total() <= 5 and added["linear._fwd_kernel"] in (2, 4) and not added["layer_norm._stats_kernel"]
 
 
 @pytest.mark.parametrize(
