@@ -9,7 +9,10 @@ from interpreter import interpreting
 from pyramids import CASES, gradients, loss, pair
 from timm.layers import resize_rel_pos_bias_table
 from timm.models import swin_transformer
+from timm.models._features import FeatureGetterNet as TimmGetter
+from timm.models._manipulate import group_parameters
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from fastvit_triton import create_model, freeze
 from fastvit_triton.convert.trace import tracing
@@ -18,6 +21,7 @@ from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
+from fastvit_triton.models import FeatureGetterNet
 
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
@@ -29,6 +33,12 @@ def distance(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     """‖a − b‖ / ‖b‖, with at least this norm of b."""
     assert a.shape == b.shape
     return float((a - b).detach().norm()) / max(float(b.detach().norm()), least, 1e-30)
+
+
+def assert_equal(found: object, wanted: object) -> None:
+    """Asserts the same structure, and values within roundings of the largest."""
+    (ours, form), (theirs, timms) = tree_flatten(found), tree_flatten(wanted)
+    assert form == timms and all(distance(a, b) <= ROUNDINGS * EPS64 for a, b in zip(ours, theirs, strict=True))
 
 
 def assert_same(case, ours: nn.Module, theirs: nn.Module, images: Tensor, seed: int = 0) -> None:
@@ -279,3 +289,67 @@ def test_wrong_images_raise_one_sentence():
         model(torch.zeros(1, 3, 16, 18))
     with pytest.raises(ValueError, match="image is 31x64 pixels; the model needs at least 32x32"):
         create_model("pvt_tiny", depths=(1, 1, 1, 1))(torch.zeros(1, 3, 31, 64))
+
+
+INTERMEDIATES = [
+    dict(),
+    dict(indices=1, norm=True),
+    dict(indices=[-1, 0], intermediates_only=True),
+    dict(indices=[0], stop_early=True, intermediates_only=True),
+]
+
+
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "twins_pcpvt"])
+@torch.no_grad()
+def test_features_equal_timms(name):
+    """Oracle: timm's methods: intermediates, information, layers of the parameters, backbones, other heads."""
+    case = CASES[name]
+    models = pair(case, case.sizes[0], drop_path_rate=0.0)
+    images = torch.randn(2, 3, *case.sizes[0]).double()
+    for options in INTERMEDIATES:
+        assert_equal(*(model.forward_intermediates(images, **options) for model in models))
+    ours, theirs = models
+    assert ours.feature_info == [
+        {key: stage[key] for key in ours.feature_info[0]} | dict(reduction=2 << i)
+        for i, stage in enumerate(theirs.feature_info)  # timm's Twins takes 4 for the patch side
+    ]
+    assert ours.no_weight_decay() == set(theirs.no_weight_decay()) and ours.get_classifier() is not None
+    for coarse in (False, True):
+        found, wanted = (group_parameters(model, model.group_matcher(coarse)) for model in models)
+        assert found == wanted
+    for indices in ((0,), (0, 1)):
+        found = FeatureGetterNet(copy.deepcopy(ours), out_indices=indices)
+        wanted = TimmGetter(copy.deepcopy(theirs), out_indices=indices)
+        assert found.state_dict().keys() == wanted.state_dict().keys()
+        assert found.feature_info.channels() == wanted.feature_info.channels()
+        assert_equal(found(images), wanted(images))
+        again = create_model(ours.variant, **vars(found.model.config))
+        assert again.state_dict().keys() == found.model.state_dict().keys()
+    for classes, pool in ((7, None), (4, ""), (0, "avg")):
+        for model in models:
+            model.reset_classifier(classes, pool)
+        ours.load_state_dict(theirs.state_dict())
+        assert_equal(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_backbones_agree_with_their_models(name):
+    """Oracle: the model's own stages; the last one with the final norm is what enters the pooling."""
+    case = CASES[name]
+    model, _ = pair(case, case.sizes[0], drop_path_rate=0.0)
+    images = torch.randn(2, 3, *case.sizes[0]).double()
+    features, maps = model.forward_intermediates(images, norm=True)
+    assert torch.equal(features, model.forward_features(images))
+    tokens = maps[-1].flatten(2).transpose(1, 2)
+    last = features.flatten(1, -2)
+    assert torch.equal(tokens, last[:, last.shape[1] - tokens.shape[1] :])
+    for indices in ((0,), (0, len(maps) - 1)):
+        options = case.options | dict(img_size=case.sizes[0], drop_path_rate=0.0)
+        backbone = create_model(case.name, **options, features_only=True, out_indices=indices).double()
+        missing = backbone.model.load_state_dict(model.state_dict(), strict=False)
+        assert not missing.missing_keys
+        for y, i in zip(backbone(images), indices, strict=True):
+            assert torch.equal(y, model.forward_intermediates(images, [i], intermediates_only=True)[0])
+            assert y.shape[1] == model.feature_info[i]["num_chs"]
+    assert group_parameters(model, model.group_matcher())  # every parameter is in a group
