@@ -10,7 +10,7 @@ from ..layers.body import normalize, project
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import has_hooks, is_our_forward, type_name
 from ..layers.module_parts import Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable
-from ..layers.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts
+from ..layers.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts, as_map, taps_of
 from .forwards import fused_body, fused_forward, original
 from .from_timm import dropped, packed_projection
 from .from_timm_blocks import both_norms
@@ -219,4 +219,4 @@ def pos_conv(self: Foreign, x: Tensor, size: Grid) -> Tensor:
     if not is_fusable(self, x) or _pos_reason(self) is not None:
         return original(self, x, size)
     conv = self.proj[0]
-    return depthwise(x.unflatten(1, tuple(size)), conv.weight, conv.bias, residual=True).flatten(1, 2)
+    return depthwise(as_map(x, size), taps_of(conv), conv.bias, residual=True).flatten(1, 2)

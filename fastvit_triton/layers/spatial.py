@@ -18,6 +18,7 @@ from ..kernels.patch_embed import patch_embed
 from ..kernels.window import reference, window_attention
 from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
 from .embed import whole_patches
+from .freeze import derived
 from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
 
 
@@ -222,7 +223,7 @@ class DepthwiseMlpParts(NamedTuple):
         h = h.relu() if self.relu else h
         name = self.act if isinstance(self.act, str) else None
         if is_depthwise_conv(self.conv):
-            h = depthwise(h, self.conv.weight, self.conv.bias, activation=name)
+            h = depthwise(h, taps_of(self.conv), self.conv.bias, activation=name)
         else:
             h = self.conv(h.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
             h = h if name is None else ACTIVATIONS[name](h)
@@ -230,6 +231,13 @@ class DepthwiseMlpParts(NamedTuple):
         h = h if name is not None else activate(h, self.act)
         inner, outer = self.drops
         return finish(h if inner is None else inner(h), self.fc2, None, outer, way=way, **end)
+
+
+def taps_of(conv: Foreign) -> Tensor:
+    """Weight [C, 1, K, K] of a depthwise convolution, in the memory layout that `depthwise` reads without a copy."""
+    weight = conv.weight
+    taps = derived(conv, "taps", (weight,), lambda: weight.flatten(1).t().contiguous())
+    return taps.t().unflatten(1, weight.shape[2:]).unsqueeze(1)
 
 
 def as_map(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
