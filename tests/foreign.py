@@ -77,6 +77,7 @@ def _tnt(**more: object) -> nn.Module:
 
 SIZES = {
     "timm_swin_ragged": (28, 20),
+    "timm_swin_any": (24, 36),
     "timm_swin_v2_ragged": (28, 20),
     "timm_twins_svt_ragged": (24, 40),
     "timm_pvt_v2": (32, 24),
@@ -124,6 +125,7 @@ MODELS = {
     ),
     "timm_swin": lambda: _swin("swin_transformer.SwinTransformer", depths=(2, 1)),
     "timm_swin_ragged": lambda: _swin("swin_transformer.SwinTransformer", (28, 20), depths=(2, 2)),
+    "timm_swin_any": lambda: _swin("swin_transformer.SwinTransformer", depths=(2, 1), strict_img_size=False),
     "timm_swin_v2": lambda: _swin("swin_transformer_v2.SwinTransformerV2", depths=(2, 1)),
     "timm_swin_v2_ragged": lambda: _swin("swin_transformer_v2.SwinTransformerV2", (28, 20), depths=(2, 2)),
     "timm_twins_svt": lambda: _twins(wss=(4, 2)),
@@ -138,7 +140,7 @@ MODELS = {
         img_scale=(1.0, 0.5),
         patch_size=(8, 4),
         embed_dim=(16, 24),
-        depth=((1, 2, 1), (1, 1, 0)),
+        depth=((1, 1, 1), (1, 1, 0)),
         num_heads=(2, 2),
         num_classes=5,
     ),

@@ -138,7 +138,7 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
 @fused_body("timm.models.tnt.Attention", needs="qk v num_heads head_dim scale attn_drop proj proj_drop", takes="")
 def tnt_parts(self: Foreign) -> AttentionParts | str:
     """Parts of TNT's attention, which projects queries and keys together."""
-    if self.hidden_dim != self.v.out_features:
+    if self.hidden_dim != getattr(self.v, "out_features", self.hidden_dim):
         return "queries of another width than the values"
     layers = self.qk, self.v
     return dropped(self) or AttentionParts(layers, self.proj, self.num_heads, self.scale, drops=(self.proj_drop,))

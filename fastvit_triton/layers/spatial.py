@@ -15,8 +15,9 @@ from ..kernels.cost import Branch
 from ..kernels.depthwise import depthwise
 from ..kernels.fold import packed
 from ..kernels.patch_embed import patch_embed
-from ..kernels.window import window_attention
+from ..kernels.window import reference, window_attention
 from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
+from .embed import whole_patches
 from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
 
 
@@ -85,16 +86,24 @@ class WindowParts(NamedTuple):
     ) -> Output:
         """Attention of x [B, H, W, D] within windows, see `Body`."""
         qkv = as_map(project(x, self.projections, norm, stats, way), self.grid)
-        size, shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
-        pad = self._pad(x) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
-        o = window_attention(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, self.window.pad_first)
-        return finish(as_tokens(o, self.grid), self.proj, None, *self.drops, way=way, **end)
+        o = as_tokens(self.attend(qkv, x.shape[-1]), self.grid)
+        return finish(o, self.proj, None, *self.drops, way=way, **end)
 
-    def _pad(self, x: Tensor) -> Tensor | None:
+    def attend(self, qkv: Tensor, channels: int, fused: bool = True) -> Tensor:
+        """Attention without projections, which have this number of input channels; in PyTorch unless `fused`.
+
+        [B, H, W, 3·heads·D] → [B, H, W, heads·D].
+        """
+        size, shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
+        pad = self._pad(qkv, channels) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
+        run = window_attention if fused else reference
+        return run(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, self.window.pad_first)
+
+    def _pad(self, qkv: Tensor, channels: int) -> Tensor | None:
         """The projections of a padded token, which is zero after the norm: [3·heads·D]."""
         if all(is_readable(layer) for layer in self.projections):
             return packed(*zip(*((layer.weight, layer.bias) for layer in self.projections), strict=True))[1]
-        return project(x.new_zeros(1, x.shape[-1]), self.projections)[0]
+        return project(qkv.new_zeros(1, channels), self.projections)[0]
 
 
 class ReducedParts(NamedTuple):
@@ -151,7 +160,7 @@ class ReducedParts(NamedTuple):
             o = attention_qkv(qkv, self.num_heads, self.scale)
         else:
             q = project(x, (self.q,), None, None, way).flatten(1, -2)
-            small, before = fold_or_normalize(_reduced(self.reduce, as_map(x, self.grid)), self.norm, self.kv, way)
+            small, before = fold_or_normalize(reduced_map(self.reduce, as_map(x, self.grid)), self.norm, self.kv, way)
             kv = project(small, self.kv, before, None, way)
             q, k, v = (
                 t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
@@ -160,13 +169,13 @@ class ReducedParts(NamedTuple):
         return finish(o.unflatten(1, x.shape[1:-1]), self.proj, None, *self.drops, way=way, **end)
 
 
-def _reduced(reduce: Foreign, x: Tensor) -> Tensor:
+def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
     """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
     if not isinstance(reduce, nn.Module):
         return reduce(x)
     image = x.permute(0, 3, 1, 2)
-    if is_patch_conv(reduce) and not (x.shape[1] % reduce.stride[0] or x.shape[2] % reduce.stride[1]):
-        return patch_embed(image, reduce.weight, reduce.bias)
+    if is_patch_conv(reduce):
+        return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
     return reduce(image).flatten(2).transpose(1, 2)
 
 
