@@ -415,7 +415,9 @@ def test_autocast_dtypes_equal_the_original(name, kernels, references):
         for module in owner.modules():
             if type(module).__name__.endswith(("Block", "BlockV2", "Layer")):
                 module.register_forward_hook(
-                    lambda m, i, o, ours=ours: dtypes[ours].extend(t.dtype for t in tree_leaves(o))
+                    lambda m, i, o, ours=ours: dtypes[ours].extend(
+                        t.dtype for t in tree_leaves(o) if isinstance(t, torch.Tensor)
+                    )
                 )
     with torch.autocast("cpu", torch.bfloat16):
         baseline = outputs(plain, given)

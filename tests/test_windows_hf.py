@@ -6,13 +6,17 @@ import sys
 import pytest
 import torch
 import transformers
-from foreign import DROPLESS, HF, STAGES, WINDOWS, build, inputs, redraw
-from test_convert import LowRank, Recorder, same
+from foreign import DROPLESS, HF, STAGES, WINDOWS, build, inputs, outputs, redraw
+from interpreter import interpreting
+from test_convert import LowRank, Recorder, results, same
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastvit_triton import freeze, optimize
 from fastvit_triton.convert import forwards, from_transformers_beit, from_transformers_pyramids, from_transformers_swin
+from fastvit_triton.convert.count import predict
+from fastvit_triton.kernels import cost
+from fastvit_triton.kernels.plan import forcing
 
 FILES = forwards, from_transformers_beit, from_transformers_pyramids, from_transformers_swin
 SWINS = ["hf_swin", "hf_swinv2", "hf_donut_swin", "hf_maskformer_swin"]
@@ -227,3 +231,89 @@ def test_a_frozen_model_computes_its_biases_once(name, references):
             got = model(x)
         assert equal(got, plain(x))
     assert not any(op in str(run.ops) for op in ("aten::index.", "aten::sigmoid", "aten::upsample"))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpointing_gives_the_same_gradients(name, references):
+    """Oracle: the outputs and gradients of the original with checkpointing."""
+    model = build(name).train()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("it has no checkpointing")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    model, plain = twins(model)
+    x = inputs(name)
+    got, want = results(model, x), results(plain, x)
+    largest = max(float(g.norm()) for g in want.values())
+    assert got.keys() == want.keys()
+    assert all(float((got[n] - g).norm()) <= 84 * torch.finfo(torch.float64).eps * largest for n, g in want.items())
+
+
+def test_clap_runs_the_code_of_swin(references, originals):
+    """Oracle: the original, on a spectrogram; CLAP's audio tower is a copy of Swin."""
+    sizes = dict(spec_size=32, num_mel_bins=8, patch_size=4, patch_stride=[4, 4], window_size=4, hidden_size=32)
+    sizes |= dict(patch_embeds_hidden_size=16, depths=[2, 1], num_attention_heads=[2, 4], enable_fusion=False)
+    config = transformers.ClapAudioConfig(**sizes, hidden_dropout_prob=0.0, drop_path_rate=0.0)
+    model, plain = twins(redraw(transformers.ClapAudioModel(config)).double().eval())
+    x = torch.randn(2, 1, 128, 8, dtype=torch.float64)
+    assert equal(model(x), plain(x)) and not originals
+    assert {"ClapAudioLayer", "ClapAudioAttention", "ClapAudioPatchMerging"} <= {m.type for m in optimize(model).fused}
+
+
+# our operators in one layer, without folds
+OPERATORS = {
+    "hf_swin": ["window_attention_fwd", *["linear_fwd"] * 4],
+    "hf_swinv2": ["window_attention_fwd", *["linear_fwd"] * 4],
+    "hf_segformer": ["attention_fwd", "patch_embed_fwd", "depthwise_fwd", *["linear_fwd"] * 5],
+    "hf_pvt_v2": ["attention_fwd", "patch_embed_fwd", "depthwise_fwd", *["linear_fwd"] * 5],
+    "hf_pvt": ["attention_fwd", "patch_embed_fwd", *["linear_fwd"] * 5],
+    "hf_beit": ["attention_fwd", *["linear_fwd"] * 4],
+}
+FORBIDDEN = "roll", "_softmax", "bmm", "constant_pad_nd", "convolution", "index.Tensor", "upsample", "native_layer_norm"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_frozen_layer_runs_our_operators_alone(name):
+    """Oracle: the operators of the equations: nothing rolls, pads, convolves or reads a table."""
+    model = build(name, torch.float32).eval()
+    optimize(model, freeze=True)
+    layer = model.get_submodule(LAYERS.get(name, "layers.1"))
+    x, given = inputs(name, torch.float32), []
+    handle = layer.register_forward_pre_hook(lambda m, x, more: given.append((x, more)), with_kwargs=True)
+    with torch.no_grad(), interpreting(), forcing("fused"):
+        outputs(model, x)
+        handle.remove()
+        ((positional, named),) = given
+        with Recorder() as run:
+            layer(*positional, **named)
+    found = [op for op in run.ours if not op.startswith(("layer_norm", "row_stat", "fold", "pack"))]
+    assert sorted(found) == sorted(OPERATORS[name])
+    assert not [op for op in run.ops if any(word in op for word in FORBIDDEN)]
+
+
+# model → (class, configuration, most launches of a frozen model, least ratio of bytes to the original's)
+LIMITS = {
+    "Swin": ("ForImageClassification", {}, 87, 2.4),
+    "Swinv2": ("ForImageClassification", {}, 131, 2.6),
+    "DonutSwin": ("Model", {}, 81, 3.3),
+    "Segformer": ("ForImageClassification", {}, 100, 1.6),
+    "GLPN": ("Model", {}, 98, 1.9),
+    "Pvt": ("ForImageClassification", {}, 85, 2.9),
+    "PvtV2": ("ForImageClassification", {}, 100, 1.9),
+    "Beit": ("ForImageClassification", dict(use_relative_position_bias=True), 77, 1.7),
+    "Data2VecVision": ("ForImageClassification", dict(use_relative_position_bias=True), 77, 1.7),
+}
+
+
+@pytest.mark.parametrize("family", [f if f == "Pvt" else pytest.param(f, marks=pytest.mark.full) for f in LIMITS])
+def test_launches_and_bytes_of_whole_models(family):
+    """Oracle: counts of the default configuration, bfloat16, 8 images; everything but bare LayerNorms is fused."""
+    kind, options, launches, ratio = LIMITS[family]
+    with torch.device("meta"):
+        config = getattr(transformers, f"{family}Config")(**options)
+        model = getattr(transformers, f"{family}{kind}")(config).to(torch.bfloat16).eval()
+    assert not optimize(model).left
+    with forcing("fused"):
+        x = torch.empty(8, 3, 224, 224, device="meta", dtype=torch.bfloat16)
+        found = predict(model, cost.gpus()["h200"], False, x)
+    assert found.frozen.launches <= launches and found.eager.nbytes >= ratio * found.frozen.nbytes

@@ -18,6 +18,7 @@ from ..kernels.patch_embed import patch_embed
 from ..kernels.window import reference, window_attention
 from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
 from .embed import whole_patches
+from .freeze import derived
 from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
 
 
@@ -222,7 +223,7 @@ class DepthwiseMlpParts(NamedTuple):
         h = h.relu() if self.relu else h
         name = self.act if isinstance(self.act, str) else None
         if is_depthwise_conv(self.conv):
-            h = depthwise(h, self.conv.weight, self.conv.bias, activation=name)
+            h = depthwise(h, depthwise_weight(self.conv), self.conv.bias, activation=name)
         else:
             h = self.conv(h.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
             h = h if name is None else ACTIVATIONS[name](h)
@@ -240,3 +241,9 @@ def as_map(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
 def as_tokens(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
     """The reverse of `as_map`."""
     return x if grid is None else x.flatten(1, 2)
+
+
+def depthwise_weight(conv: Foreign) -> Tensor:
+    """The weight [C, 1, K, K] of a depthwise convolution; kept in the layout of the kernel while the model is frozen."""
+    taps = derived(conv, "taps", (conv.weight,), lambda: conv.weight.flatten(1).t())  # [K², C]
+    return taps.t().view(conv.weight.shape)
