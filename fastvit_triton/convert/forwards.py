@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..kernels.backend import constant, kernels_available
 from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
-from ..layers.hooks import type_name
+from ..layers.hooks import PACKAGE, type_name
 from ..layers.module_parts import Foreign
+from .recognition import recognised
 from .third_party import is_fusable
 
 Reader = Callable[..., AttentionParts | MlpParts | str]
@@ -80,6 +81,7 @@ def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 
 _taken: dict[type[nn.Module], tuple[str, ...]] = {}
 FORWARDS: dict[str, list[Forward]] = {}  # type → its fused forwards, the newest release's first
+INNER: set[str] = set()  # types of submodules whose code a fused forward replaces together with its own
 
 
 def register(names: tuple[str, ...], forward: Forward) -> None:
@@ -88,9 +90,18 @@ def register(names: tuple[str, ...], forward: Forward) -> None:
         FORWARDS.setdefault(name, []).append(forward)
 
 
+@constant
+def known_type(module: nn.Module) -> str:
+    """Name of the module's type, or of the registered type whose forward runs the same code."""
+    name = type_name(module)
+    if name in FORWARDS or name.partition(".")[0] in ("torch", PACKAGE):
+        return name
+    return recognised(type(module)) or name
+
+
 def forward_for(module: nn.Module) -> Forward | str | None:
     """The fused forward that fits this instance; a reason (str) if none fits; None for unknown types."""
-    known = FORWARDS.get(type_name(module))
+    known = FORWARDS.get(known_type(module))
     if known is None:
         return None
     forward = next((f for f in known if f.lacks(module) is None), None)

@@ -11,7 +11,7 @@ from ..layers.body import AttentionParts, MlpParts
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import Foreign, activation_of
-from .forwards import fused_body, fused_forward, original
+from .forwards import INNER, fused_body, fused_forward, known_type, original
 from .from_torch import STEMS, cross_attend, multihead_reason
 from .third_party import can_run, is_fusable, scores_mask
 
@@ -31,7 +31,8 @@ NESTED = _named(
     "dinov2.Dinov2Attention",
     "dinov2_with_registers.Dinov2WithRegistersAttention",
 )
-INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  # nested in them in older releases
+for family in (name.removesuffix("Attention") for name in NESTED):  # nested in them in older releases
+    INNER |= {f"{family}SelfAttention", f"{family}SelfOutput"}
 
 
 @fused_body(
@@ -76,8 +77,9 @@ def attention_parts(
 )
 def nested_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
     """As `attention_parts` for older releases: two submodules, the second with dropout; no weights are returned."""
-    inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
-    if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
+    inner, outer, family = self.attention, self.output, known_type(self).removesuffix("Attention")
+    same = known_type(inner) == f"{family}SelfAttention" and known_type(outer) == f"{family}SelfOutput"
+    if not same or not all(is_plain_module(part, (type_name(part),)) for part in (inner, outer)):
         return "attention or output was replaced or has a hook"
     why = _reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
     if why is not None:

@@ -17,14 +17,15 @@ from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
 from ..layers.ways import SIZES
 from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
-from .forwards import Forward, forward_for
+from .forwards import INNER, Forward, forward_for, known_type
 from .from_torch import CONV, STEMS
+from .recognition import foreign_code, forget
 from .reporting import Report, Row
 
 LEFT: dict[str, str | None] = {
     "timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"
 }  # type → why it is not converted
-LEFT |= dict.fromkeys(from_transformers.INNER)  # submodules of a candidate
+LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
 
 
@@ -71,6 +72,7 @@ def optimize(
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
     from_transformers.register()
+    forget()
     with _all_or_nothing(model):
         rows = _rows(model, filter_fn)
     if freeze:
@@ -151,12 +153,12 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
     if forward is None:
-        why = LEFT.get(name, "unknown type")
+        why = LEFT.get(known_type(module), "unknown type")
         asked = why is not None and any(word in cls.lower() for word in WORDS)
         return Row(path, cls, why=why) if asked else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
-    parts = "the forward of its class was replaced" if is_patched(type(module)) else _parts(forward, module)
+    parts = _foreign_code(module) or _parts(forward, module)
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
@@ -167,6 +169,13 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
     return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)
+
+
+def _foreign_code(module: nn.Module) -> str | None:
+    """Why the module's forward is not the code that its fused forward replaces; None if it is."""
+    if is_patched(type(module)):
+        return "the forward of its class was replaced"
+    return foreign_code(type(module)) if known_type(module) == type_name(module) else None
 
 
 def _became(forward: Forward, parts: AttentionParts | MlpParts | None) -> str:
@@ -188,6 +197,8 @@ def _parts(forward: Forward, module: nn.Module) -> AttentionParts | MlpParts | s
 
 def _notes(forward: Forward, module: nn.Module, parts: AttentionParts | MlpParts | None) -> Iterator[str]:
     """Yields notes: what is called instead of fused, and when the module's own forward runs."""
+    if (known := known_type(module)) != type_name(module):
+        yield f"it runs the code of {known.rpartition('.')[2]}"
     if has_hooks(module):
         yield "it has a hook, so it is called"
     if parts is not None:
