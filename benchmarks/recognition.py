@@ -112,7 +112,9 @@ def _class(name: str) -> type[nn.Module] | None:
     """The class of that full name; None if the installed release has none."""
     path, _, attribute = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(path), attribute, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old paths are deprecated
+            found = getattr(importlib.import_module(path), attribute, None)
     except ImportError:
         return None
     return found if isinstance(found, type) and f"{found.__module__}.{found.__qualname__}" == name else None

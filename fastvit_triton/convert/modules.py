@@ -21,6 +21,7 @@ from .forwards import INNER, Forward, forward_for, known_type
 from .from_torch import CONV, STEMS
 from .recognition import foreign_code, forget
 from .reporting import Report, Row
+from .verify import TOLERANCE, as_double, differences
 
 LEFT: dict[str, str | None] = {
     "timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"
@@ -35,6 +36,7 @@ def optimize(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     freeze: bool = False,
     tune: Any = None,
+    verify: Any = None,
 ) -> Report:
     """Replaces, in place, the forward of every module of a known type by one that can run fused.
 
@@ -59,12 +61,16 @@ def optimize(
         freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
         tune: an example input: also measure how the model runs fastest on this GPU, in training if it is in training
             mode; see `fastvit_triton.tune`. Nothing is measured if no kernel can run.
+        verify: an example input (a tensor, or a tuple or dictionary of arguments): also run each converted module and
+            its original in float64 with PyTorch, on two copies of the model, and undo the conversions whose outputs
+            differ; the report gives the difference.
 
     Returns:
         Report: for each candidate, what it became or why it was not converted; prints as a table.
 
     Raises:
         TypeError: model is not an nn.Module, filter_fn cannot be called, or freeze is not a bool.
+        Exception: whatever the model raises on the input to verify.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
@@ -75,6 +81,8 @@ def optimize(
     forget()
     with _all_or_nothing(model):
         rows = _rows(model, filter_fn)
+        if verify is not None:
+            rows = _verified(model, rows, verify)
     if freeze:
         freeze_weights(model)
     parameter = next(model.parameters(), None)
@@ -126,6 +134,23 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     fused = [known[row.path] for row in rows if row.became is not None]
     folded = {id(norm) for module in fused for norm in _folded(module, {id(m) for m in fused})}
     return tuple(_named(row, known[row.path], folded) for row in rows)
+
+
+def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row, ...]:
+    """The rows after undoing the conversions whose outputs differ from the originals'."""
+    original = as_double(model)
+    revert(original)
+    paths = [row.path for row in rows if row.became is not None and "the same module as" not in (row.why or "")]
+    found = differences(original, as_double(model), paths, inputs)
+    wrong = {path: by for path, by in found.items() if not by <= TOLERANCE}
+    for path in wrong:
+        del model.get_submodule(path).__dict__["forward"]
+    return tuple(
+        Row(row.path, row.type, why=f"its outputs differ from the original's by {wrong[row.path]:.1e}")
+        if row.path in wrong
+        else replace(row, within=None if row.within in wrong else row.within)
+        for row in rows
+    )
 
 
 def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
