@@ -1,21 +1,17 @@
 """Fused forwards for transformers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
 
-import sys
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.attention import attention
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import Foreign, activation_of
 from .forwards import INNER, fused_body, fused_forward, known_type, original
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .third_party import can_run, is_fusable, scores_mask
-
-NAME = "fastvit_triton"  # name of our attention in transformers' AttentionInterface
+from .third_party import is_fusable, scores_mask
 
 
 def _named(*classes: str) -> list[str]:
@@ -266,37 +262,3 @@ STEMS.update(
 )
 STEMS.update(dict.fromkeys(_named("clip.CLIPVisionEmbeddings", "siglip.SiglipVisionEmbeddings"), "patch_embedding"))
 STEMS.update(dict.fromkeys(_named("dinov3_vit.DINOv3ViTEmbeddings"), "patch_embeddings"))
-
-
-def attention_forward(
-    module: Foreign,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **more: object,
-) -> tuple[Tensor, None]:
-    """Attention as transformers' AttentionInterface calls it: [B, H, N, D] each → ([B, Nq, H, Dv], no weights).
-
-    Unsupported cases, such as grouped heads, causal masks and dropout, use transformers' "sdpa".
-    """
-    causal = query.shape[2] > 1 and attention_mask is None
-    causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    grouped = query.shape[1] != key.shape[1]
-    odd = any(more.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-    if causal or grouped or odd or dropout > 0 or not can_run(query):
-        sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
-        named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
-        return sdpa(module, query, key, value, attention_mask, **named)
-    return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
-
-
-def register() -> None:
-    """Registers "fastvit_triton" as an attention in transformers, if that is imported; masks are those of "sdpa"."""
-    models, masks = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "masking_utils"))
-    if models is not None and masks is not None:
-        models.AttentionInterface.register(NAME, attention_forward)
-        masks.AttentionMaskInterface.register(NAME, masks.sdpa_mask)

@@ -16,7 +16,7 @@ from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
 from ..layers.ways import SIZES
-from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
+from . import attention_interface, from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
 from .forwards import INNER, Forward, forward_for, known_type
 from .from_torch import CONV, STEMS
 from .recognition import foreign_code, forget
@@ -77,7 +77,7 @@ def optimize(
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
-    from_transformers.register()
+    attention_interface.register()
     forget()
     with _all_or_nothing(model):
         rows = _rows(model, filter_fn)

@@ -34,13 +34,17 @@ class Unreadable(ValueError):
     """Raised if the code of a forward cannot be read or depends on what a fingerprint does not cover."""
 
 
-@cache
+_recognised: dict[type, str | None] = {}
+
+
 def recognised(cls: type[nn.Module]) -> str | None:
     """Name of the registered class with the same fingerprint; None for an unknown one. Cached until `forget`."""
-    try:
-        return _names().get(fingerprint(cls))
-    except Unreadable:
-        return None
+    if cls not in _recognised:
+        try:
+            _recognised[cls] = _names().get(fingerprint(cls))
+        except Unreadable:
+            _recognised[cls] = None
+    return _recognised[cls]
 
 
 def fingerprint(cls: type[nn.Module]) -> str:
@@ -71,7 +75,7 @@ def foreign_code(cls: type[nn.Module]) -> str | None:
 
 def forget() -> None:
     """Clears the cached answers, so that patches are seen."""
-    recognised.cache_clear()
+    _recognised.clear()
 
 
 @cache
