@@ -46,7 +46,8 @@ def main() -> None:
 def fingerprints() -> dict[str, dict]:
     """Rows of the file for the installed packages."""
     rows: dict[str, dict] = {}
-    for name in sorted([*FORWARDS, *INNER]):
+    portable = [name for name, known in FORWARDS.items() if not any(forward.by_name for forward in known)]
+    for name in sorted([*portable, *INNER]):
         package = name.partition(".")[0]
         cls = _class(name) if package in PACKAGES else None
         if cls is None:

@@ -19,10 +19,12 @@ from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import PACKAGE, type_name
 from ..layers.module_parts import Foreign
+from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 from .recognition import recognised
 from .third_party import is_fusable
 
-Reader = Callable[..., AttentionParts | MlpParts | str]
+Parts = AttentionParts | MlpParts | WindowParts | ReducedParts | DepthwiseMlpParts
+Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
 Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
@@ -39,6 +41,7 @@ class Forward(NamedTuple):
         reason: returns why a module must run its own forward now, or None.
         call: returns the keyword arguments that every call of the module has, as known from its attributes.
         folds: returns pairs of a norm and the body or layer after it, into which it is folded where possible.
+        by_name: True if it depends on the names of types, so that copies of the class need names of their own here.
     """
 
     run: Callable
@@ -49,6 +52,7 @@ class Forward(NamedTuple):
     reason: Callable[[Foreign], str | None] | None = None
     call: Callable[[Foreign], dict[str, object]] | None = None
     folds: Folds | None = None
+    by_name: bool = False
 
     def lacks(self, module: nn.Module) -> str | None:
         """Message that names a required attribute this instance lacks; None if it has all."""
@@ -115,12 +119,13 @@ def fused_forward(
     takes: str | None = None,
     reason: Callable[[Foreign], str | None] | None = None,
     folds: Folds | None = None,
+    by_name: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
         chosen = _chosen(forward)
-        register(names, Forward(chosen, needs, takes, None, became, reason, None, folds))
+        register(names, Forward(chosen, needs, takes, None, became, reason, None, folds, by_name))
         return chosen
 
     return decorate
@@ -150,11 +155,12 @@ class FusedBody:
 
     Attributes:
         read: (module, arguments after the first) → its parts, or a reason (str) why there are none.
-        weights: True if the module returns (y, attention weights or None).
+        after: what follows y in the tuple that the module returns, such as None for attention weights; None if it
+            returns y itself.
     """
 
     read: Reader
-    weights: bool = False
+    after: tuple | None = None
 
     def __call__(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:
         """Runs the module on its inputs; [B, N, D] → [B, N, D]."""
@@ -182,7 +188,7 @@ class FusedBody:
                 if way == "plain":
                     return ways.plainly(type(module).forward, module, *inputs, **named)
                 y = parts(x, way=way)
-                return (y, None) if self.weights else y
+                return y if self.after is None else (y, *self.after)
         return original(module, *inputs, **named)
 
 
@@ -191,12 +197,13 @@ def fused_body(
     needs: str = "",
     takes: str | None = None,
     call: Callable[[Foreign], dict[str, object]] | None = None,
-    weights: bool = False,
+    after: tuple | None = None,
+    by_name: bool = False,
 ) -> Callable[[R], R]:
-    """Decorator: registers a reader of these types, see `Forward`; `weights` if they return (y, weights or None)."""
+    """Decorator: registers a reader of these types, see `Forward` and `FusedBody`."""
 
     def decorate(read: R) -> R:
-        register(names, Forward(FusedBody(read, weights), needs, takes, read, call=call))
+        register(names, Forward(FusedBody(read, after), needs, takes, read, call=call, by_name=by_name))
         return read
 
     return decorate
