@@ -164,7 +164,7 @@ def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> ReducedParts | st
     reduce, norm, ratio = self.sr, self.norm, 1 if self.sr is None else self.sr.stride[0]
     if self.pool is not None:
         reduce, norm = partial(_pooled, self), None
-    more = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
+    more: dict[str, Any] = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
     return dropped(self) or ReducedParts(
         self.q, (self.kv,), self.proj, self.num_heads, self.scale, reduce, norm, **more
     )

@@ -85,7 +85,7 @@ def _layer(
     attention_mask: Tensor | None = None,
     interpolate_pos_encoding: bool = False,
     resolution: Any = None,
-    **more: object,
+    **more: Any,
 ) -> Tensor:
     bias = None
     if self.relative_position_bias is not None:
@@ -122,7 +122,7 @@ def _nested_reason(self: Foreign) -> str | None:
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
     by_name=True,
 )
-def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor | None, ...]:
     """As `layer`, with nested submodules; [B, N, D] → ([B, N, D],), or with None where weights are never returned."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     odd = call.get("output_attentions") or call.get("head_mask") is not None

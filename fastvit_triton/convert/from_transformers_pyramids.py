@@ -46,7 +46,8 @@ def attention_parts(
     **more: object,
 ) -> ReducedParts | str:
     """Parts of SegFormer's attention."""
-    small, ratio = getattr(self, "sequence_reduction", None), self.sequence_reduction_ratio
+    small: Foreign = getattr(self, "sequence_reduction", None)
+    ratio = self.sequence_reduction_ratio
     if attention_mask is not None:
         return "a mask"
     if ratio > 1 and not is_plain_module(small, (f"{SEGFORMER}SequenceReduction",)):

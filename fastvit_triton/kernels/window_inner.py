@@ -152,8 +152,9 @@ def readable(qkv: Tensor, bias: Tensor | None, window_size: Sequence[int]) -> tu
     window, so their keys must be adjacent.
     """
     small = window_size[0] * window_size[1] <= ONE_TILE
-    copied = bias is not None and not small and bias.stride(2) != 1
-    return qkv if qkv.stride(-1) == 1 else qkv.contiguous(), bias.contiguous() if copied else bias
+    if bias is not None and not small and bias.stride(2) != 1:
+        bias = bias.contiguous()
+    return qkv if qkv.stride(-1) == 1 else qkv.contiguous(), bias
 
 
 def arguments_of(
