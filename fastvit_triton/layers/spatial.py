@@ -244,6 +244,6 @@ def as_tokens(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
 
 
 def depthwise_weight(conv: Foreign) -> Tensor:
-    """The weight [C, 1, K, K] of a depthwise convolution; kept in the layout of the kernel while the model is frozen."""
+    """The weight [C, 1, K, K] of a depthwise convolution; while the model is frozen, kept in the kernel's layout."""
     taps = derived(conv, "taps", (conv.weight,), lambda: conv.weight.flatten(1).t())  # [K², C]
     return taps.t().view(conv.weight.shape)
