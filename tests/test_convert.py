@@ -116,7 +116,11 @@ def test_references_equal_the_original(name, train, references):
     assert_within_budget(results(model, given), results(plain, given), results(truth, exact), torch.float32)
 
 
-@pytest.mark.parametrize("name", MODELS)
+USUAL = ("timm_swin", "timm_pvt_v2", "timm_tnt", "torchvision_swin_v2_ragged")  # pyramids that show every part
+HEAVY = [n for n in PYRAMIDS if n not in USUAL]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS])
 def test_kernels_equal_the_original(name):
     """Oracle: as above, through the Triton kernels in the interpreter."""
     truth, plain, model, exact, given = twins(name, True)

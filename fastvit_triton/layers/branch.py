@@ -88,7 +88,7 @@ def add_branches(
             after = None if last is None else NextNorm(last)
         else:
             norms = fold_norms(x, *entries)
-            after = norms[0] if next_norm is not None or i + 2 < len(branches) else None
+            after = (norms[0] or norms[-1]) if next_norm is not None or i + 2 < len(branches) else None
         readers = [*norms[1:], after]  # the norm that reads each branch's output
         for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
             x, stats = _add(x, branch, body, norm, stats, reader, way)

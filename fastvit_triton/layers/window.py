@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cost import Branch as Sizes
-from ..kernels.linear import linear
 from . import ways
-from .body import Before, Given, Output
+from .body import Before, Given, Output, fold_or_normalize, project
 from .freeze import derived
 from .hooks import can_fuse
-from .module_parts import is_readable, norm_of
 from .spatial import Window, WindowParts
 from .ways import way_alone
 
@@ -114,9 +112,10 @@ class PatchMerging(nn.Module):
             x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, H / 2, 2, W / 2, 2, D]
         x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # columns before rows, as in the authors' code
-        if can_fuse(x) and is_readable(self.reduction) and (norm := norm_of(self.norm)) is not None:
-            return linear(x, self.reduction.weight, norm=norm)
-        return self.reduction(self.norm(x))
+        if not can_fuse(x):
+            return self.reduction(self.norm(x))
+        x, norm = fold_or_normalize(x, self.norm, (self.reduction,))
+        return project(x, (self.reduction,), norm)
 
 
 def expand_table(table: Tensor, size: tuple[int, int]) -> Tensor:
