@@ -2,6 +2,9 @@
 
 The copies, Swin V2, and Swin before release 5.10 nest their submodules: `attention.self`, `attention.output`,
 `intermediate`, `output`. A layer lowers its own window and shift for a grid that is no larger than its window.
+
+transformers subtracts 200 from the scores between regions of a shifted window of Swin V2, all others 100, as here. The
+difference is a weight of e⁻¹⁰⁰ times the exponential of how far such a score exceeds those of the own region.
 """
 
 import math
