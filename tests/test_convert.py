@@ -420,7 +420,7 @@ def test_autocast_dtypes_equal_the_original(name, kernels, references):
             if type(module).__name__.endswith(("Block", "BlockV2", "Layer")):
                 module.register_forward_hook(
                     lambda m, i, o, ours=ours: dtypes[ours].extend(
-                        t.dtype for t in tree_leaves(o) if isinstance(t, torch.Tensor)
+                        t.dtype for t in tree_leaves(o) if torch.is_tensor(t)
                     )
                 )
     with torch.autocast("cpu", torch.bfloat16):
