@@ -66,7 +66,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["fastvit_triton", "fastvit_triton.*"]),
-    package_data={"fastvit_triton": ["py.typed", "*.pyi", "kernels/tuned/*.json"]},
+    package_data={"fastvit_triton": ["py.typed", "*.pyi", "kernels/tuned/*.json", "convert/known.json"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

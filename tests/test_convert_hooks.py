@@ -26,7 +26,7 @@ from fastvit_triton.layers import hooks
 from fastvit_triton.layers.module_parts import LAYER_NORMS
 
 FAMILIES = ["timm_vit", "timm_eva02", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
-IN_PLACE = "swin_v2", "twins"  # on the output of a module, which backward hooks forbid
+IN_PLACE = "swin_v2", "swinv2", "twins"  # on the output of a module, which backward hooks forbid
 FAMILIES += [n for n in PYRAMIDS if not any(kind in n for kind in IN_PLACE)]
 SMALL = dict(img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
 

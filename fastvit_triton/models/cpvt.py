@@ -60,7 +60,7 @@ class ConditionalVisionTransformer(VisionTransformer):
         """The functions of tokens [B, T + N, D] that follow the first blocks."""
         return [partial(self.encode, peg, self.patch_embed.grid_of(image)) for peg in self.pos_block]
 
-    def encode(self, peg: Peg, grid: tuple[int, int], x: Tensor) -> Tensor:
+    def encode(self, peg: nn.Module, grid: tuple[int, int], x: Tensor) -> Tensor:
         """Tokens [B, T + N, D], of which the last N form a grid → the same with positions."""
         T = self.num_prefix_tokens
         patches = peg(x[:, T:].unflatten(1, grid)).flatten(1, 2)
