@@ -14,13 +14,21 @@ from timm.models._manipulate import group_parameters
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fastvit_triton import create_model, freeze, optimize
+from fastvit_triton import create_model, explain, freeze, optimize
 from fastvit_triton.convert.trace import tracing
 from fastvit_triton.convert.values import without_weights
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
+from fastvit_triton.layers import (
+    Attention,
+    Block,
+    ReducedAttention,
+    Window,
+    WindowAttention,
+    resize_pos_embed,
+    resize_table,
+)
 from fastvit_triton.models import FeatureGetterNet
 
 EPS64 = torch.finfo(torch.float64).eps
@@ -182,6 +190,23 @@ def test_frozen_models_follow_their_weights(name, always_folded):
             for pair_of in zip(frozen.parameters(), model.parameters(), strict=True):
                 for parameter in pair_of:
                     parameter.mul_(1.125)
+
+
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt"])
+@torch.no_grad()
+def test_maps_equal_those_of_the_oracle(name):
+    """Oracle: the maps captured from the converted oracle, which are tested against its own softmax elsewhere."""
+    case = CASES[name]
+    ours, theirs = (model.eval() for model in pair(case, case.sizes[0], drop_path_rate=0.0))
+    optimize(theirs)
+    images, maps = torch.randn(2, 3, *case.sizes[0]).double(), []
+    for model in (ours, theirs):
+        with explain.capture(model) as seen:
+            model(images)
+        maps.append([layer.map() for layer in seen.layers])
+        assert not seen.left
+    assert len(maps[0]) == len(maps[1]) == sum(isinstance(m, Block) for m in ours.modules())
+    assert all(distance(a, b) <= 1e-6 for a, b in zip(*maps, strict=True))  # maps are float32
 
 
 def test_attention_without_reduction_is_attention():
