@@ -95,6 +95,11 @@ def add_branches(
     return x if next_norm is None else (x, stats)
 
 
+def runs_plain(x: Tensor, *branches: Branch) -> bool:
+    """True if `add_branches` would run these branches of x in the plain way."""
+    return ways.state.inside_plain or _way(None, x, branches, [_body(branch, x) for branch in branches]) == "plain"
+
+
 def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodies: list[Body | None]) -> str:
     if not kernels_available(x) or not any(bodies):
         return "reference"
