@@ -99,8 +99,9 @@ class Blocks(nn.Sequential):
         chained = [type(block) is Block and not has_hooks(block) for block in blocks]  # a hook expects one tensor
         if has_global_hooks():
             chained = [False] * len(blocks)
+        chained.append(False)  # after the last block
         for i, block in enumerate(blocks):
-            if chained[i] and i + 1 < len(blocks) and chained[i + 1]:
+            if chained[i] and chained[i + 1]:
                 x, stats = block(x, stats, blocks[i + 1].norm1)
             else:
                 x, stats = block(x, stats) if chained[i] else block(x), None
