@@ -14,13 +14,21 @@ from timm.models._manipulate import group_parameters
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fastvit_triton import create_model, freeze
+from fastvit_triton import create_model, explain, freeze, optimize
 from fastvit_triton.convert.trace import tracing
 from fastvit_triton.convert.values import without_weights
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
+from fastvit_triton.layers import (
+    Attention,
+    Block,
+    ReducedAttention,
+    Window,
+    WindowAttention,
+    resize_pos_embed,
+    resize_table,
+)
 from fastvit_triton.models import FeatureGetterNet
 
 EPS64 = torch.finfo(torch.float64).eps
@@ -143,6 +151,62 @@ def test_cpvt_knows_positions_from_the_zeros_beyond_the_border(padding, invarian
     images = torch.randn(2, 3, 16, 24).double()
     change = distance(model(images.roll((4, 8), (2, 3))), model(images))
     assert change <= ROUNDINGS * EPS64 if invariant else change > 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_optimize_leaves_our_models_alone(name):
+    """Oracle: every forward and the output as before; the report has one row, also for a model that contains ours."""
+    model, _ = pair(CASES[name], CASES[name].sizes[0])
+    images, before = torch.randn(2, 3, *CASES[name].sizes[0]).double(), [dict(vars(m)) for m in model.modules()]
+    wanted = model.eval()(images)
+    for whole in (model, nn.Sequential(nn.Identity(), model)):
+        report = optimize(whole)
+        assert [(row.type, row.became, row.why) for row in report.rows] == [
+            (type(model).__name__, None, "it calls the kernels itself")
+        ]
+    assert [vars(m) for m in model.train().modules()] == before and torch.equal(model.eval()(images), wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_programs_equal_the_model(name):
+    """Oracle: the model, for another batch size than that of the export."""
+    model, _ = pair(CASES[name], CASES[name].sizes[0])
+    images = torch.randn(2, 3, *CASES[name].sizes[0]).double()
+    sizes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    program = torch.export.export(model.eval(), (images,), dynamic_shapes=sizes).module()
+    assert distance(program(torch.cat((images, images))), torch.cat([model(images)] * 2)) <= ROUNDINGS * EPS64
+
+
+@pytest.mark.parametrize("name", ["swin", "pvt"])
+def test_frozen_models_follow_their_weights(name, always_folded):
+    """Oracle: the model that is not frozen, before and after its weights change."""
+    model, _ = pair(CASES[name], TRACED[name][1], **TRACED[name][0])
+    model, images = model.float().eval(), torch.randn(1, 3, *TRACED[name][1])
+    frozen = copy.deepcopy(model)
+    freeze(frozen)
+    with interpreting(), forcing("fused"), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(frozen(images), model(images))
+            for pair_of in zip(frozen.parameters(), model.parameters(), strict=True):
+                for parameter in pair_of:
+                    parameter.mul_(1.125)
+
+
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt"])
+@torch.no_grad()
+def test_maps_equal_those_of_the_oracle(name):
+    """Oracle: the maps captured from the converted oracle, which are tested against its own softmax elsewhere."""
+    case = CASES[name]
+    ours, theirs = (model.eval() for model in pair(case, case.sizes[0], drop_path_rate=0.0))
+    optimize(theirs)
+    images, maps = torch.randn(2, 3, *case.sizes[0]).double(), []
+    for model in (ours, theirs):
+        with explain.capture(model) as seen:
+            model(images)
+        maps.append([layer.map() for layer in seen.layers])
+        assert not seen.left
+    assert len(maps[0]) == len(maps[1]) == sum(isinstance(m, Block) for m in ours.modules())
+    assert all(distance(a, b) <= 1e-6 for a, b in zip(*maps, strict=True))  # maps are float32
 
 
 def test_attention_without_reduction_is_attention():

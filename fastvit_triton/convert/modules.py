@@ -31,7 +31,7 @@ from . import (  # noqa: F401  (they register)
 )
 from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import CONV, STEMS
-from .recognition import foreign_code, forget
+from .recognition import foreign_code, forget, is_ours
 from .reporting import Report, Row
 from .verify import TOLERANCE, as_double, differences
 
@@ -125,6 +125,7 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     rows: list[Row] = []
     seen: dict[int, Row] = {}
     inside: list[str] = []
+    own: list[str] = []
     known = dict(model.named_modules(remove_duplicate=False))
     stems = {id(getattr(m, STEMS[type_name(m)], None)) for m in known.values() if type_name(m) in STEMS}
     for path, module in known.items():
@@ -133,6 +134,11 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
             continue
         if type_name(module) == CONV and id(module) not in stems:
+            continue
+        if is_ours(path, known):
+            if not any(f"{path}.".startswith(p + "." if p else "") for p in own):
+                own.append(path)
+                rows.append(Row(path, type(module).__name__, why="it calls the kernels itself"))
             continue
         row = _convert(path, module, filter_fn)
         if row is None:

@@ -25,6 +25,8 @@ from typing import Any
 
 from torch import nn
 
+from ..layers.hooks import PACKAGE
+
 KNOWN = Path(__file__).with_name("known.json")
 SKIPPED = ("type_comment", "type_params", "kind", "ctx", "returns", "annotation")  # fields of a syntax tree
 LITERALS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
@@ -255,3 +257,10 @@ def _assigned(node: ast.FunctionDef) -> Iterator[str]:
             yield inner.name
         elif isinstance(inner, ast.alias):
             yield (inner.asname or inner.name).partition(".")[0]
+
+
+def is_ours(path: str, known: dict[str, nn.Module]) -> bool:
+    """True for a module of this package, and for PyTorch's modules directly in one."""
+    while path and type(known[path]).__module__.startswith("torch."):
+        path = path.rpartition(".")[0]
+    return type(known[path]).__module__.startswith(f"{PACKAGE}.")

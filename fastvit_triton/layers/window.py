@@ -58,7 +58,7 @@ class WindowAttention(nn.Module):
 
     def sizes(self) -> Sizes:
         """See `layers.body.Body`."""
-        return self.parts(None).sizes()
+        return self._parts(None).sizes()  # which do not depend on the bias
 
     def forward(
         self,
@@ -72,14 +72,17 @@ class WindowAttention(nn.Module):
         """x [B, H, W, D] → [B, H, W, D]; for the arguments see `layers.body.Body`."""
         if way is None:
             way = way_alone(self, x)
-        parts = self.parts(self.bias())
+        parts = self.parts()
         if way == "plain":
             fused = can_fuse(x) and not ways.state.inside_plain
             return self.proj_drop(self.proj(parts.attend(self.qkv(x), x.shape[-1], fused)))
         return parts(x, norm, stats, way, **end)
 
-    def parts(self, bias: Tensor | None) -> WindowParts:
-        """Its submodules as `WindowParts`, with the result of `bias()`."""
+    def parts(self) -> WindowParts:
+        """Its submodules as `WindowParts`."""
+        return self._parts(self.bias())
+
+    def _parts(self, bias: Tensor | None) -> WindowParts:
         return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, self.window, bias, (self.proj_drop,))
 
     def bias(self) -> Tensor | None:
