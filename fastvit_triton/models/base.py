@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..layers.embed import sides
+from .hub import HubMethods
 
 Config = TypeVar("Config", bound="BaseConfig")
 
@@ -60,7 +61,7 @@ class BaseConfig:
         return dataclasses.replace(self, **overrides)
 
 
-class ImageModel(nn.Module):
+class ImageModel(HubMethods, nn.Module):
     """An image classifier, with timm's methods.
 
     Attributes:

@@ -1,4 +1,5 @@
-"""Loads and saves checkpoints: ours, timm's, transformers', torchvision's, the official PyTorch ones and JAX `.npz`.
+"""Loads and saves checkpoints: ours, timm's, transformers', torchvision's, the official PyTorch ones and JAX `.npz`;
+from files, folders and the Hugging Face Hub.
 
 Files are safetensors, `torch.save` files opened with `weights_only=True`, and `.npz` without pickles: none of them can
 run code. A model is changed only after the whole checkpoint has been read, converted and checked.
@@ -9,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +26,9 @@ from ..layers.embed import INTERPOLATION
 from ..models.transformer import VisionTransformer
 from . import adapt, vit
 from .adapt import State, WeightsError, some, variant
+from .describe import describe, from_metadata
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
+from .places import find_place
 from .reading import CHECKSUM, checksum, is_finite, read, why_unusable
 from .rebuild import build_model
 
@@ -89,8 +93,7 @@ def load_weights(
 
     Args:
         model: a model from `create_model`.
-        source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a folder with `model.safetensors`, or a
-            state dict.
+        source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a state dict, or another source of `load_model`.
         resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
         verify: compare the checksums of the file, require finite values, and refuse files whose contents are out of
             proportion.
@@ -103,34 +106,55 @@ def load_weights(
             layout, a different architecture or different shapes, or values that are not finite. The model is then
             unchanged.
     """
-    return _load(model, *read(source, verify), resize, verify)
+    if isinstance(source, Mapping):
+        return _load(model, source, {}, resize, verify)
+    place = find_place(source)
+    loaded = _load(model, *read(place.weights(), verify), resize, verify)
+    with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
+        if (found := describe(place)) is not None:
+            model.pretrained_cfg = found.pretrained_cfg
+    return loaded
 
 
-def load_model(path: str | os.PathLike, *, verify: bool = True) -> tuple[VisionTransformer, dict[str, str]]:
-    """Rebuilds a model from a file of `save_weights`.
+def load_model(
+    source: str | os.PathLike, *, verify: bool = True, hub: Mapping[str, Any] | None = None
+) -> tuple[VisionTransformer, dict[str, str]]:
+    """Rebuilds a model from a checkpoint that says which model it holds.
 
     Args:
-        path: the file, or a folder that holds `model.safetensors`.
+        source: a file of `save_weights`; a folder, also as "local-dir:PATH", with such a file, or with weights and the
+            config.json of timm or transformers; "org/name" or "hf-hub:org/name" on the Hub, with "@revision" if
+            wanted; or a name with a tag, which `list_models(pretrained=True)` lists.
         verify: as for `load_weights`.
+        hub: options of `huggingface_hub.hf_hub_download`, such as token and cache_dir.
 
     Returns:
         The model in float32 and training mode on the CPU, and the file's metadata.
 
     Raises:
-        WeightsError: as for `load_weights`, or the file does not name its model, or one that its tensors do not fit.
+        WeightsError: as for `load_weights`, or nothing names the model, or the tensors do not fit it, or a download
+            failed.
     """
-    tensors, metadata = read(path, verify)
-    if not {"variant", "config"} <= metadata.keys():
-        raise WeightsError(
-            f"{path} does not say which model it holds, so save_weights did not write it; "
-            "use create_model(name) and load_weights(model, path)"
-        )
+    place = find_place(source, **(hub or {}))
+    described = describe(place)  # before the weights are downloaded
+    tensors, metadata = read(place.weights(), verify)
     try:
-        model = build_model(tensors, metadata)
+        found = from_metadata(metadata) or described
+        if found is not None:
+            named = {"variant": found.name, "config": json.dumps(found.options)}
+            model = build_model(_unwrap(tensors)[0], {**metadata, **named})
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        raise WeightsError(f"{path} holds a model that this version cannot build: {reason}") from error
-    _load(model, tensors, metadata, None, verify)
+        raise WeightsError(f"{place.text} holds a model that this version cannot build: {reason}") from error
+    if found is None:
+        raise WeightsError(
+            f"{place.text} does not say which model it holds: save_weights did not write it, and no config.json is beside it; "
+            "use create_model(name, checkpoint_path=…)"
+        )
+    loaded = _load(model, tensors, metadata, None, verify)
+    if loaded.reinitialised:
+        raise WeightsError(f"{place.text} has no {loaded.reinitialised[0]}, which its configuration needs")
+    model.pretrained_cfg = found.pretrained_cfg
     return model, metadata
 
 
@@ -167,7 +191,15 @@ def save_weights(
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     ours: Any = model  # as `_spelling` checks
     config = json.dumps(dataclasses.asdict(ours.config))
-    header = {**(metadata or {}), "format": "pt", "layout": layout, "variant": variant(model), "config": config}
+    facts = {"pretrained_cfg": json.dumps(dict(ours.pretrained_cfg))} if ours.pretrained_cfg else {}
+    header = {
+        **(metadata or {}),
+        **facts,
+        "format": "pt",
+        "layout": layout,
+        "variant": variant(model),
+        "config": config,
+    }
     header[CHECKSUM] = checksum(state, header)
     try:
         with replacing(path) as temporary:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import pickle
 import re
 import struct
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .adapt import WeightsError
+from .places import parts
 
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError)
 DAMAGE += (AttributeError, AssertionError)
@@ -28,22 +28,21 @@ MAX_HEADER, MAX_KEYS = 2**23, 65_536  # of a safetensors file: bytes, and tensor
 MAX_EXPANSION, SMALL = 20, 2**28  # of a compressed file: its contents by its size; contents that are small in any case
 
 
-def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, dict[str, str]]:
-    """Contents of a checkpoint file, or of a state dict, and its metadata.
+def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
+    """Contents of a checkpoint file, or of the files that an index lists, and its metadata.
 
     Args:
-        source: as for `load_weights`.
+        path: from `Place.weights`.
         verify: compare checksums, and refuse files whose contents are out of proportion.
 
     Raises:
         WeightsError: the file is missing, damaged, out of proportion, or a pickle that would run code.
     """
-    if isinstance(source, Mapping):
-        return source, {}
-    path = Path(source)
-    path = path / "model.safetensors" if path.is_dir() else path
-    if not path.is_file():
-        raise WeightsError(f"there is no checkpoint {path}")
+    if names := parts(path):
+        state: dict = {}
+        for name in names:
+            state |= dict(read(path.with_name(name), verify)[0])
+        return state, {}
     try:
         if verify:
             check_proportions(path)

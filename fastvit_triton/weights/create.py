@@ -1,0 +1,65 @@
+"""`create_model` with pretrained weights, by the names and tags of timm, from the Hub, or from a folder or file."""
+
+import os
+from typing import Any
+
+from .. import models
+from ..models.transformer import VisionTransformer
+from . import load_weights
+from . import pretrained as table
+from .adapt import WeightsError
+from .describe import Description, describe
+from .places import Place, find_place, find_tagged
+
+SCHEMES = ("hf-hub", "hf_hub", "local-dir")
+
+
+def create_model(
+    name: str, pretrained: bool = False, *, checkpoint_path: str | os.PathLike | None = None, **overrides: Any
+) -> VisionTransformer:
+    """Builds a model by timm's name, with random or pretrained weights.
+
+    Args:
+        name: a name of `list_models()`, with or without a tag of `list_models(pretrained=True)`; or
+            "hf-hub:org/name", "hf-hub:org/name@revision" or "local-dir:PATH" with a config.json of timm or
+            transformers.
+        pretrained: load the weights of the tag, by default the first, or those of the repository or folder.
+        checkpoint_path: a checkpoint to load instead, in any form of `load_weights`.
+        **overrides: any field of the family's config, such as num_classes, img_size, in_chans, drop_path_rate. A tag
+            and `pretrained` change the default of num_classes to that of the weights.
+
+    Returns:
+        The model; `model.variant` is its name, `model.config` its configuration, `model.pretrained_cfg` what is known
+        of its weights, with timm's keys.
+
+    Raises:
+        ValueError: the name or its tag is unknown (the message suggests others), or an option's value is invalid.
+        TypeError: an option is unknown.
+        WeightsError: there are no such weights, they cannot be downloaded, or they do not fit the model.
+    """
+    if pretrained and checkpoint_path is not None:
+        raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
+    place, found = _resolve(name, pretrained)
+    model = models.create_model(found.name, **{**found.options, **overrides})
+    model.pretrained_cfg = found.pretrained_cfg
+    if place is not None:
+        load_weights(model, place)
+    if checkpoint_path is not None:
+        load_weights(model, checkpoint_path)
+    return model
+
+
+def _resolve(name: str, weights: bool) -> tuple[Place | None, Description]:
+    """Where the weights lie, None if they are not wanted, and the model that the name describes."""
+    if name.partition(":")[0] in SCHEMES:
+        place = find_place(name)
+        if (found := describe(place)) is None:
+            raise WeightsError(place.why_missing("config.json, which names the model"))
+        return place if weights else None, found
+    if "/" in name:
+        raise WeightsError(f"name is {name!r}; use hf-hub:{name} for the Hub, or local-dir:{name} for a folder")
+    base, tag = table.split_tag(name)
+    models.model_config(base)
+    cfg = table.pretrained_cfg(name)
+    options = {"num_classes": cfg["num_classes"]} if cfg and (tag or weights) else {}
+    return find_tagged(name, {}) if weights else None, Description(base, options, cfg)
