@@ -19,9 +19,9 @@ license""".split()
 SAFE = "model.safetensors"  # in every repository of timm's; its loader prefers it
 
 HEAD = """\
-The 1000 classes of ImageNet-1k (ILSVRC 2012) in the order of the logits: WordNet synset, and its first name in WordNet.
-Written by `python -m benchmarks.pretrained_table` from timm {version} (Apache-2.0), timm/data/_info; the names are those
-of WordNet 3.0, under its licence:
+The 1000 classes of ImageNet-1k (ILSVRC 2012) in the order of the logits: WordNet synset, and a name from WordNet.
+Written by `python -m benchmarks.pretrained_table` from timm {version} (Apache-2.0), timm/data/_info; the names are
+those of WordNet 3.0, under its licence:
 
 This software and database is being provided to you, the LICENSEE, by Princeton University under the following license.
 By obtaining, using and/or copying this software and database, you agree that you have read, understood, and will comply

@@ -24,6 +24,8 @@ from .layers.freeze import unfreeze as unfreeze
 from .measure.tune import tune as tune
 from .models.config import ViTConfig as ViTConfig
 from .packed_graphs import cuda_graph_packed as cuda_graph_packed
+from .preparation import data_config as data_config
+from .train.data.model_input import transforms as transforms
 from .warm_up import warmup as warmup
 from .weights import load_model as load_model
 from .weights import load_weights as load_weights

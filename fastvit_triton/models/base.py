@@ -55,9 +55,8 @@ class BaseConfig:
         names = [field.name for field in dataclasses.fields(self)]
         for name in overrides:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
-                kind = type(self).__name__
-                raise TypeError(f"{kind} has no option {name!r}; the nearest are {', '.join(near) or ', '.join(names)}")
+                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
+                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest are {', '.join(near)}")
         return dataclasses.replace(self, **overrides)
 
 

@@ -1,5 +1,4 @@
-"""Loads and saves checkpoints: ours, timm's, transformers', torchvision's, the official PyTorch ones and JAX `.npz`;
-from files, folders and the Hugging Face Hub.
+"""Loads and saves checkpoints: ours, timm's, transformers', torchvision's, the official PyTorch ones and JAX `.npz`.
 
 Files are safetensors, `torch.save` files opened with `weights_only=True`, and `.npz` without pickles: none of them can
 run code. A model is changed only after the whole checkpoint has been read, converted and checked.
@@ -111,7 +110,8 @@ def load_weights(
     place = find_place(source)
     loaded = _load(model, *read(place.weights(), verify), resize, verify)
     with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
-        if (found := describe(place)) is not None:
+        found = describe(place)
+        if found is not None and (place.file is None or found.name == variant(model)):  # not that of a neighbour
             model.pretrained_cfg = found.pretrained_cfg
     return loaded
 
@@ -132,8 +132,7 @@ def load_model(
         The model in float32 and training mode on the CPU, and the file's metadata.
 
     Raises:
-        WeightsError: as for `load_weights`, or nothing names the model, or the tensors do not fit it, or a download
-            failed.
+        WeightsError: as for `load_weights`, or nothing names the model, or the tensors do not fit it.
     """
     place = find_place(source, **(hub or {}))
     described = describe(place)  # before the weights are downloaded
@@ -148,8 +147,8 @@ def load_model(
         raise WeightsError(f"{place.text} holds a model that this version cannot build: {reason}") from error
     if found is None:
         raise WeightsError(
-            f"{place.text} does not say which model it holds: save_weights did not write it, and no config.json is beside it; "
-            "use create_model(name, checkpoint_path=…)"
+            f"{place.text} does not say which model it holds: save_weights did not write it, and no config.json is "
+            "beside it; use create_model(name, checkpoint_path=…)"
         )
     loaded = _load(model, tensors, metadata, None, verify)
     if loaded.reinitialised:

@@ -67,7 +67,7 @@ def from_metadata(metadata: Mapping[str, str]) -> Description | None:
 
 def _from_header(place: Place) -> Description | None:
     """Reads the header of a local safetensors file, without its tensors."""
-    path = place.file or place.find("model.safetensors") if type(place) is Place else None
+    path = place.file or place.find("model.safetensors") if place.is_local else None
     if path is None or path.suffix != ".safetensors":
         return None
     try:

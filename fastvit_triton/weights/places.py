@@ -37,7 +37,10 @@ class Place:
         folder: its path.
         file: the weights, if a file was named.
         cfg: its configuration in the table of pretrained weights; {} if it has none.
+        is_local: nothing is downloaded.
     """
+
+    is_local = True
 
     def __init__(self, text: str, folder: Path, file: Path | None = None) -> None:
         self.text, self.folder, self.file = text, folder, file
@@ -85,6 +88,8 @@ class Repository(Place):
         options: of `huggingface_hub.hf_hub_download`, such as revision, token and cache_dir.
     """
 
+    is_local = False
+
     def __init__(self, text: str, options: dict[str, Any]) -> None:
         self.name, _, revision = text.partition("@")
         given = {key: value for key, value in options.items() if value is not None}
@@ -121,7 +126,7 @@ class Repository(Place):
         except errors.RepositoryNotFoundError as error:
             login = "check the name, and if it is private, set HF_TOKEN or run hf auth login"
             raise WeightsError(f"there is no {text}; {login}") from error
-        except (*errors.HfHubHTTPError.__bases__, OSError, RuntimeError) as error:  # of HTTP, sizes and the disk
+        except (*errors.HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError) as error:  # HTTP, size, disk
             raise WeightsError(f"{name} of {text} was not downloaded: {reason(error)}; try again") from error
         if commit := re.search(r"/snapshots/([0-9a-f]{40})/", path.as_posix()):
             self.options["revision"] = commit[1]

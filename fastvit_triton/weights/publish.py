@@ -87,6 +87,7 @@ def save_pretrained(
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
     cfg = {key: value for key, value in cfg.items() if not key.startswith(("hf_hub_", "label_"))}
+    cfg["crop_mode"] = {"box": "center"}.get(cfg["crop_mode"], cfg["crop_mode"])  # the nearest that others have
     cfg |= {"label_names": list(names)} if names and len(names) == model.num_classes else {}
     files = {"config.json": _config(model, cfg, layout)}
     if layout == "transformers":

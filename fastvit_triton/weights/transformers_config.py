@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..models import CATALOGUE, model_config
 from ..models.config import ViTConfig, sides
 from ..models.transformer import VisionTransformer
+from .adapt import WeightsError
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
 ACTIVATIONS |= {"relu": "relu", "silu": "silu"}
@@ -91,9 +92,8 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     options |= {"act": ACTIVATIONS[held["hidden_act"]], "qkv_bias": held.get("qkv_bias", True)}
     width = options["embed_dim"]
     hidden = int(width * held["mlp_ratio"]) if "mlp_ratio" in kind.defaults else held["intermediate_size"]
-    if held.get("use_swiglu_ffn"):  # gate and value together, each a multiple of 8
-        hidden = 2 * ((int(hidden * 2 / 3) + 7) // 8 * 8)
-        options["mlp"] = "swiglu"
+    if held.get("use_swiglu_ffn"):
+        hidden, options["mlp"] = _gated(hidden), "swiglu"
     options["mlp_ratio"] = hidden / width if hidden % width == 0 else (hidden + 0.5) / width
     if "layerscale_value" in held:
         options["init_values"] = float(held["layerscale_value"])
@@ -122,6 +122,9 @@ def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[d
         model: the model.
         layout: name of the layout.
         cfg: `data_config(model)`, with `label_names` if known.
+
+    Raises:
+        WeightsError: its class has no such ratio of the MLP.
     """
     kind, config = next(kind for kind in KINDS if kind.layout == layout), model.config
     held: dict[str, Any] = {theirs: _square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
@@ -132,10 +135,13 @@ def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[d
     hidden = int(config.embed_dim * config.mlp_ratio)
     if "mlp_ratio" not in kind.defaults:
         held["intermediate_size"] = hidden
-    elif config.mlp == "swiglu":
-        held |= {"use_swiglu_ffn": True, "mlp_ratio": 3 * hidden / 4 / config.embed_dim}
     else:
-        held["mlp_ratio"] = hidden / config.embed_dim
+        held["use_swiglu_ffn"] = config.mlp == "swiglu"
+        size = _gated if held["use_swiglu_ffn"] else int
+        ratio = next((r for r in range(1, 65) if size(config.embed_dim * r) == hidden), None)
+        if ratio is None:
+            raise WeightsError(f"mlp_ratio is {config.mlp_ratio}; {kind.headed} of transformers needs a whole number")
+        held["mlp_ratio"] = ratio
     if "layerscale_value" in kind.defaults:
         held["layerscale_value"] = config.init_values
     if "num_register_tokens" in kind.defaults:
@@ -153,6 +159,11 @@ def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[d
     held = {"model_type": kind.outer, "vision_config": held} if nested else held
     architecture = kind.headed if config.num_classes else kind.bare
     return {"architectures": [architecture], "dtype": "float32", **held, **labels}, _processor(cfg)
+
+
+def _gated(hidden: int) -> int:
+    """Channels of gate and value together of a SwiGLU, each a multiple of 8, as in Dinov2SwiGLUFFN."""
+    return 2 * ((int(hidden * 2 / 3) + 7) // 8 * 8)
 
 
 def _square(value: Any) -> Any:
