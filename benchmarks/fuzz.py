@@ -85,6 +85,9 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
     elif op == "linear" and "activation" not in given:
         activation = draw.choice(("gelu_tanh", "quick_gelu", "relu", "silu", None))
         found = dict(return_stats=True, activation=activation, residual=None, layer_scale=None)
+    elif op == "depthwise":
+        activation = draw.choice(("gelu", "gelu_tanh", "relu", None))
+        found = dict(bias=None, activation=activation, residual=given["stride"] == 1)
     elif op == "mlp":
         found = dict(return_stats=True, residual=given["x"])
     elif op == "patch_embed":

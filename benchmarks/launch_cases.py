@@ -13,6 +13,7 @@ from fastvit_triton import (
     add_layer_norm,
     attention,
     attention_qkv,
+    depthwise,
     layer_norm,
     linear,
     mlp,
@@ -53,7 +54,7 @@ def cases(quick: bool = False) -> list[Case]:
         other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
         return [*_vit("ViT-B/16", "bfloat16"), *other]
     found = [case for model in MODELS for case in _vit(model, "bfloat16")]
-    found += [*_attentions(), *_linears(), *_blocks()]
+    found += [*_attentions(), *_linears(), *_convolutions(), *_blocks()]
     found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
     return found
 
@@ -223,3 +224,31 @@ def _linears() -> Iterator[Case]:
         ),
     }
     yield from (Case(name, op, "bfloat16", build) for name, (op, build) in made.items())
+
+
+def _convolutions() -> Iterator[Case]:
+    """Depthwise convolutions of pyramids and positional encodings; those of CPVT skip a class token."""
+
+    def build(
+        dtype: str, B: int, side: int, C: int, prefix: int, K: int, **options: object
+    ) -> tuple[Callable, tuple, dict]:
+        new = _maker(dtype)
+        tokens = new(B, prefix + side * side, C)
+        return depthwise, (tokens[:, prefix:].unflatten(1, (side, side)), new(C, 1, K, K), new(C)), options
+
+    mlp, position = dict(activation="gelu"), dict(residual=True)
+    made = {
+        "PVTv2-B1 stage 1": (BATCH, 56, 512, 0, 3, mlp),
+        "PVTv2-B1 stage 4": (BATCH, 7, 2048, 0, 3, mlp),
+        "SegFormer-B0 stage 1": (16, 128, 128, 0, 3, mlp),
+        "Twins-PCPVT-S stage 1": (BATCH, 56, 64, 0, 3, position),
+        "CPVT-S": (BATCH, 14, 384, 1, 3, position),
+        "CvT-13 keys": (BATCH, 28, 192, 0, 3, dict(stride=2)),
+        "side 5": (BATCH, 28, 192, 0, 5, mlp),
+        "side 7, stride 2": (BATCH, 28, 192, 0, 7, dict(stride=2, activation="silu")),
+    }
+    for name, (*sizes, options) in made.items():
+        yield Case(name, "depthwise", "bfloat16", partial(build, "bfloat16", *sizes, **options))
+    for K in (3, 7):
+        sizes = BATCH, 28, 192, 0, K
+        yield Case(f"side {K}", "depthwise", "float32", partial(build, "float32", *sizes, **mlp))

@@ -221,6 +221,8 @@ def work(launch: Launch) -> Work:
         passes = math.ceil(min(a["ROWS"], a["M"]) / a["BLOCK_M"])
         flops = 2 * a["M"] * a["K"] * a["D"]
         return Work(flops, 2 * a["BLOCK_K"] * a["BLOCK_D"] * passes * a["BLOCK_M"], passes)
+    if name == "depthwise._bwd_weight_kernel":
+        return Work(passes=a["blocks"])
     if name == "linear._bwd_kernel":
         return Work(passes=a["ROWS"] / a["BLOCK_M"])
     if name == "layer_norm._bwd_kernel":

@@ -24,6 +24,7 @@ from torch import nn
 import fastvit_triton
 from fastvit_triton.convert.inductor_rule import inductor_count
 from fastvit_triton.convert.trace import Count, Trace, tracing
+from fastvit_triton.convert.values import without_weights
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
@@ -71,7 +72,7 @@ def build(setting: Setting) -> nn.Module:
 
             model = timm.create_model(name, **options)
     model.to(torch.float32 if setting.phase == "autocast" else torch.bfloat16)
-    return model.to_empty(device="cpu").train(setting.phase != "inference")
+    return without_weights(model).train(setting.phase != "inference")
 
 
 def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:

@@ -16,7 +16,7 @@ from fastvit_triton.measure.variants import Case, Variant, absent, compiled, wit
 from .launch_cases import BATCH, MODELS
 
 BY_NAME = {op.name: op for op in OPS}
-NAMES = ("attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed")
+NAMES = ("attention", "mlp", "linear qkv", "linear proj", "layer_norm", "add_layer_norm", "patch_embed", "depthwise")
 BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -124,6 +124,14 @@ def _call(name: str, s: Shape, dtype: torch.dtype) -> tuple[str, Callable, dict,
             return given | (dict(residual=new(*rows)) if adds else {})
 
         return name, make, dict(eps=1e-6), (0.0, (4 if adds else 2) * M * D * size)
+
+    if name == "depthwise":  # a positional encoding
+
+        def make(new: Callable) -> dict:
+            return dict(x=new(s.B, s.side // s.P, s.side // s.P, D), weight=new(D, 1, 3, 3, scale=1 / 3), bias=new(D))
+
+        outputs = s.B * (s.side // s.P) ** 2 * D
+        return name, make, dict(residual=True), (18 * outputs, 2 * outputs * size)
 
     side = (s.side // s.P) ** 2  # patch_embed
 

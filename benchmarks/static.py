@@ -126,6 +126,8 @@ def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
         "patch_embed._fwd_kernel",
         "layer_norm._fwd_kernel",
         "layer_norm._bwd_kernel",
+        "depthwise._conv_kernel",
+        "depthwise._bwd_weight_kernel",
     ):
         unused = a["pre_ptr"].nbytes if phase == "inference" and "pre_ptr" in a else 0
         return max((launch.nbytes - unused) / gpu.gbs / 1e3, work(launch).flops / gpu.tflops / 1e6)

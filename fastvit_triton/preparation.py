@@ -19,12 +19,13 @@ def data_config(model: nn.Module) -> dict[str, Any]:
         input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode. If the weights were made for another
         number of channels, mean and std are the averages of theirs, as in timm.
     """
+    if not hasattr(model, "pretrained_cfg"):  # a feature extractor holds its model
+        model = getattr(model, "model", model)
     known: Any = getattr(model, "pretrained_cfg", None) or {}
     config: Any = getattr(model, "config", None)
     size = tuple(known.get("input_size", (3, 224, 224)))
     if config is not None:
-        free = getattr(config, "dynamic_img_size", False) or not known.get("fixed_input_size", True)
-        size = (config.in_chans, *(size[1:] if free else config.img_size))
+        size = (config.in_chans, *(config.img_size if known.get("fixed_input_size", True) else size[1:]))
     found = {"input_size": size} | {key: known.get(key) or value for key, value in DEFAULTS.items()}
     for key in ("mean", "std"):
         values = tuple(found[key])

@@ -22,7 +22,7 @@ from fastvit_triton.layers import ways
 # sorted by CPU time of the whole file, longest first
 LONGEST = """backend convert parallel cli static candidates export interpreter freeze replay benchmarks kernel_graphs
 explain plan models pressure tune launches convert_hooks fake_device recovery recipes train shards readme
-masked""".split()
+features masked""".split()
 
 
 # For `-m fast`: file → a regular expression for the names of its fast tests; an empty one matches all. Chosen with
@@ -36,7 +36,9 @@ FAST = {
     "convert": r"references_equal|report_|original_runs|keys|replaced|draws|masks|equal_the_original\[timm_vit\]",
     "convert_hooks": r"forwards_are_called\[|failed_optimize|see_every_call\[|fx|labels",
     "explain": r"reference|gradients|rollout|published",
+    "explain_pyramids": r"named|refuse|softmax\[(twins|swin|cait|levit)-reference",
     "export": r"jit",
+    "features": r"timms\[vit_tiny_p|launch|early|checkpoint|naflex|sentence",
     "freeze": r"fold-ours-_(optimizer|data_merge|assign)|fold_once|threshold|invalid|detect.*_(optimizer|assign)",
     "fuzz": r"committed|sample",
     "fake_device": r"architecture|wait",

@@ -15,6 +15,11 @@ HF = dict(image_size=SIDE, patch_size=PATCH, **TOWER)
 DROPLESS = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 DINO_V3 = dict(num_register_tokens=2, pos_embed_rescale=None)  # no random positions in training
 ROTARY = dict(use_rot_pos_emb=True, use_abs_pos_emb=False, rope_type="dinov3", rope_rotate_half=True)
+BEIT = dict(layer_scale_init_value=0.1, drop_path_rate=0.0)
+STAGES = dict(num_encoder_blocks=2, depths=[2, 1], hidden_sizes=[8, 16], num_attention_heads=[1, 2], drop_path_rate=0.0)
+STAGES |= dict(mlp_ratios=[2, 2], sr_ratios=[2, 1], strides=[4, 2])
+WINDOWS = dict(image_size=SIDE, patch_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 4], window_size=4)
+WINDOWS |= dict(drop_path_rate=0.0, mlp_ratio=2.0)
 
 
 def _timm(name: str):
@@ -26,6 +31,11 @@ def _hf(model: str, config: str, **options: object) -> nn.Module:
     return getattr(package, model)(getattr(package, config)(**options))
 
 
+def _maskformer_swin() -> nn.Module:
+    package = import_module("transformers.models.maskformer.modeling_maskformer_swin")
+    return package.MaskFormerSwinModel(import_module("transformers").MaskFormerSwinConfig(**WINDOWS))
+
+
 def _distilled() -> nn.Module:
     return _timm("deit").VisionTransformerDistilled(**TIMM)
 
@@ -34,6 +44,49 @@ def _dino(name: str, **more: object) -> nn.Module:
     size = {k: v for k, v in HF.items() if k != "intermediate_size"} if "Dinov2" in name else HF
     return _hf(name + "Model", name + "Config", **size, **more)
 
+
+def _swin(name: str, size: object = 32, **more: object) -> nn.Module:
+    """Grids of 8 × 8 and 4 × 4, or 7 × 5 and 4 × 3, for windows of 4 × 4."""
+    file, cls = name.split(".")
+    sizes = dict(patch_size=4, embed_dim=16, num_heads=(2, 4), window_size=4, num_classes=5, drop_path_rate=0.0)
+    return getattr(_timm(file), cls)(img_size=size, **sizes, **more)
+
+
+def _torchvision_swin(version: str, window: list[int]) -> nn.Module:
+    file = import_module("torchvision.models.swin_transformer")
+    parts = dict(
+        block=getattr(file, f"SwinTransformerBlock{version}"), downsample_layer=getattr(file, f"PatchMerging{version}")
+    )
+    return file.SwinTransformer([4, 4], 16, [2, 2], [2, 4], window, 2.0, 0.0, 0.0, 0.0, num_classes=5, **parts)
+
+
+def _twins(**more: object) -> nn.Module:
+    sizes = dict(img_size=32, embed_dims=(16, 24), num_heads=(2, 3), mlp_ratios=(2, 2), depths=(2, 2), sr_ratios=(2, 1))
+    return _timm("twins").Twins(**(sizes | more), num_classes=5)
+
+
+def _pvt(**more: object) -> nn.Module:
+    sizes = dict(embed_dims=(16, 24), num_heads=(1, 2), mlp_ratios=(2, 2), depths=(1, 2), sr_ratios=(2, 1))
+    return _timm("pvt_v2").PyramidVisionTransformerV2(**sizes, **more, num_classes=5)
+
+
+def _tnt(**more: object) -> nn.Module:
+    sizes = dict(img_size=SIDE, patch_size=PATCH, embed_dim=24, inner_dim=8, num_heads_inner=2, num_heads_outer=3)
+    return _timm("tnt").TNT(**sizes, depth=2, qkv_bias=True, num_classes=5, **more)
+
+
+SIZES = {
+    "timm_swin_ragged": (28, 20),
+    "timm_swin_any": (24, 36),
+    "timm_swin_v2_ragged": (28, 20),
+    "timm_twins_svt_ragged": (24, 40),
+    "timm_pvt_v2": (32, 24),
+    "timm_pvt_v2_linear": (32, 24),
+    "hf_segformer": (32, 24),
+    "hf_pvt_v2": (24, 32),
+} | dict.fromkeys(
+    ("hf_swin", "hf_swinv2", "hf_donut_swin", "hf_maskformer_swin", "hf_glpn"), (28, 36)
+)  # sides of images; SIDE × SIDE for the others
 
 # timm's
 MODELS = {
@@ -70,15 +123,29 @@ MODELS = {
         ),
         num_classes=5,
     ),
-    "timm_swin": lambda: _timm("swin_transformer").SwinTransformer(
+    "timm_swin": lambda: _swin("swin_transformer.SwinTransformer", depths=(2, 1)),
+    "timm_swin_ragged": lambda: _swin("swin_transformer.SwinTransformer", (28, 20), depths=(2, 2)),
+    "timm_swin_any": lambda: _swin("swin_transformer.SwinTransformer", depths=(2, 1), strict_img_size=False),
+    "timm_swin_v2": lambda: _swin("swin_transformer_v2.SwinTransformerV2", depths=(2, 1)),
+    "timm_swin_v2_ragged": lambda: _swin("swin_transformer_v2.SwinTransformerV2", (28, 20), depths=(2, 2)),
+    "timm_twins_svt": lambda: _twins(wss=(4, 2)),
+    "timm_twins_svt_ragged": lambda: _twins(img_size=(24, 40), wss=(4, 4)),
+    "timm_twins_pcpvt": lambda: _twins(sr_ratios=(4, 2)),
+    "timm_pvt_v2": lambda: _pvt(),
+    "timm_pvt_v2_linear": lambda: _pvt(linear=True),
+    "timm_tnt": lambda: _tnt(),
+    "timm_tnt_legacy": lambda: _tnt(legacy=True),
+    "timm_crossvit": lambda: _timm("crossvit").CrossVit(
         img_size=32,
-        patch_size=4,
-        embed_dim=16,
-        depths=(2, 1),
-        num_heads=(2, 4),
-        window_size=4,
+        img_scale=(1.0, 0.5),
+        patch_size=(8, 4),
+        embed_dim=(16, 24),
+        depth=((1, 1, 1), (1, 1, 0)),
+        num_heads=(2, 2),
         num_classes=5,
-        drop_path_rate=0.0,
+    ),
+    "timm_pit": lambda: _timm("pit").PoolingVisionTransformer(
+        32, 8, 8, "overlap", (12, 12), (1, 1), (2, 2), 2, num_classes=5
     ),
     "timm_cait": lambda: _timm("cait").Cait(**TIMM, init_values=0.1),
     # transformers'
@@ -93,10 +160,40 @@ MODELS = {
     "hf_clip": lambda: _hf("CLIPVisionModel", "CLIPVisionConfig", **HF),
     "hf_siglip": lambda: _hf("SiglipVisionModel", "SiglipVisionConfig", **HF),
     "hf_siglip2": lambda: _hf("Siglip2VisionModel", "Siglip2VisionConfig", **TOWER, patch_size=PATCH, num_patches=4),
+    "hf_swin": lambda: _hf("SwinModel", "SwinConfig", **WINDOWS),
+    "hf_swinv2": lambda: _hf("Swinv2Model", "Swinv2Config", **WINDOWS),
+    "hf_donut_swin": lambda: _hf("DonutSwinModel", "DonutSwinConfig", **WINDOWS),
+    "hf_maskformer_swin": _maskformer_swin,
+    "hf_segformer": lambda: _hf("SegformerModel", "SegformerConfig", **STAGES, **DROPLESS, patch_sizes=[7, 3]),
+    "hf_glpn": lambda: _hf("GLPNModel", "GLPNConfig", **STAGES, **DROPLESS, patch_sizes=[7, 3]),
+    "hf_pvt": lambda: _hf(
+        "PvtModel",
+        "PvtConfig",
+        **STAGES,
+        **DROPLESS,
+        image_size=SIDE,
+        patch_sizes=[4, 2],
+        sequence_reduction_ratios=[2, 1],
+    ),
+    "hf_pvt_v2": lambda: _hf("PvtV2Model", "PvtV2Config", **STAGES, **DROPLESS, image_size=SIDE, patch_sizes=[7, 3]),
+    "hf_pvt_v2_linear": lambda: _hf(
+        "PvtV2Model", "PvtV2Config", **STAGES, **DROPLESS, image_size=SIDE, patch_sizes=[7, 3], linear_attention=True
+    ),
+    "hf_beit": lambda: _hf("BeitModel", "BeitConfig", **HF, **DROPLESS, **BEIT, use_relative_position_bias=True),
+    "hf_beit_shared": lambda: _hf(
+        "BeitModel", "BeitConfig", **HF, **DROPLESS, **BEIT, use_shared_relative_position_bias=True
+    ),
+    "hf_data2vec": lambda: _hf(
+        "Data2VecVisionModel", "Data2VecVisionConfig", **HF, **DROPLESS, **BEIT, use_relative_position_bias=True
+    ),
     # torchvision's, vit-pytorch's, torch's
     "torchvision_vit": lambda: import_module("torchvision.models").VisionTransformer(
         SIDE, PATCH, 2, 2, 24, 48, num_classes=5
     ),
+    "torchvision_swin": lambda: _torchvision_swin("", [4, 4]),
+    "torchvision_swin_ragged": lambda: _torchvision_swin("", [3, 5]),
+    "torchvision_swin_v2": lambda: _torchvision_swin("V2", [4, 4]),
+    "torchvision_swin_v2_ragged": lambda: _torchvision_swin("V2", [3, 5]),
     "vit_pytorch_vit": lambda: import_module("vit_pytorch").ViT(
         image_size=SIDE, patch_size=PATCH, num_classes=5, dim=24, depth=2, heads=2, mlp_dim=48, dim_head=12
     ),
@@ -109,6 +206,8 @@ MODELS = {
     "mlp_sequential": lambda: nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)),
 }
 TOKENS = ("torch_", "mlp_")
+KINDS = ("swin", "twins", "pvt", "tnt", "crossvit", "pit", "segformer", "glpn")
+PYRAMIDS = [n for n in MODELS if any(kind in n for kind in KINDS)]
 
 
 def redraw(model: nn.Module) -> nn.Module:
@@ -141,7 +240,7 @@ def inputs(name: str, dtype: torch.dtype = torch.float64) -> Tensor | dict[str, 
         coordinates[1, 4:] = 0
         patches = torch.randn(2, 6, PATCH * PATCH * 3, dtype=dtype)
         return {"patches": patches, "patch_coord": coordinates, "patch_valid": valid}
-    return torch.randn(2, 3, SIDE, SIDE, dtype=dtype)
+    return torch.randn(2, 3, *SIZES.get(name, (SIDE, SIDE)), dtype=dtype)
 
 
 def outputs(model: nn.Module, given: Tensor | dict[str, Tensor]) -> Tensor:

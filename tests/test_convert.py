@@ -15,11 +15,12 @@ import timm
 import torch
 import transformers
 import vit_pytorch
-from foreign import HF, MODELS, TIMM, build, inputs, outputs
+from foreign import HF, MODELS, PYRAMIDS, TIMM, build, inputs, outputs
 from interpreter import interpreting
 from timm.models import beit
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchvision.models import VisionTransformer
 
 from benchmarks.launch_recorder import recording
@@ -27,8 +28,10 @@ from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels import backend, fold, mlp
+from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import hooks
+from fastvit_triton.layers.module_parts import activation_of
 
 ROUNDINGS = 84  # as in test_models.py
 
@@ -283,8 +286,8 @@ def test_moving_to_a_gpu_after_optimize_uses_the_kernels(meta_is_a_gpu):
     assert run.ours.count("attention_fwd") == 2
 
 
-NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_swin", "timm_cait", "timm_naflex")  # naflex needs its own input
-BLOCKS = [n for n in MODELS if n not in NO_BLOCKS]
+NO_BLOCKS = ("torch_multihead", "mlp_sequential", "timm_cait", "timm_naflex")  # naflex needs its own input
+BLOCKS = [n for n in MODELS if n not in (*NO_BLOCKS, *PYRAMIDS)]  # pyramids: test_windows.py
 
 
 # launches beyond a plain block's, (frozen, fold, norms): separate queries, keys and values are packed if there is no
@@ -396,8 +399,12 @@ def test_transformers_drop_path_draws_equal_the_original(name, references):
     assert same(*ys)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["references", "kernels"])
-@pytest.mark.parametrize("name", ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"])
+AUTOCAST = ["timm_vit", "timm_deit3", "timm_eva02", "hf_dinov2", "torch_encoder_layer_first"]
+CASES = [(n, kernels) for n in AUTOCAST for kernels in (False, True)]
+CASES += [(n, False) for n in PYRAMIDS]  # as on a GPU, the kernel of their first norm returns float32
+
+
+@pytest.mark.parametrize("name, kernels", CASES)
 def test_autocast_dtypes_equal_the_original(name, kernels, references):
     """Oracle: the dtype of every block's output in the original, a float32 model under bfloat16 autocast."""
     truth, plain, model, exact, given = twins(name, False)
@@ -405,8 +412,10 @@ def test_autocast_dtypes_equal_the_original(name, kernels, references):
     dtypes = {True: [], False: []}
     for owner, ours in ((model, True), (plain, False)):
         for module in owner.modules():
-            if type(module).__name__.endswith(("Block", "Layer")):
-                module.register_forward_hook(lambda m, i, o, ours=ours: dtypes[ours].append(o.dtype))
+            if type(module).__name__.endswith(("Block", "BlockV2", "Layer")):
+                module.register_forward_hook(
+                    lambda m, i, o, ours=ours: dtypes[ours].extend(t.dtype for t in tree_leaves(o))
+                )
     with torch.autocast("cpu", torch.bfloat16):
         baseline = outputs(plain, given)
         with interpreting() if kernels else contextlib.nullcontext():
@@ -452,6 +461,19 @@ def test_report_lists_each_candidate():
     assert len(report.fused) == 6 and len(report.left) == 4
     assert "own forward while training: attention dropout 0.1 (inside block)" in str(report)
     assert "forward" not in model.left.__dict__ and "need a CUDA or ROCm GPU, this is cpu" in report.device
+
+
+def test_hard_activations_are_read():
+    """Oracle: the module's own output, and its type's name in our table; others are called."""
+    from timm.layers.activations import HardSwish
+    from timm.layers.activations_me import HardSwishMe
+
+    x = torch.linspace(-8, 8, 101, dtype=torch.float64)
+    pairs = {HardSwish: "hardswish", HardSwishMe: "hardswish", nn.Hardswish: "hardswish", nn.ReLU6: "relu6"}
+    for module, name in ((made(), name) for made, name in pairs.items()):
+        assert activation_of(module) == name
+        torch.testing.assert_close(ACTIVATIONS[name](x), module(x))
+    assert isinstance(activation_of(nn.Hardtanh()), nn.Hardtanh)
 
 
 def test_report_prints_a_table():
@@ -603,7 +625,8 @@ def test_timm_masks_equal_the_original(references):
     assert torch.equal(model(x, is_causal=True), plain(x, is_causal=True))
 
 
-COMPILED = ["timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
+SLOW = [pytest.param(n, marks=pytest.mark.full) for n in PYRAMIDS if n != "timm_swin"]
+COMPILED = [*SLOW, "timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning

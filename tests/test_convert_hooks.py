@@ -8,8 +8,9 @@ import warnings
 import pytest
 import timm
 import torch
+import torchvision
 import transformers
-from foreign import MODELS, build, inputs, outputs
+from foreign import MODELS, PYRAMIDS, build, inputs, outputs
 from interpreter import interpreting
 from test_convert import Recorder, same
 from torch import nn
@@ -24,7 +25,9 @@ from fastvit_triton.kernels import fold
 from fastvit_triton.layers import hooks
 from fastvit_triton.layers.module_parts import LAYER_NORMS
 
-FAMILIES = ["timm_vit", "timm_eva02", "timm_swin", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
+FAMILIES = ["timm_vit", "timm_eva02", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
+IN_PLACE = "swin_v2", "twins"  # on the output of a module, which backward hooks forbid
+FAMILIES += [n for n in PYRAMIDS if not any(kind in n for kind in IN_PLACE)]
 SMALL = dict(img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
 
 
@@ -170,6 +173,19 @@ PATCHED = {
     "scale": ("timm_deit3", timm.layers.LayerScale),
     "pool": ("timm_siglip", timm.layers.AttentionPoolLatent),
     "window": ("timm_swin", timm.models.swin_transformer.WindowAttention),
+    "swin_block": ("timm_swin", timm.models.swin_transformer.SwinTransformerBlock),
+    "swin_merging": ("timm_swin", timm.models.swin_transformer.PatchMerging),
+    "cosine_window": ("timm_swin_v2", timm.models.swin_transformer_v2.WindowAttention),
+    "local": ("timm_twins_svt", timm.models.twins.LocallyGroupedAttn),
+    "global": ("timm_twins_svt", timm.models.twins.GlobalSubSampleAttn),
+    "positions": ("timm_twins_svt", timm.models.twins.PosConv),
+    "pvt_mlp": ("timm_pvt_v2", timm.models.pvt_v2.MlpWithDepthwiseConv),
+    "depthwise": ("timm_pvt_v2", nn.Conv2d),
+    "tnt_attention": ("timm_tnt", timm.models.tnt.Attention),
+    "cross_attention": ("timm_crossvit", timm.models.crossvit.CrossAttention),
+    "shifted": ("torchvision_swin", torchvision.models.swin_transformer.ShiftedWindowAttention),
+    "shifted_v2": ("torchvision_swin_v2", torchvision.models.swin_transformer.ShiftedWindowAttentionV2),
+    "row_depth": ("torchvision_swin", torchvision.ops.StochasticDepth),
     "hf_attention": ("hf_vit", transformers.models.vit.modeling_vit.ViTAttention),
     "hf_layer": ("hf_vit", transformers.models.vit.modeling_vit.ViTLayer),
     "hf_act": ("hf_vit", transformers.activations.GELUActivation),
@@ -406,7 +422,8 @@ def test_the_report_matches_what_runs(name, monkeypatch):
     report, own, called = optimize(model), nn.Module.__call__, set()
     monkeypatch.setattr(nn.Module, "__call__", lambda self, *x, **more: called.add(id(self)) or own(self, *x, **more))
     fallbacks = set()
-    for file in ("forwards", "from_torch", "from_timm_blocks", "from_transformers", "from_vit_pytorch"):
+    files = "torch", "timm_blocks", "timm_pyramids", "torchvision", "transformers", "vit_pytorch"
+    for file in ("forwards", *(f"from_{package}" for package in files)):
         kept = __import__(f"fastvit_triton.convert.{file}", fromlist=["original"]).original
 
         def spy(module, *x, kept=kept, **more):

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from foreign import build
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
 from fastvit_triton.convert.count import count, predict
-from fastvit_triton.convert.trace import Count
+from fastvit_triton.convert.trace import Count, tracing
+from fastvit_triton.convert.values import weightless
 from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import backend, cost, launch, plan, tile
 from fastvit_triton.kernels.plan import forcing
@@ -144,6 +146,70 @@ def test_training_counts_every_output():
     found = predict(Heads(), cost.gpus()["h200"], True, torch.empty(4, 8, device="meta"))
     assert found.frozen is None and found.blocks == () and found.eager == found.ours
     assert found.eager.launches == 4 and found.eager.flops == 2 * 2 * 4 * 8 * (3 + 5)
+
+
+class Grids(nn.Module):
+    """Splits tokens by grids that it reads from a tensor, as Qwen2-VL does, and averages valid ones, as DETR does."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.rates = nn.Linear(8, 8), torch.linspace(0, 1, 3).tolist()
+        self.register_buffer("ids", torch.arange(5))
+
+    def forward(self, x, grids):
+        parts, valid = x.split(grids.prod(-1).tolist()), torch.zeros(len(x), dtype=torch.bool)
+        for part, (h, w) in zip(parts, grids, strict=True):
+            part.view(int(h), int(w), 8)
+        valid[: int(grids[0].prod())] = True
+        valid[self.ids[-1]] = False
+        return self.fc(x[valid] if valid.any() else x)
+
+
+def test_integers_and_constants_have_values():
+    """Oracle: PyTorch's own results and shapes on real tensors; weights and images have no values, also on the CPU."""
+    x, grids = torch.randn(14, 8), torch.tensor([[2, 4], [3, 2]])
+    with weightless():
+        model = Grids()
+    assert model.fc.weight.is_meta and model.rates == [0, 0.5, 1] and model.ids.tolist() == list(range(5))
+    found = predict(model, cost.gpus()["h200"], False, x.to("meta"), grids)
+    real = Grids()
+    assert found.eager.flops == 2 * len(real(x, grids)) * 8 * 8 == 2 * 7 * 8 * 8
+
+    def computed(grids):
+        places = torch.arange(6.0).view(2, 3)
+        places[0] = places.mean(0)
+        return places[places > 1], grids.cumsum(0), torch.ones_like(x[:2])[:, :2] + 1, torch.empty(2).fill_(3)
+
+    with tracing():
+        got = [t.tolist() for t in computed(grids)]
+        for unknown in (x, torch.rand(2), torch.ones(2).copy_(x[0, :2]), torch.empty(2, dtype=torch.long)):
+            with pytest.raises(RuntimeError, match="tolist reads a value that depends on weights"):
+                unknown.tolist()
+    assert got == [t.tolist() for t in computed(grids)]
+    for asked in ((x.to("meta"), grids.to("meta")), (x.to("meta"), grids.to("meta") + 0)):
+        with pytest.raises(RuntimeError, match="integer inputs on the CPU, such as a grid, have values"):
+            predict(model, cost.gpus()["h200"], False, *asked)
+
+
+@pytest.mark.parametrize("name", ["Detr", "DeformableDetr"])
+def test_detection_models_are_counted(name):
+    """Oracle: torch's flop counter on a run with real weights; masks and grids are read from tensors."""
+    import transformers
+
+    sizes = dict(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1] * 4)
+    backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"] if name == "Detr" else ["stage3", "stage4"])
+    sides = [f"{part}_{what}" for part in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")]
+    options = dict(zip(sides, (1, 2, 32, 2, 2, 32), strict=True), d_model=32, num_queries=5, backbone_config=backbone)
+    config = getattr(transformers, f"{name}Config")(**options, use_timm_backbone=False, use_pretrained_backbone=False)
+    config.num_feature_levels = 2
+    build = getattr(transformers, f"{name}ForObjectDetection")
+    with weightless():
+        model = build._from_config(config, attn_implementation="eager").eval()
+    real = build._from_config(config, attn_implementation="eager").eval().requires_grad_(False)
+    images = torch.randn(2, 3, 64, 96)
+    with FlopCounterMode(display=False) as counter:
+        real(images)
+    assert predict(model, cost.gpus()["h200"], False, images.to("meta")).eager.flops == counter.get_total_flops() > 0
 
 
 def test_global_state_is_restored():

@@ -25,7 +25,8 @@ from test_data import truncate
 
 from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
-from fastvit_triton.explain import figures, published, recording
+from fastvit_triton.explain import figures, published
+from fastvit_triton.explain import layer as layer_file
 from fastvit_triton.layers.body import AttentionParts
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import write_log
@@ -226,7 +227,7 @@ def test_gradient_rollout_depends_on_the_class():
 
 def test_rows_and_blocks_equal_the_whole_map(monkeypatch):
     """Oracle: the whole map, with and without a bias."""
-    monkeypatch.setattr(recording, "ROWS", 5)
+    monkeypatch.setattr(layer_file, "ROWS", 5)
     for options in (OWN["plain"], OWN["relative"]):
         _, model, images = own(**options)
         with torch.no_grad(), explain.capture(model) as seen:

@@ -3,17 +3,19 @@
 import copy
 import dataclasses
 import inspect
+import json
 import pickle
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from pyramids import CASES
 from torch import nn
 from torchvision.models import VisionTransformer
 
 from fastvit_triton import ViTConfig, create_model, list_models
-from fastvit_triton.models import CATALOGUE, FAMILIES
+from fastvit_triton.models import CATALOGUE, FAMILIES, model_config
 from fastvit_triton.models.base import BaseConfig
 from fastvit_triton.models.config import CHOICES
 
@@ -55,7 +57,24 @@ AGAINST_TIMM = {
     "vit_base_patch32_siglip_256": dict(img_size=96, depth=2),
     "vit_base_patch16_siglip_gap_224": dict(img_size=64, depth=2, num_classes=5),
     "vit_so400m_patch14_siglip_224": dict(img_size=28, depth=1),
+    "swin_tiny_patch4_window7_224": dict(img_size=(72, 100), depths=(2, 2, 2, 1)),
+    "swin_base_patch4_window12_384": dict(img_size=112, depths=(2, 1, 1, 1)),
+    "twins_svt_small": dict(img_size=(96, 160), depths=(2, 1, 2, 1)),
+    "twins_pcpvt_small": dict(img_size=64, depths=(1, 2, 1, 1)),
 }
+
+# One small model of every family: its name, options, and the shape of an image.
+SMALLEST = {"vit": ("vit_digits_patch2_8", dict(depth=2), (1, 8, 8))}
+SMALLEST |= {
+    family: (case.name, case.options | dict(img_size=case.sizes[1], num_classes=10), (3, *case.sizes[1]))
+    for family, case in CASES.items()
+}
+
+
+def smallest(family: str, **more: object) -> tuple[nn.Module, torch.Tensor]:
+    """A small model of the family with random weights, in evaluation mode, and two images."""
+    name, options, shape = SMALLEST[family]
+    return randomize(create_model(name, **options | more)).eval(), torch.randn(2, *shape)
 
 
 def randomize(model: nn.Module) -> nn.Module:
@@ -128,6 +147,8 @@ def test_logits_and_gradients_equal_timms(name, no_truncated_normals):
         ours, theirs = create_model(name, **overrides), timm.create_model(name, **overrides)
     ours, theirs = ours.to_empty(device="cpu").eval(), randomize(theirs.to_empty(device="cpu")).eval()
     ours.load_state_dict(theirs.state_dict())
+    for module in theirs.modules():  # tables that timm does not save
+        getattr(module, "init_non_persistent_buffers", lambda: None)()
     images = torch.randn(2, 3, *ours.config.img_size)
     if any(
         stem in name for stem in ("_r_", "_r26_", "_r50_")
@@ -185,13 +206,21 @@ def test_config_matches_timms_drop_rates():
     )
 
 
-@pytest.mark.parametrize(
-    "rate", ["drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"]
-)
-def test_every_drop_acts_in_training_only(rate):
+DROPS = [
+    (family, rate)
+    for family, (name, _, _) in SMALLEST.items()
+    for rate in ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+    if hasattr(CATALOGUE[name].VARIANTS[name], rate)
+    and (family, rate) != ("cpvt", "patch_drop_rate")
+    and (family, rate) != ("cpvt_gap", "patch_drop_rate")  # the convolution needs the whole grid
+]
+
+
+@pytest.mark.parametrize("family, rate", DROPS)
+def test_every_drop_acts_in_training_only(family, rate):
     """Oracle: two training passes differ, two eval passes do not, and every parameter still gets a gradient."""
-    model = randomize(create_model("vit_digits_patch2_8", depth=2, **{rate: 0.5}))
-    images = torch.randn(4, 1, 8, 8)
+    name, options, shape = SMALLEST[family]
+    model, images = randomize(create_model(name, **options | {rate: 0.5})), torch.randn(8, *shape)
     assert not torch.equal(model(images), model(images))
     model(images).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -273,30 +302,45 @@ def test_torchvision_vit_with_copied_weights():
     assert_same(ours, theirs, pairs, torch.randn(2, 3, 32, 32), lambda y: y)
 
 
-def test_checkpointing_is_bitwise_equal():
+@pytest.mark.parametrize("family", SMALLEST)
+def test_checkpointing_is_bitwise_equal(family):
     """Oracle: the same model without checkpointing, with dropout and the same seed."""
     grads = []
     for enable in (False, True):
         torch.manual_seed(0)
-        model = create_model("vit_digits_patch2_8", depth=2, drop_path_rate=0.3, proj_drop_rate=0.1)
-        model.set_grad_checkpointing(enable)
-        model(torch.randn(4, 1, 8, 8)).sum().backward()
+        model, images = smallest(family, drop_path_rate=0.3, proj_drop_rate=0.1)
+        model.train().set_grad_checkpointing(enable)
+        model(images).sum().backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("options", [{}, dict(qk_norm=True, init_values=0.1, drop_path_rate=0.1)], ids=str)
-def test_compiles_as_one_graph(options, dynamic):
+RICH = dict(qk_norm=True, init_values=0.1, drop_path_rate=0.1)
+COMPILED = [("vit", {}, False), ("vit", {}, True), ("vit", RICH, False), ("vit", RICH, True)]
+COMPILED += [pytest.param(family, {}, way, marks=pytest.mark.full) for family in CASES for way in (False, True)]
+
+
+@pytest.mark.parametrize("family, options, dynamic", COMPILED, ids=str)
+def test_compiles_as_one_graph(family, options, dynamic):
     """Oracle: the eager model, outputs and gradients; fullgraph=True raises on any graph break."""
-    model = randomize(create_model("vit_digits_patch2_8", depth=2, **options)).eval()
+    model, images = smallest(family, **options)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for batch in (3, 5) if dynamic else (3,):
-        images = torch.randn(batch, 1, 8, 8)
+        images = torch.randn(batch, *images.shape[1:])
         got, want = compiled(images), model(images)
         parameters = list(model.parameters())
         pairs = zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (got, want)), strict=True)
         assert distance(got, want) <= TOLERANCE and all(distance(a, b) <= TOLERANCE for a, b in pairs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_is_traced_as_one_graph(family):
+    """Oracle: the eager model; fullgraph=True raises on any graph break. Gradients are compared by the test above."""
+    model, images = smallest(family)
+    with torch.no_grad():
+        got = torch.compile(model, backend="eager", fullgraph=True)(images)
+        assert distance(got, model(images)) <= TOLERANCE
     torch._dynamo.reset()
 
 
@@ -324,28 +368,21 @@ def test_distilled_returns_both_logits_when_asked():
     assert torch.equal(model.eval()(images), mean)
 
 
-PARTS = (
-    "norm1",
-    "attn",
-    "attn.qkv",
-    "attn.proj",
-    "ls1",
-    "drop_path1",
-    "norm2",
-    "mlp",
-    "mlp.fc1",
-    "mlp.drop1",
-    "mlp.fc2",
-)
+PARTS = ("norm1", "attn", "attn.qkv", "attn.proj", "ls1", "drop_path1", "norm2")
+PARTS += ("mlp", "mlp.fc1", "mlp.drop1", "mlp.fc2")
+REDUCED = ("attn.q", "attn.kv", "attn.proj", "mlp.fc1")
+HOOKED = [("vit", f"blocks.0.{part}") for part in PARTS]
+HOOKED += [("swin", "layers.1"), ("swin", "layers.1.downsample"), *(("swin", f"layers.0.blocks.1.{p}") for p in PARTS)]
+HOOKED += [("twins_svt", "pos_block.0"), *(("twins_svt", f"blocks.0.1.{p}") for p in (*REDUCED, "attn.sr"))]
+HOOKED += [("pvt", "patch_embed2"), *(("pvt", f"block2.0.{p}") for p in REDUCED), ("cpvt", "pos_block.0")]
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_hooks_on_any_part_fire_and_see_that_part_alone(part):
+@pytest.mark.parametrize("family, part", HOOKED)
+def test_hooks_on_any_part_fire_and_see_that_part_alone(family, part):
     """Oracle: a hook's input and output belong together: calling the module on the input gives the output."""
-    model = randomize(create_model("vit_digits_patch2_8", depth=1, init_values=0.5)).eval()
-    images = torch.randn(2, 1, 8, 8)
+    model, images = smallest(family, **dict(depth=1, init_values=0.5) if family == "vit" else {})
     want, seen = model(images), []
-    module = model.blocks[0].get_submodule(part)
+    module = model.get_submodule(part)
     handle = module.register_forward_hook(lambda m, args, kwargs, y: seen.append((args, kwargs, y)), with_kwargs=True)
     got = model(images)
     handle.remove()
@@ -388,38 +425,42 @@ def test_a_replaced_linear_is_called():
         setattr(owner, name, base)
 
 
-def test_copies_pickles_and_meta(tmp_path):
+@pytest.mark.parametrize("family", SMALLEST)
+def test_copies_pickles_and_meta(family):
     """Oracle: the original's logits from a deep copy, after torch.save of the state, and after to_empty and load."""
-    model = randomize(create_model("vit_digits_patch2_8", depth=1)).eval()
-    images = torch.randn(2, 1, 8, 8)
+    model, images = smallest(family)
+    name, options, _ = SMALLEST[family]
     twin = copy.deepcopy(model)
     with torch.no_grad():
         next(twin.parameters()).add_(1)
     with torch.device("meta"):
-        empty = create_model("vit_digits_patch2_8", depth=1)
+        empty = create_model(name, **options)
     empty = empty.to_empty(device="cpu").eval()
     empty.load_state_dict(model.state_dict())
     assert torch.equal(empty(images), model(images)) and not torch.equal(twin(images), model(images))
     assert torch.equal(pickle.loads(pickle.dumps(model))(images), model(images))
 
 
-def test_reset_classifier_is_a_zero_head():
+@pytest.mark.parametrize("family", [*SMALLEST, "distilled"])
+def test_reset_classifier_is_a_zero_head(family):
     """Oracle: logits 0 and cross-entropy ln K at step 0 (ViT paper, section 3.2)."""
-    for name in ("vit_digits_patch2_8", "deit_tiny_distilled_patch16_224"):
-        model = create_model(name, img_size=32, depth=1)
-        model.reset_classifier(7)
-        logits = model(torch.randn(2, model.config.in_chans, 32, 32))
-        assert torch.equal(logits, torch.zeros(2, 7))
-        loss = F.cross_entropy(logits, torch.tensor([0, 6]))
-        assert float(loss.detach()) == pytest.approx(torch.tensor(7.0).log().item())
-        model.reset_classifier(0)
-        assert model(torch.randn(2, model.config.in_chans, 32, 32)).shape == (2, model.embed_dim)
+    model = create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1)
+    model, images = (model, torch.randn(2, 3, 32, 32)) if family == "distilled" else smallest(family)
+    model.reset_classifier(7)
+    logits = model(images)
+    assert torch.equal(logits, torch.zeros(2, 7))
+    loss = F.cross_entropy(logits, torch.tensor([0, 6]))
+    assert float(loss.detach()) == pytest.approx(torch.tensor(7.0).log().item())
+    model.reset_classifier(0)
+    assert model(images).shape == (2, model.num_features)
 
 
-def test_variants_rebuild_from_name_and_config():
-    """Oracle: the same state_dict shapes from `create_model(variant, **config)`."""
+@pytest.mark.parametrize("family", [*SMALLEST, "distilled"])
+def test_variants_rebuild_from_name_and_config(family):
+    """Oracle: the same state_dict shapes from `create_model(variant, **config)`, also of a config in JSON."""
     model = create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1, num_classes=3)
-    again = create_model(model.variant, **dataclasses.asdict(model.config))
+    model = model if family == "distilled" else smallest(family)[0]
+    again = create_model(model.variant, **json.loads(json.dumps(dataclasses.asdict(model.config))))
     assert again.config == model.config and type(again) is type(model)
     assert again.state_dict().keys() == model.state_dict().keys()
 
@@ -479,7 +520,12 @@ def test_wrong_images_raise_one_sentence():
         create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True)(torch.zeros(1, 3, 100, 224))
 
 
-def test_config_documents_every_field():
-    """Oracle: the docstring's Attributes."""
-    text = inspect.getdoc(BaseConfig) + inspect.getdoc(ViTConfig)
-    assert [f.name for f in dataclasses.fields(ViTConfig) if f"\n    {f.name}:" not in text] == []
+@pytest.mark.parametrize(
+    "config", sorted({type(model_config(n)) for n in CATALOGUE}, key=str), ids=lambda c: c.__name__
+)
+def test_configs_document_every_field(config):
+    """Oracle: the docstrings' Attributes, of the class and its bases; a family has at most 20 of its own options."""
+    text = "".join(inspect.getdoc(base) for base in config.__mro__ if issubclass(base, BaseConfig))
+    names = [f.name for f in dataclasses.fields(config)]
+    assert [name for name in names if f"\n    {name}:" not in text] == []
+    assert len(names) <= 20 or issubclass(config, ViTConfig)

@@ -19,6 +19,8 @@ from fastvit_triton.kernels import (
     attention,
     attention_backward,
     attention_launch,
+    depthwise,
+    depthwise_backward,
     fold,
     layer_norm,
     layer_norm_backward,
@@ -38,6 +40,8 @@ CASES += [
 FILES = (
     attention,
     attention_backward,
+    depthwise,
+    depthwise_backward,
     fold,
     layer_norm,
     layer_norm_backward,
@@ -192,7 +196,8 @@ def test_large_inputs(op, case, dtype):
     """
     arguments, top = op.inputs(case, torch.float64, "cpu"), torch.finfo(dtype).max
     for name in {"q", "k", "v", "qkv", "x", "residual", "image"} & arguments.keys():
-        arguments[name] = (arguments[name].detach() * 1e4).requires_grad_()
+        if isinstance(arguments[name], torch.Tensor):  # a residual may be True
+            arguments[name] = (arguments[name].detach() * 1e4).requires_grad_()
     if "scale" in inspect.signature(op.run).parameters:
         arguments["scale"] = 1e-8
     arguments = {n: converted(v, dtype) for n, v in arguments.items()}
@@ -259,6 +264,8 @@ MUTATIONS = {
     ),
     "linear_backward._bwd_kernel": ("dbias += tl.sum(g", "dbias -= tl.sum(g", linear.OP, "norm_gelu"),
     "mlp._fwd_kernel": ("a - mean[:, None]", "a + mean[:, None]", mlp.OP, "recompute"),
+    "depthwise._conv_kernel": ("bias += tl.load", "bias -= tl.load", depthwise.OP, "silu"),
+    "depthwise_backward._bwd_weight_kernel": ("dbias += g[r]", "dbias -= g[r]", depthwise.OP, "silu"),
     "patch_embed._fwd_kernel": ("y += tl.load(bias_ptr", "y -= tl.load(bias_ptr", patch_embed.OP, "after"),
     "patch_embed._bwd_weight_kernel": ("(at, acc", "(at, -acc", patch_embed.OP, "after"),
 }

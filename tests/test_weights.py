@@ -16,6 +16,7 @@ import timm
 import torch
 import torchvision
 import transformers
+from pyramids import CASES
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import _load_weights, checkpoint_filter_fn
@@ -1026,3 +1027,161 @@ def test_pyramid_checkpoints_are_rejected():
             state = timm.create_model(name).state_dict()
         with pytest.raises(WeightsError, match="not a checkpoint of a plain ViT"):
             load_weights(vit, state)
+
+
+# Hierarchical models
+
+
+def pyramid(family: str, **options) -> nn.Module:
+    """A small random model of a family."""
+    case = CASES[family]
+    return randomize(create_model(case.name, **case.options | dict(img_size=case.sizes[1], num_classes=7) | options))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_our_files_rebuild_hierarchical_models(family, tmp_path):
+    """Oracle: the model itself: names, options and every bit."""
+    model = pyramid(family)
+    save_weights(model, tmp_path / "a.safetensors")
+    again, _ = load_model(tmp_path / "a.safetensors")
+    assert_equal(again, model)
+    assert (again.variant, again.config) == (model.variant, model.config)
+    x = images(model)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(x), model(x))
+
+
+@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt"])
+def test_hierarchical_models_of_timm(family, tmp_path):
+    """Oracle: timm's model: its weights give its logits here, and ours, saved in its layout, give ours there."""
+    case, ours = CASES[family], pyramid(family)
+    theirs = randomize(case.build(img_size=case.sizes[1], **case.options, num_classes=7))
+    assert load_weights(ours, {"state_dict": theirs.state_dict()}).family == "timm (state_dict)"
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs(x)) <= TOLERANCE
+        save_weights(randomize(ours), tmp_path / "a.safetensors", layout="timm")
+        theirs.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
+        assert distance(theirs(x), ours(x)) <= TOLERANCE
+
+
+SWIN = dict(img_size=16, patch_size=2, embed_dim=12, depths=(1, 2), num_heads=(2, 3), window_size=4, num_classes=7)
+
+
+def swin_of_microsoft() -> tuple[nn.Module, dict[str, Tensor]]:
+    """timm's Swin, and its weights under the names of microsoft/Swin-Transformer, with the buffers of its files."""
+    theirs = randomize(timm.models.swin_transformer.SwinTransformer(**SWIN))
+    state = {
+        key.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc", "head"): tensor
+        for key, tensor in theirs.state_dict().items()
+    }
+    buffers = {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(16, 16, dtype=torch.long)}
+    return theirs, state | buffers | {"layers.1.blocks.1.attn_mask": torch.zeros(4, 16, 16)}
+
+
+def test_official_swin():
+    """Oracle: timm's converter of Microsoft's files, which merge patches at the end of a stage."""
+    theirs, state = swin_of_microsoft()
+    ours = randomize(create_model("swin_tiny_patch4_window7_224", **SWIN))
+    report = load_weights(ours, {"model": state})
+    assert report.family == "Swin (model)" and len(report.dropped) == 2
+    converted = timm.models.swin_transformer.checkpoint_filter_fn({"model": dict(state)}, theirs)
+    for key, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, converted[key]), key
+
+
+OLD_SWIN = [
+    (r"attention\.([qkv])_proj", lambda m: "attention.self." + dict(q="query", k="key", v="value")[m[1]]),
+    (r"attention\.relative_position_bias\.", "attention.self."),
+    (r"attention\.o_proj", "attention.output.dense"),
+    (r"mlp\.fc1", "intermediate.dense"),
+    (r"mlp\.fc2", "output.dense"),
+]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
+def test_transformers_swin(old):
+    """Oracle: transformers' logits; also with the names in files of 4.x, which hold indices."""
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=12, depths=[1, 2], num_heads=[2, 3], window_size=4, num_labels=7
+    )
+    theirs = randomize(transformers.SwinForImageClassification(config))
+    state = theirs.state_dict()
+    if old:
+        for pattern, replacement in OLD_SWIN:
+            state = {re.sub(pattern, replacement, key): tensor for key, tensor in state.items()}
+        state["swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"] = torch.zeros(16, 16).long()
+    ours = randomize(create_model("swin_tiny_patch4_window7_224", **SWIN))
+    report = load_weights(ours, state)
+    assert report.family == "transformers Swin" and not report.reinitialised and len(report.dropped) == old
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs(x).logits) <= TOLERANCE
+
+
+def test_torchvision_swin():
+    """Oracle: torchvision's logits."""
+    theirs = randomize(torchvision.models.SwinTransformer([2, 2], 12, [1, 2], [2, 3], [4, 4], num_classes=7))
+    ours = randomize(create_model("swin_tiny_patch4_window7_224", **SWIN))
+    report = load_weights(ours, theirs.state_dict())
+    assert report.family == "torchvision Swin" and not report.reinitialised
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), theirs(x)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["PVT", "transformers PVT"])
+def test_pvt(layout):
+    """Oracle: transformers' model, with its names and with the authors'."""
+    ours, case = pyramid("pvt"), CASES["pvt"]
+    theirs = randomize(case.build(img_size=(32, 32), **case.options, num_classes=7))
+    state = theirs.state_dict() if layout != "PVT" else case.convert(theirs.state_dict())
+    report = load_weights(ours, state)
+    assert report.family == layout and not report.reinitialised and not report.dropped
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), case.logits(theirs, x)) <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:Using a non-tuple sequence")  # in timm
+def test_windows_are_resized_as_by_timm():
+    """Oracle: timm's converter for another window; a window that is not square is not guessed."""
+    _, state = swin_of_microsoft()
+    options = SWIN | dict(img_size=24, window_size=(6, 5))
+    ours = randomize(create_model("swin_tiny_patch4_window7_224", **options))
+    report = load_weights(ours, state)
+    assert report.positions == "windows of 4x4 resized to 6x5"
+    theirs = timm.models.swin_transformer.SwinTransformer(**options)
+    converted = timm.models.swin_transformer.checkpoint_filter_fn(dict(state), theirs)
+    for key, tensor in ours.state_dict().items():
+        assert torch.allclose(tensor, converted[key], atol=1e-6), key
+    with pytest.raises(WeightsError, match="no square window; create the model with its window_size"):
+        load_weights(create_model("swin_tiny_patch4_window7_224", **SWIN), ours.state_dict())
+
+
+def test_positions_of_every_stage_are_resized():
+    """Oracle: bilinear interpolation as in the authors' code; the class token's row stays."""
+    ours, larger = pyramid("pvt", img_size=(16, 64)), pyramid("pvt", img_size=(48, 32))
+    save = ours.state_dict()
+    with pytest.raises(WeightsError, match="create the model with its img_size"):
+        load_weights(larger, {key: t[:, 1:] if key == "pos_embed1" else t for key, t in save.items()})
+    report = load_weights(larger, pyramid("pvt").state_dict())
+    assert report.positions == "8x8 resized to 12x8 (bilinear), 4x4 resized to 6x4 (bilinear)"
+
+
+def test_files_of_ours_say_the_grid(tmp_path):
+    """Oracle: the model itself, resampled to another image size."""
+    ours, larger = pyramid("pvt", img_size=(16, 32)), pyramid("pvt", img_size=(48, 32))
+    save_weights(ours, tmp_path / "a.safetensors")
+    assert "4x8 resized to 12x8 (bilinear)" in load_weights(larger, tmp_path / "a.safetensors").positions
+    x = images(larger)
+    with torch.no_grad():
+        assert distance(larger(x), ours(x)) <= TOLERANCE
+
+
+def test_checkpoints_of_another_architecture_are_refused():
+    """Oracle: the architecture and its layouts, in one sentence."""
+    with pytest.raises(WeightsError, match=r"this is not a checkpoint of Swin: .* known are torchvision Swin"):
+        load_weights(pyramid("swin"), pyramid("pvt").state_dict())
+    with pytest.raises(WeightsError, match="of a plain ViT"):
+        load_weights(build("vit_tiny_patch16_224"), pyramid("swin").state_dict())

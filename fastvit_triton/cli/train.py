@@ -196,7 +196,7 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
     from ..train.build import build_masked_model, configure_model
     from ..weights import load_weights
 
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "img_size": recipe.img_size,
         "in_chans": len(data.transform.mean),
         "num_classes": len(data.classes),
@@ -209,8 +209,8 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
         load_weights(model, settings["weights"])
     model.pretrained_cfg = _describe(model, data)
     if recipe.mask_ratio:
-        decoder = create_model(recipe.model, **options | recipe.decoder).blocks
-        model = build_masked_model(recipe, model, decoder)
+        options |= recipe.decoder
+        model = build_masked_model(recipe, model, create_model(recipe.model, **options).blocks)
     return model
 
 

@@ -17,7 +17,8 @@ from ..kernels.plan import Choice, assuming, host_us, observing
 from ..layers.freeze import freeze
 from ..layers.ways import SIZES
 from .inductor_rule import inductor_count
-from .trace import Count, Trace, reserved, tracing
+from .trace import Count, Trace, tracing
+from .values import given, without_weights
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class Prediction:
 
 
 def count(function: Callable, *inputs: object, **named: object) -> Count:
-    """Counts the cost of function(*inputs, **named) on CPU tensors, whose values are not read.
+    """Counts the cost of function(*inputs, **named) on CPU tensors, of which only integers are read.
 
     Raises:
-        RuntimeError: the function reads a value.
+        RuntimeError: the function reads a value that depends on floating-point inputs.
     """
     with tracing() as trace:
         function(*inputs, **named)
@@ -91,13 +92,14 @@ def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named
         model: converted by `optimize`, or one of ours; on the meta device. It is not changed.
         gpu: one of `cost.gpus()`.
         training: include the backward pass of every output.
-        inputs: its inputs on the meta device, in the dtype of the weights.
+        inputs: its inputs on the meta device, in the dtype of the weights; integers on the CPU, such as grids, have
+            values that the model may read.
         named: keyword inputs.
 
     Raises:
-        RuntimeError: the model reads a value.
+        RuntimeError: the model reads a value that depends on weights or on meta tensors.
     """
-    inputs, named = tree_map_only(Tensor, reserved, (inputs, named))
+    inputs, named = tree_map_only(Tensor, given, (inputs, named))
     choices: list[Choice] = []
     with using_backend("auto"):
         eager = _traced(_without_data(model, training), inputs, named)
@@ -124,7 +126,7 @@ def _traced(model: nn.Module, inputs: tuple, named: dict) -> Trace:
 
 def _without_data(model: nn.Module, training: bool) -> nn.Module:
     """A copy on the CPU with uninitialised parameters."""
-    return _unplanned(copy.deepcopy(model).to_empty(device="cpu").train(training))
+    return _unplanned(without_weights(copy.deepcopy(model)).train(training))
 
 
 def _unplanned(model: nn.Module) -> nn.Module:

@@ -19,9 +19,11 @@ from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import type_name
 from ..layers.module_parts import Foreign
+from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 from .third_party import is_fusable
 
-Reader = Callable[..., AttentionParts | MlpParts | str]
+Parts = AttentionParts | MlpParts | WindowParts | ReducedParts | DepthwiseMlpParts
+Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
 Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]
 
@@ -139,11 +141,12 @@ class FusedBody:
 
     Attributes:
         read: (module, arguments after the first) → its parts, or a reason (str) why there are none.
-        weights: True if the module returns (y, attention weights or None).
+        after: what follows y in the tuple that the module returns, such as None for attention weights; None if it
+            returns y itself.
     """
 
     read: Reader
-    weights: bool = False
+    after: tuple | None = None
 
     def __call__(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:
         """Runs the module on its inputs; [B, N, D] → [B, N, D]."""
@@ -171,7 +174,7 @@ class FusedBody:
                 if way == "plain":
                     return ways.plainly(type(module).forward, module, *inputs, **named)
                 y = parts(x, way=way)
-                return (y, None) if self.weights else y
+                return y if self.after is None else (y, *self.after)
         return original(module, *inputs, **named)
 
 
@@ -180,12 +183,12 @@ def fused_body(
     needs: str = "",
     takes: str | None = None,
     call: Callable[[Foreign], dict[str, object]] | None = None,
-    weights: bool = False,
+    after: tuple | None = None,
 ) -> Callable[[R], R]:
-    """Decorator: registers a reader of these types, see `Forward`; `weights` if they return (y, weights or None)."""
+    """Decorator: registers a reader of these types, see `Forward` and `FusedBody`."""
 
     def decorate(read: R) -> R:
-        register(names, Forward(FusedBody(read, weights), needs, takes, read, call=call))
+        register(names, Forward(FusedBody(read, after), needs, takes, read, call=call))
         return read
 
     return decorate

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.body import AttentionParts, MlpParts
+from ..layers.freeze import derived
 from ..layers.hooks import are_plain_tensors, has_hooks, type_name
 from ..layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
 from .forwards import fused_body
 from .third_party import four_axes, head_norms, scores_mask
+from .windows import table_bias
 
 
 def dropped(module: Foreign) -> str | None:
@@ -76,7 +78,7 @@ def rope_parts(
         why = "grouped-query attention"
     if why is not None:
         return why
-    qkv = self.qkv if self.qkv is None else _packed(self)
+    qkv = self.qkv if self.qkv is None else packed_projection(self)
     if isinstance(qkv, str):
         return qkv
     table = None
@@ -107,18 +109,13 @@ def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Atte
     why = dropped(self)
     if why is not None:
         return why
-    qkv = _packed(self)
+    qkv = packed_projection(self)
     if isinstance(qkv, str):
         return qkv
-    table = None if self.relative_position_bias_table is None else _positions(self)
+    table = None if self.relative_position_bias_table is None else table_bias(self)[None]
     if shared_rel_pos_bias is not None:
         table = shared_rel_pos_bias if table is None else table + shared_rel_pos_bias
     return AttentionParts((qkv,), self.proj, self.num_heads, self.scale, four_axes(table), drops=(self.proj_drop,))
-
-
-def _positions(self: Foreign) -> Tensor:
-    """The relative position bias [1, H, N, N]."""
-    return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1).contiguous()[None]
 
 
 @fused_body(
@@ -131,7 +128,7 @@ def window_parts(self: Foreign, mask: Tensor | None = None) -> AttentionParts | 
     why = dropped(self) or ("softmax has a hook" if has_hooks(self.softmax) else None)
     if why is not None:
         return why
-    bias = _positions(self)
+    bias = table_bias(self)[None]
     bias = bias if mask is None else bias + mask[:, None]  # [windows, H, N, N]
     return AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale, bias, drops=(self.proj_drop,))
 
@@ -170,11 +167,12 @@ def _present(self: Foreign) -> nn.Module | None:
     return None if norm is None or is_identity(norm) else norm
 
 
-def _packed(self: Foreign) -> nn.Module | Packed | str:
+def packed_projection(self: Foreign) -> nn.Module | Packed | str:
     """The packed projection; its bias may be stored as q_bias, k_bias (zeros) and v_bias."""
     if getattr(self, "q_bias", None) is None:
         return self.qkv
-    if not is_readable(self.qkv) or not are_plain_tensors(self.q_bias, self.k_bias, self.v_bias):
-        return "qkv was replaced or has a hook"
     biases = self.q_bias, self.k_bias, self.v_bias
-    return Packed(self.qkv.weight, torch.cat(biases), (self.qkv.weight, *biases))
+    if not is_readable(self.qkv) or not are_plain_tensors(*biases):
+        return "qkv was replaced or has a hook"
+    weight = self.qkv.weight
+    return Packed(weight, derived(self, "qkv_bias", biases, lambda: torch.cat(biases)), (weight, *biases))

@@ -1,4 +1,5 @@
-"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA and DINOv3, NaFlexViT, Swin, CaiT."""
+"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA and DINOv3, NaFlexViT, CaiT,
+TNT, CrossViT."""
 
 from typing import Any
 
@@ -7,15 +8,16 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
-from ..layers.body import finish, project
+from ..layers.body import AttentionParts, finish, fold_or_normalize, normalize, project
 from ..layers.branch import Branch, add_branches
-from ..layers.module_parts import Foreign, is_patch_conv
-from .forwards import arguments, fused_forward, original
+from ..layers.hooks import has_hooks, is_our_forward, type_name
+from ..layers.module_parts import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
+from .forwards import arguments, fused_body, fused_forward, original
 from .from_timm import dropped
 from .third_party import is_fusable, scores_mask
 
 
-def _both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
+def both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
     return [(block.norm1, block.attn), (block.norm2, block.mlp)]
 
 
@@ -34,7 +36,7 @@ def _drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
     "timm.models.vision_transformer.Block",
     needs="norm1 attn drop_path1|drop_path norm2 mlp drop_path2|drop_path",
     takes="attn_mask is_causal",
-    folds=_both_norms,
+    folds=both_norms,
 )
 def block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block; [B, N, D] → [B, N, D]."""
@@ -53,7 +55,7 @@ def _block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal:
     "timm.models.eva.EvaBlock",
     needs="norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2",
     takes="rope attn_mask is_causal",
-    folds=_both_norms,
+    folds=both_norms,
 )
 def eva_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with rotary positions; [B, N, D] → [B, N, D]."""
@@ -73,7 +75,7 @@ def _eva_block(
     "timm.models.beit.Block",
     needs="norm1 attn gamma_1 drop_path1|drop_path norm2 mlp gamma_2 drop_path2|drop_path",
     takes="shared_rel_pos_bias",
-    folds=_both_norms,
+    folds=both_norms,
 )
 def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
     """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
@@ -89,7 +91,7 @@ def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = No
     "timm.models.cait.LayerScaleBlock",
     needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
     takes="",
-    folds=_both_norms,
+    folds=both_norms,
 )
 def cait_block(self: Foreign, x: Tensor) -> Tensor:
     """CaiT's talking-heads block, whose attention is called; [B, N, D] → [B, N, D]."""
@@ -116,21 +118,6 @@ def cait_class_block(self: Foreign, x: Tensor, x_cls: Tensor) -> Tensor:
 
 
 @fused_forward(
-    "block around its own windows",
-    "timm.models.swin_transformer.SwinTransformerBlock",
-    needs="norm1 _attn drop_path1 norm2 mlp drop_path2",
-    takes="",
-    folds=lambda self: [(self.norm2, self.mlp)],
-)
-def swin_block(self: Foreign, x: Tensor) -> Tensor:
-    """Swin's block, whose window attention is called; [B, H, W, D] → [B, H, W, D]."""
-    if not is_fusable(self, x):
-        return original(self, x)
-    x = x + self.drop_path1(self._attn(self.norm1(x)))
-    return add_branches(x, Branch(self.mlp, self.norm2, None, self.drop_path2))
-
-
-@fused_forward(
     "class attention",
     "timm.models.cait.ClassAttn",
     needs="q k v num_heads scale attn_drop proj proj_drop",
@@ -146,6 +133,98 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
     q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
     o = attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
     return finish(o, self.proj, drop=self.proj_drop)
+
+
+@fused_body("timm.models.tnt.Attention", needs="qk v num_heads head_dim scale attn_drop proj proj_drop", takes="")
+def tnt_parts(self: Foreign) -> AttentionParts | str:
+    """Parts of TNT's attention, which projects queries and keys together."""
+    if self.hidden_dim != getattr(self.v, "out_features", self.hidden_dim):
+        return "queries of another width than the values"
+    layers = self.qk, self.v
+    return dropped(self) or AttentionParts(layers, self.proj, self.num_heads, self.scale, drops=(self.proj_drop,))
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.tnt.Block",
+    needs="norm_in attn_in norm_mlp_in mlp_in norm1_proj proj norm2_proj norm_out attn_out norm_mlp mlp drop_path",
+    takes="patch_embed",
+    folds=lambda self: sum(_tnt_branches(self), [(self.norm1_proj, None if self.norm2_proj is None else self.proj)]),
+)
+def tnt_block(self: Foreign, pixel_embed: Tensor, patch_embed: Tensor) -> tuple[Tensor, Tensor]:
+    """TNT's block: pixels [B·N, n, D'] attend within patches, then tokens [B, 1 + N, D] that receive them attend."""
+    if not is_fusable(self, pixel_embed):
+        return original(self, pixel_embed, patch_embed)
+    (inner, outer), drop = _tnt_branches(self), self.drop_path
+    pixels = add_branches(pixel_embed, *(Branch(body, norm, None, drop) for norm, body in inner))
+    cls, patches = patch_embed[:, :1], patch_embed[:, 1:]
+    if self.norm2_proj is None:
+        added = finish(normalize(pixels, self.norm1_proj).reshape(*patches.shape[:2], -1), self.proj)
+    else:
+        added = normalize(finish(pixels.reshape(*patches.shape[:2], -1), self.proj, self.norm1_proj), self.norm2_proj)
+    tokens = torch.cat((cls, patches + added), 1)
+    return pixels, add_branches(tokens, *(Branch(body, norm, None, drop) for norm, body in outer))
+
+
+def _tnt_branches(self: Foreign) -> tuple[list, list]:
+    """(norm, body) of both branches of pixels, and of both branches of patches."""
+    inner = [(self.norm_in, self.attn_in), (self.norm_mlp_in, self.mlp_in)]
+    return inner, [(self.norm_out, self.attn_out), (self.norm_mlp, self.mlp)]
+
+
+@fused_forward(
+    "cross attention",
+    "timm.models.crossvit.CrossAttention",
+    needs="wq wk wv num_heads scale attn_drop proj proj_drop",
+    takes="",
+    reason=dropped,
+)
+def cross_attention(self: Foreign, x: Tensor) -> Tensor:
+    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
+    if not is_fusable(self, x) or dropped(self) is not None:
+        return original(self, x)
+    q, kv = project(x[:, :1], (self.wq,)), project(x, (self.wk, self.wv))
+    return finish(_one_query(self, q, *kv.chunk(2, -1)), self.proj, drop=self.proj_drop)
+
+
+def _one_query(self: Foreign, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of q [B, 1, D] to k and v [B, N, D]."""
+    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    return attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+
+
+def _cross_reason(block: Foreign) -> str | None:
+    attn = block.attn
+    if type_name(attn) != "timm.models.crossvit.CrossAttention":
+        return f"its attention is {type(attn).__name__}"
+    return dropped(attn) or ("attention has a hook" if has_hooks(attn) else None)
+
+
+@fused_forward(
+    "cross-attention block",
+    "timm.models.crossvit.CrossAttentionBlock",
+    needs="norm1 attn drop_path",
+    takes="",
+    reason=_cross_reason,
+    folds=lambda self: [(self.norm1, self.attn)],
+)
+def cross_block(self: Foreign, x: Tensor) -> Tensor:
+    """The class token attends to all tokens; [B, N, D] → [B, 1, D].
+
+    All three projections are one matmul of all tokens, into which the norm is folded.
+    """
+    attn = self.attn
+    if not is_fusable(self, x) or not is_our_forward(attn.__dict__.get("forward")) or _cross_reason(self) is not None:
+        return original(self, x)
+    cls, layers, drop = x[:, :1], (attn.wq, attn.wk, attn.wv), attn.proj_drop
+    if not all(is_readable(layer) for layer in layers):
+        return cls + self.drop_path(attn(normalize(x, self.norm1)))
+    x, norm = fold_or_normalize(x, self.norm1, layers)
+    q, k, v = project(x, layers, norm).chunk(3, -1)
+    o = _one_query(attn, q[:, :1], k, v)
+    if not is_inactive(drop) or not has_sample_scale(self.drop_path):
+        return cls + self.drop_path(finish(o, attn.proj, drop=drop))
+    return finish(o, attn.proj, sample_scale=sample_scale_of(self.drop_path, cls), residual=cls)
 
 
 @fused_forward(

@@ -18,13 +18,13 @@ from .third_party import can_run, is_fusable, scores_mask
 NAME = "fastvit_triton"  # name of our attention in transformers' AttentionInterface
 
 
-def _named(*classes: str) -> list[str]:
-    """Full names from "model.Class"."""
-    split = (c.split(".") for c in classes)
-    return [f"transformers.models.{m}.modeling_{m}.{c}" for m, c in split]
+def classes(*names: str) -> list[str]:
+    """Full names from "model.Class", or "folder.model.Class" where the folder has another name."""
+    split = (name.split(".") for name in names)
+    return [f"transformers.models.{m[0]}.modeling_{m[-1]}.{c}" for *m, c in split]
 
 
-NESTED = _named(
+NESTED = classes(
     "vit.ViTAttention",
     "deit.DeiTAttention",
     "vit_mae.ViTMAEAttention",
@@ -36,14 +36,13 @@ INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  #
 
 @fused_body(
     *NESTED,
-    *_named(
-        "dinov3_vit.DINOv3ViTAttention", "clip.CLIPAttention", "siglip.SiglipAttention", "siglip2.Siglip2Attention"
-    ),
+    *classes("dinov3_vit.DINOv3ViTAttention", "clip.CLIPAttention", "beit.BeitAttention"),
+    *classes("siglip.SiglipAttention", "siglip2.Siglip2Attention"),
     needs="q_proj k_proj v_proj o_proj|out_proj num_attention_heads|num_heads scaling|scale attention_dropout|dropout "
     "is_causal config",
     takes="attention_mask position_embeddings is_causal",
     call=lambda self: {"is_causal": True} if type(self.config).__name__ == "CLIPTextConfig" else {},
-    weights=True,
+    after=(None,),
 )
 def attention_parts(
     self: Foreign,
@@ -54,7 +53,7 @@ def attention_parts(
 ) -> AttentionParts | str:
     """Parts of an attention with separate q, k, v; for DINOv3 with RoPE on all but the prefix tokens."""
     drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
-    why = _reason(self, drop, attention_mask, is_causal, more)
+    why = attention_reason(self, drop, attention_mask, is_causal, more)
     if why is not None:
         return why
     rope = None if position_embeddings is None else (*position_embeddings, False)
@@ -79,14 +78,14 @@ def nested_parts(self: Foreign, head_mask: Tensor | None = None, **more: object)
     inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
     if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "attention or output was replaced or has a hook"
-    why = _reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
+    why = attention_reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
     if why is not None:
         return why
     projections = inner.query, inner.key, inner.value
     return AttentionParts(projections, outer.dense, inner.num_attention_heads, inner.scaling, drops=(outer.dropout,))
 
 
-def _reason(
+def attention_reason(
     self: Foreign, drop: float, attention_mask: object, is_causal: bool | None, more: dict[str, object]
 ) -> str | None:
     """Why an attention must run its own forward now, or None."""
@@ -103,16 +102,8 @@ def _reason(
 
 
 @fused_body(
-    *_named(
-        "vit.ViTMLP",
-        "deit.DeiTMLP",
-        "vit_mae.ViTMAEMLP",
-        "dinov2.Dinov2MLP",
-        "dinov2_with_registers.Dinov2WithRegistersMLP",
-        "clip.CLIPMLP",
-        "siglip.SiglipMLP",
-        "siglip2.Siglip2MLP",
-    ),
+    *classes("vit.ViTMLP", "deit.DeiTMLP", "vit_mae.ViTMAEMLP", "dinov2.Dinov2MLP", "clip.CLIPMLP", "siglip.SiglipMLP"),
+    *classes("dinov2_with_registers.Dinov2WithRegistersMLP", "siglip2.Siglip2MLP", "beit.BeitMLP", "swin.SwinMLP"),
     needs="fc1 activation_fn|activation fc2",
 )
 def mlp_parts(self: Foreign) -> MlpParts:
@@ -121,14 +112,14 @@ def mlp_parts(self: Foreign) -> MlpParts:
     return MlpParts((self.fc1,), activation_of(act), self.fc2)
 
 
-@fused_body(*_named("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
+@fused_body(*classes("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
 def up_down_parts(self: Foreign) -> MlpParts:
     """Parts of an MLP with DINOv3's names."""
     return MlpParts((self.up_proj,), activation_of(self.act_fn), self.down_proj)
 
 
 @fused_body(
-    *_named(
+    *classes(
         "dinov2.Dinov2SwiGLUFFN",
         "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN",
         "dinov3_vit.DINOv3ViTGatedMLP",
@@ -143,7 +134,7 @@ def gated_parts(self: Foreign) -> MlpParts | str:
 
 
 @fused_body(
-    *_named("dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN"),
+    *classes("dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN"),
     needs="weights_in weights_out",
 )
 def packed_gate_parts(self: Foreign) -> MlpParts:
@@ -151,9 +142,10 @@ def packed_gate_parts(self: Foreign) -> MlpParts:
     return MlpParts((self.weights_in,), "swiglu", self.weights_out)
 
 
-def _checkpointed(self: Foreign, forward: Any, *inputs: Any, **named: Any) -> Tensor:
+def checkpointed(self: Foreign, forward: Any, *inputs: Any, **named: Any) -> Any:
     """Runs a layer's forward with its class's activation checkpointing (in older releases part of `__call__`)."""
-    if self.gradient_checkpointing and self.training and type(self).__call__ is nn.Module.__call__:
+    active = getattr(self, "gradient_checkpointing", False) and self.training
+    if active and type(self).__call__ is nn.Module.__call__:
         return self._gradient_checkpointing_func(partial(forward, self, **named), *inputs)
     return forward(self, *inputs, **named)
 
@@ -165,7 +157,7 @@ def _call(attention_mask: Tensor | None, more: dict[str, object]) -> dict[str, o
 
 @fused_forward(
     "pre-norm block",
-    *_named("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"),
+    *classes("vit.ViTLayer", "deit.DeiTLayer", "vit_mae.ViTMAELayer"),
     needs="attention mlp layernorm_before layernorm_after dropout gradient_checkpointing",
     takes="attention_mask",
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.mlp)],
@@ -174,7 +166,7 @@ def vit_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) 
     """Pre-norm block with a dropout after each branch; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
-    return _checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
+    return checkpointed(self, _vit_layer, hidden_states, *inputs, **named)
 
 
 def _vit_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
@@ -184,7 +176,7 @@ def _vit_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, *
 
 @fused_forward(
     "pre-norm block",
-    *_named("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
+    *classes("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
     needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 gradient_checkpointing",
     takes="attention_mask position_embeddings",
     folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
@@ -193,7 +185,7 @@ def dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any)
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
-    return _checkpointed(self, _dino_layer, hidden_states, *inputs, **named)
+    return checkpointed(self, _dino_layer, hidden_states, *inputs, **named)
 
 
 def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
@@ -204,7 +196,7 @@ def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, 
 
 @fused_forward(
     "pre-norm block",
-    *_named("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
+    *classes("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
     needs="self_attn layer_norm1 layer_norm2 mlp gradient_checkpointing",
     takes="attention_mask",
     folds=lambda self: [(self.layer_norm1, self.self_attn), (self.layer_norm2, self.mlp)],
@@ -213,7 +205,7 @@ def clip_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any)
     """Pre-norm block; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
-    return _checkpointed(self, _clip_layer, hidden_states, *inputs, **named)
+    return checkpointed(self, _clip_layer, hidden_states, *inputs, **named)
 
 
 def _clip_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
@@ -231,7 +223,7 @@ def _pooling_reason(self: Foreign, attention_mask: Tensor | None = None) -> str 
 
 @fused_forward(
     "attention pooling",
-    *_named("siglip.SiglipMultiheadAttentionPoolingHead", "siglip2.Siglip2MultiheadAttentionPoolingHead"),
+    *classes("siglip.SiglipMultiheadAttentionPoolingHead", "siglip2.Siglip2MultiheadAttentionPoolingHead"),
     needs="probe attention.in_proj_weight layernorm mlp",
     takes="attention_mask",
     reason=_pooling_reason,
@@ -252,7 +244,7 @@ def _pooling_head(self: Foreign, x: Tensor, attention_mask: Tensor | None = None
 
 STEMS.update(
     dict.fromkeys(
-        _named(
+        classes(
             "vit.ViTPatchEmbeddings",
             "deit.DeiTPatchEmbeddings",
             "vit_mae.ViTMAEPatchEmbeddings",
@@ -262,8 +254,8 @@ STEMS.update(
         "projection",
     )
 )
-STEMS.update(dict.fromkeys(_named("clip.CLIPVisionEmbeddings", "siglip.SiglipVisionEmbeddings"), "patch_embedding"))
-STEMS.update(dict.fromkeys(_named("dinov3_vit.DINOv3ViTEmbeddings"), "patch_embeddings"))
+STEMS.update(dict.fromkeys(classes("clip.CLIPVisionEmbeddings", "siglip.SiglipVisionEmbeddings"), "patch_embedding"))
+STEMS.update(dict.fromkeys(classes("dinov3_vit.DINOv3ViTEmbeddings"), "patch_embeddings"))
 
 
 def attention_forward(

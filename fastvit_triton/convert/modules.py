@@ -10,14 +10,25 @@ import torch
 from torch import nn
 
 from ..kernels.backend import backend, why_not
-from ..layers.body import AttentionParts, MlpParts
+from ..layers.body import MlpParts
 from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
+from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
-from . import from_timm_blocks, from_torch, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
-from .forwards import Forward, forward_for
+from . import (  # noqa: F401  (they register)
+    from_timm_blocks,
+    from_timm_pyramids,
+    from_torch,
+    from_torchvision,
+    from_transformers,
+    from_transformers_beit,
+    from_transformers_pyramids,
+    from_transformers_swin,
+    from_vit_pytorch,
+)
+from .forwards import Forward, Parts, forward_for
 from .from_torch import CONV, STEMS
 from .reporting import Report, Row
 
@@ -137,11 +148,20 @@ def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
     forward = forward_for(module)
     assert isinstance(forward, Forward)  # as it was converted
     parts = _parts(forward, module)
-    if isinstance(parts, AttentionParts | MlpParts):
-        yield from (parts.first, parts.last, *(getattr(parts, "norms", None) or ()))
+    if isinstance(parts, Parts):
+        yield from (getattr(parts, name, None) for name in ("first", "last", "norm"))
+        yield from getattr(parts, "norms", None) or ()
     for norm, body in () if forward.folds is None else forward.folds(module):
-        if body is not None and ((id(body) in fused and not has_hooks(body)) or is_readable(body)):
+        if body is not None and ((id(body) in fused and _reads_first(body)) or is_readable(body)):
             yield norm
+
+
+def _reads_first(body: nn.Module) -> bool:
+    """True if a fused body's first matmuls are all that reads its input."""
+    forward = forward_for(body)
+    assert isinstance(forward, Forward)  # as it was converted
+    parts = _parts(forward, body)
+    return not has_hooks(body) and not (isinstance(parts, Parts) and not parts.entering())
 
 
 def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> Row | None:
@@ -169,16 +189,18 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)
 
 
-def _became(forward: Forward, parts: AttentionParts | MlpParts | None) -> str:
+def _became(forward: Forward, parts: Parts | None) -> str:
     """Short name of the fused forward."""
-    if isinstance(parts, AttentionParts):
-        return "fused attention"
-    if isinstance(parts, MlpParts):
-        return f"fused MLP, {parts.act if isinstance(parts.act, str) else type(parts.act).__name__}"
-    return f"fused {forward.became}"
+    if parts is None:
+        return f"fused {forward.became}"
+    act = getattr(parts, "act", None)
+    if act is not None:
+        kind = "MLP with a convolution" if isinstance(parts, DepthwiseMlpParts) else "MLP"
+        return f"fused {kind}, {act if isinstance(act, str) else type(act).__name__}"
+    return f"fused {parts.sizes().kind.replace('_', ' ')}"
 
 
-def _parts(forward: Forward, module: nn.Module) -> AttentionParts | MlpParts | str | None:
+def _parts(forward: Forward, module: nn.Module) -> Parts | str | None:
     """The parts of a body, a reason (str) to run the module's own forward, or None."""
     if forward.read is not None:
         with torch.no_grad():
@@ -186,19 +208,19 @@ def _parts(forward: Forward, module: nn.Module) -> AttentionParts | MlpParts | s
     return None if forward.reason is None else forward.reason(module)
 
 
-def _notes(forward: Forward, module: nn.Module, parts: AttentionParts | MlpParts | None) -> Iterator[str]:
+def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator[str]:
     """Yields notes: what is called instead of fused, and when the module's own forward runs."""
     if has_hooks(module):
         yield "it has a hook, so it is called"
     if parts is not None:
-        layers = (*parts.projections, parts.proj) if isinstance(parts, AttentionParts) else (*parts.fc1, parts.fc2)
-        for layer in layers:
+        first = (parts.q, *parts.kv) if isinstance(parts, ReducedParts) else parts.entering()
+        for layer in (*first, getattr(parts, "proj", None), getattr(parts, "fc2", None)):
             if layer is not None and not is_readable(layer):
                 yield f"{type(layer).__name__} is called: replaced, quantised or hooked"
-        for norm in (parts.first, parts.last):
+        for norm in (getattr(parts, name, None) for name in ("first", "last", "norm")):
             if norm is not None and norm_of(norm) is None:
                 yield f"{type(norm).__name__} is called"
-        if isinstance(parts, MlpParts) and not isinstance(parts.act, str):
+        if isinstance(parts, MlpParts | DepthwiseMlpParts) and not isinstance(parts.act, str):
             yield f"activation {type(parts.act).__name__} is called"
     if forward.read is not None or forward.reason is not None:
         was = {m: m.training for m in module.modules()}

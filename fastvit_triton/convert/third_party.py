@@ -17,6 +17,8 @@ parts.ACTIVATIONS.update(
         "timm.models.layers.activations.GELU": "gelu",
         "timm.layers.activations.GELUTanh": "gelu_tanh",
         "timm.layers.activations.QuickGELU": "quick_gelu",
+        "timm.layers.activations.HardSwish": "hardswish",
+        "timm.layers.activations_me.HardSwishMe": "hardswish",
         "transformers.activations.GELUActivation": "gelu",
         "transformers.activations.GELUTanh": "gelu_tanh",
         "transformers.activations.QuickGELUActivation": "quick_gelu",
@@ -32,10 +34,28 @@ parts.LAYER_SCALES.update(
         f"{_HF}.dinov3_vit.modeling_dinov3_vit.DINOv3ViTLayerScale": "lambda1",
     }
 )
+HF_DROP_PATHS = (
+    "beit.modeling_beit.Beit",
+    "clap.modeling_clap.Clap",
+    "data2vec.modeling_data2vec_vision.Data2VecVision",
+    "donut.modeling_donut_swin.Donut",
+    "donut.modeling_donut_swin.DonutSwin",
+    "glpn.modeling_glpn.GLPN",
+    "glpn.modeling_glpn.Glpn",
+    "maskformer.modeling_maskformer_swin.MaskFormer",
+    "maskformer.modeling_maskformer_swin.MaskFormerSwin",
+    "pvt.modeling_pvt.Pvt",
+    "pvt_v2.modeling_pvt_v2.PvtV2",
+    "segformer.modeling_segformer.Segformer",
+    "swin.modeling_swin.Swin",
+    "swinv2.modeling_swinv2.Swinv2",
+)  # in some release or another
+parts.DROP_PATHS.update(f"{_HF}.{name}DropPath" for name in HF_DROP_PATHS)
 parts.DROP_PATHS.update(
     (
         "timm.layers.drop.DropPath",
         "timm.models.layers.drop.DropPath",
+        "torchvision.ops.stochastic_depth.StochasticDepth",
         f"{_HF}.dinov2.modeling_dinov2.Dinov2DropPath",
         f"{_HF}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
         f"{_HF}.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",

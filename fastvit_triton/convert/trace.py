@@ -5,16 +5,18 @@ writes each result once; views and allocations are free, and cache hits are igno
 launch moves each of its tensors once, and the PyTorch operators around it count too. Flops are those of matmuls and
 convolutions, 2 for a multiply-add.
 
-Tensors are on the CPU, so that autocast and scaled_dot_product_attention work, but their memory is never accessed:
-results are uninitialised. Inside `kernels.launch.targeting` they count as GPU tensors.
+Tensors are on the CPU, so that autocast and scaled_dot_product_attention work, but their memory is not accessed and
+results are uninitialised, except for what is computed from integers and constants alone, see `values`. Inside
+`kernels.launch.targeting` they count as GPU tensors.
 """
 
 import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +28,11 @@ from torch.utils.flop_counter import flop_registry
 from ..kernels import launch, linear_backward, tile
 from ..kernels.op import REGISTERED
 from ..layers.replay.recorder import ALLOCATE, READERS
+from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
 
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
-# number of CUDA kernels of a PyTorch operator, if not 1, from the sources of torch 2.13:
-# flash_bwd_launch_template.h (Δ; dq, dk and dv; dq from its fp32 sums), layer_norm_kernel.cu (dx; dγ and dβ, up to
-# 65,536 rows), Convolution.cpp (the bias is added to cuDNN's result, and its gradient is a sum)
+# CUDA kernels of a PyTorch operator, if not 1, by torch 2.13: flash_bwd_launch_template.h (Δ; dq, dk, dv; dq from fp32
+# sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
 
 _storages = itertools.count()
@@ -113,7 +115,7 @@ class Trace:
 
 
 class _Tracer(TorchDispatchMode):
-    """Records operators and launches in a trace; runs only views and allocations."""
+    """Records operators and launches in a trace; runs views, allocations, and operators on known values."""
 
     def __init__(self, enters: bool) -> None:
         super().__init__()
@@ -123,34 +125,42 @@ class _Tracer(TorchDispatchMode):
         named, name = named or {}, function.name().split("::")[1].split(".")[0]
         if function.namespace == "fastvit_triton":
             return self._enter(name, arguments)
-        if name in READERS or (name == "index" and any(t is not None and t.dtype == torch.bool for t in arguments[1])):
-            self.read(name)
+        tensors = _tensors((arguments, named))
+        if name in READERS:
+            self.read(name, *tensors)
+        if name == "index" and (masks := [t for t in arguments[1] if t is not None and t.dtype == torch.bool]):
+            self.read(name, *masks)
+            arguments = (arguments[0], positions(arguments[1]))
         if name == "lift_fresh" and arguments[0].dim():  # torch.tensor; assigned scalars are filled in on the device
             self.trace.findings.append(f"host copies values for {name}{f' in {self.op}' if self.op else ''}")
         if _is_composite(function):  # such as F.linear in one of our operators, below autograd
             with self:
                 return function.decompose(*arguments, **named)
-        if function.is_view or name in ALLOCATE or not _gives_tensors(function):
+        if function.is_view or not _gives_tensors(function):
             return function(*arguments, **named)
-        described = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in named.items()}
-        given, described = tree_map_only(Tensor, _described, (arguments, described))
-        results = function(*given, **described)
-        memory = {t.untyped_storage()._cdata for t in _tensors((given, described))}
-        written = _tensors(results)
+        if name in ALLOCATE:
+            return mark(function(*arguments, **named), False)
+        known, call = is_known(function, name, tensors), (arguments, named)
+        if not known:
+            call = arguments, {k: torch.device("meta") if k == "device" and v else v for k, v in named.items()}
+            call = tree_map_only(Tensor, described, call)
+        outputs = results = function(*call[0], **call[1])
+        memory = {t.untyped_storage()._cdata for t in _tensors(call)}
         if function._schema.is_mutable:
-            outputs = _written_arguments(function, arguments, named, results)
-        elif written and all(t.untyped_storage()._cdata in memory for t in written):  # such as _unsafe_view
-            return function(*arguments, **named)
-        else:
+            outputs = results if known else written_arguments(function, arguments, named, results)
+        elif all(t.untyped_storage()._cdata in memory for t in _tensors(results)):  # such as _unsafe_view
+            return results if known else function(*arguments, **named)
+        elif not known:
             outputs = tree_map_only(Tensor, reserved, results)
-        flops = self._flops(function, arguments, named, outputs)
-        self._add(name, _tensors((arguments, named)), _tensors(outputs), flops)
+        for t in _tensors(outputs):
+            mark(t, known)
+        self._add(name, tensors, _tensors(outputs), self._flops(function, arguments, named, outputs))
         return outputs
 
     def _enter(self, name: str, arguments: tuple) -> object:
         """Traces the launches in one of our operators, and compares its results with those of its fake."""
         body, fake = REGISTERED[name]
-        expected = fake(*tree_map_only(Tensor, _described, arguments))
+        expected = fake(*tree_map_only(Tensor, described, arguments))
         flops = OUR_FLOPS[name](*arguments) if name in OUR_FLOPS else 0
         if not self.enters:
             outputs = tree_map_only(Tensor, reserved, expected)
@@ -168,10 +178,23 @@ class _Tracer(TorchDispatchMode):
             self.trace.findings.append(f"{name} gives {found}, its fake {wanted}")
         return outputs
 
-    def read(self, name: str) -> None:
-        """Records that the host waits for a value, and raises RuntimeError."""
+    def read(self, name: str, *tensors: Tensor) -> None:
+        """Records that the host waits for values; raises RuntimeError if they are not known."""
         self.trace.findings.append(f"host waits for {name}{f' in {self.op}' if self.op else ''}")
-        raise RuntimeError(f"{name} reads a value: the tensors that are counted have none")
+        if not all(map(has_values, tensors)):
+            raise RuntimeError(
+                f"{name} reads a value that depends on weights, images or meta tensors, which have none when they are "
+                "counted; integer inputs on the CPU, such as a grid, have values"
+            )
+
+    def host(self, name: str) -> Callable:
+        """Replaces the method of Tensor that copies its values to the host without an operator."""
+
+        def copied(t: Tensor, *inputs: Any, **named: Any) -> Any:
+            self.read(name, t)
+            return getattr(torch._C.TensorBase, name)(t, *inputs, **named)
+
+        return copied
 
     def launched(self, kernel: tile.Kernel, grid: object, arguments: tuple, fixed: dict[str, object]) -> None:
         """Replaces `kernels.launch.run`: records a launch."""
@@ -203,14 +226,14 @@ class _Tracer(TorchDispatchMode):
 def tracing() -> Iterator[Trace]:
     """Context in which operators and launches are recorded but not run.
 
-    Without Triton, each operator of ours counts as one launch. Reading a value raises RuntimeError.
+    Without Triton, each operator of ours counts as one launch. Reading a value that is not known raises RuntimeError.
     """
     tracer = _Tracer(enters=tile.MISSING is None)
     stand_ins = [
         (launch, "run", tracer.launched),
         (linear_backward, "matmul_fp32", functools.partial(torch.mm, out_dtype=torch.float32)),  # as on NVIDIA GPUs
-        (Tensor, "tolist", lambda *_: tracer.read("tolist")),
-        (Tensor, "numpy", lambda *_, **__: tracer.read("numpy")),
+        (Tensor, "tolist", tracer.host("tolist")),
+        (Tensor, "numpy", tracer.host("numpy")),
     ]
     before = [owner.__dict__.get(name) for owner, name, _ in stand_ins]
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -231,16 +254,6 @@ def _tensors(held: object) -> list[Tensor]:
     return list({id(t): t for t in tree_leaves(held) if isinstance(t, Tensor)}.values())
 
 
-def _described(t: Tensor) -> Tensor:
-    """A meta tensor with the same shape and strides."""
-    return t if t.is_meta else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
-
-def reserved(t: Tensor) -> Tensor:
-    """An uninitialised CPU tensor with the same shape and strides."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
-
-
 @functools.cache
 def _is_composite(function: OpOverload) -> bool:
     """True if the operator decomposes into others."""
@@ -250,20 +263,6 @@ def _is_composite(function: OpOverload) -> bool:
 @functools.cache
 def _gives_tensors(function: OpOverload) -> bool:
     return any("Tensor" in str(result.type) for result in function._schema.returns) or function._schema.is_mutable
-
-
-def _written_arguments(function: OpOverload, arguments: tuple, named: dict, results: object) -> object:
-    """The results of an operator that writes to its arguments: these arguments, and new tensors for other results."""
-    schema = function._schema
-    given = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | named
-    owners = {frozenset(a.alias_info.before_set): given.get(a.name) for a in schema.arguments if a.alias_info}
-    several = results if isinstance(results, (tuple, list)) else (results,)
-    pairs = zip(schema.returns, several, strict=False)
-    outputs = tuple(
-        owners[frozenset(r.alias_info.before_set)] if r.alias_info else tree_map_only(Tensor, reserved, fresh)
-        for r, fresh in pairs
-    )
-    return outputs if isinstance(results, (tuple, list)) else outputs[0] if outputs else None
 
 
 def _facts(t: object) -> object:
@@ -296,5 +295,6 @@ OUR_FLOPS = {
     "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
+    "depthwise_fwd": lambda x, taps, bias, stride, *_: 2 * len(taps) * x[:, ::stride, ::stride].numel(),
     "patch_embed_fwd": lambda image, weight, *_: 2 * image.numel() * len(weight),  # patches cover the image
 }

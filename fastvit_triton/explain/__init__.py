@@ -1,9 +1,10 @@
 """Visualises attention, tokens, positions, patch filters and costs of a ViT, without disabling its fused kernels."""
 
 from .costs import Cost, cost_table, image_cost
+from .layer import AttentionLayer
 from .maps import attention_distance, class_relevance, entropy, gradient_rollout, rollout
 from .page import Panel, write_report
-from .recording import AttentionLayer, Recording, capture
+from .recording import Recording, capture
 from .report import explain, explain_run, published_tables
 from .tokens import (
     Geometry,

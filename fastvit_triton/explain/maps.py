@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .layer import AttentionLayer
 from .recording import capture
 
 FUSE: dict[str, Callable[..., Tensor]] = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
 
 
-def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -> Tensor:
+def rollout(maps: Iterable[Tensor | AttentionLayer], heads: str = "mean", discard: float = 0.0) -> Tensor:
     """Attention rollout: contribution of input tokens to output tokens, the product over layers of (A + I) / 2.
 
     Args:
-        maps: attention map [B, H, N, N] of each layer, first layer first; pass a generator to hold one at a time.
+        maps: layers of a recording, or the attention map [B, H, N, N] of each, first layer first; one map at a time
+            is held for layers and for a generator.
         heads: reduction over heads, "mean", "max" or "min"; rows are renormalised.
         discard: fraction, in [0, 1), of each image's entries to set to 0 in each layer, smallest first.
 
@@ -28,14 +30,15 @@ def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -
         [B, N, N]; rows sum to 1.
 
     Raises:
-        ValueError: unknown `heads`, `discard` out of range, no maps, or maps of different sizes.
+        ValueError: unknown `heads`, `discard` out of range, no maps, maps of different sizes, or maps that are not
+            square over the tokens of an image (windows, reduced keys).
     """
     if heads not in FUSE:
         raise ValueError(f"heads is {heads!r}; use one of {', '.join(FUSE)}")
     if not 0 <= discard < 1:
         raise ValueError(f"discard is {discard}; it must be at least 0 and below 1")
     total = None
-    for attention in maps:
+    for attention in map(_whole, maps):
         fused = FUSE[heads](attention, 1)  # [B, N, N]
         if discard:
             flat = fused.flatten(1)
@@ -50,21 +53,21 @@ def rollout(maps: Iterable[Tensor], heads: str = "mean", discard: float = 0.0) -
     return total
 
 
-def gradient_rollout(maps: Iterable[Tensor], grads: Iterable[Tensor]) -> Tensor:
+def gradient_rollout(maps: Iterable[Tensor | AttentionLayer], grads: Iterable[Tensor]) -> Tensor:
     """Relevance of each input token for one output: R ← R + Ā R, Ā = mean over heads of (A ∘ dA)⁺, R₀ = I.
 
     Args:
-        maps: attention map [B, H, N, N] of each layer, first layer first.
+        maps: layers of a recording, or the attention map [B, H, N, N] of each, first layer first.
         grads: gradient of the output with respect to each map, same shapes.
 
     Returns:
         [B, N, N]; the class token's row is the relevance of every token for the class.
 
     Raises:
-        ValueError: no maps, or maps of different sizes.
+        ValueError: no maps, maps of different sizes, or maps that are not square over the tokens of an image.
     """
     total = None
-    for attention, grad in zip(maps, grads, strict=True):
+    for attention, grad in zip(map(_whole, maps), grads, strict=True):
         mixed = (attention * grad).clamp_min(0).mean(1)  # [B, N, N]
         total = _then(total, mixed + torch.eye(mixed.shape[-1], dtype=mixed.dtype, device=mixed.device), mixed, True)
     if total is None:
@@ -92,7 +95,7 @@ def class_relevance(model: nn.Module, images: Tensor, classes: Tensor | None = N
         classes = logits.argmax(1) if classes is None else classes
         torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), images)
     layers = [layer for layer in seen.layers if layer.output_grad is not None]
-    return gradient_rollout((layer.map() for layer in layers), (layer.map_grad() for layer in layers))
+    return gradient_rollout(layers, (layer.map_grad() for layer in layers))
 
 
 def logits_of(output: object) -> Tensor:
@@ -137,9 +140,10 @@ def attention_distance(
         [B, H], mean over queries.
 
     Raises:
-        ValueError: there are fewer tokens than patches.
+        ValueError: there are fewer tokens than patches, as in windows, or not every patch is a query.
     """
     total: Any = 0.0
+    seen = 0
     count = grid[0] * grid[1]
     for queries, rows in blocks:
         prefix = rows.shape[-1] - count
@@ -150,16 +154,34 @@ def attention_distance(
         ]
         places = torch.cartesian_prod(*steps)  # [h·w, 2]
         inside = queries >= prefix
+        seen += int(inside.sum())
         rows = rows[:, :, inside, prefix:]
         rows = rows / rows.sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
         total = total + (rows * torch.cdist(places[queries[inside] - prefix], places)).sum((-1, -2))
+    if seen != count:
+        raise ValueError(f"{seen} of {count} patches are queries; the distance needs the map of an image's whole grid")
     return total / count
+
+
+def _whole(given: Tensor | AttentionLayer) -> Tensor:
+    """The attention map [B, H, N, N] over all tokens of an image."""
+    if isinstance(given, AttentionLayer):
+        if given.why_not_square is not None:
+            raise ValueError(f"{given.why_not_square}; rollout needs maps over all tokens of an image")
+        given = given.map()
+    N, M = given.shape[-2:]
+    if N != M:
+        raise ValueError(f"a map has queries × keys = {N} × {M}; rollout needs maps over all tokens of an image")
+    return given
 
 
 def _then(total: Tensor | None, first: Tensor, step: Tensor, add: bool = False) -> Tensor:
     """The next rollout: step · total, plus total if `add`; `first` if there is no total yet."""
     if total is None:
         return first
+    if len(total) != len(step):
+        count = f"{len(total)} and then {len(step)}"
+        raise ValueError(f"maps have {count} images or windows; rollout needs maps over all tokens of an image")
     if total.shape != step.shape:
         raise ValueError(
             f"maps have {total.shape[-1]} and then {step.shape[-1]} tokens; rollout needs layers that keep their tokens"

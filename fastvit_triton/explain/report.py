@@ -10,10 +10,11 @@ from ..train.loop import Score
 from ..train.plots import curves
 from . import figures, tokens
 from .costs import Cost, cost_table
+from .layer import AttentionLayer
 from .maps import attention_distance, class_relevance, entropy, logits_of, rollout
 from .page import Panel
 from .published import SOURCE
-from .recording import AttentionLayer, Recording, capture
+from .recording import Recording, capture
 
 
 def explain(
@@ -39,8 +40,8 @@ def explain(
     """
     with torch.no_grad(), capture(model) as seen:
         output = model(images)
-    N = seen.layers[0].x.shape[1]
-    if any(layer.x.shape[:2] != (len(images), N) for layer in seen.layers):
+    N = seen.layers[0].queries
+    if any(layer.why_not_square or layer.queries != N or len(layer.heads.q) != len(images) for layer in seen.layers):
         raise ValueError("the model's layers have different tokens (windows or stages); use capture and rows directly")
     if query is not None and not 0 <= query < N:
         raise ValueError(f"query is {query}; the model has tokens 0 to {N - 1}")
@@ -144,7 +145,7 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
             f"Cosine similarity of the position embeddings of {where.grid[0]} by {where.grid[1]} patches",
             figures.draw_positions(tokens.position_similarity(table.float(), where.grid)),
         )
-    rope = seen.layers[0].parts.rope
+    rope = getattr(seen.layers[0].parts, "rope", None)
     if rope is not None and min(where.grid) > 1 and rope[0].shape[-2] == where.count:
         bands = tokens.rotary_bands(rope, where.grid)
         yield Panel(
@@ -170,7 +171,7 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
 
 def _cost(seen: Recording, where: tokens.Geometry, images: Tensor, patch: int, dim: int) -> Panel:
     """The panel of cost by image size."""
-    heads, head_dim = seen.layers[0].qkv[0].shape[1::2]
+    heads, head_dim = seen.layers[0].heads.q.shape[1::2]
     shape = dict(dim=dim, depth=len(seen.layers), num_heads=heads, head_dim=head_dim, hidden=4 * dim)
     sides = tuple(sorted({images.shape[2], *((8, 16, 32, 64, 224) if images.shape[2] < 64 else (224, 384, 512, 1024))}))
     rows = cost_table(patch, sides, channels=images.shape[1], prefix=where.prefix, **shape)
@@ -250,7 +251,7 @@ def _query(layer: AttentionLayer, query: int | None) -> Tensor:
     if query is not None:
         return layer.rows(query)[:, :, 0]
     total: Any = sum(rows.sum(2) for _, rows in layer.blocks())
-    return total / layer.x.shape[1]
+    return total / layer.queries
 
 
 def _heat(flow: Tensor, query: int | None, where: tokens.Geometry) -> Tensor:

@@ -1,6 +1,6 @@
 """Triton kernels with their PyTorch references. `OPS` lists the ops for tests, benchmarks and `doctor`."""
 
-from . import attention, attention_qkv, fold, layer_norm, linear, mlp, patch_embed
+from . import attention, attention_qkv, depthwise, fold, layer_norm, linear, mlp, patch_embed, window
 
 OPS = (
     attention.OP,
@@ -11,5 +11,7 @@ OPS = (
     linear.OP,
     mlp.OP,
     patch_embed.OP,
+    depthwise.OP,
     attention_qkv.OP,
+    window.OP,
 )

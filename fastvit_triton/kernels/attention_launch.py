@@ -185,8 +185,8 @@ def prepare(kernel: Kernel, programs: int, blocks: dict[str, int], **arguments: 
 
 
 def prepared(make: Callable[..., list[Prepared]], tensors: Tensors, *settings: object) -> list[Prepared]:
-    """Launches from make(tensors, *settings), cached by the layout of the tensors."""
-    q = tensors["q"]
+    """Launches from make(tensors, *settings), cached by the layout of the tensors; the first one is not None."""
+    q = next(iter(tensors.values()))
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
     ieee = q.dtype == torch.float32 and torch.get_float32_matmul_precision()
     key = (make, q.device, launcher.target, measured.in_use, ieee, *settings, *layouts)

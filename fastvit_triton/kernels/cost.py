@@ -361,6 +361,23 @@ def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
     return [*forward, _pass(b, 3 * M * D), _pass(b, sums)], [*forward, _pass(b, 3 * M * D, "norm backward"), small]
 
 
+def _depthwise(
+    size: int, training: bool, M: int, C: int, K: int, stride: int, bias: bool, activation: bool, residual: bool
+) -> Pair:
+    """`depthwise` with M outputs of C channels; PyTorch adds the bias, activation and residual in passes of their own.
+
+    cuDNN reads and writes x [B, H, W, C] as it is; copies that it makes for views of tokens are not counted.
+    """
+    b, y, x = Branch("depthwise", 1, M, C, C, C, itemsize=size), M * C, M * C * stride**2
+    small = _pass(b, 2 * K * K * C)
+    ours = [small, _pass(b, x + y)]  # the weight as [K², C]
+    theirs = [_pass(b, x + y)] + [_pass(b, 2 * y)] * (bias + activation) + [_pass(b, 3 * y)] * residual
+    if training:
+        ours += [_pass(b, x + 2 * y)] * activation + [_pass(b, x + y * (1 + residual)), _pass(b, x + y), small]
+        theirs += [_pass(b, 3 * y)] * (activation + residual) + [_pass(b, x + y)] * 2 + [_pass(b, y)] * bias
+    return ours, theirs
+
+
 def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bool, residual: bool, fold: bool) -> Pair:
     """`mlp` of x [M, C]: F outputs of the first layer, `inner` inputs of the second."""
     b = Branch("mlp", 1, M, C, F, inner, itemsize=size)
@@ -369,5 +386,6 @@ def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bo
 
 
 OPS: dict[str, Callable[..., Pair]] = dict(
-    linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp
-)
+    linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp,
+    depthwise=_depthwise,
+)  # fmt: skip

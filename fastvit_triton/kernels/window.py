@@ -17,9 +17,29 @@ from torch import Tensor
 
 from . import attention
 from .argument import expect_bool, expect_floating, expect_int, expect_mixable, expect_nonempty, expect_number
-from .op import expect
+from .attention_launch import prepare, prepared, start
+from .backend import kernels_available
+from .launch import cdiv
+from .op import Op, cast, expect, make_randn, once_differentiable, register
+from .tile import jit, tl
+from .window_backward import ARGUMENTS, bwd_op
+from .window_inner import (
+    WIDEST,
+    arguments_of,
+    blocks_of,
+    exp_minus,
+    load_bias,
+    load_tokens,
+    places,
+    readable,
+    runs_of,
+    scores,
+    store_tokens,
+    unit,
+)
 
 APART = -100.0  # added to scores between regions; not −inf, as in every published model
+WINDOWS = 4  # most windows of a program
 Sides = tuple[int, int]
 
 
@@ -54,7 +74,12 @@ def window_attention(
         ValueError: a size or device does not fit.
         TypeError: an argument is of another type or dtype.
     """
-    _check(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
+    D = _check(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
+    if D <= WIDEST and kernels_available(qkv, D):
+        scales, scale = (scale, 1.0) if isinstance(scale, Tensor) else (None, D**-0.5 if scale is None else scale)
+        padded = qkv.shape[1] % window_size[0] or qkv.shape[2] % window_size[1]
+        settings = num_heads, tuple(window_size), tuple(shift_size), scale, pad_first
+        return _Fn.apply(cast(qkv)[0], bias, scales, pad if padded else None, *settings)
     return reference(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
 
 
@@ -122,7 +147,7 @@ def _apart(x: Tensor, window_size: Sides, shift_size: Sides) -> Tensor:
 
 
 def _check(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first):
-    """Raises ValueError or TypeError unless the arguments of `window_attention` fit each other."""
+    """Returns D; raises ValueError or TypeError unless the arguments of `window_attention` fit each other."""
     expect("qkv", qkv, B=None, H=None, W=None, **{"3·heads·D": None})
     expect_floating("qkv", qkv)
     expect_int("num_heads", num_heads, 1)
@@ -150,3 +175,156 @@ def _check(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
         expect("pad", pad, qkv, **{"3·heads·D": width})
         expect_mixable("pad", pad, qkv)
     expect_bool("pad_first", pad_first)
+    return width // (3 * num_heads)
+
+
+@jit(do_not_specialize=["windows", "runs", "tiles"])
+def _fwd_kernel(
+    qkv_ptr, bias_ptr, scales_ptr, pad_ptr, o_ptr, l_ptr, qkv_strides, bias_strides,
+    layout, windows, runs, tiles, heads, scale,
+    h: tl.constexpr, w: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr, PADDED: tl.constexpr, PAD_FIRST: tl.constexpr, COSINE: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head, in every n-th window, for n runs. Loops over keys."""
+    head, tile, run = tl.program_id(0) % heads, tl.program_id(0) // heads % tiles, tl.program_id(0) // heads // tiles
+    ONE: tl.constexpr = N <= BLOCK_N  # one block of keys, whose bias stays in registers
+    C, H, W, d = heads * D, layout[0], layout[1], tl.arange(0, WIDTH)[None, :]
+    m = tl.arange(0, BLOCK_M)
+    if N > BLOCK_M:
+        m += tile * BLOCK_M
+    k_pad, v_pad = pad_ptr, pad_ptr
+    if pad_ptr is not None:
+        k_pad, v_pad = pad_ptr + C + head * D, pad_ptr + 2 * C + head * D
+    if COSINE:
+        scale = tl.load(scales_ptr + head).to(tl.float32)
+    if ONE:
+        bias = load_bias(bias_ptr, bias_strides, head, m[:, None], tl.arange(0, BLOCK_N)[None, :], N)
+    for window in tl.range(run, windows, runs, disable_licm=True):  # hoisted addresses would spill registers
+        b, y, x, real = places(m, window, layout, h, w, SHIFTED, PADDED, PAD_FIRST)
+        q_ptr = qkv_ptr + b * qkv_strides[0] * UNIT + head * D
+        at = (y * qkv_strides[1] + x * qkv_strides[2]) * UNIT
+        q = load_tokens(q_ptr, None, at[:, None], real[:, None], None, d, D, WIDTH)  # [BLOCK_M, WIDTH]
+        if COSINE:
+            q, _ = unit(q, 1)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        o = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        for first in tl.range(0, N, BLOCK_N, disable_licm=True):
+            n = first + tl.arange(0, BLOCK_N)
+            _, n_y, n_x, n_real = places(n, window, layout, h, w, SHIFTED, PADDED, PAD_FIRST)
+            n_at = ((n_y * qkv_strides[1] + n_x * qkv_strides[2]) * UNIT)[:, None]
+            padded = ((n < N) & ~n_real)[:, None]
+            k = load_tokens(q_ptr + C, k_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
+            v = load_tokens(q_ptr + 2 * C, v_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
+            if COSINE:
+                k, _ = unit(k, 1)
+            if not ONE:
+                bias = load_bias(bias_ptr, bias_strides, head, m[:, None], n[None, :], N)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            s = scores(s, scale, bias, m[:, None], n[None, :], window, layout, h, w, SHIFTED)
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # no unmasked key yet
+            p = exp_minus(s, shift[:, None])
+            if ONE:
+                row_sum = tl.sum(p, 1)
+                o = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            else:
+                decay = exp_minus(row_max, shift)
+                row_sum = row_sum * decay + tl.sum(p, 1)
+                o = tl.dot(p.to(v.dtype), v, o * decay[:, None], input_precision=PRECISION)
+            row_max = new_max
+        nonzero_sum = tl.where(row_sum == 0, 1.0, row_sum)  # a row without keys; its o is 0
+        lse = tl.where(row_sum == 0, float("-inf"), row_max + tl.log(nonzero_sum))
+        store_tokens(o_ptr + head * D, o / nonzero_sum[:, None], ((b * H + y) * W + x) * C, real, D, WIDTH)
+        tl.store(l_ptr + ((b * heads + head) * H + y) * W + x, lse, mask=real)
+
+
+def _fwd(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_first):
+    """(o [B, H, W, heads·D], L [B, heads, H, W], natural log)."""
+    o, lse = _fwd_fake(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_first)
+    qkv, bias = readable(qkv, bias, window_size)
+    if o.numel():
+        tensors = dict(qkv=qkv, bias=bias, scales=scales, pad=pad, o=o, l=lse)
+        settings = int(heads), tuple(window_size), tuple(shift_size), scale, pad_first
+        for one in prepared(_prepare, tensors, *settings):
+            start(one, tensors)
+    return o, lse
+
+
+def _prepare(tensors, *settings):
+    """The launch of the forward pass."""
+    arguments = arguments_of(tensors, *settings)
+    windows, heads, N = arguments["windows"], arguments["heads"], arguments["N"]
+    blocks = blocks_of("fwd", tensors["qkv"], arguments)
+    tiles = cdiv(N, blocks["BLOCK_M"])
+    runs = runs_of(windows, heads * tiles, WINDOWS if N <= blocks["BLOCK_N"] else 1)
+    return [prepare(_fwd_kernel, heads * tiles * runs, blocks, **arguments, tiles=tiles, runs=runs)]
+
+
+def _fwd_fake(qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_first):
+    B, H, W, width = qkv.shape
+    return qkv.new_empty(B, H, W, width // 3), qkv.new_empty(B, heads, H, W, dtype=torch.float32)
+
+
+_fwd_op = register("window_attention_fwd", f"({ARGUMENTS}) -> (Tensor, Tensor)", _fwd, _fwd_fake)
+
+
+class _Fn(torch.autograd.Function):
+    """Autograd of window_attention_fwd by window_attention_bwd; saves the tensors listed in the header."""
+
+    @staticmethod
+    def forward(ctx, qkv, bias, scales, pad, *settings):
+        o, lse = _fwd_op(qkv, bias, scales, pad, *settings)
+        ctx.settings = settings
+        ctx.save_for_backward(qkv, bias, scales, pad, o, lse)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        *inputs, o, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        grads = bwd_op(do, *inputs, *ctx.settings, o, lse, needs[1], needs[3])
+        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *[None] * 5
+
+
+def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
+    randn, (B, H, W, heads, D, h, w) = (
+        make_randn(device, dtype),
+        (case[a] for a in ("B", "H", "W", "heads", "D", "h", "w")),
+    )
+    arguments = {"qkv": randn(B, H, W, 3 * heads * D), "num_heads": heads, "window_size": (h, w)}
+    arguments |= {"shift_size": (case.get("sy", 0), case.get("sx", 0)), "pad_first": bool(case.get("pad_first", 1))}
+    if "bias" in case:
+        arguments["bias"] = randn(heads, h * w, h * w)
+    if "cosine" in case:
+        arguments["scale"] = randn(heads, shift=10.0)
+    if "pad" in case:
+        arguments["pad"] = randn(3 * heads * D)
+    return arguments
+
+
+OP = Op(
+    name="window_attention",
+    run=window_attention,
+    reference=reference,
+    cases={
+        "plain": dict(B=1, H=2, W=6, heads=1, D=3, h=2, w=3),
+        "moved": dict(B=2, H=5, W=3, heads=2, D=3, h=2, w=3, sy=1, bias=1, pad=1, pad_first=1),
+        "cosine": dict(B=1, H=3, W=5, heads=2, D=4, h=2, w=2, sy=1, sx=1, bias=1, cosine=1, pad=1, pad_first=0),
+        "large": dict(B=1, H=9, W=17, heads=1, D=2, h=9, w=9, sx=4, bias=1, pad=1, cosine=1),
+    },
+    inputs=_inputs,
+    ragged={
+        "swin": dict(B=2, H=14, W=14, heads=3, D=32, h=7, w=7, sy=3, sx=3, bias=1),
+        "padded": dict(B=2, H=9, W=16, heads=2, D=32, h=7, w=7, sy=3, sx=3, bias=1, pad=1),
+        "padded_last": dict(B=1, H=9, W=16, heads=2, D=16, h=7, w=7, sy=3, sx=3, bias=1, pad=1, pad_first=0),
+        "swinv2": dict(B=1, H=10, W=16, heads=2, D=32, h=8, w=8, sy=4, sx=4, bias=1, cosine=1, pad=1),
+        "twins": dict(B=1, H=8, W=7, heads=2, D=30, h=7, w=7),
+        "swin384": dict(B=1, H=12, W=24, heads=2, D=32, h=12, w=12, sx=6, bias=1),
+        "swinv2_256": dict(B=1, H=20, W=16, heads=1, D=32, h=16, w=16, sy=8, bias=1, cosine=1, pad=1),
+        "narrow": dict(B=3, H=3, W=4, heads=5, D=6, h=1, w=3, sx=2, bias=1, cosine=1, pad=1, pad_first=0),
+        "no_images": dict(B=0, H=7, W=8, heads=2, D=8, h=4, w=4, sy=2, sx=2, bias=1, pad=1, cosine=1),
+    },
+)

@@ -3,10 +3,12 @@
 from .attention import Attention, AttentionPool, RelativePosition
 from .block import Block, Blocks, PostNormBlock
 from .body import normalize
+from .conv import Peg
 from .drop_path import DropPath, drop_path_rates
 from .embed import (
     Learned2d,
     LinearPatchEmbed,
+    NormedPatchEmbed,
     NormPatchEmbed,
     PatchDropout,
     PatchEmbed,
@@ -16,7 +18,10 @@ from .embed import (
 )
 from .layer_scale import LayerScale
 from .mlp import Mlp
+from .reduced import ReducedAttention
 from .resnet import ResNet, Root
+from .spatial import Window
+from .window import PatchMerging, WindowAttention, resize_table
 
 __all__ = [
     "Attention",
@@ -29,15 +34,22 @@ __all__ = [
     "LinearPatchEmbed",
     "Mlp",
     "NormPatchEmbed",
+    "NormedPatchEmbed",
     "PatchDropout",
     "PatchEmbed",
+    "PatchMerging",
+    "Peg",
     "PostNormBlock",
+    "ReducedAttention",
     "RelativePosition",
     "ResNet",
     "Root",
+    "Window",
+    "WindowAttention",
     "drop_path_rates",
     "normalize",
     "resize_pos_embed",
+    "resize_table",
     "sincos1d",
     "sincos2d",
 ]

@@ -1,9 +1,10 @@
 """Transformer blocks: attention and MLP as residual branches. Parameter names are timm's."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from . import replay
 from .body import Given, Output, normalize
@@ -85,15 +86,34 @@ class Blocks(nn.Sequential):
 
         def __iter__(self) -> Iterator[Block]: ...
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, N, D]."""
+        def __getitem__(self, at: int | slice) -> Any: ...  # a Block, or Blocks
+
+    def forward(self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False) -> Tensor:
+        """[B, N, D] → [B, N, D]; for the other arguments see `outputs`."""
+        for y in self.outputs(x, after, recompute):
+            x = y
+        return x
+
+    def outputs(
+        self, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
+    ) -> Iterator[Tensor]:
+        """Yields the output [B, N, D] of each block in turn.
+
+        Args:
+            x: [B, N, D].
+            after: functions of the output of the first block, the second, and so on.
+            recompute: compute each block again in the backward pass instead of storing its activations.
+        """
         stats, blocks = None, list(self)
         chained = [type(block) is Block and not has_hooks(block) for block in blocks]  # a hook expects one tensor
-        if has_global_hooks():
+        if has_global_hooks() or recompute:
             chained = [False] * len(blocks)
         for i, block in enumerate(blocks):
-            if chained[i] and i + 1 < len(blocks) and chained[i + 1]:
+            if recompute:
+                x = checkpoint(block, x, use_reentrant=False)
+            elif chained[i] and i + 1 < len(blocks) and chained[i + 1] and i >= len(after):
                 x, stats = block(x, stats, blocks[i + 1].norm1)
             else:
                 x, stats = block(x, stats) if chained[i] else block(x), None
-        return x
+            x = after[i](x) if i < len(after) else x
+            yield x

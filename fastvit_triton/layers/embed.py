@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.patch_embed import assemble, patch_embed
+from .body import normalize
 from .hooks import has_global_hooks, is_plain_module
 from .module_parts import CONVOLUTIONS
 
@@ -103,6 +104,33 @@ class NormPatchEmbed(LinearPatchEmbed):
     def build(self, embed_dim: int, bias: bool) -> None:
         super().build(embed_dim, bias)
         self.norm_in, self.norm_out = nn.LayerNorm(self.proj.in_features), nn.LayerNorm(embed_dim)
+
+
+class NormedPatchEmbed(PatchEmbed):
+    """Patch embedding with a LayerNorm of the tokens, of images or feature maps of any size (Swin, PVT, Twins).
+
+    Rows and columns that fill no patch are left out, as by a convolution with a stride. The arguments are those of
+    `PatchEmbed`.
+    """
+
+    def build(self, embed_dim: int, bias: bool) -> None:
+        super().build(embed_dim, bias)
+        self.norm = nn.LayerNorm(embed_dim)
+
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """(rows, columns) of whole patches of image [B, C, H, W]."""
+        return super().grid_of(whole_patches(image, self.patch_size))
+
+    def forward(self, image: Tensor, pos: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
+        x = normalize(super().forward(whole_patches(image, self.patch_size)), self.norm)
+        return x if pos is None and prefix is None else assemble(x, pos, prefix)
+
+
+def whole_patches(image: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """image [B, C, H, W] without the rows and columns at its end that fill no patch of (height, width)."""
+    (height, width), (h, w) = image.shape[2:], patch_size
+    return image if not (height % h or width % w) else image[:, :, : height - height % h, : width - width % w]
 
 
 class Learned2d(nn.Module):

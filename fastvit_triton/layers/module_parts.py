@@ -25,6 +25,8 @@ LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type
 ACTIVATIONS = {  # type → its name in `kernels.activation.ACTIVATIONS`
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Hardswish": "hardswish",
+    "torch.nn.modules.activation.ReLU6": "relu6",
 }
 
 
@@ -136,17 +138,22 @@ def layer_scale_of(module: Foreign | None) -> tuple[bool, Tensor | None]:
 
 def has_sample_scale(drop_path: nn.Module | None) -> bool:
     """True if `sample_scale_of` supports this stochastic depth."""
-    return drop_path is None or is_identity(drop_path) or is_plain_module(drop_path, DROP_PATHS)
+    if drop_path is None or is_identity(drop_path):
+        return True
+    return is_plain_module(drop_path, DROP_PATHS) and getattr(drop_path, "mode", "row") == "row"
 
 
 def sample_scale_of(drop_path: Foreign | None, x: Tensor) -> Tensor | None:
     """Drop-path factors [B] for the images of x [B, ...], from the same random numbers as the module's own; or None."""
     if isinstance(drop_path, DropPath | ConstantScale):
         return drop_path.sample_scale(x)
-    if drop_path is None or not drop_path.training or getattr(drop_path, "drop_prob", 0.0) == 0.0:
+    if drop_path is None or not drop_path.training:
         return None
-    keep = 1 - drop_path.drop_prob
-    if hasattr(drop_path, "scale_by_keep"):  # timm's since 0.5
+    rate = getattr(drop_path, "drop_prob", getattr(drop_path, "p", 0.0))
+    if rate == 0.0:
+        return None
+    keep = 1 - rate
+    if hasattr(drop_path, "scale_by_keep") or hasattr(drop_path, "mode"):  # timm's since 0.5, torchvision's
         kept = x.new_empty(x.shape[0]).bernoulli_(keep)
-        return kept.div_(keep) if keep > 0 and drop_path.scale_by_keep else kept
+        return kept.div_(keep) if keep > 0 and getattr(drop_path, "scale_by_keep", True) else kept
     return torch.rand(x.shape[0], dtype=x.dtype, device=x.device).add(keep).floor().div(keep)

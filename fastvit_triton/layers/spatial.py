@@ -1,7 +1,7 @@
 """Bodies over a feature map x [B, H, W, D]: attention in windows or with reduced keys, and MLPs with a convolution.
 
 Like `AttentionParts` and `MlpParts`, they describe modules of any library by their submodules, see `layers.body.Body`.
-Tokens [B, N, D] are viewed as a feature map before and flattened after the branches.
+With a `grid` (H, W) they take and return tokens [B, H·W, D], which are viewed as a map where that matters.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,9 @@ from ..kernels.cost import Branch
 from ..kernels.depthwise import depthwise
 from ..kernels.fold import packed
 from ..kernels.patch_embed import patch_embed
-from ..kernels.window import window_attention
+from ..kernels.window import reference, window_attention
 from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
+from .embed import whole_patches
 from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
 
 
@@ -27,11 +28,19 @@ class Window(NamedTuple):
         size: (height, width) in tokens.
         shift: rows and columns by which the map is rolled first.
         pad_first: pad to whole windows, then roll (torchvision, transformers); else roll, then pad (timm).
+        still: do not shift along an axis with a single window (torchvision).
     """
 
     size: tuple[int, int]
     shift: tuple[int, int] = (0, 0)
     pad_first: bool = True
+    still: bool = False
+
+    def shift_on(self, grid: tuple[int, ...]) -> tuple[int, int]:
+        """The shift on a map of (H, W) tokens."""
+        if not self.still:
+            return self.shift
+        return tuple(0 if side <= size else s for side, size, s in zip(grid, self.size, self.shift, strict=True))
 
 
 class WindowParts(NamedTuple):
@@ -45,6 +54,7 @@ class WindowParts(NamedTuple):
         window: size and shift.
         bias: [heads, n, n], added to the scores of the n tokens of every window.
         drops: dropout after the output projection.
+        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
     """
 
     projections: tuple[Layer, ...]
@@ -54,6 +64,7 @@ class WindowParts(NamedTuple):
     window: Window
     bias: Tensor | None = None
     drops: tuple[nn.Module | None] = (None,)
+    grid: tuple[int, int] | None = None
 
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x."""
@@ -74,17 +85,25 @@ class WindowParts(NamedTuple):
         **end: Any,
     ) -> Output:
         """Attention of x [B, H, W, D] within windows, see `Body`."""
-        qkv = project(x, self.projections, norm, stats, way)
-        size, shift, pad_first = self.window
-        pad = self._pad(x) if x.shape[1] % size[0] or x.shape[2] % size[1] else None
-        o = window_attention(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, pad_first)
+        qkv = as_map(project(x, self.projections, norm, stats, way), self.grid)
+        o = as_tokens(self.attend(qkv, x.shape[-1]), self.grid)
         return finish(o, self.proj, None, *self.drops, way=way, **end)
 
-    def _pad(self, x: Tensor) -> Tensor | None:
+    def attend(self, qkv: Tensor, channels: int, fused: bool = True) -> Tensor:
+        """Attention without projections, which have this number of input channels; in PyTorch unless `fused`.
+
+        [B, H, W, 3·heads·D] → [B, H, W, heads·D].
+        """
+        size, shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
+        pad = self._pad(qkv, channels) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
+        run = window_attention if fused else reference
+        return run(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, self.window.pad_first)
+
+    def _pad(self, qkv: Tensor, channels: int) -> Tensor | None:
         """The projections of a padded token, which is zero after the norm: [3·heads·D]."""
         if all(is_readable(layer) for layer in self.projections):
             return packed(*zip(*((layer.weight, layer.bias) for layer in self.projections), strict=True))[1]
-        return project(x.new_zeros(1, x.shape[-1]), self.projections)[0]
+        return project(qkv.new_zeros(1, channels), self.projections)[0]
 
 
 class ReducedParts(NamedTuple):
@@ -101,6 +120,7 @@ class ReducedParts(NamedTuple):
         norm: after the reduction.
         ratio: side of x divided by that of the smaller map.
         drops: dropout after the output projection.
+        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
     """
 
     q: Layer
@@ -112,6 +132,7 @@ class ReducedParts(NamedTuple):
     norm: nn.Module | None = None
     ratio: int = 1
     drops: tuple[nn.Module | None] = (None,)
+    grid: tuple[int, int] | None = None
 
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x; none if the reduction reads it, too."""
@@ -135,25 +156,27 @@ class ReducedParts(NamedTuple):
     ) -> Output:
         """Attention of x [B, H, W, D] to its reduced map, see `Body`."""
         if self.reduce is None:
-            qkv = project(x, (self.q, *self.kv), norm, stats, way).flatten(1, 2)
+            qkv = project(x, (self.q, *self.kv), norm, stats, way).flatten(1, -2)
             o = attention_qkv(qkv, self.num_heads, self.scale)
         else:
-            q = project(x, (self.q,), None, None, way).flatten(1, 2)
-            small, before = fold_or_normalize(_reduced(self.reduce, x), self.norm, self.kv, way)
+            q = project(x, (self.q,), None, None, way).flatten(1, -2)
+            small, before = fold_or_normalize(reduced_map(self.reduce, as_map(x, self.grid)), self.norm, self.kv, way)
             kv = project(small, self.kv, before, None, way)
             q, k, v = (
                 t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
             )  # [B, heads, N or M, D]
             o = attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
-        return finish(o.unflatten(1, x.shape[1:3]), self.proj, None, *self.drops, way=way, **end)
+        return finish(o.unflatten(1, x.shape[1:-1]), self.proj, None, *self.drops, way=way, **end)
 
 
-def _reduced(reduce: Foreign, x: Tensor) -> Tensor:
+def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
     """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
+    if not isinstance(reduce, nn.Module):
+        return reduce(x)
     image = x.permute(0, 3, 1, 2)
-    if is_patch_conv(reduce) and not (x.shape[1] % reduce.stride[0] or x.shape[2] % reduce.stride[1]):
-        return patch_embed(image, reduce.weight, reduce.bias)
-    return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Conv2d) else reduce(x)
+    if is_patch_conv(reduce):
+        return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
+    return reduce(image).flatten(2).transpose(1, 2)
 
 
 class DepthwiseMlpParts(NamedTuple):
@@ -166,6 +189,7 @@ class DepthwiseMlpParts(NamedTuple):
         fc2: last layer.
         drops: dropouts after the activation and after fc2.
         relu: True for a ReLU after fc1, too (PVT v2 with linear attention).
+        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
     """
 
     fc1: Layer
@@ -174,6 +198,7 @@ class DepthwiseMlpParts(NamedTuple):
     fc2: Layer
     drops: tuple[nn.Module | None, nn.Module | None] = (None, None)
     relu: bool = False
+    grid: tuple[int, int] | None = None
 
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x."""
@@ -193,7 +218,7 @@ class DepthwiseMlpParts(NamedTuple):
         **end: Any,
     ) -> Output:
         """MLP of x [B, H, W, D], see `Body`."""
-        h = project(x, (self.fc1,), norm, stats, way)
+        h = as_map(project(x, (self.fc1,), norm, stats, way), self.grid)
         h = h.relu() if self.relu else h
         name = self.act if isinstance(self.act, str) else None
         if is_depthwise_conv(self.conv):
@@ -201,6 +226,17 @@ class DepthwiseMlpParts(NamedTuple):
         else:
             h = self.conv(h.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
             h = h if name is None else ACTIVATIONS[name](h)
+        h = as_tokens(h, self.grid)
         h = h if name is not None else activate(h, self.act)
         inner, outer = self.drops
         return finish(h if inner is None else inner(h), self.fc2, None, outer, way=way, **end)
+
+
+def as_map(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    """Tokens x [B, H·W, D] of a grid as a map [B, H, W, D]; x itself without a grid."""
+    return x if grid is None else x.unflatten(1, tuple(grid))
+
+
+def as_tokens(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    """The reverse of `as_map`."""
+    return x if grid is None else x.flatten(1, 2)

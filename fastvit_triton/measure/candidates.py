@@ -23,6 +23,11 @@ def _weight_gradient(*blocks: tuple[int, int, int, int, int]) -> tuple[Config, .
     return tuple(dict(BLOCK_M=m, BLOCK_D=d, BLOCK_K=k, num_warps=w, num_stages=s) for m, d, k, w, s in blocks)
 
 
+def _convolution(*blocks: tuple[int, int, int, int]) -> tuple[Config, ...]:
+    names = ("ROWS", "BLOCK_M", "BLOCK_C", "num_warps")
+    return tuple(dict(zip(names, block, strict=True)) | dict(num_stages=1) for block in blocks)
+
+
 # row name (for attention without its width suffix) → architectures → candidates besides the launch parameters in use,
 # best guesses first. For the shapes of `targets` none spills registers, and all fit into the shared memory of a block:
 # 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, 64 KB on gfx942. Candidates for ANY are
@@ -121,6 +126,8 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
         "gfx942": _weight_gradient((64, 64, 128, 4, 2), (64, 128, 64, 4, 2)),
         ANY: _weight_gradient((32, 128, 128, 8, 2)),
     },
+    "depthwise.fwd.half": {ANY: _convolution((2, 16, 64, 4), (4, 32, 64, 8), (4, 16, 32, 2), (2, 32, 64, 8))},
+    "depthwise.bwd.half": {ANY: _convolution((1, 16, 64, 4), (2, 32, 32, 4), (4, 16, 32, 4))},
 }  # fmt: skip
 
 
@@ -165,4 +172,7 @@ def targets(dry: bool = False) -> list[Target]:
     found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
     found.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
+    grid = dict(B=B, H=28 if not dry else 5, W=28 if not dry else 5, C=shrink(512), K=3)
+    found.append(Target("depthwise", grid | dict(gelu=1), "depthwise.fwd.half"))
+    found.append(Target("depthwise", grid | dict(gelu=1), "depthwise.bwd.half", True))
     return [*found, Target("linear", dict(B=B, N=1, K=D, F=1000 if not dry else 20), "linear.fwd.odd")]  # a classifier

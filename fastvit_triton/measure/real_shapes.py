@@ -28,6 +28,14 @@ REAL = {
         "recompute": dict(B=4, N=197, D=768, F=3072, recompute=1),
         "DINOv2-g": dict(B=2, N=257, D=1536, F=4096, swiglu=1),
     },
+    "depthwise": {
+        "PVTv2-B1 stage 1": dict(B=8, H=56, W=56, C=512, K=3, gelu=1),
+        "PVTv2-B1 stage 4": dict(B=8, H=7, W=7, C=2048, K=3, gelu=1),
+        "SegFormer-B0 stage 1": dict(B=2, H=128, W=128, C=128, K=3, gelu=1),
+        "Twins-PCPVT-S stage 1": dict(B=8, H=56, W=56, C=64, K=3, residual=1),
+        "CPVT-S": dict(B=8, H=14, W=14, C=384, K=3, residual=1),
+        "CvT-13 keys": dict(B=8, H=28, W=28, C=192, K=3, stride=2),
+    },
     "patch_embed": {
         "ViT-B": dict(B=8, C=3, H=224, W=224, P=16, D=768, T=1, pos_prefix=1),
         "ViT-H": dict(B=4, C=3, H=224, W=224, P=14, D=1280, T=1, pos_prefix=1),

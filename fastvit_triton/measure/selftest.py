@@ -244,10 +244,14 @@ def _far(device: torch.device) -> Iterator[tuple[str, str, Callable[[int, torch.
     def patch_embed(B: int, d: torch.device) -> dict:
         return dict(image=new(d, B, 3, side, side), weight=new(d, D, 3, P, P, scale=(3 * P * P) ** -0.5))
 
+    def depthwise(B: int, d: torch.device) -> dict:
+        return dict(x=new(d, B, P, P, D), weight=new(d, D, 1, 3, 3, scale=1 / 3))
+
     yield "layer_norm", "x", layer_norm, limit // (N * D)
     yield "attention_qkv", "qkv", lambda B, d: dict(qkv=new(d, B, N, 3 * D), num_heads=H), limit // (N * 3 * D)
     yield "linear", "x", linear, limit // (N * 4 * D)
     yield "patch_embed", "image", patch_embed, limit // (3 * side**2)
+    yield "depthwise", "x", depthwise, limit // (P * P * D)
 
 
 def _beyond(name: str, images: str, build: Callable, count: int, device: torch.device) -> dict:

@@ -6,21 +6,43 @@ ORACLE (name → "timm" if timm has a model of this name with the same state dic
 
 import difflib
 import fnmatch
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
-from . import clip, deit, dinov2, hybrid, naflex, siglip, simplevit, vit
+from . import clip, cpvt, deit, dinov2, hybrid, naflex, pvt, siglip, simplevit, swin, twins, vit
 from .config import ViTConfig
+from .features import FeatureGetterNet
 from .transformer import VisionTransformer
 
-FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex)
+FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 
+@overload
+def create_model(name: str, *, features_only: Literal[True], **overrides: Any) -> FeatureGetterNet:
+    """Builds a feature extractor."""
+
+
+@overload
 def create_model(name: str, **overrides: Any) -> VisionTransformer:
+    """Builds a classifier."""
+
+
+def create_model(
+    name: str,
+    *,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] | None = None,
+    output_fmt: str | None = None,
+    **overrides: Any,
+) -> VisionTransformer | FeatureGetterNet:
     """Builds a model with random weights by timm's name.
 
     Args:
         name: a name from `list_models()`.
+        features_only: return a `FeatureGetterNet`, whose output is a list of feature maps [B, D, h, w].
+        out_indices: its stages; n means the last n, and negative ones count from the end.
+        output_fmt: its format, "NCHW" or "NLC".
         **overrides: any field of the family's config, such as num_classes, img_size, in_chans, drop_path_rate.
 
     Returns:
@@ -30,10 +52,12 @@ def create_model(name: str, **overrides: Any) -> VisionTransformer:
         ValueError: the name is unknown (the message suggests three), or an option's value is invalid.
         TypeError: an option is unknown.
     """
+    if not features_only and (out_indices, output_fmt) != (None, None):
+        raise TypeError("out_indices and output_fmt are options of features; add features_only=True")
     config, family = model_config(name, **overrides), CATALOGUE[name]
     model = (getattr(family, "MODELS", {}).get(name) or family.MODEL)(config)
     model.variant = name
-    return model
+    return FeatureGetterNet(model, out_indices, output_fmt=output_fmt) if features_only else model
 
 
 def model_config(name: str, **overrides) -> ViTConfig:
@@ -49,4 +73,4 @@ def list_models(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(CATALOGUE, pattern))
 
 
-__all__ = ["ViTConfig", "create_model", "list_models"]
+__all__ = ["FeatureGetterNet", "ViTConfig", "create_model", "list_models"]

@@ -2,10 +2,13 @@
 
 import dataclasses
 import difflib
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from ..layers import normalize
 from ..layers.embed import sides
 from .hub import HubMethods
 
@@ -63,19 +66,31 @@ class BaseConfig:
 class ImageModel(HubMethods, nn.Module):
     """An image classifier, with timm's methods.
 
+    A family implements `forward_features`, `forward_head`, `group_matcher` and, for the methods that return
+    intermediate features, `feature_info`, `stages`, `to_map`, `prune` and, unless every stage has the width of `norm`,
+    `normalize_stage`. A stage is what ends in one intermediate feature: a block of a ViT, or a level of a pyramid.
+
     Attributes:
         config: every option.
         variant: the name passed to `create_model`.
         num_classes, num_features: outputs of the head, and its inputs.
         layout: parameter naming of its published checkpoints, a key of `weights.SPELLINGS`.
         head_names: classifier modules, as prefixes of their keys in the state dict.
+        feature_formats: values of `output_fmt`; the first is the default of `FeatureGetterNet`.
+        feature_indices: its default `out_indices`; None means every stage.
+        pruned: keys of the state dict that pruning has removed; `load_weights` ignores them.
     """
 
     layout = "vit"
     head_names: tuple[str, ...] = ("head",)
+    feature_formats: tuple[str, ...] = ("NCHW",)
+    feature_indices: int | None = None
+    pruned: frozenset[str] = frozenset()
     config: BaseConfig
     num_classes: int
     num_features: int
+    norm: nn.Module
+    grad_checkpointing: bool
 
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → features before the pooling."""
@@ -89,6 +104,111 @@ class ImageModel(HubMethods, nn.Module):
         """image [B, C, H, W] → logits [B, num_classes]."""
         return self.forward_head(self.forward_features(image))
 
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """For each stage: `num_chs`, its channels; `reduction`, pixels a step; `module`, its name (as in timm)."""
+        raise NotImplementedError
+
+    def stages(self, image: Tensor) -> Iterator[Tensor]:
+        """Yields the output of each stage in turn, before the final norm."""
+        raise NotImplementedError
+
+    def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
+        """The final norm of a stage's output; a pyramid's is that of its last stage only."""
+        return normalize(x, self.norm)
+
+    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """A stage's output as a map in one of `feature_formats`, and its prefix tokens [B, T, D] if it has any."""
+        raise NotImplementedError
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """Keeps the first `stages` stages; removes the final norm if `norm`, the classifier if `head`."""
+        raise NotImplementedError
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ) -> Any:
+        """image [B, C, H, W] → features before the pooling, and the outputs of some stages, as in timm.
+
+        Args:
+            x: image [B, C, H, W], or what the model takes instead.
+            indices: stages to take; n means the last n, None means all, and negative ones count from the end. Outputs
+                come in the order of the stages.
+            return_prefix_tokens: return pairs (map, prefix tokens [B, T, D]) if the model has such tokens.
+            norm: apply the final norm to the outputs too.
+            stop_early: skip the stages after the last one taken; the features before the pooling are then that one's.
+            output_fmt: "NCHW" for maps [B, D, h, w], or "NLC" for tokens [B, N, D], see `feature_formats`.
+            intermediates_only: return the list of outputs only.
+            output_dict: return a dict of `image_intermediates` and, unless left out, `image_features` and
+                `image_intermediates_prefix`.
+
+        Raises:
+            ValueError: an index is out of range, or the model has no such format.
+        """
+        take, last = feature_take_indices(len(self.feature_info), indices)
+        check_format(output_fmt, self.feature_formats)
+        found, features, i = [], x, 0
+        for i, features in enumerate(self.stages(x)):
+            if i in take:
+                found.append(self.normalize_stage(features, i) if norm else features)
+            if stop_early and i == last:
+                break
+        pairs = [self.to_map(y, x, output_fmt) for y in found]
+        maps, prefixes = [y for y, _ in pairs], [prefix for _, prefix in pairs if prefix is not None]
+        paired = return_prefix_tokens and bool(prefixes)
+        if output_dict:
+            parts = {"image_intermediates": maps} | ({"image_intermediates_prefix": prefixes} if paired else {})
+            return parts if intermediates_only else parts | {"image_features": self.normalize_stage(features, i)}
+        outputs = pairs if paired else maps
+        return outputs if intermediates_only else (self.normalize_stage(features, i), outputs)
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """The outputs of the last n stages, or of those listed, as in DINOv2 and timm; see `forward_intermediates`.
+
+        Args:
+            x: image [B, C, H, W].
+            n: stages to take.
+            reshape: return maps [B, D, h, w] instead of tokens [B, N, D].
+            return_prefix_tokens: return pairs (map, prefix tokens).
+            norm: apply the final norm.
+        """
+        take, _ = feature_take_indices(len(self.feature_info), n, "n")
+        output_fmt = "NCHW" if reshape else "NLC"
+        return self.forward_intermediates(x, take, return_prefix_tokens, norm, False, output_fmt, True)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Removes the stages after the last of `indices` and, if asked, final norm and classifier, as in timm.
+
+        Returns:
+            The indices, none of them negative.
+        """
+        take, last = feature_take_indices(len(self.feature_info), indices)
+        before = self.state_dict().keys()
+        self.prune(last + 1, prune_norm, prune_head)
+        self.pruned |= before - self.state_dict().keys()
+        return take
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        raise NotImplementedError
+
     def no_weight_decay(self) -> set[str]:
         """Names of parameters to exclude from weight decay, as in timm."""
         return set()
@@ -97,17 +217,29 @@ class ImageModel(HubMethods, nn.Module):
         """Enables recomputing every block in the backward pass instead of storing its activations."""
         self.grad_checkpointing = enable
 
+    @property
+    def recomputes(self) -> bool:
+        """True if blocks are recomputed in the backward pass of this call."""
+        return self.grad_checkpointing and torch.is_grad_enabled()
+
     def get_classifier(self) -> nn.Module | tuple[nn.Module, ...]:
         """Returns the head, or a tuple of heads."""
         heads = tuple(self.get_submodule(name) for name in self.head_names)
         return heads[0] if len(heads) == 1 else heads
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the heads by zero-initialised ones (ViT paper, section 3.2); 0 removes them."""
-        self.config = self.config.replace(num_classes=num_classes)
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the heads by zero-initialised ones (ViT paper, section 3.2); 0 removes them.
+
+        Args:
+            num_classes: outputs of the new head.
+            global_pool: the pooling from now on, as in the config; None leaves it.
+        """
+        pool = {} if global_pool is None else {"global_pool": global_pool}
+        self.config = self.config.replace(num_classes=num_classes, **pool)
         self.num_classes = num_classes
         for name in self.head_names:
-            setattr(self, name, self.zero_head())
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, self.zero_head())
 
     def zero_head(self) -> nn.Module:
         """A zero-initialised linear layer num_features → num_classes on the model's device, or Identity."""
@@ -118,3 +250,39 @@ class ImageModel(HubMethods, nn.Module):
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         return head.train(self.training)
+
+
+def feature_take_indices(
+    stages: int, indices: int | Sequence[int] | None, argument: str = "indices"
+) -> tuple[list[int], int]:
+    """Resolves which of a model's stages to take.
+
+    Args:
+        stages: number of stages.
+        indices: None for all, n for the last n, or a sequence in which negative ones count from the end.
+        argument: its name in the error.
+
+    Returns:
+        The indices, none of them negative, and the largest.
+
+    Raises:
+        ValueError: an index is out of range.
+    """
+    if indices is None:
+        indices = stages
+    if isinstance(indices, int):
+        if not 0 < indices <= stages:
+            raise ValueError(f"{argument} is {indices}; the model has {stages} stages, so use 1 to {stages}")
+        return list(range(stages - indices, stages)), stages - 1
+    if not indices or not all(-stages <= i < stages for i in indices):
+        raise ValueError(
+            f"{argument} is {list(indices)}; the model has {stages} stages, so give some of {-stages} to {stages - 1}"
+        )
+    take = [i % stages for i in indices]
+    return take, max(take)
+
+
+def check_format(output_fmt: str, formats: tuple[str, ...]) -> None:
+    """Raises ValueError unless `output_fmt` is one of the model's formats."""
+    if output_fmt not in formats:
+        raise ValueError(f"output_fmt is {output_fmt!r}; this model's features have {' or '.join(map(repr, formats))}")

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from types import NoneType
+from types import NoneType, UnionType
 from typing import get_args
 
 from ..layers.embed import sides
@@ -22,6 +22,7 @@ CHOICES = {
     "global_pool": ("token", "avg", "map", "none"),
     "weight_init": ("timm", "jax"),
 }
+ALIASES = {"gap": "avg", "": "none"}  # of global_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class ViTConfig(BaseConfig):
         pre_norm: a LayerNorm between the embedding and the first block, and no patch bias (CLIP).
         dynamic_img_size: accept any size that the patch divides; learned positions are resampled on the fly.
         global_pool: "token" (class token), "avg" (mean of patch tokens; "gap" is the same), "map" (attention pooling)
-            or "none" (all tokens go to the head).
+            or "none" (all tokens go to the head; timm's "" is the same).
         final_norm: LayerNorm after the last block; None means yes for norm="pre", no for norm="post".
         fc_norm: put that norm after the pooling; None means yes for "avg", as in timm.
         pre_logits: a D x D layer with tanh before the head (ViT paper, section 3.1, pre-training head).
@@ -100,8 +101,8 @@ class ViTConfig(BaseConfig):
         check_types(self)
         super().__post_init__()
         object.__setattr__(self, "patch_size", sides(self.patch_size))
-        if self.global_pool == "gap":
-            object.__setattr__(self, "global_pool", "avg")
+        if self.global_pool in ALIASES:
+            object.__setattr__(self, "global_pool", ALIASES[self.global_pool])
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
@@ -137,7 +138,9 @@ class ViTConfig(BaseConfig):
 def check_types(config: BaseConfig) -> None:
     """Raises ValueError unless each field has its annotated type; numbers must be finite."""
     for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), get_args(field.type) or (field.type,)
+        value, kinds = getattr(config, field.name), (field.type,)
+        if isinstance(field.type, UnionType):
+            kinds = get_args(field.type)
         if not any(_is_a(value, kind) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
             raise ValueError(f"{field.name} is {value!r}; its type is {words}")
@@ -150,7 +153,9 @@ def _is_a(value: object, kind: type) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if isinstance(kind, type) and kind is not tuple and not get_args(kind):
         return isinstance(value, kind)
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(_is_a(side, int) for side in value)
+    each, *more = get_args(kind)  # of tuple[int, int], or of tuple[int, ...]
+    fits = isinstance(value, (tuple, list)) and (more == [...] or len(value) == 2)
+    return fits and all(_is_a(v, each) for v in value)
 
 
 def fitting(image: int, patch: int) -> str:

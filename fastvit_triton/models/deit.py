@@ -39,6 +39,12 @@ class DistilledVisionTransformer(VisionTransformer):
     def prefix(self) -> list[Tensor]:
         return [self.cls_token, self.dist_token]
 
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces both heads by zero-initialised ones; 0 removes them. They read their own tokens, not a pool."""
+        if global_pool not in (None, "", "none", "token"):
+            raise ValueError(f"global_pool is {global_pool!r}; the heads of a distilled model need 'token'")
+        super().reset_classifier(num_classes)
+
     def set_distilled_training(self, enable: bool = True) -> None:
         """Sets whether training returns (class logits, distillation logits)."""
         self.distilled_training = enable

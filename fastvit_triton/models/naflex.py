@@ -41,16 +41,18 @@ class NaFlexVisionTransformer(VisionTransformer):
         ValueError: an option is not defined for a padded batch.
     """
 
+    feature_formats = ("NLC",)  # the images of a batch have different grids
+
     def __init__(self, config: ViTConfig) -> None:
         if config.pos_embed == "relative" or config.attn_drop_rate or config.patch_drop_rate:
             raise ValueError("relative positions, attention dropout and patch dropout need images of one size")
-        if config.global_pool not in ("token", "avg"):
-            raise ValueError(f"global_pool is {config.global_pool!r}; images of several sizes need 'token' or 'avg'")
+        if config.global_pool == "map":
+            raise ValueError("global_pool is 'map'; images of several sizes need 'token', 'avg' or 'none'")
         super().__init__(config, attention=NaFlexAttention)
         self.lengths: Tensor | None = None  # [B], tokens of each image in the current batch
 
-    def forward_features(self, image: Tensor) -> Tensor:
-        """patches [B, L, 2 + P·P·C] → tokens [B, T + L, D] after the final norm; padding tokens are undefined."""
+    def embed(self, image: Tensor) -> Tensor:
+        """patches [B, L, 2 + P·P·C] → tokens [B, T + L, D] before the first block; padding tokens are undefined."""
         places, patches = image[..., :2].long(), image[..., 2:]
         valid = places[..., 0] >= 0  # [B, L]
         projection = self.patch_embed.proj
@@ -72,12 +74,12 @@ class NaFlexVisionTransformer(VisionTransformer):
         self.lengths = self.num_prefix_tokens + valid.sum(1)
         for block in self.blocks:
             block.attn.kv_lens = self.lengths
-        return normalize(self.run_blocks(x), self.norm)
+        return x
 
     def pool(self, x: Tensor) -> Tensor:
         """Tokens [B, T + L, D] → [B, D]: the class token, or the mean of the image's patches without padding."""
-        if self.config.global_pool == "token":
-            return x[:, 0]
+        if self.config.global_pool in ("token", "none"):
+            return super().pool(x)
         assert self.lengths is not None, "forward_features sets the lengths"
         T = self.num_prefix_tokens
         own = torch.arange(T, x.shape[1], device=x.device) < self.lengths[:, None]  # [B, L]

@@ -4,9 +4,11 @@ Source: Dosovitskiy et al., An image is worth 16x16 words, arXiv:2010.11929, eq.
 timm's: patch_embed, cls_token, reg_token, pos_embed, norm_pre, blocks, norm, attn_pool, fc_norm, head.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import (
     Attention,
@@ -47,6 +49,8 @@ class VisionTransformer(ImageModel):
     config: ViTConfig
     variant: str
     pos_embed: Tensor | Learned2d | None
+    feature_formats: tuple[str, ...] = ("NCHW", "NLC")
+    feature_indices = 3
     position_resize = "bicubic_antialias"  # interpolation mode of this family's code; see `resize_pos_embed`
 
     def __init__(
@@ -129,23 +133,62 @@ class VisionTransformer(ImageModel):
             return sincos2d(grid, self.embed_dim).to(table)
         return resize_pos_embed(table, own, grid, table.shape[1] - own[0] * own[1], self.position_resize)
 
-    def forward_features(self, image: Tensor) -> Tensor:
-        """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
+    def embed(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → tokens [B, T + N, D] before the first block."""
         prefix = self.prefix()
         positions = self.positions(self.patch_embed.grid_of(image))
         x = self.patch_embed(
             image, positions, torch.cat(prefix, 1) if len(prefix) > 1 else next(iter(prefix), None)
         )  # [B, T + N, D]
-        x = normalize(self.patch_drop(self.pos_drop(x)), self.norm_pre)
-        return normalize(self.run_blocks(x), self.norm)
+        return normalize(self.patch_drop(self.pos_drop(x)), self.norm_pre)
 
-    def run_blocks(self, x: Tensor) -> Tensor:
-        """[B, N, D] → [B, N, D], with activation checkpointing if enabled."""
-        if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            return self.blocks(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+    def forward_features(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
+        return normalize(self.blocks(self.embed(image), self.after(image), self.recomputes), self.norm)
+
+    def after(self, image: Tensor) -> Sequence[Callable[[Tensor], Tensor]]:
+        """Hook for subclasses: functions of the output of the first blocks, see `Blocks.outputs`."""
+        return ()
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """For each block: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
+        shared = dict(num_chs=self.embed_dim, reduction=max(sides(self.config.patch_size)))
+        return [dict(module=f"blocks.{i}", **shared) for i in range(len(self.blocks))]
+
+    def stages(self, image: Tensor) -> Iterator[Tensor]:
+        """Yields the tokens [B, T + N, D] after each block."""
+        yield from self.blocks.outputs(self.embed(image), self.after(image), self.recomputes)
+
+    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and prefix tokens [B, T, D] or None."""
+        T = self.num_prefix_tokens
+        prefix, x = x[:, :T] if T else None, x[:, T:]
+        if output_fmt == "NLC":
+            return x, prefix
+        if self.training and self.config.patch_drop_rate:
+            raise ValueError("output_fmt is 'NCHW', but training drops patches (patch_drop_rate); use 'NLC' or eval()")
+        return x.transpose(1, 2).unflatten(2, self.patch_embed.grid_of(image)).contiguous(), prefix
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """Keeps the first `stages` blocks; removes the final norm if `norm`, and what follows the blocks if `head`."""
+        self.blocks = self.blocks[:stages]
+        if norm:
+            self.norm = nn.Identity()
+        if head:
+            self.fc_norm = nn.Identity()
+            self.reset_classifier(0, "none")
+        self.keep_config(depth=stages, drop_path_rate=self.blocks[-1].drop_path1.p)
+
+    def keep_config(self, **changes: Any) -> None:
+        """Changes the config so that it still builds a model with these parts."""
+        norms = [not isinstance(module, nn.Identity) for module in (self.norm, self.fc_norm)]
+        self.config = self.config.replace(final_norm=any(norms), fc_norm=norms[1], **changes)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        stem = r"^cls_token|reg_token|dist_token|pos_embed|patch_embed|norm_pre"
+        return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
     def pool(self, x: Tensor) -> Tensor:
         """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""
@@ -167,11 +210,23 @@ class VisionTransformer(ImageModel):
         positions = {name for name, _ in self.named_parameters() if "pos_embed." in name or ".position." in name}
         return tokens | positions
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the head by a zero-initialised one (ViT paper, section 3.2) without pre-logits; 0 removes it."""
-        self.config = self.config.replace(pre_logits=False)
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the head by a zero-initialised one (ViT paper, section 3.2) without pre-logits; 0 removes it.
+
+        Args:
+            num_classes: outputs of the new head.
+            global_pool: the pooling from now on, see `ViTConfig`; None leaves it. The norms stay where they are.
+
+        Raises:
+            ValueError: the model lacks what the pooling needs.
+        """
+        if global_pool == "map" and self.attn_pool is None:
+            raise ValueError("global_pool is 'map', but the model has no attention pooling; create it with that option")
+        super().reset_classifier(num_classes, global_pool)
         self.pre_logits = nn.Sequential()
-        super().reset_classifier(num_classes)
+        if self.config.global_pool != "map":
+            self.attn_pool = None
+        self.keep_config(pre_logits=False)
 
     @torch.no_grad()
     def init_weights(self, scheme: str) -> None:

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 
 from ..files import replacing
 from ..layers.embed import INTERPOLATION
+from ..models.features import FeatureGetterNet
 from ..models.transformer import VisionTransformer
-from . import adapt, vit
+from . import adapt, pyramid, vit
 from .adapt import State, WeightsError, some, variant
 from .describe import describe, from_metadata
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
 from .places import find_place
-from .reading import CHECKSUM, checksum, is_finite, read, why_unusable
+from .reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
 from .rebuild import build_model
 
-WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
     r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
-    r"|dino_head|ibot_head|student|opt)(\.|$)|(^|\.)[tb]$"
+    r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
 )
 
 
@@ -42,19 +42,26 @@ class Spelling(NamedTuple):
     """The layouts of an architecture's checkpoints, and functions that convert to and from them.
 
     Attributes:
+        name: of the architecture, in errors.
         layouts: layouts that can be read, in the order in which their marks are searched.
         fit: adapts renamed tensors to a model, see `vit.fit`.
         saved: layouts that can be written, by name; the first that supports the model is used.
         write: converts a model's tensors to one of these layouts, see `vit.write`.
     """
 
+    name: str
     layouts: tuple[Layout, ...]
     fit: Callable[..., tuple[list[str], str]]
     saved: dict[str, tuple[Layout, ...]]
     write: Callable[..., State]
 
 
-SPELLINGS = {"vit": Spelling(LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write)}
+SPELLINGS = {
+    "vit": Spelling("a plain ViT", LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write),
+    "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, {"timm": (pyramid.TIMM_SWIN,)}, pyramid.write),
+    "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
+    "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def load_weights(
     checkpoint has none or one for a different number of classes (ViT, arXiv:2010.11929, section 3.2).
 
     Args:
-        model: a model from `create_model`.
+        model: a model from `create_model`; one with `features_only=True` takes what its backbone kept.
         source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a state dict, or another source of `load_model`.
         resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
         verify: compare the checksums of the file, require finite values, and refuse files whose contents are out of
@@ -110,9 +117,9 @@ def load_weights(
     place = find_place(source)
     loaded = _load(model, *read(place.weights(), verify), resize, verify)
     with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
-        found = describe(place)
-        if found is not None and (place.file is None or found.name == variant(model)):  # not that of a neighbour
-            model.pretrained_cfg = found.pretrained_cfg
+        found, backbone = describe(place), _backbone(model)
+        if found is not None and (place.file is None or found.name == variant(backbone)):  # not that of a neighbour
+            backbone.pretrained_cfg = found.pretrained_cfg
     return loaded
 
 
@@ -141,7 +148,7 @@ def load_model(
         found = from_metadata(metadata) or described
         if found is not None:
             named = {"variant": found.name, "config": json.dumps(found.options)}
-            model = build_model(_unwrap(tensors)[0], {**metadata, **named})
+            model = build_model(unwrap(tensors)[0], {**metadata, **named})
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         raise WeightsError(f"{place.text} holds a model that this version cannot build: {reason}") from error
@@ -170,7 +177,7 @@ def save_weights(
     activation and epsilon.
 
     Args:
-        model: a model from `create_model`.
+        model: a model from `create_model`; of one with `features_only=True` the backbone, its `model`, is written.
         path: file to write; ends in `.safetensors`.
         layout: "fastvit_triton", "timm" or "transformers".
         metadata: header entries in addition to format, layout, variant and config.
@@ -181,6 +188,7 @@ def save_weights(
     path = Path(path)
     if path.suffix != ".safetensors":
         raise WeightsError(f"weights are saved as safetensors; name the file {path.with_suffix('.safetensors').name}")
+    model = _backbone(model)
     spelling = _spelling(model)
     if layout not in ("fastvit_triton", *spelling.saved):
         raise WeightsError(f"layout is {layout!r}; use one of {', '.join(('fastvit_triton', *spelling.saved))}")
@@ -211,14 +219,15 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     """Unwraps, renames, adapts and checks the tensors before it copies them into the model."""
     if resize is not None and resize not in INTERPOLATION:
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
+    model = _backbone(model)
     spelling = _spelling(model)
-    found, wrapper = _unwrap(held)
-    layout, state, spelled = _translate(found, spelling.layouts)
+    found, wrapper = unwrap(held)
+    layout, state, spelled = _translate(found, spelling)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
-    dropped = [key for key in state if IRRELEVANT.search(key)]
+    dropped = [key for key in state if IRRELEVANT.search(key) or key in model.pruned]
     for key in dropped:
         del state[key]
     dropped += adapt.fit_head(model.head_names, target, state)
@@ -239,23 +248,9 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     return LoadReport(family + wrapper, len(target) - len(reinitialised), positions, reinitialised, unused)
 
 
-def _unwrap(held: Mapping) -> tuple[State, str]:
-    """The tensors of a checkpoint, and the entries in which they were nested, such as " (model)"."""
-    path = ""
-    for _ in range(4):
-        if inner := next((w for w in WRAPPERS if isinstance(held, Mapping) and isinstance(held.get(w), Mapping)), None):
-            held, path = held[inner], f" ({inner})"
-    if not isinstance(held, Mapping):
-        raise WeightsError(f"the checkpoint holds a {type(held).__name__}; expected a state dict of named tensors")
-    arrays = {str(key): _tensor(value) if isinstance(value, np.ndarray) else value for key, value in held.items()}
-    return {key: value.detach() for key, value in arrays.items() if isinstance(value, Tensor)}, path
-
-
-def _tensor(array: np.ndarray) -> Tensor | None:
-    """Converts an array to a tensor; None if it is not floating-point. NumPy loads bfloat16 as 2-byte raw data."""
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array, np.float32)) if array.dtype.kind == "f" else None
+def _backbone(model: nn.Module) -> nn.Module:
+    """The model inside a feature extractor, or the model itself."""
+    return model.model if isinstance(model, FeatureGetterNet) else model
 
 
 def _spelling(model: Any) -> Spelling:
@@ -273,13 +268,13 @@ def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layo
     return None
 
 
-def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State, dict[str, str]]:
+def _translate(found: State, spelling: Spelling) -> tuple[Layout, State, dict[str, str]]:
     """The layout, the tensors under our names, and a map from our names to the checkpoint's keys."""
     dotted = {key.replace("/", "."): key for key in found}
-    if (match := _recognise(dotted, layouts)) is None:
+    if (match := _recognise(dotted, spelling.layouts)) is None:
         raise WeightsError(
-            f"this is not a checkpoint of a plain ViT: its keys ({some(tuple(found)) or 'none'}) match no known "
-            f"layout; known are {', '.join(layout.name for layout in layouts)}"
+            f"this is not a checkpoint of {spelling.name}: its keys ({some(tuple(found)) or 'none'}) match no known "
+            f"layout; known are {', '.join(layout.name for layout in spelling.layouts)}"
         )
     layout, prefix = match
     for key, tensor in found.items():
@@ -290,7 +285,9 @@ def _translate(found: State, layouts: tuple[Layout, ...]) -> tuple[Layout, State
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
     try:
         state = {layout.ours(key): tensor for key, tensor in layout.read(state).items()}
-        state = adapt.join(adapt.split(state, "attn_pool.qkv"), "attn.qkv", "attn_pool.kv", "mlp.fc1", "mlp.fc2")
+        state = adapt.join(
+            adapt.split(state, "attn_pool.qkv"), "attn.qkv", "attn.kv", "attn_pool.kv", "mlp.fc1", "mlp.fc2"
+        )
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(f"this {layout.name} checkpoint has tensors of unusual shape: {error}") from error
     for key in (*adapt.TOKENS, "pos_embed"):

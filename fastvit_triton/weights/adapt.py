@@ -10,6 +10,7 @@ State = dict[str, Tensor]
 TOKENS = ("cls_token", "dist_token", "reg_token")  # prefix tokens, in order
 PARTS = {
     "attn.qkv": ("attn.q", "attn.k", "attn.v"),
+    "attn.kv": ("attn.key", "attn.value"),
     "attn_pool.qkv": ("attn_pool.q", "attn_pool.k", "attn_pool.v"),
     "attn_pool.kv": ("attn_pool.k", "attn_pool.v"),
     "mlp.fc1": ("mlp.gate", "mlp.up"),  # of a SwiGLU, gate first

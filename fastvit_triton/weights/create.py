@@ -25,12 +25,14 @@ def create_model(
             transformers.
         pretrained: load the weights of the tag, by default the first, or those of the repository or folder.
         checkpoint_path: a checkpoint to load instead, in any form of `load_weights`.
-        **overrides: any field of the family's config, such as num_classes, img_size, in_chans, drop_path_rate. A tag
-            and `pretrained` change the default of num_classes to that of the weights.
+        **overrides: any field of the family's config, such as num_classes, img_size, in_chans, drop_path_rate, and
+            features_only, out_indices and output_fmt. A tag and `pretrained` change the default of num_classes to that
+            of the weights.
 
     Returns:
-        The model; `model.variant` is its name, `model.config` its configuration, `model.pretrained_cfg` what is known
-        of its weights, with timm's keys.
+        The model, or with features_only a `FeatureGetterNet`, which returns a list of feature maps; `model.variant` is
+        its name, `model.config` its configuration, `model.pretrained_cfg` what is known of its weights, with timm's
+        keys.
 
     Raises:
         ValueError: the name or its tag is unknown (the message suggests others), or an option's value is invalid.
@@ -41,7 +43,8 @@ def create_model(
         raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
     place, found = _resolve(name, pretrained)
     model = models.create_model(found.name, **{**found.options, **overrides})
-    model.pretrained_cfg = found.pretrained_cfg
+    backbone = model.model if isinstance(model, models.FeatureGetterNet) else model
+    backbone.pretrained_cfg = found.pretrained_cfg
     if place is not None:
         load_weights(model, place)
     if checkpoint_path is not None:

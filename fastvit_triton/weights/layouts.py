@@ -30,8 +30,10 @@ class Layout:
         mark: key that distinguishes this layout from those after it in `LAYOUTS`; it may follow a prefix.
         beside: second required key after the same prefix, if other architectures also have the mark.
         resize: interpolation of positions in this library: a mode of `resize_pos_embed`, or "dinov2".
+        number: changes their key first, where stages are numbered in another way than ours.
         stem: our name → theirs, outside the blocks.
-        blocks: their paths of a block; {} is its number.
+        home: our path of a block; {} is its number, or those of its stage and in it.
+        blocks: their paths of a block.
         block: our name → theirs, inside a block.
         read: converts their tensors to our shapes, under their names.
         write: the inverse of `read`.
@@ -43,7 +45,9 @@ class Layout:
     mark: str
     beside: str = ""
     resize: str
+    number: Callable[[str], str] = str
     stem: dict[str, str] = field(default_factory=dict)
+    home: str = "blocks.{}"
     blocks: str = "blocks.{}"
     block: dict[str, str] = field(default_factory=dict)
     read: Callable[[State], State] = _same
@@ -53,11 +57,13 @@ class Layout:
 
     def ours(self, key: str) -> str:
         """Converts their key, without prefix, to ours; keys that are in no table are unchanged."""
+        key = self.number(key)
         for path in self.blocks.split():
             pattern = re.escape(path).replace(r"\{\}", r"(\d+)") + r"\.(.+)"
             if found := re.fullmatch(pattern, key):
-                *_, number, rest = found.groups()
-                return f"blocks.{number}.{_look_up({their: our for our, their in _rows(self.block)}, rest)}"
+                *numbers, rest = found.groups()
+                home = self.home.format(*numbers[-self.home.count("{}") :])
+                return f"{home}.{_look_up({their: our for our, their in _rows(self.block)}, rest)}"
         return _look_up({their: our for our, their in _rows(self.stem)}, key)
 
     def theirs(self, key: str) -> str:

@@ -82,8 +82,9 @@ def save_pretrained(
         WeightsError: the layout does not support the model, or a file cannot be written.
     """
     folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
-    if layout not in USAGE:
-        raise WeightsError(f"layout is {layout!r}; use one of {', '.join(USAGE)}")
+    saved = SPELLINGS[model.layout].saved
+    if layout not in ("fastvit_triton", *saved):
+        raise WeightsError(f"layout is {layout!r}; use one of {', '.join(('fastvit_triton', *saved))}")
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
     cfg = {key: value for key, value in cfg.items() if not key.startswith(("hf_hub_", "label_"))}
@@ -91,7 +92,7 @@ def save_pretrained(
     cfg |= {"label_names": list(names)} if names and len(names) == model.num_classes else {}
     files = {"config.json": _config(model, cfg, layout)}
     if layout == "transformers":
-        chosen = vit.choose(model, SPELLINGS[model.layout].saved[layout])  # type: ignore[arg-type]
+        chosen = vit.choose(model, saved[layout])  # type: ignore[arg-type]
         plain: Any = model
         files["config.json"], files["preprocessor_config.json"] = transformers_config.write(plain, chosen.name, cfg)
     title = repo or folder.resolve().name
@@ -115,7 +116,7 @@ def _config(model: ImageModel, cfg: dict[str, Any], layout: str) -> dict[str, An
     state, spelling = dict(model.state_dict()), SPELLINGS[model.layout]
     try:
         config = timm_config.write(model, cfg)
-        if layout != "timm" and state.keys() != spelling.write(model, state, spelling.saved["timm"]).keys():
+        if layout != "timm" and state.keys() != spelling.write(model, state, spelling.saved.get("timm", ())).keys():
             raise WeightsError("timm stores other tensors")
     except WeightsError:
         if layout == "timm":

@@ -26,7 +26,7 @@ class _NoDraws(TorchFunctionMode):
 def skeleton(name: str, **options: object) -> VisionTransformer:
     """The model of `create_model` on the meta device, in milliseconds and without memory."""
     with torch.device("meta"), _NoDraws():
-        return create_model(name, **options)
+        return create_model(name, features_only=False, **options)
 
 
 def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> VisionTransformer:
@@ -45,8 +45,9 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> V
     config = json.loads(text)
     if not isinstance(config, dict):
         raise ValueError(f"its config is {text!r}; expected an object")
-    depth = config.get("depth", 0)
-    if isinstance(depth, int) and depth * TENSORS_PER_BLOCK > len(tensors):
+    depths = [config.get("depth"), *(d if isinstance(d := config.get("depths"), list) else [])]
+    depth = sum(d for d in depths if isinstance(d, int))
+    if depth * TENSORS_PER_BLOCK > len(tensors):
         raise ValueError(f"its config has depth {depth:,}, and the file {len(tensors):,} tensors")
     empty = skeleton(name, **config)
     if metadata.get("layout") == "fastvit_triton":
@@ -55,4 +56,4 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> V
     found = sum(tensor.numel() for tensor in tensors.values())
     if wanted > 2 * found + TABLES:
         raise ValueError(f"its config asks for {wanted:,} numbers, and the file holds {found:,}")
-    return create_model(name, **config)
+    return create_model(name, features_only=False, **config)

@@ -50,6 +50,8 @@ def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
     """
     name = variant(model)
     known = bool(pretrained.pretrained_cfg(name)) if name in CATALOGUE else False
+    if not known and model.layout != "vit":
+        raise WeightsError(f"timm has no {name}; use --to fastvit_triton")
     architecture = name if known else GENERIC
     standard, config = dataclasses.asdict(model_config(architecture)), dataclasses.asdict(model.config)
     changed = {key: value for key, value in config.items() if value != standard.get(key)}

@@ -1,0 +1,101 @@
+"""Tells which tensors have values while a call is counted, so that shapes and branches that depend on them are known.
+
+Integers given on the CPU, constants (`zeros`, `arange`, `tensor`), and what is computed from these alone have values:
+masks, grids and positions. Weights, images and all that depends on them are uninitialised.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+CONSTANTS = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")  # read shapes only
+OVERWRITES = ("fill_", "zero_", "copy_")
+WEIGHTS = (torch.empty, torch.rand, torch.randn, torch.normal)
+
+
+def mark(t: Tensor, known: bool) -> Tensor:
+    """Records whether the memory of a tensor holds its values; returns the tensor."""
+    vars(t.untyped_storage())["values"] = known  # of the same Python object while the storage exists
+    return t
+
+
+def has_values(t: Tensor) -> bool:
+    """True if the values of a tensor may be read; integers from outside have them, floating-point numbers have not."""
+    return not t.is_meta and vars(t.untyped_storage()).get("values", not (t.is_floating_point() or t.is_complex()))
+
+
+def reserved(t: Tensor) -> Tensor:
+    """An uninitialised CPU tensor with the same shape and strides."""
+    return mark(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu"), False)
+
+
+def described(t: Tensor) -> Tensor:
+    """A meta tensor with the same shape and strides."""
+    return t if t.is_meta else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def given(t: Tensor) -> Tensor:
+    """The tensor on the CPU if it has values, else an uninitialised one."""
+    return t.cpu() if has_values(t) else reserved(t)
+
+
+def is_known(function: OpOverload, name: str, tensors: list[Tensor]) -> bool:
+    """True if the results of this operator are computed from values that are known."""
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        return False
+    if name in OVERWRITES and tensors[0].numel() * tensors[0].element_size() == tensors[0].untyped_storage().nbytes():
+        return all(has_values(t) for t in tensors[1:])
+    return name in CONSTANTS or all(map(has_values, tensors))
+
+
+def written_arguments(function: OpOverload, arguments: tuple, named: dict, results: object) -> object:
+    """The results of an operator that writes to its arguments: these arguments, and new tensors for other results."""
+    schema = function._schema
+    given = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | named
+    owners = {frozenset(a.alias_info.before_set): given.get(a.name) for a in schema.arguments if a.alias_info}
+    several = results if isinstance(results, (tuple, list)) else (results,)
+    pairs = zip(schema.returns, several, strict=False)
+    outputs = tuple(
+        owners[frozenset(r.alias_info.before_set)] if r.alias_info else tree_map_only(Tensor, reserved, fresh)
+        for r, fresh in pairs
+    )
+    return outputs if isinstance(results, (tuple, list)) else outputs[0] if outputs else None
+
+
+def positions(indices: list[Tensor | None]) -> list[Tensor | None]:
+    """Boolean indices whose values are known as integers, which index tensors without values, too."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        found += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else (index,)
+    return found
+
+
+class _Weightless(TorchFunctionMode):
+    """Gives new weights the meta device."""
+
+    def __torch_function__(self, function: Any, types: object, arguments: tuple = (), named: dict | None = None) -> Any:
+        named = named or {}
+        if function in WEIGHTS and named.get("device") is None:
+            named = named | {"device": "meta"}
+        return function(*arguments, **named)
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Context in which modules are built without memory for their weights; integer buffers and constants have values.
+
+    Unlike under `torch.device("meta")`, constructors may read constants, as in `torch.linspace(0, 1, n).tolist()`.
+    """
+    with _Weightless():
+        yield
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """Moves a model to the CPU with uninitialised weights, in place; integer buffers that have values keep them."""
+    return model._apply(given)

@@ -1,0 +1,73 @@
+"""What the pyramids of several packages share: tables of positions, Swin V2's bias and scale, merging of patches.
+
+What is computed from weights alone is kept while the model is frozen, see `layers.freeze.derived`.
+"""
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.body import finish
+from ..layers.freeze import derived
+from ..layers.hooks import has_hooks, type_name
+from ..layers.module_parts import LAYER_NORMS, Foreign, has_sample_scale
+
+
+def hooked(modules: Iterable[nn.Module], but: nn.Module | None = None) -> str | None:
+    """Why a module around these must run its own forward: one of them has a hook; None if none has."""
+    found = next((m for m in modules if m is not but and has_hooks(m)), None)
+    return None if found is None else f"{type(found).__name__} has a hook"
+
+
+def unusual_norm(norm: nn.Module, drop_path: nn.Module) -> str | None:
+    """Why a block must run its own forward, which calls these two on a map instead of tokens; or None."""
+    if type_name(norm) not in LAYER_NORMS or has_hooks(norm):
+        return f"{type(norm).__name__} was replaced or has a hook"
+    return None if has_sample_scale(drop_path) else f"{type(drop_path).__name__} was replaced or has a hook"
+
+
+def table_bias(attn: Foreign) -> Tensor:
+    """The bias [heads, n, n] from a table of relative positions [offsets, heads] and an index of n·n pairs."""
+    table, index = attn.relative_position_bias_table, attn.relative_position_index
+    return derived(attn, "bias", (table, index), lambda: _expanded(table, index))
+
+
+def continuous_bias(attn: Foreign) -> Tensor:
+    """Swin V2's bias [heads, n, n]: 16 · sigmoid of an MLP of the relative coordinates."""
+    coordinates, index = attn.relative_coords_table, attn.relative_position_index
+    mlp = attn.cpb_mlp if hasattr(attn, "cpb_mlp") else attn.continuous_position_bias_mlp
+
+    def make() -> Tensor:
+        kind = coordinates.device.type
+        exact = nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)  # what is kept outlives it
+        with exact:
+            return _expanded(16 * torch.sigmoid(mlp(coordinates).flatten(0, -2)), index)
+
+    return derived(attn, "bias", (coordinates, index, *mlp.parameters()), make)
+
+
+def _expanded(table: Tensor, index: Tensor) -> Tensor:
+    """table[index] as [heads, n, n], contiguous."""
+    n = math.isqrt(index.numel())
+    return table.permute(1, 0)[:, index.view(-1)].view(-1, n, n)
+
+
+def cosine_scale(attn: Foreign) -> Tensor:
+    """Swin V2's scale [heads], at most 100."""
+    logits = attn.logit_scale
+    return derived(attn, "scale", (logits,), lambda: logits.clamp(max=math.log(100.0)).exp().flatten())
+
+
+def merged(x: Tensor) -> Tensor:
+    """Concatenates the channels of 2 × 2 tokens, padded with zeros: [B, H, W, C] → [B, ⌈H/2⌉, ⌈W/2⌉, 4·C]."""
+    bottom, right = x.shape[1] % 2, x.shape[2] % 2
+    x = nn.functional.pad(x, (0, 0, 0, right, 0, bottom)) if bottom or right else x
+    return x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).permute(0, 1, 3, 4, 2, 5).flatten(3)
+
+
+def merge(x: Tensor, norm: nn.Module, reduction: nn.Module) -> Tensor:
+    """Swin's patch merging: reduction(norm(merged(x))), with the norm folded into the reduction."""
+    return finish(merged(x), reduction, norm)

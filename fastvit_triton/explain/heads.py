@@ -1,0 +1,139 @@
+"""Computes the queries, keys, values and bias of an attention layer's heads from its input.
+
+For attention in windows, each window is a row of the batch: with W windows and B images, q, k and v have B·W rows.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.attention_qkv import rotate
+from ..kernels.window import APART
+from ..layers.body import AttentionParts, finish, fold_or_normalize, project
+from ..layers.spatial import ReducedParts, Window, WindowParts, as_map, reduced_map
+
+
+class Heads(NamedTuple):
+    """What the maps of an attention layer are computed from.
+
+    Attributes:
+        q: queries after norms and rotations, [G, H, N, d].
+        k: keys, [G, H, M, d].
+        v: values, [G, H, M, e].
+        bias: added to the scores, or boolean with True for "attend"; [g, H, N or 1, M] with g a divisor of G, or None.
+        scale: softmax scale.
+        output: from the heads' outputs [G, H, N, e] to the layer's output.
+        mixes: linear maps over the heads, of scores and of probabilities (talking heads).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    scale: float
+    output: Callable[[Tensor], Tensor]
+    mixes: tuple[nn.Module, nn.Module] | None = None
+
+
+Parts = AttentionParts | WindowParts | ReducedParts | Callable[[Tensor], Heads]
+
+
+def heads_of(parts: Parts, x: Tensor, norm: nn.Module | None = None, position: nn.Module | None = None) -> Heads:
+    """The heads of a layer.
+
+    Args:
+        parts: its submodules and settings, or a function from x to the heads.
+        x: its input, [B, N, D] or [B, H, W, D].
+        norm: norm between x and the projections.
+        position: module that computes a bias from queries.
+    """
+    if isinstance(parts, AttentionParts):
+        return plain(parts, x, norm if parts.first is None else parts.first, position)
+    if isinstance(parts, WindowParts):
+        return _windows(parts, x, norm)
+    return _reduced(parts, x, norm) if isinstance(parts, ReducedParts) else parts(x)
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    """[B, N, H·d] → [B, H, N, d]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def plain(parts: AttentionParts, x: Tensor, norm: nn.Module | None, position: nn.Module | None) -> Heads:
+    """Heads of an attention over all tokens, see `heads_of`."""
+    x, folded = fold_or_normalize(x, norm, parts.projections)
+    q, k, v = (split(t, parts.num_heads) for t in project(x, parts.projections, folded).chunk(3, -1))
+    if parts.norms is not None:
+        q, k = (norm(t) for norm, t in zip(parts.norms, (q, k), strict=True))
+    if parts.rope is not None:
+        prefix = q.shape[2] - parts.rope[0].shape[-2]
+        q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
+    bias = parts.bias if position is None else parts.scale * position(q)
+
+    def output(o: Tensor) -> Tensor:
+        return finish(o.transpose(1, 2).flatten(2), parts.proj, parts.last, *parts.drops)
+
+    return Heads(q, k, v, bias, parts.scale, output)
+
+
+def _reduced(parts: ReducedParts, x: Tensor, norm: nn.Module | None) -> Heads:
+    x = x if norm is None else norm(x)
+    small = x if parts.reduce is None else reduced_map(parts.reduce, as_map(x, parts.grid))
+    small, folded = fold_or_normalize(small, parts.norm, parts.kv)
+    tokens = (t.flatten(1, -2) for t in (project(x, (parts.q,)), *project(small, parts.kv, folded).chunk(2, -1)))
+    q, k, v = (split(t, parts.num_heads) for t in tokens)
+
+    def output(o: Tensor) -> Tensor:
+        return finish(o.transpose(1, 2).reshape(*x.shape[:-1], -1), parts.proj, None, *parts.drops)
+
+    return Heads(q, k, v, None, parts.scale, output)
+
+
+def _windows(parts: WindowParts, x: Tensor, norm: nn.Module | None) -> Heads:
+    grid = x.shape[1:3] if parts.grid is None else parts.grid
+    y, folded = fold_or_normalize(x, norm, parts.projections)
+    qkv = project(y, parts.projections, folded).flatten(1, -2)
+    places, apart = (t.to(x.device) for t in window_places(grid, parts.window))
+    nothing = project(x.new_zeros(len(x), 1, x.shape[-1]), parts.projections)  # a padded token, at index −1
+    qkv = torch.cat((qkv, nothing.to(qkv.dtype)), 1)[:, places].flatten(0, 1)  # [B·windows, n, 3·heads·d]
+    q, k, v = (split(t, parts.num_heads) for t in qkv.chunk(3, -1))
+    scale, bias = parts.scale, parts.bias
+    if isinstance(scale, Tensor):  # cosine attention
+        q, k, scale = F.normalize(q, dim=-1) * scale.to(q.dtype)[:, None, None], F.normalize(k, dim=-1), 1.0
+    if apart.any():
+        mask = (apart * APART).to(q.dtype)[:, None]
+        bias = mask.expand(-1, parts.num_heads, -1, -1) if bias is None else bias + mask
+    bias = bias if bias is None or bias.dim() == 4 else bias[None]
+
+    def output(o: Tensor) -> Tensor:
+        rows, at = o.transpose(1, 2).flatten(2).reshape(len(x), places.numel(), -1), places.flatten()
+        merged = o.new_zeros(len(x), grid[0] * grid[1], rows.shape[-1]).index_copy(1, at[at >= 0], rows[:, at >= 0])
+        return finish(merged.reshape(*x.shape[:-1], -1), parts.proj, None, *parts.drops)
+
+    return Heads(q, k, v, bias, scale, output)
+
+
+def window_places(grid: tuple[int, ...], window: Window) -> tuple[Tensor, Tensor]:
+    """The tokens of each window, and which pairs of them must not attend to each other; see `kernels.window`.
+
+    Args:
+        grid: (H, W).
+        window: size and shift.
+
+    Returns:
+        Token numbers [windows, n], −1 for padded tokens, and True for pairs in different regions [windows, n, n].
+    """
+    (H, W), (h, w), (sy, sx) = grid, window.size, window.shift_on(grid)
+    places = torch.arange(H * W).view(H, W)
+    places = places if window.pad_first else places.roll((-sy, -sx), (0, 1))
+    places = F.pad(places, (0, -W % w, 0, -H % h), value=-1)
+    places = places.roll((-sy, -sx), (0, 1)) if window.pad_first else places
+    rows, columns = (torch.arange(n) >= n - shift for n, shift in zip(places.shape, (sy, sx), strict=True))
+    region = rows[:, None] * 2 + columns
+    places, region = (
+        t.unflatten(1, (-1, w)).unflatten(0, (-1, h)).transpose(1, 2).reshape(-1, h * w) for t in (places, region)
+    )
+    return places, region[:, :, None] != region[:, None]

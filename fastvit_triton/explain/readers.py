@@ -1,0 +1,138 @@
+"""Reads attention layers of all libraries: from a layer's arguments to its input and its submodules, or a reason."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_args, get_type_hints
+
+from torch import Tensor, nn
+
+from .. import layers
+from ..convert.forwards import Forward, forward_for
+from ..convert.from_timm import dropped
+from ..convert.from_torch import multihead_parts
+from ..convert.third_party import head_norms
+from ..layers.body import AttentionParts, project
+from ..layers.hooks import type_name
+from ..layers.module_parts import Foreign
+from ..layers.spatial import ReducedParts, WindowParts
+from .heads import Heads, Parts, plain, split
+
+MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
+WORDS = ("attention", "attn")  # in names of classes of unknown types that are reported
+
+
+def reader(module: nn.Module) -> Callable[..., tuple[Tensor, Parts, nn.Module | None] | str | None] | None:
+    """A function from an attention layer's arguments to (x, parts, position) or a reason; None for other modules."""
+    if type(module) is layers.Attention:
+        return partial(own, module)
+    if type_name(module) == MULTIHEAD:
+        return partial(_multihead, module)
+    if type_name(module) in READERS:
+        return partial(_foreign, module, READERS[type_name(module)])
+    forward = forward_for(module)
+    read = forward.read if isinstance(forward, Forward) else None
+    if read is None or not {AttentionParts, WindowParts, ReducedParts} & set(get_args(get_type_hints(read)["return"])):
+        return None
+    return partial(_foreign, module, read)
+
+
+def unknown(modules: dict[str, nn.Module], known: set[str]) -> list[str]:
+    """Paths of modules with weights that are attention by the name of their class, but have no reader."""
+    named = {p for p, m in modules.items() if p and any(word in type(m).__name__.lower() for word in WORDS)}
+    inner = [p for p in named - known if not any(q.startswith(f"{p}.") for q in named | known)]
+    outside = [p for p in inner if not any(p.startswith(f"{q}.") for q in known)]
+    return [p for p in modules if p in outside and any(True for _ in modules[p].parameters())]
+
+
+def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, AttentionParts, nn.Module | None] | str:
+    """Input, parts and position module of our attention, or a reason."""
+    if module.training and module.attn_drop.p > 0:
+        return f"attention dropout {module.attn_drop.p}"
+    norms = head_norms(module.q_norm, module.k_norm)
+    parts = AttentionParts(
+        (module.qkv,), module.proj, module.num_heads, module.scale, norms=norms, drops=(module.proj_drop,)
+    )
+    return x, parts, module.position
+
+
+def _foreign(module: nn.Module, read: Callable, *inputs: Any, **named: Any):
+    x, *rest = inputs or (named.get("hidden_states", named.get("x")),)
+    named = {n: v for n, v in named.items() if n not in ("hidden_states", "x")}
+    parts = read(module, *rest, **named)
+    if isinstance(parts, str) and len(masks := [t for t in (*rest, *named.values()) if isinstance(t, Tensor)]) == 1:
+        parts = _with_mask(read(module), masks[0]) or parts
+    return parts if isinstance(parts, str) else (x, parts, None)
+
+
+def _with_mask(parts: Parts | str, mask: Tensor) -> WindowParts | None:
+    """Parts of windows with the mask [windows, n, n] or [windows, 1, n, n] of shifted windows; None for other types."""
+    if not isinstance(parts, WindowParts):
+        return None
+    mask = mask if mask.dim() == 4 else mask[:, None]
+    return parts._replace(bias=mask if parts.bias is None else parts.bias + mask)
+
+
+def _multihead(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+):
+    if query.shape != key.shape or query.data_ptr() != key.data_ptr():  # cross-attention
+        return None
+    if query.dim() != 3 or query.is_nested or (is_causal and attn_mask is None):
+        return "unbatched, nested, or causal without a mask"
+    parts = multihead_parts(module, attn_mask, key_padding_mask)
+    return parts if isinstance(parts, str) else (query if module.batch_first else query.transpose(0, 1), parts, None)
+
+
+def _class_attention(module: Foreign) -> Parts | str:
+    """Class attention of CaiT and CrossViT: the first token is the only query."""
+    return dropped(module) or partial(_first_token, module)
+
+
+def _first_token(module: Foreign, x: Tensor) -> Heads:
+    q, k, v = (getattr(module, name if hasattr(module, name) else f"w{name}") for name in "qkv")
+    tokens = (project(x[:, :1], (q,)), *project(x, (k, v)).chunk(2, -1))
+    q, k, v = (split(t, module.num_heads) for t in tokens)
+    return Heads(q, k, v, None, module.scale, lambda o: module.proj_drop(module.proj(o.transpose(1, 2).flatten(2))))
+
+
+def _talking_heads(module: Foreign) -> Parts | str:
+    """CaiT's attention, whose heads mix their scores and their probabilities."""
+    parts = AttentionParts((module.qkv,), module.proj, module.num_heads, module.scale, drops=(module.proj_drop,))
+    return dropped(module) or (lambda x: plain(parts, x, None, None)._replace(mixes=(module.proj_l, module.proj_w)))
+
+
+def _levit(module: Foreign) -> Parts | str:
+    """LeViT's attention, whose projections have a BatchNorm; fewer queries than keys between stages."""
+    if module.use_conv:
+        return "its projections are convolutions"
+    if module.training:
+        return "the BatchNorm of its projections is in training mode"
+    return partial(_levit_heads, module)
+
+
+def _levit_heads(module: Foreign, x: Tensor) -> Heads:
+    sizes: list[int] = [module.key_dim, module.key_dim, module.val_dim]
+    if hasattr(module, "qkv"):
+        q, k, v = module.qkv(x).unflatten(-1, (module.num_heads, -1)).transpose(1, 2).split(sizes, -1)
+    else:
+        q = split(module.q(x), module.num_heads)
+        k, v = module.kv(x).unflatten(-1, (module.num_heads, -1)).transpose(1, 2).split(sizes[1:], -1)
+    bias = module.get_attention_biases(x.device)[None]
+    return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
+
+
+READERS: dict[str, Callable[[Foreign], Parts | str]] = {  # types whose heads are not those of a fused body
+    "timm.models.cait.ClassAttn": _class_attention,
+    "timm.models.crossvit.CrossAttention": _class_attention,
+    "timm.models.cait.TalkingHeadAttn": _talking_heads,
+    "timm.models.levit.Attention": _levit,
+    "timm.models.levit.AttentionDownsample": _levit,
+}

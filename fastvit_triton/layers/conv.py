@@ -1,0 +1,29 @@
+"""Convolutions of feature maps [B, H, W, D]. Parameter names are timm's."""
+
+from torch import Tensor, nn
+
+from ..kernels.depthwise import depthwise
+from .hooks import can_fuse
+from .module_parts import is_depthwise_conv
+
+
+class Peg(nn.Module):
+    """Positional encoding generator: x + a 3 x 3 depthwise convolution of x (CPVT, arXiv:2102.10882, section 4.1).
+
+    Zeros beyond the borders are what tells the position; with another `padding_mode` there is none.
+
+    Args:
+        dim: D, channels.
+        padding_mode: "zeros", or another of nn.Conv2d, such as "circular".
+    """
+
+    def __init__(self, dim: int, padding_mode: str = "zeros") -> None:
+        super().__init__()
+        self.proj = nn.Sequential(nn.Conv2d(dim, dim, 3, padding=1, groups=dim, padding_mode=padding_mode))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, H, W, D] → [B, H, W, D]."""
+        conv = self.proj[0]
+        if can_fuse(x) and is_depthwise_conv(conv):
+            return depthwise(x, conv.weight, conv.bias, residual=True)
+        return x + self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

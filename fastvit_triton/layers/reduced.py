@@ -1,0 +1,81 @@
+"""Attention to a smaller feature map (PVT, Twins). Parameter names are timm's and the authors'."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.cost import Branch as Sizes
+from .body import Before, Given, Output
+from .spatial import ReducedParts
+from .ways import way_alone
+
+
+class ReducedAttention(nn.Module):
+    """Self-attention whose keys and values come from a map of 1 / R of the height and width.
+
+    Source: PVT, arXiv:2102.12122, section 3.3 (spatial reduction); Twins, arXiv:2104.13840, section 3.3 (GSA).
+
+    Args:
+        dim: D, channels.
+        num_heads: heads.
+        ratio: R; with 1 there is no reduction, and this is plain self-attention.
+        qkv_bias: biases on the projections of queries, keys and values.
+        proj_drop: dropout after the output projection.
+    """
+
+    sr: nn.Conv2d | None
+    norm: nn.LayerNorm | None
+
+    def __init__(self, dim: int, num_heads: int, ratio: int = 1, qkv_bias: bool = True, proj_drop: float = 0.0) -> None:
+        super().__init__()
+        self.num_heads, self.ratio, self.scale = num_heads, ratio, (dim // num_heads) ** -0.5
+        self.q = nn.Linear(dim, dim, bias=qkv_bias)
+        self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.sr = nn.Conv2d(dim, dim, ratio, ratio) if ratio > 1 else None
+        self.norm = nn.LayerNorm(dim) if ratio > 1 else None
+
+    def entering(self) -> tuple[nn.Linear, ...]:
+        """The linear layers applied to x; none if the convolution reads it, too."""
+        return self.parts().entering()
+
+    def sizes(self) -> Sizes:
+        """See `layers.body.Body`."""
+        return self.parts().sizes()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str | None = None,
+        **end: Any,
+    ) -> Output:
+        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `layers.body.Body`."""
+        if way is None:
+            way = way_alone(self, x)
+        if way == "plain":
+            return self.proj_drop(self.proj(self._attend(x)))
+        return self.parts()(x, norm, stats, way, **end)
+
+    def parts(self) -> ReducedParts:
+        """Its submodules as `ReducedParts`."""
+        layers = self.q, (self.kv,), self.proj, self.num_heads, self.scale
+        return ReducedParts(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        small = x
+        if self.sr is not None and self.norm is not None:
+            small = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        q, k, v = (
+            t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for t in (self.q(x), *self.kv(small).chunk(2, -1))
+        )  # [B, heads, N or M, d]
+        o = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return o.transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3])
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, ratio={self.ratio}"

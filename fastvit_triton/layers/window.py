@@ -1,0 +1,184 @@
+"""Layers of Swin: attention in windows, and the merging of patches. Parameter names are timm's."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.cost import Branch as Sizes
+from ..kernels.linear import linear
+from . import ways
+from .body import Before, Given, Output
+from .freeze import derived
+from .hooks import can_fuse
+from .module_parts import is_readable, norm_of
+from .spatial import Window, WindowParts
+from .ways import way_alone
+
+
+class WindowAttention(nn.Module):
+    """Self-attention within the windows of a feature map (Swin, arXiv:2103.14030, section 3.2).
+
+    Args:
+        dim: D, channels.
+        num_heads: heads.
+        window: size and shift of the windows.
+        qkv_bias: bias on the packed projection.
+        relative_bias: add a learned bias per head and offset between two tokens (eq. 4).
+        proj_drop: dropout after the output projection.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        window: Window,
+        qkv_bias: bool = True,
+        relative_bias: bool = True,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.window = num_heads, window
+        self.scale = (dim // num_heads) ** -0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.relative_position_bias_table = None
+        if relative_bias:
+            rows, columns = (2 * side - 1 for side in window.size)
+            self.relative_position_bias_table = nn.Parameter(torch.empty(rows * columns, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.relative_position_bias_table is not None:
+            nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
+
+    def entering(self) -> tuple[nn.Linear, ...]:
+        """The linear layers applied to x."""
+        return (self.qkv,)
+
+    def sizes(self) -> Sizes:
+        """See `layers.body.Body`."""
+        return self.parts(None).sizes()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str | None = None,
+        **end: Any,
+    ) -> Output:
+        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `layers.body.Body`."""
+        if way is None:
+            way = way_alone(self, x)
+        parts = self.parts(self.bias())
+        if way == "plain":
+            fused = can_fuse(x) and not ways.state.inside_plain
+            return self.proj_drop(self.proj(parts.attend(self.qkv(x), x.shape[-1], fused)))
+        return parts(x, norm, stats, way, **end)
+
+    def parts(self, bias: Tensor | None) -> WindowParts:
+        """Its submodules as `WindowParts`, with the result of `bias()`."""
+        return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, self.window, bias, (self.proj_drop,))
+
+    def bias(self) -> Tensor | None:
+        """The bias of every pair of tokens, [heads, n, n]; cached if the model is frozen."""
+        if (table := self.relative_position_bias_table) is None:
+            return None
+        return derived(self, "bias", (table,), lambda: expand_table(table, self.window.size))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, size={self.window.size}, shift={self.window.shift}"
+
+
+class PatchMerging(nn.Module):
+    """Concatenates 2 x 2 tokens and projects them to 2·D channels (Swin, arXiv:2103.14030, section 3.1).
+
+    Args:
+        dim: D, channels.
+        eps: LayerNorm epsilon.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * dim, eps=eps)
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, H, W, D] → [B, ⌈H / 2⌉, ⌈W / 2⌉, 2·D]; a missing row or column is zero."""
+        height, width = x.shape[1:3]
+        if height % 2 or width % 2:
+            x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
+        x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, H / 2, 2, W / 2, 2, D]
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # columns before rows, as in the authors' code
+        if can_fuse(x) and is_readable(self.reduction) and (norm := norm_of(self.norm)) is not None:
+            return linear(x, self.reduction.weight, norm=norm)
+        return self.reduction(self.norm(x))
+
+
+def expand_table(table: Tensor, size: tuple[int, int]) -> Tensor:
+    """Biases of all offsets within a window of (h, w) tokens → those of all pairs of its tokens.
+
+    Views and a copy, not an index, because the gradient of indexing is not the same in every run on a CPU.
+
+    Args:
+        table: [(2·h − 1)·(2·w − 1), heads]; the middle row is that of a token with itself.
+        size: (h, w).
+
+    Returns:
+        [heads, h·w, h·w], queries by keys.
+    """
+    h, w = size
+    pairs = table.unflatten(0, (2 * h - 1, 2 * w - 1)).unfold(0, h, 1).unfold(1, w, 1)  # [h, w, heads, h, w]
+    return pairs.flip(-2, -1).permute(2, 0, 1, 3, 4).reshape(-1, h * w, h * w)
+
+
+def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Interpolates the biases of all offsets to another window, as timm's `resize_rel_pos_bias_table`.
+
+    Offsets of the old window are placed at distances that grow geometrically, so that both tables span the same range
+    and near offsets keep their bias (microsoft/unilm, beit/run_class_finetuning.py); between them it is bilinear.
+
+    Args:
+        table: [(2·h − 1)·(2·w − 1), heads].
+        old: (h, w) of the table.
+        new: (h', w') of the result.
+
+    Returns:
+        [(2·h' − 1)·(2·w' − 1), heads].
+    """
+    if old == new:
+        return table
+    rows, columns = (_weights(2 * a - 1, 2 * b - 1).to(table.device) for a, b in zip(old, new, strict=True))
+    grid = table.float().unflatten(0, (2 * old[0] - 1, 2 * old[1] - 1))
+    return torch.einsum("ra,cb,abh->rch", rows, columns, grid).flatten(0, 1).to(table)
+
+
+def _weights(old: int, new: int) -> Tensor:
+    """Weights [new, old] of linear interpolation from one axis of a table to another."""
+    if old == 1:
+        return torch.ones(new, 1)
+    half = old // 2
+    ratio = _ratio(half, new // 2)
+    steps = [sum(ratio**i for i in range(n + 1)) for n in range(half)]
+    at = torch.tensor([-d for d in reversed(steps)] + [0.0] + steps)
+    to = torch.arange(new) - float(new // 2)
+    right = torch.bucketize(to, at).clamp(1, old - 1)
+    share = ((to - at[right - 1]) / (at[right] - at[right - 1])).clamp(0, 1)[:, None]
+    one = torch.eye(old)
+    return (1 - share) * one[right - 1] + share * one[right]
+
+
+def _ratio(terms: int, total: int) -> float:
+    """The ratio in (1.01, 1.5) of a geometric series of that many terms with this total, by bisection as in timm."""
+    low, high, ratio = 1.01, 1.5, 1.5
+    while high - low > 1e-6:
+        ratio = (low + high) / 2
+        if (1 - ratio**terms) / (1 - ratio) > total:
+            high = ratio
+        else:
+            low = ratio
+    return ratio

@@ -1,0 +1,102 @@
+"""CPVT — Conditional positional encodings for vision transformers. Chu et al., arXiv:2102.10882.
+
+Differs from ViT:
+  1. No positions: after the first block, a depthwise convolution of the patch tokens encodes where they are, from the
+     zeros beyond the border (`Peg`). The class token is unchanged. Images of any size without resampling.
+  2. `*_gap`: no class token; the mean of the tokens goes to the head. `*_5peg`: convolutions after the first 5 blocks.
+Adds the convolutions.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Peg
+from .config import ViTConfig
+from .transformer import VisionTransformer
+from .vit import BASE, SMALL, TINY
+
+PADDINGS = ("zeros", "circular", "reflect", "replicate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpvtConfig(ViTConfig):
+    """Options of CPVT, in addition to those of `ViTConfig`.
+
+    Attributes:
+        pegs: blocks, from the first, that are followed by a positional encoding generator.
+        peg_padding: what lies beyond the border, a `padding_mode` of nn.Conv2d; "circular" has no positions.
+    """
+
+    pegs: int = 1
+    peg_padding: str = "zeros"
+    pos_embed: str = "none"
+    dynamic_img_size: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.pegs <= self.depth:
+            raise ValueError(f"pegs is {self.pegs}; the model has {self.depth} blocks, so use 0 to {self.depth}")
+        if self.peg_padding not in PADDINGS:
+            raise ValueError(f"peg_padding is {self.peg_padding!r}; use one of {', '.join(PADDINGS)}")
+
+
+class ConditionalVisionTransformer(VisionTransformer):
+    """ViT with positional encoding generators after its first blocks."""
+
+    config: CpvtConfig
+
+    def __init__(self, config: CpvtConfig) -> None:
+        super().__init__(config)
+        self.pos_block = nn.ModuleList(Peg(config.embed_dim, config.peg_padding) for _ in range(config.pegs))
+
+    def after(self, image: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        """The functions of tokens [B, T + N, D] that follow the first blocks."""
+        return [partial(self.encode, peg, self.patch_embed.grid_of(image)) for peg in self.pos_block]
+
+    def encode(self, peg: Peg, grid: tuple[int, int], x: Tensor) -> Tensor:
+        """Tokens [B, T + N, D], of which the last N form a grid → the same with positions."""
+        T = self.num_prefix_tokens
+        patches = peg(x[:, T:].unflatten(1, grid)).flatten(1, 2)
+        return torch.cat((x[:, :T], patches), 1) if T else patches
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        found = super().group_matcher(coarse)
+        return found | {"blocks": [(r"^pos_block\.(\d+)", None), *found["blocks"]]}
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters to exclude from weight decay, as in the authors' Twins."""
+        return super().no_weight_decay() | {f"pos_block.{name}" for name, _ in self.pos_block.named_parameters()}
+
+
+def of(config: ViTConfig, **options: object) -> CpvtConfig:
+    """A ViT's config with generators instead of positions."""
+    return CpvtConfig(**dataclasses.asdict(config) | dict(pos_embed="none", dynamic_img_size=True) | options)
+
+
+GAP = dict(class_token=False, global_pool="avg", fc_norm=False)
+
+MODEL = ConditionalVisionTransformer
+VARIANTS = {
+    "cpvt_tiny": of(TINY),
+    "cpvt_small": of(SMALL),
+    "cpvt_base": of(BASE),
+    "cpvt_small_gap": of(SMALL, **GAP),
+    "cpvt_tiny_5peg": of(TINY, pegs=5),
+}
+ORACLE: dict[str, str] = {}  # the authors published no code for classification; see the equations in the tests
+
+# Counted from the layer shapes: DeiT's without positions, and 10 weights per channel and generator.
+PARAMS = {
+    "cpvt_tiny": 5_717_416 - 197 * 192 + 10 * 192,
+    "cpvt_small": 22_050_664 - 197 * 384 + 10 * 384,
+    "cpvt_base": 86_567_656 - 197 * 768 + 10 * 768,
+    "cpvt_small_gap": 22_050_664 - 198 * 384 + 10 * 384,
+    "cpvt_tiny_5peg": 5_717_416 - 197 * 192 + 50 * 192,
+}

@@ -1,0 +1,263 @@
+"""Hierarchical models: a few stages of blocks, whose feature maps get smaller and wider.
+
+A stage is a downsampling, blocks, and for the last one a LayerNorm. Maps are [B, H, W, D] throughout. Each family names
+its modules as timm or the authors do, and builds them; what is common to the families is here.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Blocks, drop_path_rates, normalize
+from ..layers.embed import sides
+from .base import BaseConfig, ImageModel
+from .config import ALIASES, check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidConfig(BaseConfig):
+    """Options of every hierarchical model, in addition to those of `BaseConfig`; a tuple has one value per stage.
+
+    Attributes:
+        patch_size: patch side of the first stage in pixels, or (height, width); the others halve the map.
+        depths: blocks.
+        num_heads: heads.
+        global_pool: "avg" (mean of the last map), "token" (class token, PVT) or "none" (no pooling, timm's "").
+        drop_rate: dropout before the head.
+        proj_drop_rate: dropout after the attention projection and inside the MLP.
+        eps: LayerNorm epsilon of the blocks and of the final norm.
+        final_norm: LayerNorm after the last stage.
+        dynamic_img_size: accept images of other sizes than `img_size`.
+    """
+
+    patch_size: int | tuple[int, int] = 4
+    depths: tuple[int, ...] = (2, 2, 6, 2)
+    num_heads: tuple[int, ...] = (1, 2, 4, 8)
+    global_pool: str = "avg"
+    drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+    eps: float = 1e-6
+    final_norm: bool = True
+    dynamic_img_size: bool = True
+
+    pools = ("avg", "none")  # values of global_pool that the family has
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        super().__post_init__()
+        object.__setattr__(self, "patch_size", sides(self.patch_size))
+        object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
+        if self.global_pool not in self.pools:
+            raise ValueError(f"global_pool is {self.global_pool!r}; use one of {', '.join(self.pools)}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, value := tuple(value))
+            if per_stage(self, field) and len(value) != len(self.depths):
+                raise ValueError(f"{field.name} has {len(value)} values, and depths has {len(self.depths)}")
+            numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) in (int, float)]
+            if any(v <= 0 for v in numbers) and not field.name.endswith("_rate") and field.name != "num_classes":
+                raise ValueError(f"{field.name} is {value}; use numbers above 0")
+        for axis, side, least in zip(("height", "width"), sides(self.img_size), self.smallest, strict=True):
+            if side < least:
+                raise ValueError(f"img_size {axis} is {side}; this model needs at least {least}")
+        for width, heads in zip(self.widths, self.num_heads, strict=True):
+            if width % heads:
+                raise ValueError(f"a stage has {width} channels, which is no multiple of its {heads} heads")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each stage."""
+        raise NotImplementedError
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        """Sides of the smallest image: the last map has one token."""
+        rows, columns = sides(self.patch_size)
+        return rows << len(self.depths) - 1, columns << len(self.depths) - 1
+
+
+def per_stage(config: PyramidConfig, field: dataclasses.Field) -> bool:
+    """True if the field has a value per stage."""
+    value = getattr(config, field.name)
+    return isinstance(value, tuple) and field.type in (tuple[int, ...], tuple[float, ...], tuple[int, ...] | None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducedConfig(PyramidConfig):
+    """Options of PVT and Twins, in addition to those of `PyramidConfig`; a tuple has one value per stage.
+
+    Attributes:
+        embed_dims: channels.
+        mlp_ratios: hidden channels of the MLP divided by the channels.
+        sr_ratios: side of the map divided by that of the smaller one to which it attends.
+        pos_drop_rate: dropout after each patch projection, and positions if there are any.
+    """
+
+    embed_dims: tuple[int, ...] = (64, 128, 320, 512)
+    num_heads: tuple[int, ...] = (1, 2, 5, 8)
+    mlp_ratios: tuple[float, ...] = (8, 8, 4, 4)
+    sr_ratios: tuple[int, ...] = (8, 4, 2, 1)
+    pos_drop_rate: float = 0.0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.embed_dims
+
+
+class Stage(nn.Module):
+    """A downsampling, an Identity in the first stage, and blocks."""
+
+    def __init__(self, downsample: nn.Module, blocks: Blocks) -> None:
+        super().__init__()
+        self.downsample, self.blocks = downsample, blocks
+
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+        """[B, H, W, D] → [B, H', W', D']."""
+        return self.blocks(self.downsample(x), recompute=recompute)
+
+
+class PyramidTransformer(ImageModel):
+    """A hierarchical image classifier.
+
+    A family creates its modules, calls `build_head`, and implements `stage`; stage i reads the map of stage i − 1, the
+    first one the image.
+
+    Args:
+        config: every option.
+    """
+
+    config: Any  # of the family
+    feature_formats = ("NCHW", "NHWC", "NLC")
+    parts: tuple[str, ...]  # attributes that are lists with an entry per stage
+    info: tuple[str, int] = "layers.{}", 0  # name of a stage in `feature_info`, and the number of the first one
+    undecayed: str  # regular expression of the parameters to exclude from weight decay
+    flattens = False  # forward_features returns tokens [B, N, D], not the map
+    position_resize = "bilinear"
+
+    def __init__(self, config: PyramidConfig) -> None:
+        super().__init__()
+        self.config, self.num_classes = config, config.num_classes
+        self.num_stages, self.num_features = len(config.depths), config.widths[-1]
+        self.grad_checkpointing = config.grad_checkpointing
+
+    def drop_path_rates(self) -> list[list[float]]:
+        """Rates of the blocks of each stage."""
+        depths = self.config.depths
+        rates = iter(drop_path_rates(self.config.drop_path_rate, sum(depths)))
+        return [[next(rates) for _ in range(depth)] for depth in depths]
+
+    def build_head(self) -> None:
+        """Creates the final norm, the dropout and the classifier, and initialises all weights."""
+        config = self.config
+        self.norm = nn.LayerNorm(self.num_features, eps=config.eps) if config.final_norm else nn.Identity()
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head = nn.Linear(self.num_features, config.num_classes) if config.num_classes else nn.Identity()
+        self.init_weights()
+
+    def stage(self, x: Tensor, i: int) -> Tensor:
+        """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
+        raise NotImplementedError
+
+    def check_image(self, image: Tensor) -> None:
+        """Raises ValueError if the image has the wrong number of channels or the wrong size."""
+        config, size = self.config, tuple(image.shape[2:])
+        if image.dim() != 4 or image.shape[1] != config.in_chans:
+            raise ValueError(f"image must have axes [B, {config.in_chans}, H, W], got shape {list(image.shape)}")
+        if size != config.img_size and not config.dynamic_img_size:
+            expected = "x".join(map(str, config.img_size))
+            raise ValueError(
+                f"image is {size[0]}x{size[1]} pixels, the model takes {expected}; "
+                "resize it, or build the model with img_size= or dynamic_img_size=True"
+            )
+        if size[0] < config.smallest[0] or size[1] < config.smallest[1]:
+            least = "x".join(map(str, config.smallest))
+            raise ValueError(f"image is {size[0]}x{size[1]} pixels; the model needs at least {least}")
+
+    def stages(self, image: Tensor) -> Iterator[Tensor]:
+        """Yields the map [B, H, W, D] of each stage in turn, before the final norm; see `flattens` for the last one."""
+        self.check_image(image)
+        x = image
+        for i in range(self.num_stages):
+            x = self.stage(x, i)
+            yield x.flatten(1, 2) if self.flattens and i == self.num_stages - 1 else x
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → the last map [B, H', W', D], or its tokens, after the final norm."""
+        self.check_image(image)
+        x = image
+        for i in range(self.num_stages):
+            x = self.stage(x, i)
+        return normalize(x.flatten(1, 2) if self.flattens else x, self.norm)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """For each stage: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
+        widths, patch = self.config.widths[: self.num_stages], max(self.config.patch_size)
+        name, first = self.info
+        return [dict(num_chs=D, reduction=patch << i, module=name.format(first + i)) for i, D in enumerate(widths)]
+
+    def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
+        """The output of a stage; that of the last one after the final norm."""
+        return normalize(x, self.norm) if stage == self.num_stages - 1 else x
+
+    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """A stage's map [B, H, W, D], or its tokens [B, T + N, D], in another format, and prefix tokens or None."""
+        prefix = None
+        if x.dim() == 3:
+            (height, width), (p, q) = image.shape[2:], (side << self.num_stages - 1 for side in self.config.patch_size)
+            rows, columns = height // p, width // q
+            prefix, x = x.split((x.shape[1] - rows * columns, rows * columns), 1)
+            prefix, x = prefix if prefix.shape[1] else None, x.unflatten(1, (rows, columns))
+        if output_fmt == "NCHW":
+            return x.permute(0, 3, 1, 2).contiguous(), prefix
+        return x.flatten(1, 2) if output_fmt == "NLC" else x, prefix
+
+    def drop_stages(self, kept: int) -> None:
+        """Removes the modules of all but the first `kept` stages."""
+        for name in self.parts:
+            setattr(self, name, getattr(self, name)[:kept])
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """Keeps the first `stages` stages; removes the final norm if `norm`, the classifier if `head`.
+
+        If a stage is removed, norm and classifier are, too: they have the width of the last one.
+        """
+        ends, config = stages < self.num_stages, self.config
+        changes = {f.name: getattr(config, f.name)[:stages] for f in dataclasses.fields(config) if per_stage(config, f)}
+        changes["drop_path_rate"] = self.drop_path_rates()[stages - 1][-1]
+        if ends:
+            self.drop_stages(stages)
+        self.num_stages, self.num_features = stages, config.widths[stages - 1]
+        if norm or ends:
+            self.norm = nn.Identity()
+        if head or ends:
+            self.reset_classifier(0, "none")
+        self.config = self.config.replace(**changes, final_norm=isinstance(self.norm, nn.LayerNorm))
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Features → [B, D]; all of them for global_pool="none"."""
+        return x.flatten(1, -2).mean(1) if self.config.global_pool == "avg" else x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Features → logits [B, num_classes], or the pooled features with `pre_logits`."""
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.get_submodule(self.head_names[0])(x)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters to exclude from weight decay, as in timm and in the authors' code."""
+        return {name for name, _ in self.named_parameters() if re.search(self.undecayed, name)}
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Reinitialises the weights as in timm: truncated normal 0.02 and zero biases in linear layers."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)

@@ -1,0 +1,119 @@
+"""Swin — Hierarchical vision transformer using shifted windows. Liu et al., arXiv:2103.14030.
+
+Official: microsoft/Swin-Transformer.
+Differs from ViT:
+  1. Attention is within windows; every other block shifts them by half a window, and marks what was apart with −100.
+  2. A learned bias per offset within a window instead of positions.
+  3. Four stages; between them, 2 x 2 tokens are merged and their channels doubled.
+  4. A LayerNorm after the patch projection; the mean of the last map goes to the head.
+Differs from the authors' code: where windows do not divide the map, it is rolled and then padded, as in timm.
+Adds windows and merging.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, PatchMerging, Window, WindowAttention
+from ..layers.embed import sides
+from .pyramid import PyramidConfig, PyramidTransformer, Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwinConfig(PyramidConfig):
+    """Options of Swin, in addition to those of `PyramidConfig`.
+
+    Attributes:
+        embed_dim: channels of the first stage; they double in each stage.
+        window_size: side of a window in tokens, or (height, width); at most that of the map.
+        always_partition: keep that size and the shift on smaller maps, which are padded.
+        mlp_ratio: hidden channels of the MLP divided by the channels.
+        qkv_bias: bias on the query, key and value projections.
+    """
+
+    embed_dim: int = 96
+    window_size: int | tuple[int, int] = 7
+    always_partition: bool = False
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    dynamic_img_size: bool = False
+    num_heads: tuple[int, ...] = (3, 6, 12, 24)
+    drop_path_rate: float = 0.1  # as in timm
+    eps: float = 1e-5
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(self.embed_dim << i for i in range(len(self.depths)))
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        return sides(self.patch_size)  # merging fills up odd maps
+
+    def window(self, grid: tuple[int, int], block: int) -> Window:
+        """The windows of a block of a stage whose map has the size `grid`."""
+        size = sides(self.window_size)
+        shift = (size[0] // 2, size[1] // 2) if block % 2 else (0, 0)
+        if not self.always_partition:
+            shift = (shift[0] * (grid[0] > size[0]), shift[1] * (grid[1] > size[1]))
+            size = (min(grid[0], size[0]), min(grid[1], size[1]))
+        return Window(size, shift, pad_first=False)
+
+
+class SwinTransformer(PyramidTransformer):
+    """Swin Transformer; the last map is [B, H, W, D]."""
+
+    layout = "swin"
+    parts = ("layers",)
+    head_names = ("head.fc",)
+    undecayed = r"relative_position_bias_table$"
+
+    def __init__(self, config: SwinConfig) -> None:
+        super().__init__(config)
+        sizes = sides(config.img_size), sides(config.patch_size)
+        self.patch_embed = NormedPatchEmbed(*sizes, config.in_chans, config.embed_dim, strict_img_size=False)
+        self.layers, grid = nn.ModuleList(), self.patch_embed.grid_size
+        for i, rates in enumerate(self.drop_path_rates()):
+            grid = (-(-grid[0] // 2), -(-grid[1] // 2)) if i else grid
+            blocks = Blocks(*(build_block(config, i, config.window(grid, j), p) for j, p in enumerate(rates)))
+            self.layers.append(Stage(PatchMerging(config.widths[i - 1], config.eps) if i else nn.Identity(), blocks))
+        self.build_head()
+        self.head: Any = nn.Sequential(OrderedDict(fc=self.head))
+
+    def stage(self, x: Tensor, i: int) -> Tensor:
+        """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
+        if not i:
+            x = self.patch_embed(x).unflatten(1, self.patch_embed.grid_of(x))
+        return self.layers[i](x, self.recomputes)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        fine = [(r"^layers\.(\d+).downsample", (0,)), (r"^layers\.(\d+)\.\w+\.(\d+)", None), (r"^norm", (99999,))]
+        return dict(stem=r"^patch_embed", blocks=r"^layers\.(\d+)" if coarse else fine)
+
+
+def build_block(config: SwinConfig, stage: int, window: Window, drop_path: float) -> Block:
+    """Builds one block of a stage."""
+    D, drop = config.widths[stage], config.proj_drop_rate
+    attn = WindowAttention(D, config.num_heads[stage], window, config.qkv_bias, proj_drop=drop)
+    return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
+
+
+SMALL = SwinConfig(depths=(2, 2, 18, 2))
+BASE = SMALL.replace(embed_dim=128, num_heads=(4, 8, 16, 32))
+LARGE = BASE.replace(embed_dim=192, num_heads=(6, 12, 24, 48))
+
+MODEL = SwinTransformer
+VARIANTS = {
+    "swin_tiny_patch4_window7_224": SwinConfig(),
+    "swin_small_patch4_window7_224": SMALL,
+    "swin_base_patch4_window7_224": BASE,
+    "swin_base_patch4_window12_384": BASE.replace(window_size=12, img_size=384),
+    "swin_large_patch4_window7_224": LARGE,
+    "swin_large_patch4_window12_384": LARGE.replace(window_size=12, img_size=384),
+}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
+
+# Counted by timm 1.0.31.
+PARAMS = dict(zip(VARIANTS, (28_288_354, 49_606_258, 87_768_224, 87_903_584, 196_532_476, 196_735_516), strict=True))

@@ -1,0 +1,107 @@
+"""Twins — Revisiting the design of spatial attention in vision transformers. Chu et al., arXiv:2104.13840.
+
+Official: Meituan-AutoML/Twins.
+Differs from ViT:
+  1. `*_pcpvt_*`: PVT's four stages, whose attention is to a smaller map; `*_svt_*`: every other block, from the first,
+     attends within windows instead (no shift, no bias).
+  2. A positional encoding generator after the first block of each stage instead of positions; any image size.
+  3. A LayerNorm after each patch projection; the mean of the last tokens goes to the head.
+Adds nothing: attention is PVT's and Swin's, the generator is CPVT's.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, Peg, ReducedAttention, Window, WindowAttention
+from ..layers.embed import sides
+from .pyramid import PyramidTransformer, ReducedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwinsConfig(ReducedConfig):
+    """Options of Twins, in addition to those of `ReducedConfig`.
+
+    Attributes:
+        wss: window sides of every other block, one per stage; None for no windows.
+    """
+
+    wss: tuple[int, ...] | None = None
+
+
+class Twins(PyramidTransformer):
+    """Twins-PCPVT or Twins-SVT; its features are tokens [B, N, D]."""
+
+    layout = "twins"
+    flattens = True
+    info = "block.{}", 0
+    parts = ("patch_embeds", "pos_drops", "blocks", "pos_block")
+    undecayed = r"^pos_block\."
+
+    def __init__(self, config: TwinsConfig) -> None:
+        super().__init__(config)
+        self.patch_embeds, self.pos_drops = nn.ModuleList(), nn.ModuleList()
+        self.blocks, self.pos_block = nn.ModuleList(), nn.ModuleList()
+        size, patch, channels = sides(config.img_size), sides(config.patch_size), config.in_chans
+        for i, (D, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
+            embed = NormedPatchEmbed(size, patch, channels, D, strict_img_size=False)
+            size, patch, channels = embed.grid_size, (2, 2), D
+            self.patch_embeds.append(embed)
+            self.pos_drops.append(nn.Dropout(config.pos_drop_rate))
+            self.blocks.append(Blocks(*(build_block(config, i, j, p) for j, p in enumerate(rates))))
+            self.pos_block.append(Peg(D))
+        self.build_head()
+
+    def stage(self, x: Tensor, i: int) -> Tensor:
+        """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
+        image, embed = x.permute(0, 3, 1, 2) if i else x, self.patch_embeds[i]
+        x = self.pos_drops[i](embed(image).unflatten(1, embed.grid_of(image)))
+        return self.blocks[i](x, (self.pos_block[i],), self.recomputes)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        norm, coarser = (r"^norm", (99999,)), (r"^(?:blocks|patch_embeds|pos_block)\.(\d+)", None)
+        fine = [(r"^blocks\.(\d+)\.(\d+)", None), (r"^(?:patch_embeds|pos_block)\.(\d+)", (0,)), norm]
+        return dict(stem=r"^patch_embeds.0", blocks=[coarser, norm] if coarse else fine)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Reinitialises the weights as in timm: convolutions as in MobileNet V2."""
+        super().init_weights()
+        for conv in (module for module in self.modules() if isinstance(module, nn.Conv2d)):
+            nn.init.normal_(
+                conv.weight, std=math.sqrt(2 / (conv.weight[0, 0].numel() * len(conv.weight) // conv.groups))
+            )
+            nn.init.zeros_(conv.bias)
+
+
+def build_block(config: TwinsConfig, stage: int, block: int, drop_path: float) -> Block:
+    """Builds one block of a stage."""
+    D, heads, drop = config.widths[stage], config.num_heads[stage], config.proj_drop_rate
+    if config.wss is None or block % 2:
+        attn: nn.Module = ReducedAttention(D, heads, config.sr_ratios[stage], proj_drop=drop)
+    else:
+        window = Window((config.wss[stage], config.wss[stage]))
+        attn = WindowAttention(D, heads, window, relative_bias=False, proj_drop=drop)
+    return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
+
+
+PCPVT = TwinsConfig(depths=(3, 4, 6, 3))
+SVT = TwinsConfig(mlp_ratios=(4, 4, 4, 4), wss=(7, 7, 7, 7), depths=(2, 2, 18, 2))
+
+MODEL = Twins
+VARIANTS = {
+    "twins_pcpvt_small": PCPVT,
+    "twins_pcpvt_base": PCPVT.replace(depths=(3, 4, 18, 3)),
+    "twins_pcpvt_large": PCPVT.replace(depths=(3, 8, 27, 3)),
+    "twins_svt_small": SVT.replace(embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16), depths=(2, 2, 10, 4)),
+    "twins_svt_base": SVT.replace(embed_dims=(96, 192, 384, 768), num_heads=(3, 6, 12, 24)),
+    "twins_svt_large": SVT.replace(embed_dims=(128, 256, 512, 1024), num_heads=(4, 8, 16, 32)),
+}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
+
+# Counted by timm 1.0.31.
+PARAMS = dict(zip(VARIANTS, (24_106_216, 43_828_456, 60_989_672, 24_060_776, 56_070_952, 99_271_400), strict=True))

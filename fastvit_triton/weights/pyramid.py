@@ -1,0 +1,172 @@
+"""Weights of hierarchical models: parameter names in other libraries, and tables of positions of another size.
+
+Our names are timm's, and for PVT the authors'. Libraries also number the stages differently: a layout's `number` comes
+first, and its tables then translate the rest.
+
+Sources: state dicts of timm 1.0.31, transformers 4.56 and 5.23, torchvision 0.28; microsoft/Swin-Transformer
+(models/swin_transformer.py), whai362/PVT (classification/pvt.py).
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..layers import resize_pos_embed, resize_table
+from .adapt import State, WeightsError
+from .layouts import Layout
+
+TABLE = ".relative_position_bias_table"
+
+
+def _merges_last(key: str) -> str:
+    """Patch merging ends a stage, and begins the next one in timm."""
+    return re.sub(r"^(encoder\.)?layers\.(\d+)\.downsample", lambda m: f"layers.{int(m[2]) + 1}.downsample", key)
+
+
+def _from_torchvision(key: str) -> str:
+    """Stem, stages and mergings are numbered together: features.1 is stage 0, features.2 the merging of stage 1."""
+    if found := re.fullmatch(r"features\.(\d+)\.(.+)", key):
+        n, rest = int(found[1]), found[2]
+        if n == 0:
+            return {"0": "patch_embed.proj", "2": "patch_embed.norm"}.get(rest[0], rest) + rest[1:]
+        return f"layers.{n // 2}.{'blocks' if n % 2 else 'downsample'}.{rest}"
+    return key
+
+
+def _from_pvt(key: str) -> str:
+    """Stages are numbered from 1 by the authors."""
+    if found := re.fullmatch(r"encoder\.(block|patch_embeddings)\.(\d+)\.(.+)", key):
+        stage, rest = int(found[2]) + 1, found[3]
+        if found[1] == "block":
+            return f"block{stage}.{rest}"
+        rest = rest.replace("projection.", "proj.").replace("layer_norm.", "norm.")
+        return {"cls_token": rest, "position_embeddings": f"pos_embed{stage}"}.get(rest, f"patch_embed{stage}.{rest}")
+    return key
+
+
+HEAD = {"head.fc": "head.fc head"}
+SWIN: dict[str, Any] = dict(resize="bilinear", home="layers.{}.blocks.{}", blocks="layers.{}.blocks.{}")
+TIMM_SWIN = Layout(
+    name="timm", mark=f"layers.0.blocks.0.attn{TABLE}", beside="patch_embed.proj.weight", stem=HEAD, **SWIN
+)
+SWIN_LAYOUTS = (
+    Layout(
+        name="torchvision Swin",
+        mark="features.0.0.weight",
+        number=_from_torchvision,
+        stem=HEAD,
+        block={"mlp.fc{1,2}": "mlp.{0,3}"},
+        **SWIN,
+    ),
+    Layout(
+        name="transformers Swin",
+        mark="embeddings.patch_embeddings.projection.weight",
+        number=_merges_last,
+        stem={
+            "patch_embed.proj": "embeddings.patch_embeddings.projection",
+            "patch_embed.norm": "embeddings.norm",
+            "norm": "layernorm",
+            "head.fc": "classifier",
+        },
+        block={
+            "norm{1,2}": "layernorm_{before,after}",
+            "attn.{q,k,v}": "attention.{q,k,v}_proj attention.self.{query,key,value}",
+            f"attn{TABLE}": f"attention.relative_position_bias{TABLE} attention.self{TABLE}",
+            "attn.proj": "attention.o_proj attention.output.dense",
+            "mlp.fc{1,2}": "mlp.fc{1,2} {intermediate,output}.dense",
+        },
+        **SWIN | dict(blocks="encoder.layers.{}.blocks.{}"),
+    ),
+    Layout(
+        name="Swin",
+        mark="layers.0.downsample.reduction.weight",
+        beside="patch_embed.proj.weight",
+        number=_merges_last,
+        stem=HEAD,
+        **SWIN,
+    ),
+    TIMM_SWIN,
+)
+TIMM_TWINS = Layout(
+    name="timm", mark="pos_block.0.proj.0.weight", resize="bilinear", home="blocks.{}.{}", blocks="blocks.{}.{}"
+)
+PVT_LAYOUTS = (
+    Layout(
+        name="transformers PVT",
+        mark="encoder.patch_embeddings.0.projection.weight",
+        resize="bilinear",
+        number=_from_pvt,
+        stem={"norm": "encoder.layer_norm", "head": "classifier"},
+        home="block{}.{}",
+        blocks="block{}.{}",
+        block={
+            "norm{1,2}": "layer_norm_{1,2}",
+            "attn.q": "attention.self.query",
+            "attn.{key,value}": "attention.self.{key,value}",
+            "attn.{sr,norm}": "attention.self.{sequence_reduction,layer_norm}",
+            "attn.proj": "attention.output.dense",
+            "mlp.fc{1,2}": "mlp.dense{1,2}",
+        },
+    ),
+    Layout(name="PVT", mark="patch_embed1.proj.weight", resize="bilinear", home="block{}.{}", blocks="block{}.{}"),
+)
+
+
+def fit_tables(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the bias tables of `state` fit the windows of a Swin; for the arguments see `vit.fit`."""
+    notes = set()
+    for key in [key for key in target if key.endswith(TABLE) and key in state]:
+        rows, new = len(state[key]), model.get_submodule(key.removesuffix(TABLE)).window.size
+        if rows == len(target[key]) or state[key].dim() != 2:
+            continue
+        side = math.isqrt(rows)
+        if side * side != rows or not side % 2:
+            raise WeightsError(f"{key} has {rows} rows, no square window; create the model with its window_size")
+        old = (side // 2 + 1, side // 2 + 1)
+        state[key] = resize_table(state[key], old, new)
+        notes.add(f"windows of {old[0]}x{old[1]} resized to {new[0]}x{new[1]}")
+    return [], ", ".join(sorted(notes))
+
+
+def fit_positions(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of each stage of a PVT; for the arguments see `vit.fit`."""
+    notes = []
+    for i, T in enumerate(model.prefix_tokens):
+        key, (h, w) = f"pos_embed{i + 1}", getattr(model, f"patch_embed{i + 1}").grid_size
+        if key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
+            continue
+        old = _grid(state[key].shape[1] - T, i, metadata)
+        if old is None:
+            rows = state[key].shape[1]
+            raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
+        state[key] = resize_pos_embed(state[key], old, (h, w), T, mode)
+        notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
+    return [], ", ".join(notes)
+
+
+def _grid(patches: int, stage: int, metadata: Mapping[str, str]) -> tuple[int, int] | None:
+    """(h, w) of a table: from the file's config, else a square; None if there is none."""
+    with suppress(ValueError, LookupError, TypeError):  # no config, or one of another library
+        config = json.loads(metadata["config"])
+        h, w = (side // (p << stage) for side, p in zip(config["img_size"], config["patch_size"], strict=True))
+        if h * w == patches:
+            return h, w
+    side = math.isqrt(max(patches, 0))
+    return (side, side) if side and side * side == patches else None
+
+
+def keep(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Changes nothing: no tensor of a Twins depends on the size of the image."""
+    return [], ""
+
+
+def write(model: Any, state: State, layouts: tuple[Layout, ...]) -> State:
+    """The tensors as they are: our names are timm's."""
+    return state

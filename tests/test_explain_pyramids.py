@@ -1,0 +1,199 @@
+"""Tests of captured attention in windows, to fewer keys, of one query and with talking heads, against each package."""
+
+import copy
+from contextlib import contextmanager
+from importlib import import_module
+
+import pytest
+import torch
+from foreign import redraw
+from interpreter import interpreting
+from test_explain import hooks, within
+
+from fastvit_triton import explain, optimize
+
+
+def timm(name, size=(32, 32), **options):
+    """timm's model of that class with two classes, and the size of its images."""
+    file, cls = name.split(".")
+    return getattr(import_module(f"timm.models.{file}"), cls)(num_classes=2, **options), size
+
+
+def torchvision(version, window, size):
+    """torchvision's Swin with blocks of that version."""
+    file = import_module("torchvision.models.swin_transformer")
+    block, merging = getattr(file, f"SwinTransformerBlock{version}"), getattr(file, f"PatchMerging{version}")
+    return file.SwinTransformer(
+        [4, 4], 16, [2, 1], [2, 2], window, stochastic_depth_prob=0.0, block=block, downsample_layer=merging
+    ), size
+
+
+STAGES = dict(embed_dims=(16, 24), num_heads=(2, 3), mlp_ratios=(2, 2), depths=(2, 1), sr_ratios=(2, 1))
+SWIN = dict(patch_size=4, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=4, drop_path_rate=0.0)
+MODELS = {
+    "twins": lambda: timm("twins.Twins", (24, 40), img_size=(24, 40), wss=(4, 4), **STAGES),
+    "pvt_v2": lambda: timm("pvt_v2.PyramidVisionTransformerV2", (32, 24), **STAGES),
+    "pvt_v2_linear": lambda: timm("pvt_v2.PyramidVisionTransformerV2", linear=True, **STAGES),
+    "tnt": lambda: timm(
+        "tnt.TNT", img_size=32, embed_dim=24, inner_dim=8, num_heads_inner=2, num_heads_outer=3, depth=1
+    ),
+    "cait": lambda: timm("cait.Cait", img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3),
+    "levit": lambda: timm(
+        "levit.Levit", (64, 64), img_size=64, embed_dim=(16, 24), key_dim=8, depth=(1, 1), num_heads=(2, 3)
+    ),
+    "crossvit": lambda: timm(
+        "crossvit.CrossVit",
+        img_size=32,
+        img_scale=(1.0, 0.5),
+        patch_size=(8, 4),
+        embed_dim=(16, 24),
+        depth=((1, 1, 0),),
+        num_heads=(2, 2),
+    ),
+    "swin": lambda: timm("swin_transformer.SwinTransformer", (28, 20), img_size=(28, 20), **SWIN),
+    "swin_v2": lambda: timm("swin_transformer_v2.SwinTransformerV2", (28, 20), img_size=(28, 20), **SWIN),
+    "torchvision": lambda: torchvision("", [3, 5], (32, 24)),
+    "torchvision_v2": lambda: torchvision("V2", [4, 4], (32, 24)),
+}
+
+
+@contextmanager
+def recorded():
+    """Yields a list that fills with the results of every softmax; that of `torch.nn.functional` calls the method."""
+    found, softmax = [], torch.Tensor.softmax
+
+    def looking(x, *given, **named):
+        found.append(softmax(x, *given, **named))
+        return found[-1]
+
+    torch.Tensor.softmax = looking
+    try:
+        yield found
+    finally:
+        del torch.Tensor.softmax
+
+
+def run(model, images):
+    """The model's output and its attention probabilities, from its own unfused code."""
+    mixed, handles = [], []
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+        if hasattr(module, "proj_w"):  # talking heads mix after the softmax
+            handles.append(module.attn_drop.register_forward_pre_hook(lambda _, given: mixed.append(given[0])))
+    with recorded() as found:
+        y = model(images)
+    for handle in handles:
+        handle.remove()
+    return y, mixed + found[len(mixed) :]
+
+
+def three(name):
+    """The model in float64 and in float32, and one to capture, with images for each."""
+    model, size = MODELS[name]()
+    redraw(model)
+    for key, buffer in model.named_buffers():
+        if key.endswith("running_var"):
+            buffer.uniform_(0.5, 2)
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    models = [copy.deepcopy(model).eval().to(dtype) for dtype in (torch.float64, torch.float32, torch.float32)]
+    return *models, images
+
+
+@pytest.mark.parametrize("path", ["plain", "reference", "interpreter"])
+@pytest.mark.parametrize("name", MODELS)
+def test_maps_equal_the_packages_softmax(name, path, request):
+    """Oracle: every softmax of the package's unfused code in float64; outputs and hooks are as without capture."""
+    truth, plain, model, images = three(name)
+    if path != "plain":
+        optimize(model)
+    if path == "reference":
+        request.getfixturevalue("references")
+    before = hooks(model)
+    with torch.no_grad():
+        (right, want), (single, baseline) = run(truth, images), run(plain, images.float())
+        with interpreting() if path == "interpreter" else torch.no_grad():
+            with explain.capture(model) as seen:
+                y = model(images.float())
+            maps = [layer.map() for layer in seen.layers]
+    within(y, single, right)
+    assert len(maps) == len(want) > 0 and not seen.left and hooks(model) == before
+    for layer, got, one, exact in zip(seen.layers, maps, baseline, want, strict=True):
+        exact, one = (t.reshape(-1, *t.shape[-3:]) for t in (exact, one))
+        within(got, one, exact)
+        torch.testing.assert_close(torch.cat([rows for _, rows in layer.blocks()], 2), got)
+        torch.testing.assert_close(layer.rows(-1), got[:, :, -1:])
+
+
+@pytest.mark.parametrize("optimised", [False, True], ids=["plain", "optimised"])
+@pytest.mark.parametrize("name", MODELS)
+def test_map_gradients_equal_autograd(name, optimised, references):
+    """Oracle: autograd through the package's softmax in float64, for a random cotangent."""
+    truth, plain, model, images = three(name)
+    if optimised:
+        optimize(model)
+    cotangent, asked = None, []
+    for oracle, given in ((truth, images), (plain, images.float())):
+        y, maps = run(oracle, given)
+        cotangent = torch.randn(y.shape) if cotangent is None else cotangent
+        asked.append(torch.autograd.grad((y * cotangent).sum(), maps))
+    with explain.capture(model, gradients=True) as seen:
+        (model(images.float()) * cotangent).sum().backward()
+    for layer, want, one in zip(seen.layers, *asked, strict=True):
+        within(layer.map_grad(), *(t.reshape(-1, *t.shape[-3:]) for t in (one, want)))
+
+
+def test_statistics_refuse_what_is_not_square():
+    """Oracle: the sentences; a model with one window and no shift has square maps."""
+    sentences = {
+        "swin": "layers.0.blocks.0.attn attends within 4 windows of 16 tokens an image; rollout needs maps over all",
+        "tnt": "blocks.0.attn_in attends within 4 windows of 16 tokens an image; rollout needs maps over all",
+        "pvt_v2": "stages.0.blocks.0.attn has maps of queries × keys = 48 × 12; rollout needs maps over all",
+        "cait": "blocks_token_only.0.attn has maps of queries × keys = 1 × 17; rollout needs maps over all",
+    }
+    for name, sentence in sentences.items():
+        _, _, model, images = three(name)
+        with torch.no_grad(), explain.capture(model) as seen:
+            model(images.float())
+        with pytest.raises(ValueError, match=sentence):
+            explain.rollout(seen.layers)
+        tensors = {
+            "pvt_v2": "a map has queries × keys = 48 × 12; rollout",
+            "swin": "maps have 8 and then 2 images or windows",
+        }
+        if name in tensors:
+            with pytest.raises(ValueError, match=tensors[name]):
+                explain.rollout(seen.layers[i].map() for i in (0, -1))
+        with pytest.raises(ValueError, match="rollout needs maps over all"):
+            explain.class_relevance(model, images.float())
+        refused = [layer for layer in seen.layers if layer.why_not_square]
+        for layer in refused:
+            with pytest.raises(ValueError, match="patches"):
+                explain.attention_distance(
+                    layer.blocks(), (layer.x.shape[1], 1) if layer.queries == 1 else (99, 99), (4, 4)
+                )
+        if name != "tnt":
+            with pytest.raises(ValueError, match="layers have different tokens"):
+                next(explain.explain(model, images.float(), images.sigmoid().float(), ["a", "b"]))
+    model, _ = timm("swin_transformer.SwinTransformer", img_size=16, **SWIN | dict(depths=(1,), num_heads=(2,)))
+    with torch.no_grad(), explain.capture(model.eval()) as seen:
+        model(torch.randn(2, 3, 16, 16))
+    assert explain.rollout(seen.layers).shape == (2, 16, 16)
+
+
+class StrangeAttention(torch.nn.Linear):
+    """An attention of a type that no reader knows."""
+
+
+def test_unknown_attention_is_named():
+    """Oracle: the sentences, beside a layer that can be recorded and alone."""
+    known = torch.nn.TransformerEncoderLayer(24, 2, 48, 0.0, batch_first=True).eval()
+    model, x = torch.nn.Sequential(known, StrangeAttention(24, 24), StrangeAttention(24, 24)), torch.randn(2, 5, 24)
+    with torch.no_grad(), explain.capture(model) as seen:
+        model(x)
+    why = "StrangeAttention is not a known type of attention"
+    assert [layer.path for layer in seen.layers] == ["0.self_attn"] and seen.left == {"1": why, "2": why}
+    with pytest.raises(ValueError, match=f"Sequential could be recorded \\(1: {why}; 2: {why}\\)"):
+        rest = model[1:]
+        with explain.capture(rest):
+            rest(x)
