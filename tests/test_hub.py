@@ -169,6 +169,30 @@ def test_snapshot_folders(tmp_path: Path):
     assert create_model(f"local-dir:{tmp_path}", depth=1).config.num_classes == 7
 
 
+@pytest.mark.parametrize("channels", [1, 5])
+def test_other_channels(channels: int, tmp_path: Path):
+    """Oracle: timm's model of the same folder with other channels."""
+    timm_folder(tmp_path, num_classes=7)
+    options = dict(pretrained=True, in_chans=channels)
+    ours = create_model(f"local-dir:{tmp_path}", **options).eval()
+    theirs = timm.create_model(f"local-dir:{tmp_path}", **options).eval()
+    x = torch.randn(2, channels, 32, 32)
+    assert_close(ours(x), theirs(x))
+    assert len(data_config(ours)["mean"]) == channels
+
+
+def test_features_of_pretrained_models(tmp_path: Path):
+    """Oracle: timm's feature maps from the same folder."""
+    timm_folder(tmp_path, num_classes=7)
+    options = dict(pretrained=True, features_only=True, out_indices=(0, 1))
+    ours = create_model(f"local-dir:{tmp_path}", **options).eval()
+    theirs = timm.create_model(f"local-dir:{tmp_path}", **options).eval()
+    x = torch.randn(2, 3, 32, 32)
+    for a, b in zip(ours(x), theirs(x), strict=True):
+        assert_close(a, b)
+    assert data_config(ours)["mean"] == (0.5,) * 3
+
+
 # transformers' checkpoints
 
 T = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8)

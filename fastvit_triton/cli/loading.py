@@ -84,7 +84,7 @@ def _override(transform: "Transform", given: dict[str, str | None], source: str)
             if len(values) != len(own):
                 raise ValueError(f"--{name} has {len(values)} values, and the images of {source} {len(own)} channels")
             warn_of_clash(name, values, own)
-            transform = replace(transform, **{name: values})
+            transform = replace(transform, mean=values) if name == "mean" else replace(transform, std=values)
     return transform
 
 
@@ -104,6 +104,7 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
         given: options of `resolve_settings`.
     """
     from ..models import model_config
+    from ..models.config import sides
     from ..preparation import DEFAULTS
     from ..train.settings import RECIPES
     from ..weights.describe import describe
@@ -124,7 +125,8 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
             "options": changed | (RECIPES[given["recipe"]].options if "recipe" in given else {}),
         }
     if "recipe" not in given:
-        needed |= {"img_size": theirs.img_size[0]} if theirs.img_size[0] == theirs.img_size[1] else {}
+        height, width = sides(theirs.img_size)
+        needed |= {"img_size": height} if height == width else {}
         names = {"crop_pct": "eval_crop", "crop_mode": "crop_mode", "interpolation": "interpolation"}
         needed |= {ours: known[key] for key, ours in names.items() if key in known}
     return {**needed, **given}

@@ -207,7 +207,8 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
     configure_model(recipe, model, fresh=not settings["weights"])
     if settings["weights"] and not resumed:
         load_weights(model, settings["weights"])
-    model.pretrained_cfg = _describe(model, data)
+    described: Any = model
+    described.pretrained_cfg = _describe(model, data)
     if recipe.mask_ratio:
         options |= recipe.decoder
         model = build_masked_model(recipe, model, create_model(recipe.model, **options).blocks)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from ..files import replacing
 from ..layers.embed import INTERPOLATION
@@ -117,7 +116,8 @@ def load_weights(
     place = find_place(source)
     loaded = _load(model, *read(place.weights(), verify), resize, verify)
     with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
-        found, backbone = describe(place), _backbone(model)
+        found = describe(place)
+        backbone: Any = _backbone(model)
         if found is not None and (place.file is None or found.name == variant(backbone)):  # not that of a neighbour
             backbone.pretrained_cfg = found.pretrained_cfg
     return loaded

@@ -7,7 +7,7 @@ from .. import models
 from ..models.transformer import VisionTransformer
 from . import load_weights
 from . import pretrained as table
-from .adapt import WeightsError
+from .adapt import State, WeightsError
 from .describe import Description, describe
 from .places import Place, find_place, find_tagged
 
@@ -27,7 +27,7 @@ def create_model(
         checkpoint_path: a checkpoint to load instead, in any form of `load_weights`.
         **overrides: any field of the family's config, such as num_classes, img_size, in_chans, drop_path_rate, and
             features_only, out_indices and output_fmt. A tag and `pretrained` change the default of num_classes to that
-            of the weights.
+            of the weights; for other in_chans, their first convolution is summed or repeated over channels, as in timm.
 
     Returns:
         The model, or with features_only a `FeatureGetterNet`, which returns a list of feature maps; `model.variant` is
@@ -42,11 +42,18 @@ def create_model(
     if pretrained and checkpoint_path is not None:
         raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
     place, found = _resolve(name, pretrained)
-    model = models.create_model(found.name, **{**found.options, **overrides})
+    options = {**found.options, **overrides}
+    model = models.create_model(found.name, **options)
     backbone = model.model if isinstance(model, models.FeatureGetterNet) else model
     backbone.pretrained_cfg = found.pretrained_cfg
     if place is not None:
-        load_weights(model, place)
+        theirs = found.pretrained_cfg.get("input_size", (3,))[0]
+        if options.get("in_chans", theirs) == theirs:
+            load_weights(model, place)
+        else:
+            source = models.create_model(found.name, **options | {"in_chans": theirs})
+            load_weights(source, place)
+            model.load_state_dict(_fit_channels(source.state_dict(), model.state_dict()))
     if checkpoint_path is not None:
         load_weights(model, checkpoint_path)
     return model
@@ -66,3 +73,15 @@ def _resolve(name: str, weights: bool) -> tuple[Place | None, Description]:
     cfg = table.pretrained_cfg(name)
     options = {"num_classes": cfg["num_classes"]} if cfg and (tag or weights) else {}
     return find_tagged(name, {}) if weights else None, Description(base, options, cfg)
+
+
+def _fit_channels(state: State, target: State) -> State:
+    """The tensors; convolutions [D, C, P, P] of another C are summed to one channel, or repeated and scaled."""
+    fitted = dict(state)
+    for key, wanted in target.items():
+        if state[key].shape != wanted.shape:
+            weight, channels = state[key], wanted.shape[1]
+            repeats = -(-channels // weight.shape[1])
+            more = weight.repeat(1, repeats, 1, 1)[:, :channels] * (weight.shape[1] / channels)
+            fitted[key] = weight.sum(1, keepdim=True) if channels == 1 else more
+    return fitted

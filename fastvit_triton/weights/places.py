@@ -16,7 +16,7 @@ from . import pretrained
 from .adapt import WeightsError
 
 # In this order, as in timm; an index lists the files of a checkpoint that was saved in parts.
-WEIGHT_FILES = (
+WEIGHT_FILES: tuple[str, ...] = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -45,6 +45,9 @@ class Place:
     def __init__(self, text: str, folder: Path, file: Path | None = None) -> None:
         self.text, self.folder, self.file = text, folder, file
         self.cfg: dict[str, Any] = {}
+
+    def __fspath__(self) -> str:
+        return self.text
 
     def find(self, name: str) -> Path | None:
         """The path of one of its files; None if it has no such file."""
@@ -151,7 +154,7 @@ def hub_client() -> ModuleType:
         raise WeightsError("models of the Hub need huggingface_hub; pip install 'fastvit_triton[hub]'") from error
 
 
-def find_place(source: "str | os.PathLike | Place", **options: Any) -> Place:
+def find_place(source: str | os.PathLike, **options: Any) -> Place:
     """The place that a source names, see `load_model` for its forms; downloads nothing.
 
     Args:

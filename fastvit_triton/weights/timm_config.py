@@ -28,7 +28,7 @@ def read(config: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     cfg |= {"architecture": name} | ({"tag": tag} if tag else {})
     if ours := config.get("fastvit_triton"):  # written by `save_pretrained`
         return ours["variant"], dict(ours["config"]), cfg | {"architecture": ours["variant"]}
-    given = {key: cfg[key] for key in ("num_classes", "global_pool") if key in cfg}
+    given: dict[str, Any] = {key: cfg[key] for key in ("num_classes", "global_pool") if key in cfg}
     if "input_size" in cfg:
         given["in_chans"] = cfg["input_size"][0]
         if cfg.get("fixed_input_size", True):

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     outer: str = ""
 
 
-DEFAULTS = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
+DEFAULTS: dict[str, Any] = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
 DEFAULTS |= dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_size=16, num_channels=3)
 DINO = dict(layer_norm_eps=1e-6, patch_size=14, mlp_ratio=4, layerscale_value=1.0)
 REGISTERS = dict(DINO, patch_size=16, num_register_tokens=4)
@@ -208,7 +208,7 @@ def _images(held: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
 def _processor(cfg: dict[str, Any]) -> dict[str, Any]:
     """preprocessor_config.json: the inverse of `_images`."""
     _, height, width = cfg["input_size"]
-    common = dict(do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True)
+    common: dict[str, Any] = dict(do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True)
     common |= dict(image_mean=list(cfg["mean"]), image_std=list(cfg["std"]))
     common |= dict(resample=next((key for key, name in RESAMPLING.items() if name == cfg["interpolation"]), 3))
     sized = dict(height=height, width=width)
