@@ -199,6 +199,7 @@ T = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=3, image_size=
 VIT = dict(T, intermediate_size=100)
 TEXT = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3, vocab_size=10)
 TEXT |= dict(max_position_embeddings=4, bos_token_id=1, eos_token_id=2)
+WINDOWS = dict(embed_dim=12, depths=[2, 2], num_heads=[1, 2], mlp_ratio=2)
 LABELS = {i: f"name {i}" for i in range(7)}
 # class, its config, our name, how to read its output
 FOREIGN = {
@@ -226,6 +227,16 @@ FOREIGN = {
         transformers.SiglipConfig(text_config=TEXT, vision_config={**VIT, "vision_use_head": False}, num_labels=7),
         *("vit_base_patch16_siglip_gap_224", "logits"),
     ),
+    "swin": (
+        "SwinForImageClassification",
+        transformers.SwinConfig(**WINDOWS, image_size=32, patch_size=2, window_size=4, id2label=LABELS),
+        *("swin_tiny_patch4_window7_224", "logits"),
+    ),
+    "pvt": (
+        "PvtForImageClassification",
+        transformers.PvtConfig(image_size=64, depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 40, 64], num_labels=7),
+        *("pvt_tiny", "logits"),
+    ),
     "clip": (
         *("CLIPVisionModelWithProjection", transformers.CLIPVisionConfig(**VIT, projection_dim=20)),
         *("vit_base_patch32_clip_224", "image_embeds"),
@@ -245,7 +256,7 @@ def test_transformers(case: str, tmp_path: Path):
     y = getattr(theirs(x), output)
     assert_close(ours.eval()(x), y[:, 0] if output == "last_hidden_state" else y)
     assert CATALOGUE[ours.variant] is CATALOGUE[name] and ("_gap_" in ours.variant) == ("_gap_" in name)
-    assert ours.pretrained_cfg.get("label_names") == (tuple(LABELS.values()) if case == "vit" else None)
+    assert ours.pretrained_cfg.get("label_names") == (tuple(LABELS.values()) if case in ("vit", "swin") else None)
 
 
 def test_known_configurations_have_their_names(tmp_path: Path):

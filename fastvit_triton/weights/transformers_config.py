@@ -6,7 +6,7 @@ Sources: the configuration classes of transformers 5.23, whose defaults a file m
 from typing import Any, NamedTuple
 
 from ..models import CATALOGUE, model_config
-from ..models.config import ViTConfig, sides
+from ..models.config import sides
 from ..models.transformer import VisionTransformer
 from .adapt import WeightsError
 
@@ -71,6 +71,23 @@ KINDS = (
 )
 
 
+COMMON = {"image_size": "img_size", "num_channels": "in_chans", "layer_norm_eps": "eps"}
+COMMON |= {name: name for name in ("depths", "qkv_bias")}
+# model type of a pyramid → one of our models, which has the defaults of transformers, and theirs → ours
+PYRAMIDS = {
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        COMMON | {name: name for name in ("patch_size", "embed_dim", "num_heads", "window_size", "mlp_ratio")},
+    ),
+    "pvt": (
+        "pvt_tiny",
+        COMMON
+        | {"hidden_sizes": "embed_dims", "num_attention_heads": "num_heads", "sequence_reduction_ratios": "sr_ratios"}
+        | {"mlp_ratios": "mlp_ratios"},
+    ),
+}
+
+
 def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Our name, options and configuration of a checkpoint, from its config.json and preprocessor_config.json.
 
@@ -78,10 +95,12 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
         ValueError: the model type, an activation or a head is none of ours.
     """
     model_type = config["model_type"]
+    if model_type in PYRAMIDS:
+        return _read_pyramid(config, processor, *PYRAMIDS[model_type])
     kind = next((kind for kind in KINDS if model_type in (kind.model_type, kind.outer)), None)
     if kind is None:
-        known = ", ".join(name for kind in KINDS for name in (kind.outer, kind.model_type) if name)
-        raise ValueError(f"model_type is {model_type!r}; known are {known}")
+        known = [name for kind in KINDS for name in (kind.outer, kind.model_type) if name]
+        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*known, *PYRAMIDS])}")
     held = DEFAULTS | kind.defaults | (config.get("vision_config", {}) if model_type == kind.outer else config)
     head = (config.get("architectures") or [kind.bare])[0]
     if head == "CLIPForImageClassification":
@@ -99,9 +118,9 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
         options["init_values"] = float(held["layerscale_value"])
     if "num_register_tokens" in held:
         options["reg_tokens"] = held["num_register_tokens"]
-    labels, base = config.get("id2label") or {}, kind.base
+    base = kind.base
     if "ForImageClassification" in head:
-        options["num_classes"] = len(labels) or config.get("num_labels", 2)
+        options["num_classes"] = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     elif head in ("CLIPModel", kind.headed):
         options["num_classes"] = config.get("projection_dim", held["projection_dim"])
     else:
@@ -109,10 +128,35 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     if kind.outer == "siglip" and (head == kind.headed or not held.get("vision_use_head", True)):
         base = base.replace("_siglip_", "_siglip_gap_")
     name, options = _nearest(base, options)
-    cfg = {"architecture": name, "num_classes": model_config(name, **options).num_classes, **_images(held, processor)}
-    if "ForImageClassification" in head and labels and not str(next(iter(labels.values()))).startswith("LABEL_"):
+    return name, options, _cfg(name, options, held, config, processor)
+
+
+def _read_pyramid(
+    config: dict[str, Any], processor: dict[str, Any], base: str, fields: dict[str, str]
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """As `read`, for models whose configurations have a list per stage."""
+    for name, allowed in {"hidden_act": "gelu", "use_absolute_embeddings": False}.items():
+        if config.get(name, allowed) != allowed:
+            raise ValueError(f"{name} is {config[name]!r}; our {base} has {allowed!r}")
+    options = {ours: config[theirs] for theirs, ours in fields.items() if theirs in config}
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    head = (config.get("architectures") or [""])[0]
+    count = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    options["num_classes"] = count if "ForImageClassification" in head else 0
+    name, options = _nearest(base, options)
+    sizes = {"image_size": model_config(name, **options).img_size, "num_channels": config.get("num_channels", 3)}
+    return name, options, _cfg(name, options, sizes, config, processor)
+
+
+def _cfg(
+    name: str, options: dict[str, Any], held: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
+) -> dict[str, Any]:
+    """The configuration with timm's keys: images, classes and their names."""
+    labels, classes = config.get("id2label") or {}, model_config(name, **options).num_classes
+    cfg = {"architecture": name, "num_classes": classes, **_images(held, processor)}
+    if len(labels) == classes and not str(next(iter(labels.values()), "LABEL_")).startswith("LABEL_"):
         cfg["label_names"] = tuple(str(labels[key]) for key in sorted(labels, key=int))
-    return name, options, cfg
+    return cfg
 
 
 def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,9 +223,9 @@ def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     for name in [base, *family.VARIANTS]:
         if same.get(name) is not same.get(base) or ("_gap_" in name) != ("_gap_" in base):
             continue
-        ours: ViTConfig = family.VARIANTS[name]
+        ours: Any = family.VARIANTS[name]
         wanted = ours.replace(**options)
-        if int(ours.embed_dim * ours.mlp_ratio) == int(wanted.embed_dim * wanted.mlp_ratio):
+        if "depth" in options and int(ours.embed_dim * ours.mlp_ratio) == int(wanted.embed_dim * wanted.mlp_ratio):
             wanted = wanted.replace(mlp_ratio=ours.mlp_ratio)
         found.append(
             (name, {key: getattr(wanted, key) for key in options if getattr(wanted, key) != getattr(ours, key)})
