@@ -298,6 +298,16 @@ def test_unknown_configurations_are_refused(tmp_path: Path):
     assert "is not readable as JSON" in failure(tmp_path)
 
 
+def test_configurations_that_ask_for_too_much_are_refused(tmp_path: Path):
+    """Oracle: no model is built, and no memory taken, for a config.json that the weights beside it cannot fill."""
+    timm_folder(tmp_path, num_classes=7)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, words in ((dict(depth=1000), "has depth 1,000, and the file"), (dict(embed_dim=2**15 * 3), "asks for")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_args": config["model_args"] | change}))
+        assert words in failure(tmp_path)
+        assert words in failure(f"local-dir:{tmp_path}", pretrained=True, of=create_model)
+
+
 # The client
 
 

@@ -11,7 +11,7 @@ from test_data import write_folder
 from test_hub import NAME, SMALL, TAG, contents, hub, picture, timm_folder  # noqa: F401  (hub is a fixture)
 from timm.data import create_transform, resolve_data_config
 
-from fastvit_triton import create_model, data_config, load_model
+from fastvit_triton import create_model, data_config, list_models, load_model
 from fastvit_triton.cli import main
 from fastvit_triton.train.checkpoint import load_state
 from fastvit_triton.train.outputs import STATE
@@ -70,6 +70,17 @@ def test_predict_answers_as_timm(snapshot: Path, capsys: pytest.CaptureFixture):
     for text in ("red", "1,2,3", "0.1,0.2"):
         assert f"--mean is {text}; use one number" in run(capsys, "predict", image, "--mean", text, code=2)
     assert "--std is 0; use" in run(capsys, "predict", image, "--std", "0", code=2)
+
+
+def test_models_with_tags(capsys: pytest.CaptureFixture):
+    """Oracle: list_models(pretrained=True), and timm's classes and licences."""
+    for words, pattern in (((), "*"), (("dinov2",), "*dinov2*")):
+        head, *rows = run(capsys, "models", "--pretrained", *words).splitlines()
+        assert head.split() == ["name", "image", "classes", "licence"]
+        assert [row.split()[0] for row in rows] == list_models(pattern, pretrained=True)
+    cfg = timm.get_pretrained_cfg(rows[0].split()[0])
+    assert rows[0].split()[1:] == ["518×518", str(cfg.num_classes), cfg.license]
+    assert "no pretrained weights match" in run(capsys, "models", "--pretrained", "resnet", code=2)
 
 
 def test_bare_weights_need_a_name(snapshot: Path, capsys: pytest.CaptureFixture):

@@ -1,15 +1,18 @@
 """`create_model` with pretrained weights, by the names and tags of timm, from the Hub, or from a folder or file."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from .. import models
 from ..models.transformer import VisionTransformer
-from . import load_weights
+from . import _load, load_weights
 from . import pretrained as table
 from .adapt import State, WeightsError
 from .describe import Description, describe
 from .places import Place, find_place, find_tagged
+from .reading import read, unwrap
+from .rebuild import check_size
 
 SCHEMES = ("hf-hub", "hf_hub", "local-dir")
 
@@ -42,20 +45,40 @@ def create_model(
     if pretrained and checkpoint_path is not None:
         raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
     place, found = _resolve(name, pretrained)
-    options = {**found.options, **overrides}
-    model = models.create_model(found.name, **options)
-    backbone = model.model if isinstance(model, models.FeatureGetterNet) else model
-    backbone.pretrained_cfg = found.pretrained_cfg
-    if place is not None:
-        theirs = found.pretrained_cfg.get("input_size", (3,))[0]
-        if options.get("in_chans", theirs) == theirs:
-            load_weights(model, place)
-        else:
-            source = models.create_model(found.name, **options | {"in_chans": theirs})
-            load_weights(source, place)
-            model.load_state_dict(_fit_channels(source.state_dict(), model.state_dict()))
+    model = build(found, overrides) if place is None else build_pretrained(place, found, overrides)
     if checkpoint_path is not None:
         load_weights(model, checkpoint_path)
+    return model
+
+
+def build(found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
+    """The model of a description, with random weights."""
+    model = models.create_model(found.name, **{**found.options, **overrides})
+    backbone = model.model if isinstance(model, models.FeatureGetterNet) else model
+    backbone.pretrained_cfg = found.pretrained_cfg
+    return model
+
+
+def build_pretrained(place: Place, found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
+    """The model of a description with the weights of a place.
+
+    Raises:
+        WeightsError: there are no weights, or they are not those of the model.
+    """
+    tensors, metadata = read(place.weights(), True)
+    try:
+        if not place.cfg:  # a config.json may ask for anything
+            check_size(unwrap(tensors)[0], found.name, found.options)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise WeightsError(f"{place.text} holds a model that this version cannot build: {error}") from error
+    theirs = found.pretrained_cfg.get("input_size", (3,))[0]
+    model = build(found, overrides)
+    if overrides.get("in_chans", theirs) == theirs:
+        _load(model, tensors, metadata, None, True)
+    else:
+        source = build(found, {**overrides, "in_chans": theirs})
+        _load(source, tensors, metadata, None, True)
+        model.load_state_dict(_fit_channels(source.state_dict(), model.state_dict()))
     return model
 
 

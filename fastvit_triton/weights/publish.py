@@ -9,12 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .. import models
 from ..files import replacing
 from ..models.base import ImageModel
 from ..preparation import data_config
-from . import SPELLINGS, describe, load_model, load_weights, places, save_weights, timm_config, transformers_config, vit
+from . import SPELLINGS, describe, load_model, places, save_weights, timm_config, transformers_config, vit
 from .adapt import WeightsError, variant
+from .create import build_pretrained
 from .pretrained import class_names
 
 CARD = """\
@@ -55,8 +55,7 @@ def from_pretrained(
     elif (found := describe(place)) is None:
         raise WeightsError(place.why_missing("config.json, which names the model"))
     else:
-        model = models.create_model(found.name, **{**found.options, **overrides})
-        load_weights(model, place)
+        model = build_pretrained(place, found, overrides)
     if not isinstance(model, kind):
         raise WeightsError(f"{place.text} holds a {type(model).__name__}, not a {kind.__name__}; use load_model")
     return model.eval()
