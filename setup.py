@@ -70,7 +70,16 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["fastvit_triton", "fastvit_triton.*"]),
-    package_data={"fastvit_triton": ["py.typed", "*.pyi", "kernels/tuned/*.json", "weights/*.json", "weights/*.txt"]},
+    package_data={
+        "fastvit_triton": [
+            "py.typed",
+            "*.pyi",
+            "kernels/tuned/*.json",
+            "convert/known.json",
+            "weights/*.json",
+            "weights/*.txt",
+        ]
+    },  # fmt: skip
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from foreign import MODELS, build, inputs, outputs
+from foreign import MODELS, PYRAMIDS, build, inputs, outputs
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from timm.models import convnext, densenet, metaformer, mlp_mixer, regnet, resnet
@@ -117,11 +117,16 @@ def check(model, given, run=lambda model, given: model(given), dynamic=None, ful
     return eager
 
 
-# Candidates that are not attention in our sense, by model: talking heads, a latent query.
+# Candidates that are not attention in our sense, by model: talking heads, a latent query, cosine attention, windows as
+# a fifth axis, masks that are written into.
 NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "hf_siglip2": 1, "torch_multihead": 1}
+NOT_ATTENTION |= {"timm_swin_v2": 3, "timm_swin_v2_ragged": 4, "timm_twins_svt": 2, "timm_twins_svt_ragged": 2}
+NOT_ATTENTION |= {"torchvision_swin": 1, "torchvision_swin_ragged": 2}
+NOT_ATTENTION |= {"torchvision_swin_v2": 4, "torchvision_swin_v2_ragged": 4}
+HEAVY = [n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS])
 def test_models_equal_the_original(name, gpu):
     """Oracle: the unmodified model, every gradient; truth in float64. All of its attention must be rewritten."""
     whole = name not in ("timm_naflex", "hf_mae")  # these models have graph breaks
@@ -129,6 +134,15 @@ def test_models_equal_the_original(name, gpu):
     assert {"mlp", "linear"} & eager.became or name == "torch_multihead"
     left = [row for row in eager.rows if row.type in ATTENTION and row.became is None]
     assert len(left) == NOT_ATTENTION.get(name, 0), left
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in PYRAMIDS])
+def test_optimised_pyramids_of_any_batch_equal_the_original(name, gpu, references):
+    """Oracle: as above, for a model that `optimize` converted, compiled for a symbolic number of images."""
+    model = build(name).train()
+    convert.optimize(model)
+    eager = check(model, inputs(name), outputs, dynamic=True)
+    assert {"mlp", "linear"} & eager.became
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,11 @@ def test_references_equal_the_original(name, train, references):
     assert_within_budget(results(model, given), results(plain, given), results(truth, exact), torch.float32)
 
 
-@pytest.mark.parametrize("name", MODELS)
+USUAL = ("timm_swin", "timm_pvt_v2", "timm_tnt", "torchvision_swin_v2_ragged")  # pyramids that show every part
+HEAVY = [n for n in PYRAMIDS if n not in USUAL]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS])
 def test_kernels_equal_the_original(name):
     """Oracle: as above, through the Triton kernels in the interpreter."""
     truth, plain, model, exact, given = twins(name, True)
@@ -293,7 +297,8 @@ BLOCKS = [n for n in MODELS if n not in (*NO_BLOCKS, *PYRAMIDS)]  # pyramids: te
 # launches beyond a plain block's, (frozen, fold, norms): separate queries, keys and values are packed if there is no
 # fold; rotary positions, or norms of queries and keys; inner norms, each with a fold and statistics; norms after the
 # branches
-SEPARATE = ("vit", "vit_eager", "deit", "mae", "dinov2", "dinov2_swiglu", "clip", "siglip", "siglip2")
+SEPARATE = ("vit", "vit_eager", "deit", "mae", "dinov2", "dinov2_swiglu", "clip", "siglip", "siglip2", "beit")
+SEPARATE += ("beit_shared", "data2vec")
 MORE = {f"hf_{name}": (0, 0, 1) for name in SEPARATE} | dict.fromkeys(("timm_dinov3", "timm_rope_vit"), (1, 1, 1))
 MORE |= dict.fromkeys(("hf_dinov3", "hf_dinov3_gated"), (1, 1, 2)) | {
     "timm_vit_qk_norm": (3, 5, 3),
@@ -414,7 +419,9 @@ def test_autocast_dtypes_equal_the_original(name, kernels, references):
         for module in owner.modules():
             if type(module).__name__.endswith(("Block", "BlockV2", "Layer")):
                 module.register_forward_hook(
-                    lambda m, i, o, ours=ours: dtypes[ours].extend(t.dtype for t in tree_leaves(o))
+                    lambda m, i, o, ours=ours: dtypes[ours].extend(
+                        t.dtype for t in tree_leaves(o) if torch.is_tensor(t)
+                    )
                 )
     with torch.autocast("cpu", torch.bfloat16):
         baseline = outputs(plain, given)

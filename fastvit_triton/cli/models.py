@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Lists the names that create_model, train, benchmark, tune and doctor take, and the sizes of the models."""
     from ..models import CATALOGUE, list_models, model_config
     from ..models.config import sides
+    from ..models.pyramid import PyramidConfig
 
     whole = set(args.pattern) & set("*?[")
     if args.pretrained:
@@ -30,7 +31,11 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         config = model_config(name)
         side = "×".join(map(str, sides(config.img_size)))
-        rows.append((name, side, *map(str, (config.embed_dim, config.depth, config.num_heads))))
+        if isinstance(config, PyramidConfig):  # one number per stage
+            sizes = ["-".join(map(str, numbers)) for numbers in (config.widths, config.depths, config.num_heads)]
+        else:
+            sizes = [str(number) for number in (config.embed_dim, config.depth, config.num_heads)]
+        rows.append((name, side, *sizes))
     _print_table(rows)
     return 0
 

@@ -176,6 +176,8 @@ def _writes(node: Argument) -> bool:
         return node.target.endswith("_") and not node.target.endswith("__")
     if node.op != "call_function":
         return False
+    if kind(node) == "dropout" and same(node) is not None:
+        return False  # in place, but inactive
     if node.target in IN_PLACE or "out" in node.kwargs or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(node.target, torch._ops.OpOverload):

@@ -18,6 +18,7 @@ from ..kernels.patch_embed import patch_embed
 from ..kernels.window import reference, window_attention
 from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
 from .embed import whole_patches
+from .freeze import derived
 from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
 
 
@@ -38,9 +39,10 @@ class Window(NamedTuple):
 
     def shift_on(self, grid: tuple[int, ...]) -> tuple[int, int]:
         """The shift on a map of (H, W) tokens."""
+        rows, columns = self.shift
         if not self.still:
-            return self.shift
-        return tuple(0 if side <= size else s for side, size, s in zip(grid, self.size, self.shift, strict=True))
+            return rows, columns
+        return rows * (grid[0] > self.size[0]), columns * (grid[1] > self.size[1])
 
 
 class WindowParts(NamedTuple):
@@ -171,12 +173,10 @@ class ReducedParts(NamedTuple):
 
 def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
     """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
-    if not isinstance(reduce, nn.Module):
-        return reduce(x)
     image = x.permute(0, 3, 1, 2)
     if is_patch_conv(reduce):
         return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
-    return reduce(image).flatten(2).transpose(1, 2)
+    return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Module) else reduce(x)
 
 
 class DepthwiseMlpParts(NamedTuple):
@@ -222,7 +222,7 @@ class DepthwiseMlpParts(NamedTuple):
         h = h.relu() if self.relu else h
         name = self.act if isinstance(self.act, str) else None
         if is_depthwise_conv(self.conv):
-            h = depthwise(h, self.conv.weight, self.conv.bias, activation=name)
+            h = depthwise(h, taps_of(self.conv), self.conv.bias, activation=name)
         else:
             h = self.conv(h.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
             h = h if name is None else ACTIVATIONS[name](h)
@@ -230,6 +230,13 @@ class DepthwiseMlpParts(NamedTuple):
         h = h if name is not None else activate(h, self.act)
         inner, outer = self.drops
         return finish(h if inner is None else inner(h), self.fc2, None, outer, way=way, **end)
+
+
+def taps_of(conv: Foreign) -> Tensor:
+    """Weight [C, 1, K, K] of a depthwise convolution, in the memory layout that `depthwise` reads without a copy."""
+    weight = conv.weight
+    taps = derived(conv, "taps", (weight,), lambda: weight.flatten(1).t().contiguous())
+    return taps.t().unflatten(1, weight.shape[2:]).unsqueeze(1)
 
 
 def as_map(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
