@@ -347,6 +347,23 @@ def test_cache_offline_and_revisions(hub: HubServer, tmp_path: Path, monkeypatch
     assert tried[0] is None and all(tried[1:])  # one file is tried, for as long as the client wants
 
 
+def test_one_load_reads_one_commit(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the weights of the commit whose config.json was read, although the branch moves on in between."""
+    first, _ = (timm_folder(tmp_path / name, num_classes=7) for name in "ab")
+    hub.repositories["me/vit"] = {branch: contents(tmp_path / "a") for branch in ("main", "kept")}
+    download = huggingface_hub.hf_hub_download
+
+    def move_on(*words: str, **options) -> str:
+        path = download(*words, **options)
+        hub.repositories["me/vit"]["main"] = contents(tmp_path / "b")
+        return path
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", move_on)
+    model, _ = load_model("me/vit")
+    x = images(model)
+    assert_close(model.eval()(x), first(x))
+
+
 def test_gated_and_missing_repositories(hub: HubServer, tmp_path: Path):
     """Oracle: one sentence with a remedy; with a token the model loads."""
     timm_folder(tmp_path / "a", num_classes=7)
