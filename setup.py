@@ -79,7 +79,7 @@ setup(
             "weights/*.json",
             "weights/*.txt",
         ]
-    },  # fmt: skip
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",
