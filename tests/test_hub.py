@@ -335,7 +335,33 @@ def test_cache_offline_and_revisions(hub: HubServer, tmp_path: Path, monkeypatch
         assert not hub.requests
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
     assert_close(load_model("me/vit")[0].eval()(x), first(x))
+    tried: list[str] = []
+    download = huggingface_hub.hf_hub_download
+
+    def track(*words: str, **options) -> str:
+        tried.append(options.get("local_files_only"))
+        return download(*words, **options)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", track)
     assert "is not in the cache and cannot be downloaded" in failure("me/other")
+    assert tried[0] is None and all(tried[1:])  # one file is tried, for as long as the client wants
+
+
+def test_one_load_reads_one_commit(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the weights of the commit whose config.json was read, although the branch moves on in between."""
+    first, _ = (timm_folder(tmp_path / name, num_classes=7) for name in "ab")
+    hub.repositories["me/vit"] = {branch: contents(tmp_path / "a") for branch in ("main", "kept")}
+    download = huggingface_hub.hf_hub_download
+
+    def move_on(*words: str, **options) -> str:
+        path = download(*words, **options)
+        hub.repositories["me/vit"]["main"] = contents(tmp_path / "b")
+        return path
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", move_on)
+    model, _ = load_model("me/vit")
+    x = images(model)
+    assert_close(model.eval()(x), first(x))
 
 
 def test_gated_and_missing_repositories(hub: HubServer, tmp_path: Path):

@@ -116,6 +116,7 @@ class Repository(Place):
             path = Path(client.hf_hub_download(self.name, name, **library, **self.options))
         except errors.LocalEntryNotFoundError as error:
             self.unreachable = reason(error.__cause__ or error)
+            self.options["local_files_only"] = True  # the client tries each file for half a minute
             return None
         except errors.EntryNotFoundError:
             return None
