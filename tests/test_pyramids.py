@@ -30,6 +30,8 @@ from fastvit_triton.layers import (
     resize_table,
 )
 from fastvit_triton.models import FeatureGetterNet
+from fastvit_triton.train.build import build_masked_model
+from fastvit_triton.train.settings import RECIPES
 
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
@@ -342,6 +344,16 @@ def test_bad_options_raise_one_sentence(name, options, words):
     with pytest.raises(ValueError, match=words) as raised:
         create_model(name, **options)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masked_pre_training_is_refused(name):
+    """Oracle: the kind of model that it needs: it drops tokens, which leaves no grid."""
+    case = CASES[name]
+    model = create_model(case.name, **case.options, img_size=case.sizes[1])
+    for recipe in (r for r in RECIPES.values() if r.mask_ratio):
+        with pytest.raises(ValueError, match="needs a plain ViT as encoder"):
+            build_masked_model(recipe, model, nn.Identity())
 
 
 def test_wrong_images_raise_one_sentence():
