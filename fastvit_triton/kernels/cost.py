@@ -227,12 +227,13 @@ def attention_launch(branch: Branch, ours: bool, backward: bool = False) -> Laun
 
 
 def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -> Launch:
-    """The faster attention kernel, ours or PyTorch's, for a mixed branch; ours for windows, which it need not copy."""
-    if branch.kind == "window_attention":
-        return attention_launch(branch, True, backward)
+    """The faster attention kernel, ours or PyTorch's, for a mixed branch; PyTorch's copies into windows and back."""
     assert gpu is not None, "the choice depends on the GPU"
-    pair = [attention_launch(branch, ours, backward) for ours in (False, True)]
-    return min(pair, key=lambda launch: launch_us(gpu, launch))
+    theirs, ours = (attention_launch(branch, one, backward) for one in (False, True))
+    if branch.kind == "window_attention":
+        copies = 4 * branch.images * branch.tokens * branch.channels * branch.itemsize
+        theirs = theirs._replace(nbytes=theirs.nbytes + copies)
+    return min(theirs, ours, key=lambda launch: launch_us(gpu, launch))
 
 
 def forward(
