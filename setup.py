@@ -18,6 +18,9 @@ JSONSCHEMA = "jsonschema>=4.20"  # checks the files that users contribute
 SHARDS = [
     "webdataset>=1.0",  # writes shards; reading them needs nothing
 ]
+HUB = [
+    "huggingface_hub>=0.34",  # pretrained weights: downloads, cache, tokens
+]
 DOCS = [
     "mkdocs-material>=9.5",  # the site of docs/
     "mkdocstrings[python]>=1.0",  # its API page
@@ -25,6 +28,7 @@ DOCS = [
 TEST = [
     *DEMO,
     *SHARDS,
+    *HUB,
     "pytest>=8",
     "pytest-benchmark>=4",
     "pytest-xdist>=3.8",  # parallel workers; tests/conftest.py may order the files from version 3.8 on
@@ -66,7 +70,16 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["fastvit_triton", "fastvit_triton.*"]),
-    package_data={"fastvit_triton": ["py.typed", "*.pyi", "kernels/tuned/*.json"]},
+    package_data={
+        "fastvit_triton": [
+            "py.typed",
+            "*.pyi",
+            "kernels/tuned/*.json",
+            "convert/known.json",
+            "weights/*.json",
+            "weights/*.txt",
+        ]
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",
@@ -82,6 +95,7 @@ setup(
         "train": TRAIN,  # of a folder of images, and explain
         "demo": DEMO,  # train without --data
         "shards": SHARDS,
+        "hub": HUB,
         "docs": DOCS,
         "test": TEST,
         "bench": ["pytest-benchmark>=4", "timm==1.0.31", MATPLOTLIB, JSONSCHEMA],

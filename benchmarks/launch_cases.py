@@ -19,6 +19,7 @@ from fastvit_triton import (
     mlp,
     patch_embed,
     varlen_attention,
+    window_attention,
 )
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers.attention import Attention
@@ -54,7 +55,7 @@ def cases(quick: bool = False) -> list[Case]:
         other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
         return [*_vit("ViT-B/16", "bfloat16"), *other]
     found = [case for model in MODELS for case in _vit(model, "bfloat16")]
-    found += [*_attentions(), *_linears(), *_convolutions(), *_blocks()]
+    found += [*_attentions(), *_windows(), *_linears(), *_convolutions(), *_blocks()]
     found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
     return found
 
@@ -177,6 +178,35 @@ def _attentions() -> Iterator[Case]:
     yield Case("RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, False, False))
     yield Case("Q/K norm and interleaved RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, True, True))
     yield Case("packed images D=64", "varlen_attention", "bfloat16", varlen)
+
+
+# case → images, side of the grid, heads, side of the window, shift, padded, cosine
+WINDOWS = {
+    "Swin-T stage 1": (128, 56, 3, 7, 3, False, False),
+    "Swin-B stage 3": (128, 14, 16, 7, 3, False, False),
+    "Swin-L stage 4": (128, 7, 48, 7, 0, False, False),
+    "Swin-T padded": (8, 50, 3, 7, 3, True, False),
+    "Swin-B 384 stage 1": (32, 96, 4, 12, 6, False, False),
+    "SwinV2-T stage 1, window 8": (128, 64, 3, 8, 4, False, True),
+    "SwinV2-T stage 1, window 16": (128, 64, 3, 16, 8, False, True),
+    "SwinV2-B 384 stage 1, padded window 24": (8, 90, 4, 24, 12, True, True),
+}
+
+
+def _windows() -> Iterator[Case]:
+    """Windows of Swin, Swin V2 and Twins, whose heads have 32 channels."""
+    new = _maker("bfloat16")
+
+    def build(B: int, side: int, heads: int, window: int, shift: int, padded: bool, cosine: bool):
+        table = new(window**2, window**2, heads).permute(2, 0, 1)  # an indexed table of relative positions
+        options = dict(shift_size=(shift, shift), bias=table, scale=new(heads) if cosine else None)
+        options |= dict(pad=new(96 * heads)) if padded else {}
+        return window_attention, (new(B, side, side, 96 * heads), heads, (window, window)), options
+
+    for name, sizes in WINDOWS.items():
+        yield Case(name, "window_attention", "bfloat16", partial(build, *sizes))
+    twins = window_attention, (new(128, 56, 56, 192), 2, (7, 7)), {}
+    yield Case("Twins-S stage 1", "window_attention", "bfloat16", lambda: twins)
 
 
 def _packed(new: Callable, B: int, N: int, H: int, D: int) -> tuple[Callable, tuple, dict]:

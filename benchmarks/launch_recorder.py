@@ -204,6 +204,8 @@ def work(launch: Launch) -> Work:
     a, name = launch.values, launch.name
     if name.startswith("attention."):
         return _attention_work(launch)
+    if name.startswith("window."):
+        return _window_work(launch)
     if name == "linear._fwd_kernel":
         passes = math.ceil(a["K"] / a["BLOCK_K"])
         products = 2 if a["ACTIVATION"] == "swiglu" else 1
@@ -241,6 +243,17 @@ def sequence(launch: Launch) -> tuple[int, int]:
 
 # kernel → number of matrix products that contract over the width of q and k, and over that of v
 _OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1), "_bwd_dkdv_kernel": (2, 2)}
+
+
+def _window_work(launch: Launch) -> Work:
+    a, kernel = launch.values, launch.name.removeprefix("window.")
+    one = a["N"] <= min(a["BLOCK_M"], a["BLOCK_N"])
+    pair = 2 * {"_fwd_kernel": 2, "_bwd_kernel": 5 if one else 4, "_bwd_dq_kernel": 3, "_bwd_dbias_kernel": 2}[kernel]
+    rows, columns = (math.ceil(a["N"] / a[block]) for block in ("BLOCK_M", "BLOCK_N"))
+    windows = a["windows"] / a.get("runs", a["windows"])  # of one program
+    passes = windows * {"_bwd_kernel": rows, "_bwd_dbias_kernel": 1}.get(kernel, columns)
+    flops = pair * a["windows"] * a["heads"] * a["N"] ** 2 * a["D"]
+    return Work(flops, pair * a["BLOCK_M"] * a["BLOCK_N"] * a["WIDTH"] * passes, passes)
 
 
 def _attention_work(launch: Launch) -> Work:

@@ -1,4 +1,4 @@
-"""The compile report as tables, for the terminal and as markdown."""
+"""Result files as tables: the compile report, for the terminal and as markdown, and what `optimize` covers."""
 
 from rich.table import Table
 
@@ -70,4 +70,35 @@ def markdown(result: dict) -> str:
         f"| {k} | {case} {phase} | " + " | ".join(by_arch.get(a, "") for a in archs) + " |"
         for (k, case, phase, _), by_arch in cells.items()
     ]
+    return "\n".join(lines) + "\n"
+
+
+def coverage_markdown(result: dict) -> str:
+    """The table of `benchmarks.coverage`, and why candidates are not fused."""
+    found = [r for r in result["rows"] if "error" not in r]
+    lines = [
+        f"Written by `{result['command']}` on {result['date']}: {result['note']}.",
+        "Linear: share of the parameters of linear layers in fused modules. Products: share of the arithmetic of",
+        "matmuls and convolutions in our kernels. Launches and GB of one call: eager PyTorch, then every module fused",
+        "and frozen. Plan: the ways of branches by default on an H200, and the launches.",
+        "",
+        "| model | fused | linear | products | launches | GB | plan |",
+        "| --- | --: | --: | --: | --: | --: | --- |",
+    ]
+    for r in found:
+        fused, candidates, norms = r["candidates"]
+        (before, read), (after, moved) = r["eager"], r["fused"]
+        plan = ", ".join(f"{n} {way}" for way, n in r["plan"].items()) or "no block"
+        cells = [
+            f"{fused}/{candidates}" + (f" + {norms} LayerNorm{'s' if norms > 1 else ''}" if norms else ""),
+            f"{r['inside']:.0%}",
+            f"{r['products']:.0%}",
+            f"{before} → {after} ({before / after:.2f}×)",
+            f"{read / 1e9:.2f} → {moved / 1e9:.2f} ({read / moved:.2f}×)",
+            f"{plan}: {r['default'][0]}",
+        ]
+        lines.append(f"| {r['model']} | {' | '.join(cells)} |")
+    left = [f"| {r['model']} | {'; '.join(f'{n} × {why}' for n, why in r['left'])} |" for r in found if r["left"]]
+    left += [f"| {r['model']} | {r['error']} |" for r in result["rows"] if "error" in r]
+    lines += ["", "| model | not fused |", "| --- | --- |", *left] if left else []
     return "\n".join(lines) + "\n"

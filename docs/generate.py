@@ -104,7 +104,12 @@ def faults() -> str:
     return f"{table}\n\n{text} Source: `benchmarks/results/faults.json`, {result['date']}, seed {result['seed']}."
 
 
-PAGES = dict(ways=ways, memory=memory, models=models, kernels=kernels, api=api, faults=faults)
+def coverage() -> str:
+    """How much of other packages' models `optimize` fuses."""
+    return (RESULTS / "coverage.md").read_text(encoding="utf-8")
+
+
+PAGES = dict(ways=ways, coverage=coverage, memory=memory, models=models, kernels=kernels, api=api, faults=faults)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

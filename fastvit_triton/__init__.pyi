@@ -22,13 +22,15 @@ from .kernels.window import window_attention as window_attention
 from .layers.freeze import freeze as freeze
 from .layers.freeze import unfreeze as unfreeze
 from .measure.tune import tune as tune
-from .models import create_model as create_model
-from .models import list_models as list_models
 from .models.config import ViTConfig as ViTConfig
 from .packed_graphs import cuda_graph_packed as cuda_graph_packed
+from .preparation import data_config as data_config
+from .train.data.model_input import transforms as transforms
 from .warm_up import warmup as warmup
 from .weights import load_model as load_model
 from .weights import load_weights as load_weights
 from .weights import save_weights as save_weights
+from .weights.create import create_model as create_model
+from .weights.pretrained import list_models as list_models
 
 __version__: str

@@ -21,7 +21,7 @@ from fastvit_triton.layers import ways
 
 # sorted by CPU time of the whole file, longest first
 LONGEST = """backend convert parallel cli static candidates export interpreter freeze replay benchmarks kernel_graphs
-explain plan models pressure tune launches convert_hooks fake_device recovery recipes train shards readme
+explain plan models pyramids pressure tune launches convert_hooks fake_device recovery recipes train shards readme
 features masked""".split()
 
 
@@ -29,7 +29,9 @@ features masked""".split()
 # `--durations=0` to take a minute on two cores; slow files contribute the quickest test of each concern.
 FAST = {
     **dict.fromkeys("augment block count data equations fewshot fingerprint kernels loss mix naflex".split(), ""),
-    **dict.fromkeys("community graphs house measured published ranges scaling schedule warm_up weights".split(), ""),
+    **dict.fromkeys(
+        "community graphs house hub measured published ranges scaling schedule warm_up weights".split(), ""
+    ),
     "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
     "benchmarks": r"^(?!test_dry_run|test_compiled|test_cpu_benchmark)",
     "cli": r"doctor_names|convert_round_trip|rejects|version|models|defaults|order_typed",
@@ -52,6 +54,7 @@ FAST = {
     "parallel": r"failed_write|torchrun_is|blocks|invalid",
     "plan": r"first_table|expected_time|rates|order|ieee|host|plain",
     "pressure": r"detected|mutation|relu|alignment",
+    "pyramids": r"one_sentence|without_reduction|every_pair|frozen_block|resized",
     "readme": r"shows|recorded|\[0 ",
     "replay": r"buffers|same_arguments|guards_saved|later_changes_take_effect\[(scale|transposed)",
     "recipes": r"lamb|operations|policy|accumulated|distillation_equals|dropped|invalid",

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from pyramids import CASES
 from safetensors.torch import load_file
 from test_data import truncate, write_folder
 
@@ -100,7 +101,23 @@ def test_models(capsys: pytest.CaptureFixture):
     assert main(["models", "vit_small_patch16_384"]) == 0
     sizes = ["384×384", *map(str, (config.embed_dim, config.depth, config.num_heads))]
     assert capsys.readouterr().out.splitlines()[1].split()[1:] == sizes
+    assert main(["models", "swin_tiny_patch4_window7_224"]) == 0
+    sizes = ["224×224", "96-192-384-768", "2-2-6-2", "3-6-12-24"]
+    assert capsys.readouterr().out.splitlines()[1].split()[1:] == sizes
     assert "no model matches 'resnet'" in refused(capsys, "models", "resnet")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["swin", "twins_svt", "pvt", "cpvt"])
+def test_hierarchical_models_are_trained_and_evaluated(family: str, tmp_path: Path, monkeypatch, capsys):
+    """Oracle: a tenth of the images, which a constant answer would give."""
+    case = CASES[family]
+    small = replace(RECIPES["digits"], model=case.name, options=case.options, img_size=16, epochs=4)
+    monkeypatch.setitem(RECIPES, "small", small)
+    assert main(["train", "--recipe", "small", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", "--checkpoint", str(tmp_path)]) == 0
+    assert float(re.search(r"test accuracy ([\d.]+) %", capsys.readouterr().out)[1]) > 15
 
 
 def test_help_shows_the_defaults_of_recipes(capsys: pytest.CaptureFixture):

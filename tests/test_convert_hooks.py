@@ -26,7 +26,7 @@ from fastvit_triton.layers import hooks
 from fastvit_triton.layers.module_parts import LAYER_NORMS
 
 FAMILIES = ["timm_vit", "timm_eva02", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
-IN_PLACE = "swin_v2", "twins"  # on the output of a module, which backward hooks forbid
+IN_PLACE = "swin_v2", "swinv2", "twins"  # on the output of a module, which backward hooks forbid
 FAMILIES += [n for n in PYRAMIDS if not any(kind in n for kind in IN_PLACE)]
 SMALL = dict(img_size=32, embed_dim=24, depth=2, num_heads=2, num_classes=5)
 
@@ -423,6 +423,7 @@ def test_the_report_matches_what_runs(name, monkeypatch):
     monkeypatch.setattr(nn.Module, "__call__", lambda self, *x, **more: called.add(id(self)) or own(self, *x, **more))
     fallbacks = set()
     files = "torch", "timm_blocks", "timm_pyramids", "torchvision", "transformers", "vit_pytorch"
+    files += "transformers_beit", "transformers_pyramids", "transformers_swin"
     for file in ("forwards", *(f"from_{package}" for package in files)):
         kept = __import__(f"fastvit_triton.convert.{file}", fromlist=["original"]).original
 

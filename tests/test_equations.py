@@ -21,6 +21,7 @@ from fastvit_triton.layers import (
     Mlp,
     NormPatchEmbed,
     PatchEmbed,
+    Peg,
     PostNormBlock,
     resize_pos_embed,
     sincos1d,
@@ -192,6 +193,23 @@ def test_attention_without_positions_is_equivariant():
         plain, permuted = features(patches), features(patches[:, order])
         assert same(plain[:, 0], permuted[:, 0]) is invariant
         assert same(plain[:, 1:][:, order], permuted[:, 1:]) is invariant
+
+
+@torch.no_grad()
+def test_convolution_commutes_with_translation_and_attention_with_positions_does_not():
+    """Oracle: f(g(x)) = g(f(x)) for translations g of a periodic image, the bias that CNNs have and ViTs lack."""
+    x = torch.randn(2, 5, 6, 8, dtype=torch.float64)  # [B, H, W, D]
+    convolution, attention = Peg(8, "circular").double(), Attention(8, 2).double()
+    position = torch.randn(30, 8, dtype=torch.float64)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return attention(x.flatten(1, 2) + position).unflatten(1, (5, 6))
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return x.roll((2, 1), (1, 2))
+
+    assert same(convolution(move(x)), move(convolution(x)))
+    assert (attend(move(x)) - move(attend(x))).norm() > 0.1 * attend(x).norm()
 
 
 def test_sincos1d_formula():

@@ -92,9 +92,9 @@ def test_every_architecture(arch):
 def test_models_that_wait_for_values_are_listed(name):
     """Oracle: the reason why a family is excluded above; if it no longer waits, it must be included."""
     model, given = MODELS[name](), inputs(name, torch.float32)
-    with torch.no_grad(), tracing() as found, pytest.raises(RuntimeError, match="reads a value"):
+    with torch.no_grad(), tracing() as found:  # masks and sizes of images are integers, which have values
         outputs(model.eval(), given)
-    assert found.findings == [f"host waits for {WAITING[name]}"]
+    assert f"host waits for {WAITING[name]}" in found.findings
 
 
 def test_operations_forbidden_during_capture_are_found():
@@ -106,6 +106,6 @@ def test_operations_forbidden_during_capture_are_found():
         x = torch.arange(3) + torch.full((3,), 2.0) + torch.zeros(3)
         x[:2] = 1
     assert found.findings == []
-    with torch.no_grad(), tracing() as found, pytest.raises(RuntimeError, match="reads a value"):
-        float(torch.ones(1))
+    with torch.no_grad(), tracing() as found:
+        assert float(torch.ones(1)) == 1
     assert found.findings == ["host waits for _local_scalar_dense"]

@@ -15,14 +15,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from benchmarks.launch_recorder import recording
-from fastvit_triton import create_model, load_model, load_weights, save_weights
+from fastvit_triton import ViTConfig, create_model, load_model, load_weights, save_weights
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.models import CATALOGUE, FeatureGetterNet, model_config
 
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
 TINY = dict(embed_dim=24, num_heads=2, depth=3)
-TIMM_NAMES = [name for name in CATALOGUE if CATALOGUE[name].ORACLE.get(name) == "timm"]
-OTHER_NAMES = [name for name in CATALOGUE if name not in TIMM_NAMES]
+PLAIN = [name for name in CATALOGUE if isinstance(model_config(name), ViTConfig)]  # see test_pyramids.py for others
+TIMM_NAMES = [name for name in PLAIN if CATALOGUE[name].ORACLE.get(name) == "timm"]
+OTHER_NAMES = [name for name in PLAIN if name not in TIMM_NAMES]
 INTERMEDIATES = [
     dict(),
     dict(indices=2, norm=True, return_prefix_tokens=True),

@@ -22,16 +22,29 @@ ALLOWED_IMPORTS = {
     "kernels": {"kernels"},
     "layers": {"kernels", "layers"},
     "models": {"kernels", "layers", "models"},
-    "train": {"train", "files"},
+    "train": {"train", "files", "preparation"},
     "convert": {"kernels", "layers", "convert"},
     "files": set(),
+    "preparation": set(),
     "graphs": {"layers"},
     "packed_graphs": {"graphs"},
     "warm_up": {"kernels", "layers"},
-    "weights": {"layers", "models", "files", "weights"},
+    "weights": {"layers", "models", "files", "preparation", "weights"},
     "explain": {"kernels", "layers", "convert", "train", "files", "explain"},
     "measure": {"graphs", "kernels", "layers", "models", "weights", "convert", "files", "warm_up", "measure"},
-    "cli": {"kernels", "models", "convert", "train", "weights", "explain", "measure", "files", "warm_up", "cli"},
+    "cli": {
+        "kernels",
+        "models",
+        "convert",
+        "train",
+        "weights",
+        "explain",
+        "measure",
+        "files",
+        "warm_up",
+        "cli",
+        "preparation",
+    },
     "__init__": {"kernels", "convert", "graphs", "layers", "measure", "models", "packed_graphs", "warm_up", "weights"},
 }
 LINES = {f"kernels/{name}.py": 800 for name in ("attention", "attention_qkv", "linear")}
@@ -233,7 +246,7 @@ import fastvit_triton
 fastvit_triton.create_model('vit_digits_patch2_8')(torch.zeros(1, 1, 8, 8))
 assert 'triton' not in sys.modules
 assert not torch.cuda.is_initialized()
-for name in ('timm', 'transformers', 'torchvision', 'sklearn', 'matplotlib', 'rich', 'PIL', 'torch._dynamo'):
+for name in 'timm transformers torchvision sklearn matplotlib rich PIL huggingface_hub torch._dynamo'.split():
     assert name not in sys.modules, name
 """
 

@@ -202,6 +202,25 @@ def test_a_norm_passes_through_dynamo():
     assert worst([got.detach()], [want.detach()]) <= TOLERANCE and worst(*grads) <= TOLERANCE
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
+def test_depthwise_under_dynamo():
+    """Oracle: the same kernels in eager mode, for two batches and grids; fullgraph=True raises on a graph break."""
+    weight, bias = nn.Parameter(randn(8, 1, 3, 3)), nn.Parameter(randn(8))  # whose sizes are constant
+
+    def call(tokens, H, W):
+        x = tokens[:, 1:].unflatten(1, (H, W))
+        return f.depthwise(f.depthwise(x, weight, bias, residual=True), weight, stride=2, activation="gelu")
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for B, H, W in ((2, 3, 5), (3, 4, 6)):
+        tokens = randn(B, 1 + H * W, 8)
+        with interpreting():
+            ys = [function(tokens, H, W) for function in (call, compiled)]
+            grads = [torch.autograd.grad(y.square().sum(), (tokens, weight, bias)) for y in ys]
+        assert worst([ys[1].detach()], [ys[0].detach()]) <= TOLERANCE and worst(*grads) <= TOLERANCE
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_eagers_dtypes(dtype):
     """Oracle: the PyTorch path under the same autocast: values, and the dtype of every op's and block's output."""

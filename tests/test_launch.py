@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.launch_recorder import record, recording, specialization
 from benchmarks.no_device import no_device
 from fastvit_triton import create_model
-from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, launch, layer_norm, plan
+from fastvit_triton.kernels import OPS, attention, attention_launch, attention_qkv, depthwise, launch, layer_norm, plan
 from fastvit_triton.kernels.tile import TRITON
 
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in (op.cases | op.ragged).items()]
@@ -299,6 +299,18 @@ def test_launches_on_the_device_of_the_tensors(monkeypatch):
     assert [hooked for *_, hooked in log.calls] == [True, False, False, True, False, True, True]
     assert [function for _, function, *_ in log.calls] == [1, 1, 1, 2, 2, 2, 2]
     layer_norm._stats_kernel.device_caches.pop(1)
+
+
+def test_tokens_after_a_class_token_are_not_copied():
+    """Oracle: the address and strides that the kernel is given are those of the view."""
+    tokens = torch.randn(2, 1 + 15, 8, requires_grad=True)
+    x = tokens[:, 1:].unflatten(1, (3, 5))
+    with recording("sm_90") as launches:
+        depthwise.depthwise(x, torch.randn(8, 1, 3, 3), residual=True)
+    (found,) = launches
+    given = found.values
+    assert given["x_ptr"].data_ptr() == given["residual_ptr"].data_ptr() == x.data_ptr()
+    assert given["x_strides"] == given["residual_strides"] == x.stride()[:3]
 
 
 @pytest.mark.parametrize("phase, most", [("inference", 12), ("training", 24)])

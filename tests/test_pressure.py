@@ -28,6 +28,8 @@ from fastvit_triton.kernels import (
     linear_backward,
     mlp,
     patch_embed,
+    window,
+    window_backward,
 )
 
 pytestmark = pytest.mark.usefixtures("always_folded")
@@ -49,6 +51,8 @@ FILES = (
     linear_backward,
     mlp,
     patch_embed,
+    window,
+    window_backward,
 )
 MODULES = {m.__name__.rsplit(".", 1)[1]: m for m in FILES}
 STEP = 2**30  # values: two steps exceed 32 bits, while one step is still a 32-bit stride
@@ -268,6 +272,10 @@ MUTATIONS = {
     "depthwise_backward._bwd_weight_kernel": ("dbias += g[r]", "dbias -= g[r]", depthwise.OP, "silu"),
     "patch_embed._fwd_kernel": ("y += tl.load(bias_ptr", "y -= tl.load(bias_ptr", patch_embed.OP, "after"),
     "patch_embed._bwd_weight_kernel": ("(at, acc", "(at, -acc", patch_embed.OP, "after"),
+    "window._fwd_kernel": ("o / nonzero_sum", "-o / nonzero_sum", window.OP, "moved"),
+    "window_backward._bwd_kernel": ("dk *= scale", "dk *= -scale", window.OP, "moved"),
+    "window_backward._bwd_dq_kernel": ("dq * scale", "-dq * scale", window.OP, "large"),
+    "window_backward._bwd_dbias_kernel": ("dbias += p", "dbias -= p", window.OP, "large"),
 }
 
 

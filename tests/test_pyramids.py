@@ -1,17 +1,41 @@
 """Tests of Swin, Twins, PVT and CPVT. Oracles: see pyramids.py; all weights are random, and in float64."""
 
+import copy
+from collections import Counter
+
 import pytest
 import torch
+from interpreter import interpreting
 from pyramids import CASES, gradients, loss, pair
 from timm.layers import resize_rel_pos_bias_table
 from timm.models import swin_transformer
+from timm.models._features import FeatureGetterNet as TimmGetter
+from timm.models._manipulate import group_parameters
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from fastvit_triton import create_model
-from fastvit_triton.layers import Attention, ReducedAttention, Window, WindowAttention, resize_pos_embed, resize_table
+from fastvit_triton import create_model, explain, freeze, optimize
+from fastvit_triton.convert.trace import tracing
+from fastvit_triton.convert.values import without_weights
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.launch import targeting
+from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers import (
+    Attention,
+    Block,
+    ReducedAttention,
+    Window,
+    WindowAttention,
+    resize_pos_embed,
+    resize_table,
+)
+from fastvit_triton.models import FeatureGetterNet
+from fastvit_triton.train.build import build_masked_model
+from fastvit_triton.train.settings import RECIPES
 
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
+HALF = [(torch.float32, "mixed"), (torch.bfloat16, "fused"), (torch.bfloat16, "mixed")]
 SIZES = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 
@@ -19,6 +43,12 @@ def distance(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     """‖a − b‖ / ‖b‖, with at least this norm of b."""
     assert a.shape == b.shape
     return float((a - b).detach().norm()) / max(float(b.detach().norm()), least, 1e-30)
+
+
+def assert_equal(found: object, wanted: object) -> None:
+    """Asserts the same structure, and values within roundings of the largest."""
+    (ours, form), (theirs, timms) = tree_flatten(found), tree_flatten(wanted)
+    assert form == timms and all(distance(a, b) <= ROUNDINGS * EPS64 for a, b in zip(ours, theirs, strict=True))
 
 
 def assert_same(case, ours: nn.Module, theirs: nn.Module, images: Tensor, seed: int = 0) -> None:
@@ -125,6 +155,62 @@ def test_cpvt_knows_positions_from_the_zeros_beyond_the_border(padding, invarian
     assert change <= ROUNDINGS * EPS64 if invariant else change > 1e-3
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_optimize_leaves_our_models_alone(name):
+    """Oracle: every forward and the output as before; the report has one row, also for a model that contains ours."""
+    model, _ = pair(CASES[name], CASES[name].sizes[0])
+    images, before = torch.randn(2, 3, *CASES[name].sizes[0]).double(), [dict(vars(m)) for m in model.modules()]
+    wanted = model.eval()(images)
+    for whole in (model, nn.Sequential(nn.Identity(), model)):
+        report = optimize(whole)
+        assert [(row.type, row.became, row.why) for row in report.rows] == [
+            (type(model).__name__, None, "it calls the kernels itself")
+        ]
+    assert [vars(m) for m in model.train().modules()] == before and torch.equal(model.eval()(images), wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_programs_equal_the_model(name):
+    """Oracle: the model, for another batch size than that of the export."""
+    model, _ = pair(CASES[name], CASES[name].sizes[0])
+    images = torch.randn(2, 3, *CASES[name].sizes[0]).double()
+    sizes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    program = torch.export.export(model.eval(), (images,), dynamic_shapes=sizes).module()
+    assert distance(program(torch.cat((images, images))), torch.cat([model(images)] * 2)) <= ROUNDINGS * EPS64
+
+
+@pytest.mark.parametrize("name", ["swin", "pvt"])
+def test_frozen_models_follow_their_weights(name, always_folded):
+    """Oracle: the model that is not frozen, before and after its weights change."""
+    model, _ = pair(CASES[name], TRACED[name][1], **TRACED[name][0])
+    model, images = model.float().eval(), torch.randn(1, 3, *TRACED[name][1])
+    frozen = copy.deepcopy(model)
+    freeze(frozen)
+    with interpreting(), forcing("fused"), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(frozen(images), model(images))
+            for pair_of in zip(frozen.parameters(), model.parameters(), strict=True):
+                for parameter in pair_of:
+                    parameter.mul_(1.125)
+
+
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt"])
+@torch.no_grad()
+def test_maps_equal_those_of_the_oracle(name):
+    """Oracle: the maps captured from the converted oracle, which are tested against its own softmax elsewhere."""
+    case = CASES[name]
+    ours, theirs = (model.eval() for model in pair(case, case.sizes[0], drop_path_rate=0.0))
+    optimize(theirs)
+    images, maps = torch.randn(2, 3, *case.sizes[0]).double(), []
+    for model in (ours, theirs):
+        with explain.capture(model) as seen:
+            model(images)
+        maps.append([layer.map() for layer in seen.layers])
+        assert not seen.left
+    assert len(maps[0]) == len(maps[1]) == sum(isinstance(m, Block) for m in ours.modules())
+    assert all(distance(a, b) <= 1e-6 for a, b in zip(*maps, strict=True))  # maps are float32
+
+
 def test_attention_without_reduction_is_attention():
     """Oracle: `Attention` with the same projections."""
     ours, plain = ReducedAttention(12, 3, 1).double(), Attention(12, 3).double()
@@ -159,6 +245,84 @@ def test_resized_tables_equal_timms(old, new):
     assert torch.equal(resize_table(table, old, old), table)
 
 
+def within_budget(model: nn.Module, images: Tensor, dtype: torch.dtype, way: str) -> list[str]:
+    """Names of results whose error exceeds twice the sum of PyTorch's own in this dtype and one rounding."""
+
+    def results(dtype: torch.dtype) -> dict[str, Tensor]:
+        twin = copy.deepcopy(model).to(dtype)
+        logits = twin(images.to(dtype))
+        (logits.double() * weights).sum().backward()
+        found = {name: parameter.grad for name, parameter in twin.named_parameters()} | {"logits": logits.detach()}
+        return {name: tensor.double() for name, tensor in found.items()}
+
+    weights = torch.randn(len(images), 5).double()
+    truth, plain = results(torch.float64), results(dtype)
+    with interpreting(), forcing(way):
+        fused = results(dtype)
+    total = max(float(t.abs().max()) for t in truth.values())
+    assert any(not torch.equal(fused[name], plain[name]) for name in truth)  # the kernels ran
+    found = []
+    for name, want in truth.items():
+        rounding = torch.finfo(dtype).eps * max(float(want.abs().max()), 1e-3 * total)
+        if (fused[name] - want).abs().max() > 2 * ((plain[name] - want).abs().max() + rounding):
+            found.append(name)
+    return found
+
+
+SHORT = dict(depths=(2, 1)), (10, 14)
+TRACED = dict(swin=SHORT, twins_svt=SHORT, twins_pcpvt=SHORT, pvt=(dict(depths=(1, 1)), (8, 32)))
+TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))
+INTERPRETED = [(name, torch.float32, "fused") for name in ("swin", "twins_svt", "pvt", "cpvt")]
+INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
+
+
+@pytest.mark.parametrize("name, dtype, way", INTERPRETED, ids=str)
+def test_kernels_give_the_same(name, dtype, way, always_folded):
+    """Oracle: float64; the kernels' error in logits and every gradient is at most twice PyTorch's own."""
+    options, size = TRACED[name]
+    model, _ = pair(CASES[name], size, drop_path_rate=0.0, **options)
+    assert within_budget(model.eval(), torch.randn(1, 3, *size), dtype, way) == []
+
+
+# family → options of two models that differ in one block, and what that block launches in a frozen model
+BLOCKS = {
+    "swin": (dict(depths=(2, 2)), dict(depths=(3, 2)), "window"),
+    "swin shifted": (dict(depths=(3, 2)), dict(depths=(4, 2)), "window"),
+    "twins_svt": (dict(depths=(2, 2)), dict(depths=(3, 2)), "window"),
+    "twins_svt reduced": (dict(depths=(3, 2)), dict(depths=(4, 2)), "attention"),
+    "pvt": (dict(depths=(2, 2)), dict(depths=(2, 3)), "attention"),
+    "cpvt": (dict(depth=2), dict(depth=3), "attention"),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_launches_of_a_frozen_block(block):
+    """Oracle: one more block launches attention once, one product before and one after, and its MLP, in at most 5
+    launches: nothing rolls, pads, indexes or adds. A reduction adds its norms, convolution and projection."""
+    *both, attention = BLOCKS[block]
+    counts = []
+    for options in both:
+        case = CASES[block.partition(" ")[0]]
+        with torch.device("meta"):
+            model = create_model(case.name, **case.options | options, img_size=case.sizes[0])
+        model = without_weights(model.bfloat16()).eval()
+        freeze(model)
+        images = torch.empty(8, 3, *case.sizes[0], dtype=torch.bfloat16)
+        with forcing("fused"), using_backend("triton"), targeting("sm_90"), torch.no_grad():
+            for _ in range(2):  # the first call folds
+                with tracing() as found:
+                    model(images)
+        kernels = [event.name for event in found.events if "." in event.name]
+        others = [event.name for event in found.events if "." not in event.name and not event.name.endswith("_fwd")]
+        counts.append((Counter(kernels), Counter(others)))
+    added, others = counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
+    assert added[f"{attention}._fwd_kernel"] == 1 and not others
+    if "reduced" in block:
+        assert added.total() <= 9 and added["patch_embed._fwd_kernel"] == 1
+    else:
+        assert added.total() <= 5 and added["linear._fwd_kernel"] in (2, 4) and not added["layer_norm._stats_kernel"]
+
+
 @pytest.mark.parametrize(
     "name, options, words",
     [
@@ -171,7 +335,7 @@ def test_resized_tables_equal_timms(old, new):
         ("twins_svt_small", dict(img_size=24), "img_size height is 24; this model needs at least 32"),
         ("pvt_tiny", dict(sr_ratios=(8, 4, 2, 2)), "the class token is in the last stage"),
         ("pvt_tiny", dict(class_token=False), "use global_pool='avg' without a class token"),
-        ("cpvt_tiny", dict(pegs=13), "pegs is 13; the model has 12 blocks"),
+        ("cpvt_tiny", dict(pegs=-1), "pegs is -1; it must be at least 0"),
         ("cpvt_tiny", dict(peg_padding="ones"), "peg_padding is 'ones'; use one of zeros, "),
     ],
 )
@@ -180,6 +344,16 @@ def test_bad_options_raise_one_sentence(name, options, words):
     with pytest.raises(ValueError, match=words) as raised:
         create_model(name, **options)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masked_pre_training_is_refused(name):
+    """Oracle: the kind of model that it needs: it drops tokens, which leaves no grid."""
+    case = CASES[name]
+    model = create_model(case.name, **case.options, img_size=case.sizes[1])
+    for recipe in (r for r in RECIPES.values() if r.mask_ratio):
+        with pytest.raises(ValueError, match="needs a plain ViT as encoder"):
+            build_masked_model(recipe, model, nn.Identity())
 
 
 def test_wrong_images_raise_one_sentence():
@@ -191,3 +365,67 @@ def test_wrong_images_raise_one_sentence():
         model(torch.zeros(1, 3, 16, 18))
     with pytest.raises(ValueError, match="image is 31x64 pixels; the model needs at least 32x32"):
         create_model("pvt_tiny", depths=(1, 1, 1, 1))(torch.zeros(1, 3, 31, 64))
+
+
+INTERMEDIATES = [
+    dict(),
+    dict(indices=1, norm=True),
+    dict(indices=[-1, 0], intermediates_only=True),
+    dict(indices=[0], stop_early=True, intermediates_only=True),
+]
+
+
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "twins_pcpvt"])
+@torch.no_grad()
+def test_features_equal_timms(name):
+    """Oracle: timm's methods: intermediates, information, layers of the parameters, backbones, other heads."""
+    case = CASES[name]
+    models = pair(case, case.sizes[0], drop_path_rate=0.0)
+    images = torch.randn(2, 3, *case.sizes[0]).double()
+    for options in INTERMEDIATES:
+        assert_equal(*(model.forward_intermediates(images, **options) for model in models))
+    ours, theirs = models
+    assert ours.feature_info == [
+        {key: stage[key] for key in ours.feature_info[0]} | dict(reduction=2 << i)
+        for i, stage in enumerate(theirs.feature_info)  # timm's Twins takes 4 for the patch side
+    ]
+    assert ours.no_weight_decay() == set(theirs.no_weight_decay()) and ours.get_classifier() is not None
+    for coarse in (False, True):
+        found, wanted = (group_parameters(model, model.group_matcher(coarse)) for model in models)
+        assert found == wanted
+    for indices in ((0,), (0, 1)):
+        found = FeatureGetterNet(copy.deepcopy(ours), out_indices=indices)
+        wanted = TimmGetter(copy.deepcopy(theirs), out_indices=indices)
+        assert found.state_dict().keys() == wanted.state_dict().keys()
+        assert found.feature_info.channels() == wanted.feature_info.channels()
+        assert_equal(found(images), wanted(images))
+        again = create_model(ours.variant, **vars(found.model.config))
+        assert again.state_dict().keys() == found.model.state_dict().keys()
+    for classes, pool in ((7, None), (4, ""), (0, "avg")):
+        for model in models:
+            model.reset_classifier(classes, pool)
+        ours.load_state_dict(theirs.state_dict())
+        assert_equal(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_backbones_agree_with_their_models(name):
+    """Oracle: the model's own stages; the last one with the final norm is what enters the pooling."""
+    case = CASES[name]
+    model, _ = pair(case, case.sizes[0], drop_path_rate=0.0)
+    images = torch.randn(2, 3, *case.sizes[0]).double()
+    features, maps = model.forward_intermediates(images, norm=True)
+    assert torch.equal(features, model.forward_features(images))
+    tokens = maps[-1].flatten(2).transpose(1, 2)
+    last = features.flatten(1, -2)
+    assert torch.equal(tokens, last[:, last.shape[1] - tokens.shape[1] :])
+    for indices in ((0,), (0, len(maps) - 1)):
+        options = case.options | dict(img_size=case.sizes[0], drop_path_rate=0.0)
+        backbone = create_model(case.name, **options, features_only=True, out_indices=indices).double()
+        missing = backbone.model.load_state_dict(model.state_dict(), strict=False)
+        assert not missing.missing_keys
+        for y, i in zip(backbone(images), indices, strict=True):
+            assert torch.equal(y, model.forward_intermediates(images, [i], intermediates_only=True)[0])
+            assert y.shape[1] == model.feature_info[i]["num_chs"]
+    assert group_parameters(model, model.group_matcher())  # every parameter is in a group

@@ -15,6 +15,7 @@ import fastvit_triton.convert  # registers the backend where nothing is installe
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+PRETRAINED = "vit_small_patch16_224.augreg_in21k_ft_in1k"  # in the examples
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 EXAMPLES = [(page, code) for page, text in PAGES.items() for code in CODE.findall(text)]
 
@@ -27,6 +28,10 @@ def elsewhere(tmp_path, monkeypatch, code):
         monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
     for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=0).items():
         monkeypatch.setenv(name, str(value))
+    if "fastvit_triton.create_model(" in code and "pretrained=True" in code:
+        hub = tmp_path / "hub"
+        timm.models.save_for_hf(timm.create_model(PRETRAINED), str(hub), safe_serialization=True)
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repository, name, **_: str(hub / name))
     if "vit_small.safetensors" in code:
         save_file(timm.create_model("vit_small_patch16_224").state_dict(), "vit_small.safetensors")
     yield

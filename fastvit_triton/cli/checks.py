@@ -16,18 +16,50 @@ def at_least(least: int) -> Callable[[str, int], None]:
 
 
 def check_model(option: str, name: str) -> None:
-    """Raises ValueError if `create_model` knows no such name."""
+    """Raises ValueError if `create_model` knows no such name, or if the name has a tag."""
     from ..models import model_config
+    from ..weights.pretrained import split_tag
 
-    model_config(name)
+    base, tag = split_tag(name)
+    model_config(base)
+    if tag:
+        raise ValueError(f"{option} is {name}; use --weights {name} for pretrained weights, or {option} {base}")
 
 
-def check_checkpoint(option: str, path: str | Path) -> None:
-    """Raises ValueError if there is no file, and no folder of a run, at `path`."""
-    file = Path(path)
-    file = file / "model.safetensors" if file.is_dir() else file
-    if not file.is_file():
-        raise ValueError(f"there is no checkpoint {file}; give {option} the output folder of a run, or a file")
+def check_tagged_model(option: str, name: str) -> None:
+    """Raises ValueError if `create_model` knows no such name, or if the name has no such tag."""
+    from ..models import model_config
+    from ..weights.pretrained import pretrained_cfg, split_tag
+
+    model_config(split_tag(name)[0])
+    pretrained_cfg(name)
+
+
+def check_checkpoint(option: str, source: str) -> None:
+    """Raises ValueError if there is no file and no folder of a run at `source`, and it names nothing on the Hub."""
+    from ..weights.places import find_place
+
+    try:
+        place = find_place(source)
+        if place.is_local:
+            place.weights()
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+
+
+def check_channels(option: str, text: str) -> None:
+    """Raises ValueError unless the text is one number in [0, 1] for each channel, such as 0.5,0.5,0.5."""
+    try:
+        values = channels(text)
+    except ValueError:
+        values = ()
+    if len(values) not in (1, 3) or not all(0 <= value <= 1 for value in values) or ("std" in option and 0 in values):
+        raise ValueError(f"{option} is {text}; use one number in [0, 1], or three separated by commas")
+
+
+def channels(text: str) -> tuple[float, ...]:
+    """The numbers in a text such as 0.5,0.5,0.5."""
+    return tuple(map(float, text.split(",")))
 
 
 def check_data(option: str, name: str) -> None:

@@ -1,9 +1,9 @@
-"""`convert`: rewrites a checkpoint with the parameter names of another library."""
+"""`convert`: rewrites a checkpoint with the parameter names of another library, or as a folder that it loads."""
 
 import argparse
 from pathlib import Path
 
-from .checks import check_checkpoint, check_model, check_output
+from .checks import at_least, check_checkpoint, check_output, check_tagged_model
 from .console import print_line
 
 HELP = "rewrite a checkpoint for another library"
@@ -11,32 +11,52 @@ HELP = "rewrite a checkpoint for another library"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `convert`."""
-    text = "our checkpoint, or with --model a checkpoint in any known layout"
-    parser.add_argument("checkpoint", type=Path, check=check_checkpoint, help=text)
-    parser.add_argument("out", type=Path, check=_check_new, help="file to write, ending in .safetensors")
+    text = "our checkpoint, timm/NAME or another repository of the Hub, NAME.TAG, or with --model any known layout"
+    parser.add_argument("checkpoint", check=check_checkpoint, help=text)
+    text = "file to write, ending in .safetensors; or a folder, with config.json and a model card"
+    parser.add_argument("out", type=Path, check=_check_new, help=text)
     layouts = ("fastvit_triton", "timm", "transformers")
     parser.add_argument("--to", required=True, choices=layouts, help="library whose parameter names to use")
-    text = "name of the model that another library's checkpoint holds"
-    parser.add_argument("--model", check=check_model, help=text)
+    text = "name of the model that another library's checkpoint holds; with a tag, its images are prepared as the tag's"
+    parser.add_argument("--model", check=check_tagged_model, help=text)
+    text = "with --model: outputs of the checkpoint's head (default: those of the name; 0 for no head)"
+    parser.add_argument("--num-classes", type=int, check=at_least(0), help=text)
 
 
 def _check_new(option: str, path: Path) -> None:
-    """Raises ValueError if the file exists already, or cannot be written."""
+    """Raises ValueError if the file or folder exists already, or cannot be written."""
     if path.exists():
-        raise ValueError(f"{path} exists already; name another file")
+        raise ValueError(f"{path} exists already; name another file or folder")
     check_output(option, path)
 
 
 def run(args: argparse.Namespace) -> int:
     """Rewrites a checkpoint with the parameter names of another library."""
-    from ..models import create_model
+    from ..preparation import data_config
     from ..weights import load_model, load_weights, save_weights
+    from ..weights.create import create_model
+    from ..weights.publish import save_pretrained
 
     if args.model is None:
+        if args.num_classes is not None:
+            raise ValueError(f"--num-classes is {args.num_classes} without --model; give both, or neither")
         model, header = load_model(args.checkpoint)
     else:
         model, header = create_model(args.model), {}
-        load_weights(model, args.checkpoint)
-    save_weights(model, args.out, layout=args.to, metadata=header)
+        if args.num_classes is not None:
+            model.reset_classifier(args.num_classes)
+        if zero := load_weights(model, args.checkpoint).reinitialised:
+            raise ValueError(
+                f"{args.checkpoint} has no {zero[0]} for {model.num_classes:,} classes; give --num-classes"
+            )
+    if args.out.suffix == ".safetensors":
+        save_weights(model, args.out, layout=args.to, metadata=header)
+    else:
+        save_pretrained(model, args.out, header, args.to)
     print_line(f"{args.out} holds {model.variant} with the parameter names of {args.to}")
+    if model.pretrained_cfg and "training" not in header:
+        used = data_config(model)
+        numbers = (",".join(f"{value:g}" for value in used[name]) for name in ("mean", "std"))
+        name = ".".join(filter(None, (model.pretrained_cfg.get(key) for key in ("architecture", "tag"))))
+        print_line("its images have mean {} and standard deviation {}, as for {}".format(*numbers, name))
     return 0

@@ -15,7 +15,7 @@ from .console import (
     print_line,
     select_device,
 )
-from .loading import add_checkpoint_option, load_trained
+from .loading import add_checkpoint_option, classes_in, load_trained
 
 HELP = "compute the test accuracy of a checkpoint"
 
@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> int:
     from ..train.loop import evaluate
     from ..train.step import autocast_dtype
 
-    trained = load_trained(args.checkpoint)
+    trained = load_trained(args.checkpoint, args.mean, args.std)
     name = args.data or trained.data
     if name is None:
         raise ValueError(f"{args.checkpoint} does not say what it was trained on; give --data")
     skip = args.skip_bad_images or trained.skip_bad_images
     options = {"workers": args.workers, "skip_bad_images": skip, "max_pixels": args.max_pixels}
-    test = load_test(name, trained.classes, trained.transform, trained.batch_size, **options)
+    test = load_test(name, classes_in(trained, name), trained.transform, trained.batch_size, **options)
     device = select_device(args.device)
     score = evaluate(trained.model.to(device), test, autocast_dtype(device))
     targets, predictions, accuracy = score.targets, score.predictions, score.accuracy

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("explain draws with matplotlib; pip install 'fastvit_triton[train]'")
-    trained = load_trained(args.checkpoint)
+    trained = load_trained(args.checkpoint, args.mean, args.std)
     device = select_device(args.device)
     model = trained.model.to(device).eval()
     files = find_images([args.image])
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         yield from explain_run(*_run_results(args, trained, device), classes)
         yield published_tables()
 
-    page = write_report(all_panels(), args.out, f"Attention report of {args.checkpoint.resolve().name}")
+    page = write_report(all_panels(), args.out, f"Attention report of {Path(args.checkpoint).resolve().name}")
     plural = "s" if len(files) > 1 else ""
     print_line(f"{page} shows {len(shown)} of {len(files)} image{plural}; its figures are in the same folder")
     return code
@@ -104,7 +104,8 @@ def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch
     from ..train.outputs import LOG
     from ..train.step import autocast_dtype
 
-    folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
+    source = Path(args.checkpoint)
+    folder = source if source.is_dir() else source.parent
     history = _read_log(folder / LOG) if (folder / LOG).exists() else None
     data = trained.data
     if data is None or args.no_test or not (data == "digits" or Path(data).is_dir()):

@@ -3,17 +3,21 @@
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .checks import check_checkpoint
-from .console import print_error
+from .checks import channels, check_channels, check_checkpoint
+from .console import print_error, print_warning
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..models.transformer import VisionTransformer
     from ..train.data.transform import Transform
+
+
+RUN = ("img_size", "in_chans", "num_classes", "grad_checkpointing", "weight_init")  # options that each run chooses
 
 
 class TrainedModel(NamedTuple):
@@ -37,16 +41,21 @@ class TrainedModel(NamedTuple):
 
 
 def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the required --checkpoint, which `load_trained` reads."""
-    text = "output folder of a run, or its model.safetensors"
-    parser.add_argument("--checkpoint", type=Path, required=True, check=check_checkpoint, help=text)
+    """Adds the required --checkpoint, and --mean and --std, which `load_trained` reads."""
+    text = "output folder of a run, a file, timm/NAME or another repository of the Hub, or NAME.TAG"
+    parser.add_argument("--checkpoint", required=True, check=check_checkpoint, help=text)
+    for option in ("mean", "std"):
+        text = f"{option} of each channel, such as 0.5,0.5,0.5 (default: that of the checkpoint)"
+        parser.add_argument(f"--{option}", check=check_channels, help=text)
 
 
-def load_trained(path: Path) -> TrainedModel:
-    """Loads a checkpoint written by `train` or `save_weights`.
+def load_trained(source: str, mean: str | None = None, std: str | None = None) -> TrainedModel:
+    """Loads a checkpoint that says which model it holds.
 
     Args:
-        path: a file, or the folder of a run.
+        source: as for `load_model`.
+        mean: replaces the mean of the checkpoint, such as "0.5,0.5,0.5"; a warning names both.
+        std: likewise.
 
     Raises:
         ValueError: there is no checkpoint, its checksum is wrong, or its header is not what `train` writes.
@@ -54,22 +63,83 @@ def load_trained(path: Path) -> TrainedModel:
     from ..train.checkpoint import checksum
     from ..weights import load_model
 
-    model, header = load_model(path)
+    model, header = load_model(source)
     try:
         trained, crc32 = _read_training(model, header.get("training", "{}"))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} has a header that train did not write: {str(error)[:300]}") from error
+        raise ValueError(f"{source} has a header that train did not write: {str(error)[:300]}") from error
     if crc32 is not None and crc32 != checksum(model):
-        raise ValueError(f"{path} is damaged: the checksum of its tensors is wrong")
-    return trained
+        raise ValueError(f"{source} is damaged: the checksum of its tensors is wrong")
+    given = {"mean": mean, "std": std}
+    return trained._replace(transform=_override(trained.transform, given, source))
+
+
+def _override(transform: "Transform", given: dict[str, str | None], source: str) -> "Transform":
+    """The transform with given means and deviations; warns where they differ from those of the checkpoint."""
+    for name, text in given.items():
+        if text is not None:
+            own = getattr(transform, name)
+            values = channels(text)
+            values = values * len(own) if len(values) == 1 else values
+            if len(values) != len(own):
+                raise ValueError(f"--{name} has {len(values)} values, and the images of {source} {len(own)} channels")
+            warn_of_clash(name, values, own)
+            transform = replace(transform, mean=values) if name == "mean" else replace(transform, std=values)
+    return transform
+
+
+def warn_of_clash(name: str, values: tuple[float, ...], own: tuple[float, ...]) -> None:
+    """Prints a warning if a given mean or standard deviation is not that of the weights."""
+    if tuple(values) != tuple(own):
+        given, theirs = (",".join(f"{value:g}" for value in numbers) for numbers in (values, own))
+        print_warning(f"--{name} is {given}, but the weights were trained with {theirs}; {given} is used")
+
+
+def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Adds what a new run needs to start from weights: their model, mean and std and, without a recipe, their image
+    size, crop and interpolation. Options that were given stay; a warning names a mean or std that differs.
+
+    Args:
+        source: as for `load_weights`.
+        given: options of `resolve_settings`.
+    """
+    from ..models import model_config
+    from ..models.config import sides
+    from ..preparation import DEFAULTS
+    from ..train.settings import RECIPES
+    from ..weights.describe import describe
+    from ..weights.places import find_place
+
+    if (found := describe(find_place(source))) is None:
+        return given
+    known = {key: found.pretrained_cfg[key] for key in DEFAULTS if found.pretrained_cfg.get(key) is not None}
+    for name in {"mean", "std"} & given.keys() & known.keys():
+        warn_of_clash(name, given[name], known[name])
+    needed = {name: known[name] for name in ("mean", "std") if len(known.get(name, ())) == 3}
+    theirs, usual = model_config(found.name, **found.options), model_config(found.name)
+    if given.get("model", found.name) == found.name:
+        changed = {key: value for key, value in vars(theirs).items() if value != getattr(usual, key)}
+        changed = {key: value for key, value in changed.items() if key not in RUN and not key.endswith("_rate")}
+        needed |= {
+            "model": found.name,
+            "options": changed | (RECIPES[given["recipe"]].options if "recipe" in given else {}),
+        }
+    if "recipe" not in given:
+        height, width = sides(theirs.img_size)
+        needed |= {"img_size": height} if height == width else {}
+        names = {"crop_pct": "eval_crop", "crop_mode": "crop_mode", "interpolation": "interpolation"}
+        needed |= {ours: known[key] for key, ours in names.items() if key in known}
+    return {**needed, **given}
 
 
 def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel, int | None]:
-    """The header's entry `training`, with defaults, and the checksum in it."""
+    """The header's entry `training`, with the checksum in it; what it lacks comes from `model.pretrained_cfg`."""
     from ..models.config import sides
+    from ..preparation import data_config
+    from ..train.data.model_input import transform_of
     from ..train.data.transform import Transform
     from ..train.ranges import PositiveInt, check
-    from ..train.recipes import IMAGENET_MEAN, IMAGENET_STD
+    from ..weights.pretrained import class_names
 
     config, entries = model.config, json.loads(text)
     check("training", entries, dict)
@@ -78,9 +148,9 @@ def _read_training(model: "VisionTransformer", text: str) -> tuple[TrainedModel,
     for name in kinds.keys() & entries.keys():
         check(name, entries[name], kinds[name])
     channels, size = config.in_chans, sides(config.img_size)
-    default = {"size": size, "mean": IMAGENET_MEAN[:channels], "std": IMAGENET_STD[:channels]}
-    classes = tuple(entries.get("classes", map(str, range(config.num_classes))))
-    transform = Transform(**entries.get("transform", default))
+    names = class_names(model) or tuple(map(str, range(config.num_classes)))
+    classes = tuple(entries.get("classes", names))
+    transform = Transform(**entries["transform"]) if "transform" in entries else transform_of(data_config(model))
     if len(classes) != config.num_classes and config.num_classes:  # pre-training saves no head
         raise ValueError(f"it names {len(classes):,} classes, and the head has {config.num_classes:,}")
     if transform.size != size or len(transform.mean) != channels:
@@ -113,3 +183,13 @@ def readable_images(files: list[Path], max_pixels: int) -> Iterator[Path]:
             print_error(f"{file} cannot be read as an image: {defect}", 2)
         else:
             yield file
+
+
+def classes_in(trained: TrainedModel, data: str) -> tuple[str, ...]:
+    """The names of the model's classes as the folders of the data have them: ImageNet's are named by WordNet synset."""
+    from ..weights.pretrained import imagenet_classes
+
+    names = imagenet_classes()
+    if trained.classes == tuple(names.values()) and any((Path(data) / "val" / synset).is_dir() for synset in names):
+        return tuple(names)
+    return trained.classes

@@ -81,9 +81,10 @@ def build_model(name: str, side: int | None = None, device: "torch.device | str"
 
 def _ours(name: str, side: int | None) -> NamedModel:
     from ..models import create_model
+    from ..models.config import sides
 
     model = create_model(name, **({} if side is None else {"img_size": side}))
-    return NamedModel(model, (model.config.in_chans, *model.patch_embed.img_size), ours=True)
+    return NamedModel(model, (model.config.in_chans, *sides(model.config.img_size)), ours=True)
 
 
 def _timm(name: str, side: int | None) -> NamedModel:

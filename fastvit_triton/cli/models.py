@@ -11,14 +11,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the argument of `models`."""
     text = "part of a name, such as deit3, or a shell pattern, such as 'vit_*_224' (default: all)"
     parser.add_argument("pattern", nargs="?", default="*", help=text)
+    text = "list names with tags, which have pretrained weights, with their classes and licences"
+    parser.add_argument("--pretrained", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Lists the names that create_model, train, benchmark, tune and doctor take, and the sizes of the models."""
     from ..models import CATALOGUE, list_models, model_config
     from ..models.config import sides
+    from ..models.pyramid import PyramidConfig
 
     whole = set(args.pattern) & set("*?[")
+    if args.pretrained:
+        return _list_pretrained(args.pattern if whole else f"*{args.pattern}*")
     names = list_models(args.pattern if whole else f"*{args.pattern}*")
     if not names:
         raise ValueError(f"no model matches {args.pattern!r}; leave it out to list all {len(CATALOGUE)}")
@@ -26,9 +31,32 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         config = model_config(name)
         side = "×".join(map(str, sides(config.img_size)))
-        rows.append((name, side, *map(str, (config.embed_dim, config.depth, config.num_heads))))
+        if isinstance(config, PyramidConfig):  # one number per stage
+            sizes = ["-".join(map(str, numbers)) for numbers in (config.widths, config.depths, config.num_heads)]
+        else:
+            sizes = [str(number) for number in (config.embed_dim, config.depth, config.num_heads)]
+        rows.append((name, side, *sizes))
+    _print_table(rows)
+    return 0
+
+
+def _list_pretrained(pattern: str) -> int:
+    """Lists the pretrained weights, the default of a name first."""
+    from ..weights.pretrained import list_models, pretrained_cfg
+
+    rows: list[tuple[str, ...]] = [("name", "image", "classes", "licence")]
+    for name in list_models(pattern, pretrained=True):
+        cfg = pretrained_cfg(name)
+        rows.append((name, "×".join(map(str, cfg["input_size"][1:])), str(cfg["num_classes"]), cfg["license"] or "-"))
+    if len(rows) == 1:
+        raise ValueError(f"no pretrained weights match {pattern!r}; leave it out to list all")
+    _print_table(rows)
+    return 0
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    """Prints rows; the first column is aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [f"{row[0]:{widths[0]}}"] + [f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True)]
         print_line("  ".join(cells))
-    return 0

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..train.data.transform import read_image
 
-    trained = load_trained(args.checkpoint)
+    trained = load_trained(args.checkpoint, args.mean, args.std)
     device = select_device(args.device)
     model = trained.model.to(device).eval()
     files, count = find_images(args.images), 0

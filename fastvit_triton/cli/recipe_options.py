@@ -5,7 +5,7 @@ import textwrap
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from .checks import check_model
+from .checks import check_channels, check_model
 from .parser import Parser
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ def add_recipe_options(parser: Parser) -> None:
     group = parser.add_argument_group("options that replace the recipe's values, which are listed below")
     for name, (kind, about) in RECIPE_OPTIONS.items():
         group.add_argument(f"--{name}", type=kind, check=_check_field, help=about)
+    for name in ("mean", "std"):
+        text = f"{name} of each channel, such as 0.5,0.5,0.5 (default: that of --weights, or of ImageNet)"
+        group.add_argument(f"--{name}", check=check_channels, help=text)
     parser.more = _recipes
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from .checks import at_least, check_checkpoint, check_data
+from .checks import at_least, channels, check_checkpoint, check_data
 from .console import (
     add_device_option,
     add_max_pixels_option,
@@ -22,7 +22,7 @@ from .console import (
     select_device,
     show_warmup,
 )
-from .loading import load_trained
+from .loading import follow_weights, load_trained
 from .parser import Parser
 from .recipe_options import add_recipe_options
 
@@ -49,7 +49,8 @@ def add_arguments(parser: Parser) -> None:
     add("--accept-changes", action="store_true", help="resume although options or images differ from those of the run")
     add("--overwrite", action="store_true", help="replace the run in --out")
     add_recipe_options(parser)
-    text = "checkpoint to start from, in any known layout; a head of another size is reinitialised"
+    text = "checkpoint to start from: NAME.TAG, timm/NAME or another repository of the Hub, or a file in any known "
+    text += "layout; model and preprocessing are its own unless given, and a head of another size is reinitialised"
     add("--weights", check=check_checkpoint, help=text)
     add("--grad-accum-steps", type=int, check=at_least(1), help="micro-batches per step, to save memory")
     add("--amp", choices=("auto", "bfloat16", "float16", "float32"), help="autocast (default: bfloat16 on a GPU)")
@@ -115,6 +116,10 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     state, damage = newest_state(out) if _is_resumed(args, out) else (None, "")
     names = {"recipe", *SETTINGS, *RECIPE_FIELDS} & vars(args).keys()
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    for name in {"mean", "std"} & given.keys():
+        given[name] = channels(given[name]) * (3 if "," not in given[name] else 1)
+    if state is None and args.weights and args.data not in (None, "digits"):
+        given = follow_weights(args.weights, given)
     settings = resolve_settings(given, state, args.accept_changes)
     recipe = recipe_of(settings)
     if settings["deterministic"]:
@@ -202,17 +207,31 @@ def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) 
     configure_model(recipe, model, fresh=not settings["weights"])
     if settings["weights"] and not resumed:
         load_weights(model, settings["weights"])
+    described: Any = model
+    described.pretrained_cfg = _describe(model, data)
     if recipe.mask_ratio:
         options |= recipe.decoder
         model = build_masked_model(recipe, model, create_model(recipe.model, **options).blocks)
     return model
 
 
+def _describe(model: Any, data: "Data") -> dict[str, Any]:
+    """What will be known of the trained weights, with timm's keys."""
+    transform = data.transform
+    cfg = {"architecture": model.variant, "num_classes": model.num_classes, "label_names": data.classes}
+    cfg |= {"input_size": (len(transform.mean), *transform.size), "mean": transform.mean, "std": transform.std}
+    return cfg | {
+        "interpolation": transform.interpolation,
+        "crop_pct": transform.crop,
+        "crop_mode": transform.crop_mode,
+    }
+
+
 def _load_teacher(path: str | None, student: Any, classes: int, device: "torch.device") -> "nn.Module | None":
     """Loads the teacher, if any, and sets the student to return class-token and distillation-token logits."""
     if path is None:
         return None
-    teacher = load_trained(Path(path))
+    teacher = load_trained(path)
     if len(teacher.classes) != classes:
         raise ValueError(
             f"--teacher has {len(teacher.classes)} classes, the data has {classes}; train one on this data"

@@ -99,34 +99,46 @@ def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named
     Raises:
         RuntimeError: the model reads a value that depends on weights or on meta tensors.
     """
-    inputs, named = tree_map_only(Tensor, given, (inputs, named))
     choices: list[Choice] = []
-    with using_backend("auto"):
-        eager = _traced(_without_data(model, training), inputs, named)
-        with targeting(gpu.architecture), assuming(gpu), _triton():
-            with observing(choices.append):
-                ours = _traced(_without_data(model, training), inputs, named).count
-            frozen = None
-            if not training:
-                net = _without_data(model, training)
-                freeze(net)
-                _traced(net, inputs, named)  # computes the folds
-                frozen = _traced(_unplanned(net), inputs, named).count
+    eager = traced(model, None, training, inputs, named)
+    with observing(choices.append):
+        ours = traced(model, gpu, training, inputs, named).count
+    frozen = None if training else traced(model, gpu, training, inputs, named, frozen=True).count
     return Prediction(eager.count, inductor_count(eager.events), ours, frozen, tuple(choices), gpu, training)
 
 
-def _traced(model: nn.Module, inputs: tuple, named: dict) -> Trace:
+def traced(
+    model: nn.Module, gpu: Gpu | None, training: bool, inputs: tuple, named: dict[str, object], frozen: bool = False
+) -> Trace:
+    """The trace of one call.
+
+    Args:
+        model: as for `predict`.
+        gpu: one of `cost.gpus()`; None for eager PyTorch.
+        training: include the backward pass of every output.
+        inputs: as for `predict`.
+        named: keyword inputs.
+        frozen: keep folded weights between calls.
+
+    Raises:
+        RuntimeError: the model reads a value that depends on weights or on meta tensors.
+    """
+    inputs, named = tree_map_only(Tensor, given, (inputs, named))
+    net = _unplanned(without_weights(copy.deepcopy(model)).train(training))
+    with using_backend("auto"), contextlib.nullcontext() if gpu is None else _assumed(gpu):
+        if frozen:
+            freeze(net)
+            _called(net, inputs, named)  # computes the folds
+        return _called(_unplanned(net), inputs, named)
+
+
+def _called(model: nn.Module, inputs: tuple, named: dict[str, object]) -> Trace:
     with tracing() as trace, torch.set_grad_enabled(model.training):
         results = model(*inputs, **named)
         results = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad]
         if model.training:
             torch.autograd.backward(results, [torch.empty_like(t) for t in results])
     return trace
-
-
-def _without_data(model: nn.Module, training: bool) -> nn.Module:
-    """A copy on the CPU with uninitialised parameters."""
-    return _unplanned(without_weights(copy.deepcopy(model)).train(training))
 
 
 def _unplanned(model: nn.Module) -> nn.Module:
@@ -137,10 +149,11 @@ def _unplanned(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _triton() -> Iterator[None]:
-    """Context in which Triton counts as installed; nothing is compiled in it."""
+def _assumed(gpu: Gpu) -> Iterator[None]:
+    """Context in which tensors count as that GPU's, and Triton as installed; nothing is compiled in it."""
     before, tile.MISSING = tile.MISSING, None
     try:
-        yield
+        with targeting(gpu.architecture), assuming(gpu):
+            yield
     finally:
         tile.MISSING = before

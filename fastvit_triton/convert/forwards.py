@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ..kernels.backend import constant, kernels_available
 from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
-from ..layers.hooks import type_name
+from ..layers.hooks import PACKAGE, type_name
 from ..layers.module_parts import Foreign
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
+from .recognition import recognised
 from .third_party import is_fusable
 
 Parts = AttentionParts | MlpParts | WindowParts | ReducedParts | DepthwiseMlpParts
@@ -40,6 +41,7 @@ class Forward(NamedTuple):
         reason: returns why a module must run its own forward now, or None.
         call: returns the keyword arguments that every call of the module has, as known from its attributes.
         folds: returns pairs of a norm and the body or layer after it, into which it is folded where possible.
+        by_name: True if it depends on the names of types, so that copies of the class need names of their own here.
     """
 
     run: Callable
@@ -50,6 +52,7 @@ class Forward(NamedTuple):
     reason: Callable[[Foreign], str | None] | None = None
     call: Callable[[Foreign], dict[str, object]] | None = None
     folds: Folds | None = None
+    by_name: bool = False
 
     def lacks(self, module: nn.Module) -> str | None:
         """Message that names a required attribute this instance lacks; None if it has all."""
@@ -82,6 +85,7 @@ def _arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 
 _taken: dict[type[nn.Module], tuple[str, ...]] = {}
 FORWARDS: dict[str, list[Forward]] = {}  # type → its fused forwards, the newest release's first
+INNER: set[str] = set()  # types of submodules whose code a fused forward replaces together with its own
 
 
 def register(names: tuple[str, ...], forward: Forward) -> None:
@@ -90,9 +94,18 @@ def register(names: tuple[str, ...], forward: Forward) -> None:
         FORWARDS.setdefault(name, []).append(forward)
 
 
+@constant
+def known_type(module: nn.Module) -> str:
+    """Name of the module's type, or of the registered type whose forward runs the same code."""
+    name = type_name(module)
+    if name in FORWARDS or name.partition(".")[0] in ("torch", PACKAGE):
+        return name
+    return recognised(type(module)) or name
+
+
 def forward_for(module: nn.Module) -> Forward | str | None:
     """The fused forward that fits this instance; a reason (str) if none fits; None for unknown types."""
-    known = FORWARDS.get(type_name(module))
+    known = FORWARDS.get(known_type(module))
     if known is None:
         return None
     forward = next((f for f in known if f.lacks(module) is None), None)
@@ -106,12 +119,13 @@ def fused_forward(
     takes: str | None = None,
     reason: Callable[[Foreign], str | None] | None = None,
     folds: Folds | None = None,
+    by_name: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Decorator: registers the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
         chosen = _chosen(forward)
-        register(names, Forward(chosen, needs, takes, None, became, reason, None, folds))
+        register(names, Forward(chosen, needs, takes, None, became, reason, None, folds, by_name))
         return chosen
 
     return decorate
@@ -184,11 +198,12 @@ def fused_body(
     takes: str | None = None,
     call: Callable[[Foreign], dict[str, object]] | None = None,
     after: tuple | None = None,
+    by_name: bool = False,
 ) -> Callable[[R], R]:
     """Decorator: registers a reader of these types, see `Forward` and `FusedBody`."""
 
     def decorate(read: R) -> R:
-        register(names, Forward(FusedBody(read, after), needs, takes, read, call=call))
+        register(names, Forward(FusedBody(read, after), needs, takes, read, call=call, by_name=by_name))
         return read
 
     return decorate

@@ -1,5 +1,4 @@
-"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA and DINOv3, NaFlexViT, CaiT,
-TNT, CrossViT."""
+"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA, DINOv3, NaFlexViT, CaiT, TNT, CrossViT."""
 
 from typing import Any
 
@@ -9,15 +8,17 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.patch_embed import patch_embed
 from ..layers.body import AttentionParts, finish, fold_or_normalize, normalize, project
-from ..layers.branch import Branch, add_branches
+from ..layers.branch import Branch, add_branches, runs_plain
 from ..layers.hooks import has_hooks, is_our_forward, type_name
 from ..layers.module_parts import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
+from ..layers.ways import plainly
 from .forwards import arguments, fused_body, fused_forward, original
 from .from_timm import dropped
 from .third_party import is_fusable, scores_mask
 
 
 def both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
+    """The norm of each branch and the body after it."""
     return [(block.norm1, block.attn), (block.norm2, block.mlp)]
 
 
@@ -155,15 +156,17 @@ def tnt_block(self: Foreign, pixel_embed: Tensor, patch_embed: Tensor) -> tuple[
     """TNT's block: pixels [B·N, n, D'] attend within patches, then tokens [B, 1 + N, D] that receive them attend."""
     if not is_fusable(self, pixel_embed):
         return original(self, pixel_embed, patch_embed)
-    (inner, outer), drop = _tnt_branches(self), self.drop_path
-    pixels = add_branches(pixel_embed, *(Branch(body, norm, None, drop) for norm, body in inner))
+    inner, outer = ([Branch(body, norm, None, self.drop_path) for norm, body in pair] for pair in _tnt_branches(self))
+    if runs_plain(pixel_embed, *inner) and runs_plain(patch_embed, *outer):
+        return plainly(original, self, pixel_embed, patch_embed)
+    pixels = add_branches(pixel_embed, *inner)
     cls, patches = patch_embed[:, :1], patch_embed[:, 1:]
     if self.norm2_proj is None:
         added = finish(normalize(pixels, self.norm1_proj).reshape(*patches.shape[:2], -1), self.proj)
     else:
         added = normalize(finish(pixels.reshape(*patches.shape[:2], -1), self.proj, self.norm1_proj), self.norm2_proj)
     tokens = torch.cat((cls, patches + added), 1)
-    return pixels, add_branches(tokens, *(Branch(body, norm, None, drop) for norm, body in outer))
+    return pixels, add_branches(tokens, *outer)
 
 
 def _tnt_branches(self: Foreign) -> tuple[list, list]:

@@ -62,6 +62,7 @@ def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | 
     takes="",
     reason=_swin_reason,
     folds=both_norms,
+    by_name=True,
 )
 def swin_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin's block; [B, H, W, D] → [B, H, W, D]."""
@@ -80,6 +81,7 @@ def swin_block(self: Foreign, x: Tensor) -> Tensor:
     needs=SWIN,
     takes="",
     reason=_swin_reason,
+    by_name=True,
 )
 def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
     """Swin V2's block with norms after the branches; [B, H, W, D] → [B, H, W, D]."""
@@ -162,7 +164,7 @@ def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> ReducedParts | st
     reduce, norm, ratio = self.sr, self.norm, 1 if self.sr is None else self.sr.stride[0]
     if self.pool is not None:
         reduce, norm = partial(_pooled, self), None
-    more = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
+    more: dict[str, Any] = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
     return dropped(self) or ReducedParts(
         self.q, (self.kv,), self.proj, self.num_heads, self.scale, reduce, norm, **more
     )
@@ -190,6 +192,7 @@ def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> DepthwiseMlpP
     needs="norm1 attn drop_path1 norm2 mlp drop_path2",
     takes="size feat_size",
     folds=both_norms,
+    by_name=True,
 )
 def pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block of tokens of a grid; [B, N, D] → [B, N, D]."""

@@ -1,21 +1,17 @@
 """Fused forwards for transformers: ViT, DeiT, ViT-MAE, DINOv2 (with registers), DINOv3, CLIP and SigLIP (1 and 2)."""
 
-import sys
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.attention import attention
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import Foreign, activation_of
-from .forwards import fused_body, fused_forward, original
+from .forwards import INNER, fused_body, fused_forward, known_type, original
 from .from_torch import STEMS, cross_attend, multihead_reason
-from .third_party import can_run, is_fusable, scores_mask
-
-NAME = "fastvit_triton"  # name of our attention in transformers' AttentionInterface
+from .third_party import is_fusable, scores_mask
 
 
 def classes(*names: str) -> list[str]:
@@ -31,7 +27,8 @@ NESTED = classes(
     "dinov2.Dinov2Attention",
     "dinov2_with_registers.Dinov2WithRegistersAttention",
 )
-INNER = [name.removesuffix("Attention") + "SelfAttention" for name in NESTED]  # nested in them in older releases
+for family in (name.removesuffix("Attention") for name in NESTED):  # nested in them in older releases
+    INNER |= {f"{family}SelfAttention", f"{family}SelfOutput"}
 
 
 @fused_body(
@@ -75,8 +72,9 @@ def attention_parts(
 )
 def nested_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
     """As `attention_parts` for older releases: two submodules, the second with dropout; no weights are returned."""
-    inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
-    if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
+    inner, outer, family = self.attention, self.output, known_type(self).removesuffix("Attention")
+    same = known_type(inner) == f"{family}SelfAttention" and known_type(outer) == f"{family}SelfOutput"
+    if not same or not all(is_plain_module(part, (type_name(part),)) for part in (inner, outer)):
         return "attention or output was replaced or has a hook"
     why = attention_reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
     if why is not None:
@@ -256,37 +254,3 @@ STEMS.update(
 )
 STEMS.update(dict.fromkeys(classes("clip.CLIPVisionEmbeddings", "siglip.SiglipVisionEmbeddings"), "patch_embedding"))
 STEMS.update(dict.fromkeys(classes("dinov3_vit.DINOv3ViTEmbeddings"), "patch_embeddings"))
-
-
-def attention_forward(
-    module: Foreign,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **more: object,
-) -> tuple[Tensor, None]:
-    """Attention as transformers' AttentionInterface calls it: [B, H, N, D] each → ([B, Nq, H, Dv], no weights).
-
-    Unsupported cases, such as grouped heads, causal masks and dropout, use transformers' "sdpa".
-    """
-    causal = query.shape[2] > 1 and attention_mask is None
-    causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    grouped = query.shape[1] != key.shape[1]
-    odd = any(more.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-    if causal or grouped or odd or dropout > 0 or not can_run(query):
-        sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
-        named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
-        return sdpa(module, query, key, value, attention_mask, **named)
-    return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
-
-
-def register() -> None:
-    """Registers "fastvit_triton" as an attention in transformers, if that is imported; masks are those of "sdpa"."""
-    models, masks = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "masking_utils"))
-    if models is not None and masks is not None:
-        models.AttentionInterface.register(NAME, attention_forward)
-        masks.AttentionMaskInterface.register(NAME, masks.sdpa_mask)

@@ -13,13 +13,13 @@ from ..layers.branch import Branch, add_branches
 from ..layers.freeze import derived
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import DROPOUTS, Foreign, activation_of, is_inactive
-from .forwards import arguments, fused_body, fused_forward, original
+from .forwards import INNER, arguments, fused_body, fused_forward, original
 from .from_torch import STEMS
-from .from_transformers import INNER, attention_parts, checkpointed, classes
+from .from_transformers import attention_parts, checkpointed, classes
 from .third_party import four_axes, is_fusable
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
-INNER += [f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa")]
+INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))
 STEMS.update({f"{family}PatchEmbeddings": "projection" for family in FAMILIES})
 
 
@@ -38,6 +38,7 @@ def _bias(module: Foreign, resolution: tuple[int, int], patch: int, interpolate:
     "attention.dropout attention.has_relative_position_bias attention.config output.dense output.dropout",
     takes="head_mask output_attentions relative_position_bias interpolate_pos_encoding resolution",
     after=(None,),
+    by_name=True,
 )
 def nested_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | str:
     """Parts of an attention with nested submodules; biases of the block and of the model are added."""
@@ -69,6 +70,7 @@ def nested_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | s
     "relative_position_bias",
     takes="attention_mask interpolate_pos_encoding resolution",
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.mlp)],
+    by_name=True,
 )
 def layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with LayerScale and a bias by relative position; [B, N, D] → [B, N, D]."""
@@ -83,7 +85,7 @@ def _layer(
     attention_mask: Tensor | None = None,
     interpolate_pos_encoding: bool = False,
     resolution: Any = None,
-    **more: object,
+    **more: Any,
 ) -> Tensor:
     bias = None
     if self.relative_position_bias is not None:
@@ -118,8 +120,9 @@ def _nested_reason(self: Foreign) -> str | None:
     takes="head_mask output_attentions relative_position_bias interpolate_pos_encoding resolution",
     reason=_nested_reason,
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
+    by_name=True,
 )
-def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor | None, ...]:
     """As `layer`, with nested submodules; [B, N, D] → ([B, N, D],), or with None where weights are never returned."""
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     odd = call.get("output_attentions") or call.get("head_mask") is not None

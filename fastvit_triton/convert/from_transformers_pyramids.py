@@ -12,13 +12,13 @@ from ..layers.branch import Branch, add_branches
 from ..layers.hooks import is_plain_module, type_name
 from ..layers.module_parts import DROPOUTS, Foreign, activation_of, is_identity, is_inactive
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
-from .forwards import arguments, fused_body, fused_forward, original
+from .forwards import INNER, arguments, fused_body, fused_forward, original
 from .from_torch import STEMS
-from .from_transformers import INNER, attention_reason, checkpointed, classes
+from .from_transformers import attention_reason, checkpointed, classes
 from .third_party import is_fusable
 
 SEGFORMER, GLPN, PVT, PVT_V2 = classes("segformer.Segformer", "glpn.GLPN", "pvt.Pvt", "pvt_v2.PvtV2")
-INNER += [f"{family}EfficientSelfAttention" for family in (SEGFORMER, GLPN, PVT)]
+INNER.update(f"{family}EfficientSelfAttention" for family in (SEGFORMER, GLPN, PVT))
 CONVOLUTIONS = [f"{family}{name}Conv" for family in (SEGFORMER, GLPN, PVT_V2) for name in ("DW", "DepthWise")]
 STEMS[f"{PVT}PatchEmbeddings"] = "projection"
 
@@ -36,6 +36,7 @@ def _grid(height: int | None, width: int | None) -> Grid:
     "sequence_reduction_ratio",
     takes="height width attention_mask",
     after=(None,),
+    by_name=True,
 )
 def attention_parts(
     self: Foreign,
@@ -45,7 +46,8 @@ def attention_parts(
     **more: object,
 ) -> ReducedParts | str:
     """Parts of SegFormer's attention."""
-    small, ratio = getattr(self, "sequence_reduction", None), self.sequence_reduction_ratio
+    small: Foreign = getattr(self, "sequence_reduction", None)
+    ratio = self.sequence_reduction_ratio
     if attention_mask is not None:
         return "a mask"
     if ratio > 1 and not is_plain_module(small, (f"{SEGFORMER}SequenceReduction",)):
@@ -65,6 +67,7 @@ def attention_parts(
     "self.sr_ratio|self.sequences_reduction_ratio output.dense output.dropout",
     takes="height width output_attentions",
     after=(),
+    by_name=True,
 )
 def nested_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
@@ -88,6 +91,7 @@ def nested_parts(
     "linear_attention",
     takes="height width output_attentions",
     after=(),
+    by_name=True,
 )
 def pvt_v2_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
@@ -138,6 +142,7 @@ class _Pooled:
     f"{PVT_V2}ConvFeedForwardNetwork",
     needs="fc1|dense1 dwconv.dwconv activation_fn|intermediate_act_fn fc2|dense2 dropout",
     takes="height width",
+    by_name=True,
 )
 def mix_parts(self: Foreign, height: int | None = None, width: int | None = None) -> DepthwiseMlpParts | str:
     """Parts of an MLP with a depthwise convolution; one dropout is used twice."""
@@ -153,7 +158,12 @@ def mix_parts(self: Foreign, height: int | None = None, width: int | None = None
     return DepthwiseMlpParts(first, conv.dwconv, act, last, drops, rectified, _grid(height, width))
 
 
-@fused_body(f"{PVT}FFN", needs="dense1 intermediate_act_fn dense2 dropout", takes="")
+@fused_body(
+    f"{PVT}FFN",
+    needs="dense1 intermediate_act_fn dense2 dropout",
+    takes="",
+    by_name=True,
+)
 def mlp_parts(self: Foreign) -> MlpParts:
     """Parts of PVT's MLP; one dropout is used twice."""
     return MlpParts((self.dense1,), activation_of(self.intermediate_act_fn), self.dense2, (self.dropout, self.dropout))
@@ -172,6 +182,7 @@ def _norms(self: Foreign) -> tuple[nn.Module, nn.Module]:
     needs="attention layernorm_before|layer_norm_1 layernorm_after|layer_norm_2 drop_path mlp",
     takes="height width output_attentions",
     folds=lambda self: zip(_norms(self), (self.attention, self.mlp), strict=True),
+    by_name=True,
 )
 def layer(self: Foreign, hidden_states: Tensor, height: int, width: int, *inputs: Any, **named: Any) -> Any:
     """Pre-norm block on a map given as tokens; [B, H·W, D] → [B, H·W, D], in older releases in a tuple."""

@@ -2,6 +2,9 @@
 
 The copies, Swin V2, and Swin before release 5.10 nest their submodules: `attention.self`, `attention.output`,
 `intermediate`, `output`. A layer lowers its own window and shift for a grid that is no larger than its window.
+
+transformers subtracts 200 from the scores between regions of a shifted window of Swin V2, all others 100, as here. The
+difference is a weight of e⁻¹⁰⁰ times the exponential of how far such a score exceeds those of the own region.
 """
 
 import math
@@ -15,9 +18,9 @@ from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import Foreign, activation_of, is_inactive
 from ..layers.spatial import Window, WindowParts
 from ..layers.ways import plainly
-from .forwards import arguments, fused_body, fused_forward, original
+from .forwards import INNER, arguments, fused_body, fused_forward, original
 from .from_torch import STEMS
-from .from_transformers import INNER, attention_reason, checkpointed, classes
+from .from_transformers import attention_reason, checkpointed, classes
 from .third_party import is_fusable
 from .windows import continuous_bias, cosine_scale, merge, table_bias
 
@@ -28,7 +31,7 @@ NESTED = "self.query self.key self.value self.num_attention_heads self.dropout s
 NESTED += "output.dense output.dropout "
 PASSED = ("output_hidden_states", "return_dict", "use_cache")  # arguments that a layer ignores
 
-INNER += [f"{family}SelfAttention" for family in FAMILIES]
+INNER.update(f"{family}SelfAttention" for family in FAMILIES)
 STEMS.update({f"{family}PatchEmbeddings": "projection" for family in FAMILIES})
 STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
 
@@ -51,6 +54,7 @@ STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
     "relative_position_bias.relative_position_bias_table relative_position_bias.relative_position_index",
     takes="attention_mask",
     after=(None,),
+    by_name=True,
 )
 def attention_parts(self: Foreign, *given: Any, **named: Any) -> WindowParts | str:
     """Parts of the attention in separate windows [B · windows, n, D]; shifted ones have a mask and run the original."""
@@ -133,6 +137,7 @@ def _folds(self: Foreign) -> list[tuple[nn.Module, nn.Module]]:
     takes="input_dimensions head_mask output_attentions always_partition",
     reason=_layer_reason,
     folds=_folds,
+    by_name=True,
 )
 def layer(self: Foreign, hidden_states: Tensor, input_dimensions: tuple[int, int], *inputs: Any, **named: Any) -> Any:
     """Block in windows; [B, H·W, D] → ([B, H·W, D], None), or a tuple of one for nested submodules."""
@@ -188,6 +193,7 @@ def _layer(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
     needs="norm reduction",
     takes="input_dimensions",
     folds=lambda self: [(self.norm, self.reduction)],
+    by_name=True,
 )
 def merging(self: Foreign, input_feature: Tensor, input_dimensions: tuple[int, int]) -> Tensor:
     """Joins the channels of 2×2 tokens, normalises and projects them; [B, H·W, D] → [B, ⌈H/2⌉·⌈W/2⌉, 2 D]."""

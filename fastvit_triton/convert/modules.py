@@ -18,6 +18,7 @@ from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
 from . import (  # noqa: F401  (they register)
+    attention_interface,
     from_timm_blocks,
     from_timm_pyramids,
     from_torch,
@@ -28,14 +29,16 @@ from . import (  # noqa: F401  (they register)
     from_transformers_swin,
     from_vit_pytorch,
 )
-from .forwards import Forward, Parts, forward_for
+from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import CONV, STEMS
+from .recognition import foreign_code, forget, is_ours
 from .reporting import Report, Row
+from .verify import TOLERANCE, as_double, differences
 
 LEFT: dict[str, str | None] = {
     "timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"
 }  # type → why it is not converted
-LEFT |= dict.fromkeys(from_transformers.INNER)  # submodules of a candidate
+LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
 
 
@@ -45,6 +48,7 @@ def optimize(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     freeze: bool = False,
     tune: Any = None,
+    verify: Any = None,
 ) -> Report:
     """Replaces, in place, the forward of every module of a known type by one that can run fused.
 
@@ -69,21 +73,28 @@ def optimize(
         freeze: the weights are final: also call `fastvit_triton.freeze` on the model.
         tune: an example input: also measure how the model runs fastest on this GPU, in training if it is in training
             mode; see `fastvit_triton.tune`. Nothing is measured if no kernel can run.
+        verify: an example input (a tensor, or a tuple or dictionary of arguments): also run each converted module and
+            its original in float64 with PyTorch, on two copies of the model, and undo the conversions whose outputs
+            differ; the report gives the difference.
 
     Returns:
         Report: for each candidate, what it became or why it was not converted; prints as a table.
 
     Raises:
         TypeError: model is not an nn.Module, filter_fn cannot be called, or freeze is not a bool.
+        Exception: whatever the model raises on the input to verify.
     """
     _check(model)
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
-    from_transformers.register()
+    attention_interface.register()
+    forget()
     with _all_or_nothing(model):
         rows = _rows(model, filter_fn)
+        if verify is not None:
+            rows = _verified(model, rows, verify)
     if freeze:
         freeze_weights(model)
     parameter = next(model.parameters(), None)
@@ -114,6 +125,7 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     rows: list[Row] = []
     seen: dict[int, Row] = {}
     inside: list[str] = []
+    own: list[str] = []
     known = dict(model.named_modules(remove_duplicate=False))
     stems = {id(getattr(m, STEMS[type_name(m)], None)) for m in known.values() if type_name(m) in STEMS}
     for path, module in known.items():
@@ -122,6 +134,11 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
             continue
         if type_name(module) == CONV and id(module) not in stems:
+            continue
+        if is_ours(path, known):
+            if not any(f"{path}.".startswith(p + "." if p else "") for p in own):
+                own.append(path)
+                rows.append(Row(path, type(module).__name__, why="it calls the kernels itself"))
             continue
         row = _convert(path, module, filter_fn)
         if row is None:
@@ -135,6 +152,23 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     fused = [known[row.path] for row in rows if row.became is not None]
     folded = {id(norm) for module in fused for norm in _folded(module, {id(m) for m in fused})}
     return tuple(_named(row, known[row.path], folded) for row in rows)
+
+
+def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row, ...]:
+    """The rows after undoing the conversions whose outputs differ from the originals'."""
+    original = as_double(model)
+    revert(original)
+    paths = [row.path for row in rows if row.became is not None and "the same module as" not in (row.why or "")]
+    found = differences(original, as_double(model), paths, inputs)
+    wrong = {path: by for path, by in found.items() if not by <= TOLERANCE}
+    for path in wrong:
+        del model.get_submodule(path).__dict__["forward"]
+    return tuple(
+        Row(row.path, row.type, why=f"its outputs differ from the original's by {wrong[row.path]:.1e}")
+        if row.path in wrong
+        else replace(row, within=None if row.within in wrong else row.within)
+        for row in rows
+    )
 
 
 def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
@@ -171,12 +205,12 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
     if forward is None:
-        why = LEFT.get(name, "unknown type")
+        why = LEFT.get(known_type(module), "unknown type")
         asked = why is not None and any(word in cls.lower() for word in WORDS)
         return Row(path, cls, why=why) if asked else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
-    parts = "the forward of its class was replaced" if is_patched(type(module)) else _parts(forward, module)
+    parts = _foreign_code(module) or _parts(forward, module)
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
@@ -187,6 +221,13 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
     return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)
+
+
+def _foreign_code(module: nn.Module) -> str | None:
+    """Why the module's forward is not the code that its fused forward replaces; None if it is."""
+    if is_patched(type(module)):
+        return "the forward of its class was replaced"
+    return foreign_code(type(module)) if known_type(module) == type_name(module) else None
 
 
 def _became(forward: Forward, parts: Parts | None) -> str:
@@ -210,6 +251,8 @@ def _parts(forward: Forward, module: nn.Module) -> Parts | str | None:
 
 def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator[str]:
     """Yields notes: what is called instead of fused, and when the module's own forward runs."""
+    if (known := known_type(module)) != type_name(module):
+        yield f"it runs the code of {known.rpartition('.')[2]}"
     if has_hooks(module):
         yield "it has a hook, so it is called"
     if parts is not None:

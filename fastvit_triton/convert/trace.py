@@ -2,8 +2,7 @@
 
 A PyTorch operator that writes memory counts as one launch, or as the number in LAUNCHES. It reads each operand once and
 writes each result once; views and allocations are free, and cache hits are ignored. Inside our operators, each Triton
-launch moves each of its tensors once, and the PyTorch operators around it count too. Flops are those of matmuls and
-convolutions, 2 for a multiply-add.
+launch moves each of its tensors once, and PyTorch operators around it count. A multiply-add of a product is 2 flops.
 
 Tensors are on the CPU, so that autocast and scaled_dot_product_attention work, but their memory is not accessed and
 results are uninitialised, except for what is computed from integers and constants alone, see `values`. Inside
@@ -293,6 +292,7 @@ def _nbytes(t: Tensor) -> int:
 
 OUR_FLOPS = {
     "attention_fwd": lambda q, k, v, *_: _products(q, k, v),
+    "window_attention_fwd": lambda qkv, bias, scales, pad, heads, window, *_: 4 * qkv.numel() // 3 * math.prod(window),
     "linear_fwd": lambda x, weight, *_: 2 * x.numel() * len(weight),
     "mlp_fwd": lambda x, weight, *_: 4 * x.numel() * len(weight),  # both matmuls; input and output have x's width
     "depthwise_fwd": lambda x, taps, bias, stride, *_: 2 * len(taps) * x[:, ::stride, ::stride].numel(),

@@ -25,6 +25,8 @@ def reader(module: nn.Module) -> Callable[..., tuple[Tensor, Parts, nn.Module | 
     """A function from an attention layer's arguments to (x, parts, position) or a reason; None for other modules."""
     if type(module) is layers.Attention:
         return partial(own, module)
+    if type(module) in (layers.WindowAttention, layers.ReducedAttention):
+        return partial(_spatial, module)
     if type_name(module) == MULTIHEAD:
         return partial(_multihead, module)
     if type_name(module) in READERS:
@@ -53,6 +55,11 @@ def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, 
         (module.qkv,), module.proj, module.num_heads, module.scale, norms=norms, drops=(module.proj_drop,)
     )
     return x, parts, module.position
+
+
+def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, None]:
+    """Input and parts of our attention over a feature map."""
+    return x, module.parts(), None
 
 
 def _foreign(module: nn.Module, read: Callable, *inputs: Any, **named: Any):

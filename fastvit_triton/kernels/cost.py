@@ -13,7 +13,6 @@ Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
 import functools
 import json
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .launch import TUNED
@@ -164,7 +163,7 @@ def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
     """The launches of the residual branches of a block; arguments as in `block_us`."""
     found = []
     for i, branch in enumerate(branches):
-        found += _forward(gpu, branch, way, i == 0, i + 1 == len(branches), training, frozen)
+        found += forward(gpu, branch, way, i == 0, i + 1 == len(branches), training, frozen)
         if training:
             found += _backward(gpu, branch, way)
     return found
@@ -208,17 +207,19 @@ def _product_us(gpu: Gpu, M: int, N: int, K: int) -> float:
     return 2.0 * M * N * K * best / (gpu.product_tflops * efficiency) / 1e6
 
 
-def _product(branch: Branch, M: int, N: int, K: int, ours: bool = False, extra: float = 0) -> Launch:
+def product(branch: Branch, M: int, N: int, K: int, ours: bool = False, extra: float = 0) -> Launch:
     """A matmul launch, with `extra` values read or written besides its operands."""
     kind = "fused product" if ours else "product"
     return Launch(kind, 2.0 * M * N * K, branch.itemsize * (M * K + N * K + M * N + extra), (M, N, K))
 
 
-def _pass(branch: Branch, values: float, kind: str = "pass") -> Launch:
+def one_pass(branch: Branch, values: float, kind: str = "pass") -> Launch:
+    """A launch that reads and writes this number of values and computes next to nothing."""
     return Launch(kind, 0.0, branch.itemsize * values)
 
 
-def _attention(branch: Branch, ours: bool, backward: bool = False) -> Launch:
+def attention_launch(branch: Branch, ours: bool, backward: bool = False) -> Launch:
+    """The launch of a branch's attention, by our kernel or PyTorch's."""
     M = branch.images * branch.tokens
     flops = (10.0 if backward else 4.0) * M * branch.keys_per_query * branch.inner
     values = M * (branch.width + branch.inner) * (2 if backward else 1)
@@ -226,166 +227,98 @@ def _attention(branch: Branch, ours: bool, backward: bool = False) -> Launch:
 
 
 def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -> Launch:
-    """The faster attention kernel, ours or PyTorch's, for a mixed branch; ours for windows, which it need not copy."""
-    if branch.kind == "window_attention":
-        return _attention(branch, True, backward)
+    """The faster attention kernel, ours or PyTorch's, for a mixed branch; PyTorch's copies into windows and back."""
     assert gpu is not None, "the choice depends on the GPU"
-    pair = [_attention(branch, ours, backward) for ours in (False, True)]
-    return min(pair, key=lambda launch: launch_us(gpu, launch))
+    theirs, ours = (attention_launch(branch, one, backward) for one in (False, True))
+    if branch.kind == "window_attention":
+        copies = 4 * branch.images * branch.tokens * branch.channels * branch.itemsize
+        theirs = theirs._replace(nbytes=theirs.nbytes + copies)
+    return min(theirs, ours, key=lambda launch: launch_us(gpu, launch))
 
 
-def _forward(
+def forward(
     gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool, training: bool, frozen: bool
 ) -> list[Launch]:
+    """The launches of a branch's forward pass; for the arguments see `launches`.
+
+    Args:
+        gpu: its rates; None where they do not matter.
+        b: the branch.
+        way: "fused", "mixed" or "plain".
+        first: it is the first branch of its block.
+        last: it is the last one.
+        training: save what the backward pass needs.
+        frozen: the LayerNorm is folded beforehand.
+    """
     M, C, attention = b.images * b.tokens, b.channels, b.attends
     if b.kind == "reduced_attention":
         return _reduced(gpu, b, way, first, last)
-    conv = [_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
+    conv = [one_pass(b, 2 * M * b.inner)] * (b.kind == "depthwise_mlp")
     if way == "fused":
-        found = [] if frozen and not training else [_pass(b, 2 * b.width * C)]  # the fold
+        found = [] if frozen and not training else [one_pass(b, 2 * b.width * C)]  # the fold
         narrow = b.kind == "mlp" and not training and C * b.itemsize <= NARROW and b.itemsize == 2
-        found += [] if not first or narrow else [_pass(b, M * C)]  # row statistics
+        found += [] if not first or narrow else [one_pass(b, M * C)]  # row statistics
         if narrow:  # the hidden layer is not written
-            one = _product(b, M, b.width + b.inner, C, True, 2 * M * C - M * (b.width + b.inner) - M * C)
+            one = product(b, M, b.width + b.inner, C, True, 2 * M * C - M * (b.width + b.inner) - M * C)
             return [*found, one]
         mlp = b.kind == "mlp"
         extra = M * (b.inner if training else b.inner - b.width) if mlp else 0  # pre is saved, and h is written
         middle = [_faster_attention(gpu, b)] if attention else conv
-        return [*found, _product(b, M, b.width, C, True, extra), *middle, _product(b, M, C, b.inner, True, M * C)]
-    norm = [] if way == "mixed" and not first else [_pass(b, 2 * M * C)]
-    core = [_pass(b, M * (b.width + b.inner))]  # the activation
+        return [*found, product(b, M, b.width, C, True, extra), *middle, product(b, M, C, b.inner, True, M * C)]
+    norm = [] if way == "mixed" and not first else [one_pass(b, 2 * M * C)]
+    core = [one_pass(b, M * (b.width + b.inner))]  # the activation
     if attention:
-        core = [_faster_attention(gpu, b) if way == "mixed" else _attention(b, False)]
+        core = [_faster_attention(gpu, b) if way == "mixed" else attention_launch(b, False)]
     if way == "mixed":
         core = conv or core
     else:
-        copies = [_pass(b, 2 * M * C)] * 2 if b.kind == "window_attention" else []  # into windows and back
+        copies = [one_pass(b, 2 * M * C)] * 2 if b.kind == "window_attention" else []  # into windows and back
         core += conv + copies
-    return [*norm, _product(b, M, b.width, C), *core, _product(b, M, C, b.inner), *_end(b, way, last)]
+    return [*norm, product(b, M, b.width, C), *core, product(b, M, C, b.inner), *_end(b, way, last)]
 
 
 def _end(b: Branch, way: str, last: bool) -> list[Launch]:
     """LayerScale, stochastic depth and the residual addition of a mixed or plain branch."""
     values = b.images * b.tokens * b.channels
     if way == "mixed":
-        return [_pass(b, (3 if last else 4) * values)]
-    return [_pass(b, 2 * values)] * b.scales + [_pass(b, 3 * values)]
+        return [one_pass(b, (3 if last else 4) * values)]
+    return [one_pass(b, 2 * values)] * b.scales + [one_pass(b, 3 * values)]
 
 
 def _reduced(gpu: Gpu | None, b: Branch, way: str, first: bool, last: bool) -> list[Launch]:
     """Forward pass of attention with one key per `keys` tokens: norm, queries, reduction, its norm, keys and values."""
     M, C, ours = b.images * b.tokens, b.channels, way == "fused"
     rows = max(M // b.keys, 1)
-    norm = [] if way == "mixed" and not first else [_pass(b, 2 * M * C)]
-    reduction = [_product(b, rows, C, C * b.keys, ours), _pass(b, 2 * rows * C)] if b.keys > 1 else []
-    products = [_product(b, M, b.inner, C, ours), *reduction, _product(b, rows, 2 * b.inner, C, ours)]
-    core = _attention(b, False) if way == "plain" else _faster_attention(gpu, b)
+    norm = [] if way == "mixed" and not first else [one_pass(b, 2 * M * C)]
+    reduction = [product(b, rows, C, C * b.keys, ours), one_pass(b, 2 * rows * C)] if b.keys > 1 else []
+    products = [product(b, M, b.inner, C, ours), *reduction, product(b, rows, 2 * b.inner, C, ours)]
+    core = attention_launch(b, False) if way == "plain" else _faster_attention(gpu, b)
     end = [] if ours else _end(b, way, last)
-    return [*norm, *products, core, _product(b, M, C, b.inner, ours, M * C if ours else 0), *end]
+    return [*norm, *products, core, product(b, M, C, b.inner, ours, M * C if ours else 0), *end]
 
 
 def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
     M, C, attention = b.images * b.tokens, b.channels, b.attends
-    products = [_product(b, M, b.inner, C), _product(b, C, b.inner, M)]  # last layer, then first layer
-    products += [_product(b, M, C, b.width), _product(b, b.width, C, M)]
-    sums = [_pass(b, M * C), _pass(b, M * b.width)]  # bias gradients
-    small = _pass(b, 0)
+    products = [product(b, M, b.inner, C), product(b, C, b.inner, M)]  # last layer, then first layer
+    products += [product(b, M, C, b.width), product(b, b.width, C, M)]
+    sums = [one_pass(b, M * C), one_pass(b, M * b.width)]  # bias gradients
+    small = one_pass(b, 0)
     if b.kind == "reduced_attention" and b.keys > 1:
         rows = max(M // b.keys, 1)
-        products += [_product(b, rows, C * b.keys, C), _product(b, C, C * b.keys, rows)]
+        products += [product(b, rows, C * b.keys, C), product(b, C, C * b.keys, rows)]
     if b.kind == "depthwise_mlp":
-        sums += [_pass(b, 3 * M * b.inner)] * 2  # input and weight of the convolution
+        sums += [one_pass(b, 3 * M * b.inner)] * 2  # input and weight of the convolution
     if way == "plain":
-        middle = [_pass(b, M * (2 * b.width + b.inner))]
+        middle = [one_pass(b, M * (2 * b.width + b.inner))]
         if b.kind == "window_attention":
-            sums += [_pass(b, 2 * M * C)] * 2
+            sums += [one_pass(b, 2 * M * C)] * 2
         if attention:  # FlashAttention's three kernels, and packing dq, dk, dv
-            middle = [_attention(b, False, True), small, small, _pass(b, 2 * M * b.width)]
-        norm = [_pass(b, 3 * M * C, "norm backward"), small, small, _pass(b, 3 * M * C)]  # last: the residual
-        return [*products, *sums, *middle, *norm, *[_pass(b, 3 * M * C)] * b.scales]
-    middle = [_pass(b, 2 * M * (b.width + b.inner))]
+            middle = [attention_launch(b, False, True), small, small, one_pass(b, 2 * M * b.width)]
+        norm = [one_pass(b, 3 * M * C, "norm backward"), small, small, one_pass(b, 3 * M * C)]  # last: the residual
+        return [*products, *sums, *middle, *norm, *[one_pass(b, 3 * M * C)] * b.scales]
+    middle = [one_pass(b, 2 * M * (b.width + b.inner))]
     if attention:
         one = _faster_attention(gpu, b, True)
-        middle = [one] if one.kind == "fused attention" else [one, small, small, _pass(b, 2 * M * b.width)]
-    scaled = [_pass(b, 2 * M * C)] if b.scales else []
-    return [*products, *scaled, *sums, *middle, _pass(b, 5 * M * C), small]
-
-
-Pair = tuple[list[Launch], list[Launch]]  # (launches of our kernels, launches of PyTorch's operators)
-
-
-def _linear(size: int, training: bool, M: int, K: int, F: int, norm: bool, residual: bool, fold: bool) -> Pair:
-    """`linear` of x [M, K] to F outputs."""
-    b = Branch("linear", 1, M, K, F, K, itemsize=size)
-    ours = [_product(b, M, F, K, True, M * F * residual)]
-    ours += [_pass(b, M * K)] * norm + [_pass(b, 2 * K * F)] * (norm and fold)
-    theirs = [_product(b, M, F, K)] + [_pass(b, 2 * M * K)] * norm + [_pass(b, 3 * M * F)] * residual
-    return ours, theirs
-
-
-def _attention_pair(
-    size: int, training: bool, images: int, heads: int, queries: int, keys: int, D: int, packed: bool
-) -> Pair:
-    """`attention`, or `attention_qkv` if packed; then the gradient of the projections is one tensor."""
-    b = Branch("attention", images, keys, heads * D, (2 * keys + queries) * heads * D // max(keys, 1), heads * D, heads,
-               itemsize=size)  # fmt: skip
-    flops = 4.0 * images * heads * queries * keys * D
-    pair = [Launch(kind, flops, _attention(b, False).nbytes) for kind in ("fused attention", "attention")]
-    ours, theirs = [[launch] for launch in pair]
-    if training:
-        for found, launch in ((ours, pair[0]), (theirs, pair[1])):
-            found.append(launch._replace(flops=2.5 * flops, nbytes=2 * launch.nbytes, backward=True))
-        small = _pass(b, 0)
-        theirs += [small, small] + [_pass(b, 2 * images * keys * b.width)] * packed
-    return ours, theirs
-
-
-def _patch_embed(size: int, training: bool, M: int, K: int, D: int, prefix: bool, pos: bool) -> Pair:
-    """`patch_embed` of M patches of K values."""
-    b = Branch("stem", 1, M, D, K, K, itemsize=size)
-    ours, theirs = [_product(b, M, D, K, True)], [_product(b, M, D, K)]
-    theirs += [_pass(b, 2 * M * D)] * prefix + [_pass(b, 2 * M * D)] * pos
-    if training:
-        ours += [_product(b, D, K, M, True, 8 / size * K * D * math.ceil(M / 4096)), _pass(b, 0)]  # fp32 sums
-        theirs += [_product(b, D, K, M)]
-    return ours, theirs
-
-
-def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
-    """`layer_norm` of x [M, D]; the backward pass sums gradients of the parameters in two stages."""
-    b = Branch("norm", 1, M, D, D, D, itemsize=size)
-    forward, small = [_pass(b, 2 * M * D)], _pass(b, 0)
-    if not training:
-        return forward, forward
-    sums = 8 / size * 2 * D * min(M, 512)  # fp32, written and read
-    return [*forward, _pass(b, 3 * M * D), _pass(b, sums)], [*forward, _pass(b, 3 * M * D, "norm backward"), small]
-
-
-def _depthwise(
-    size: int, training: bool, M: int, C: int, K: int, stride: int, bias: bool, activation: bool, residual: bool
-) -> Pair:
-    """`depthwise` with M outputs of C channels; PyTorch adds the bias, activation and residual in passes of their own.
-
-    cuDNN reads and writes x [B, H, W, C] as it is; copies that it makes for views of tokens are not counted.
-    """
-    b, y, x = Branch("depthwise", 1, M, C, C, C, itemsize=size), M * C, M * C * stride**2
-    small = _pass(b, 2 * K * K * C)
-    ours = [small, _pass(b, x + y)]  # the weight as [K², C]
-    theirs = [_pass(b, x + y)] + [_pass(b, 2 * y)] * (bias + activation) + [_pass(b, 3 * y)] * residual
-    if training:
-        ours += [_pass(b, x + 2 * y)] * activation + [_pass(b, x + y * (1 + residual)), _pass(b, x + y), small]
-        theirs += [_pass(b, 3 * y)] * (activation + residual) + [_pass(b, x + y)] * 2 + [_pass(b, y)] * bias
-    return ours, theirs
-
-
-def _mlp(size: int, training: bool, M: int, C: int, F: int, inner: int, norm: bool, residual: bool, fold: bool) -> Pair:
-    """`mlp` of x [M, C]: F outputs of the first layer, `inner` inputs of the second."""
-    b = Branch("mlp", 1, M, C, F, inner, itemsize=size)
-    ours, theirs = (_forward(None, b, way, norm, True, training, not fold) for way in ("fused", "plain"))
-    return ours, theirs if residual else theirs[:-1]
-
-
-OPS: dict[str, Callable[..., Pair]] = dict(
-    linear=_linear, attention=_attention_pair, patch_embed=_patch_embed, layer_norm=_layer_norm, mlp=_mlp,
-    depthwise=_depthwise,
-)  # fmt: skip
+        middle = [one] if one.kind == "fused attention" else [one, small, small, one_pass(b, 2 * M * b.width)]
+    scaled = [one_pass(b, 2 * M * C)] if b.scales else []
+    return [*products, *scaled, *sums, *middle, one_pass(b, 5 * M * C), small]

@@ -99,7 +99,8 @@ def depthwise(
 def _kernel_is_chosen(x, weight, bias, stride, activation, residual):
     """True if the plan selects our kernels, not the reference."""
     rows = plan.rows_of(math.prod(_output_shape(x, stride)[:-1]))
-    sizes = rows, *map(int, weight.shape[::3]), stride, bias is not None, activation is not None, residual
+    kernel = int(weight.shape[0]), int(weight.shape[3])
+    sizes = rows, *kernel, stride, bias is not None, activation is not None, residual
     return plan.prefers_kernel(x, "depthwise", *sizes)
 
 

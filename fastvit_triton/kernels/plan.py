@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from . import backend, launch, measured
-from .cost import OPS, WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
+from .cost import WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
+from .op_cost import OPS
 
 TRACED = (256, 197)  # (images, tokens) assumed while tracing
 MAX_CHOICES = 4096  # cached choices
@@ -214,8 +215,8 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 
     Args:
         x: tensor of the operation's device and dtype.
-        op: a name in `cost.OPS`.
-        sizes: arguments of its function in `cost.OPS`.
+        op: a name in `op_cost.OPS`.
+        sizes: arguments of its function in `op_cost.OPS`.
     """
     return _prefers(x.device, x.dtype, x.element_size(), torch.is_grad_enabled(), op, sizes)
 

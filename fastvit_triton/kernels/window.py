@@ -7,6 +7,14 @@ Math      The grid is padded at the bottom and right to whole windows, and rolle
           O = softmax(S) V, rolled back and cut to [H, W]                                                     (4)
           A padded token is a row of zeros before the projection; so its q, k, v are the projection's bias. It is a key
           like any other, and has no output.
+Backward  equations (5) to (10) of `window_backward`.
+Kernels   They read the packed projection and write the result in place, by an index map: no pass pads, rolls or
+          partitions. A window of at most 64 tokens is one tile, whose bias stays in registers for a run of windows; the
+          keys of larger windows are read in blocks.
+Cost      4·B·H·W·N·heads·D flops; bytes = qkv + o + 4·B·heads·H·W.
+Saved     qkv, bias, scale, pad, o in storage dtype, and L = ln Σₙ exp(S) in fp32.
+Limits    The kernels take heads of at most 64 channels. The bias of windows of more than 64 tokens is copied unless its
+          last axis is contiguous.
 Sources   Liu et al., Swin Transformer, arXiv:2103.14030, section 3.2 and eq. 4; Liu et al., Swin Transformer V2,
           arXiv:2111.09883, eq. 2. The value −100 and the padding are those of the authors' code.
 """
@@ -15,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import attention
+from . import attention, plan
 from .argument import expect_bool, expect_floating, expect_int, expect_mixable, expect_nonempty, expect_number
 from .attention_launch import prepare, prepared, start
 from .backend import kernels_available
@@ -75,12 +83,20 @@ def window_attention(
         TypeError: an argument is of another type or dtype.
     """
     D = _check(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
-    if D <= WIDEST and kernels_available(qkv, D):
+    if D <= WIDEST and kernels_available(qkv, D) and _kernel_is_chosen(qkv, window_size, shift_size):
         scales, scale = (scale, 1.0) if isinstance(scale, Tensor) else (None, D**-0.5 if scale is None else scale)
         padded = qkv.shape[1] % window_size[0] or qkv.shape[2] % window_size[1]
         settings = num_heads, tuple(window_size), tuple(shift_size), scale, pad_first
         return _Fn.apply(cast(qkv)[0], bias, scales, pad if padded else None, *settings)
     return reference(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
+
+
+def _kernel_is_chosen(qkv, window_size, shift_size):
+    """True if the plan selects our kernels, not the reference; constant while tracing."""
+    (B, H, W, width), (h, w) = qkv.shape, window_size
+    padded = not torch.compiler.is_compiling() and bool(H % h or W % w)
+    sizes = plan.rows_of(B * H * W), width // 3, h * w, any(shift_size), padded
+    return plan.prefers_kernel(qkv, "window_attention", *sizes)
 
 
 def reference(
@@ -299,7 +315,7 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     if "bias" in case:
         arguments["bias"] = randn(heads, h * w, h * w)
     if "cosine" in case:
-        arguments["scale"] = randn(heads, shift=10.0)
+        arguments["scale"] = randn(heads, scale=0.3, shift=2.0)
     if "pad" in case:
         arguments["pad"] = randn(3 * heads * D)
     return arguments
@@ -313,7 +329,7 @@ OP = Op(
         "plain": dict(B=1, H=2, W=6, heads=1, D=3, h=2, w=3),
         "moved": dict(B=2, H=5, W=3, heads=2, D=3, h=2, w=3, sy=1, bias=1, pad=1, pad_first=1),
         "cosine": dict(B=1, H=3, W=5, heads=2, D=4, h=2, w=2, sy=1, sx=1, bias=1, cosine=1, pad=1, pad_first=0),
-        "large": dict(B=1, H=9, W=17, heads=1, D=2, h=9, w=9, sx=4, bias=1, pad=1, cosine=1),
+        "large": dict(B=1, H=9, W=17, heads=2, D=3, h=9, w=9, sx=4, bias=1, pad=1),
     },
     inputs=_inputs,
     ragged={
@@ -323,7 +339,7 @@ OP = Op(
         "swinv2": dict(B=1, H=10, W=16, heads=2, D=32, h=8, w=8, sy=4, sx=4, bias=1, cosine=1, pad=1),
         "twins": dict(B=1, H=8, W=7, heads=2, D=30, h=7, w=7),
         "swin384": dict(B=1, H=12, W=24, heads=2, D=32, h=12, w=12, sx=6, bias=1),
-        "swinv2_256": dict(B=1, H=20, W=16, heads=1, D=32, h=16, w=16, sy=8, bias=1, cosine=1, pad=1),
+        "swinv2_256": dict(B=1, H=20, W=16, heads=2, D=16, h=16, w=16, sy=8, bias=1, cosine=1, pad=1),
         "narrow": dict(B=3, H=3, W=4, heads=5, D=6, h=1, w=3, sx=2, bias=1, cosine=1, pad=1, pad_first=0),
         "no_images": dict(B=0, H=7, W=8, heads=2, D=8, h=4, w=4, sy=2, sx=2, bias=1, pad=1, cosine=1),
     },

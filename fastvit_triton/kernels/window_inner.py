@@ -21,16 +21,14 @@ PROGRAMS = 1024  # least number of programs, if there are as many windows; the s
 # Default launch parameters, which fit every architecture; rows of tuned/ override them.
 SPACE = {
     "fwd": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1),
-    "fwd.wide": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1),
+    "fwd.large": dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1),
     "fwd.fp32": dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=1),
     "bwd": dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1),
-    "bwd.wide": dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1),
+    "bwd.large": dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1),
     "bwd.fp32": dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1),
-    "bwd_dq": dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=1),
-    "bwd_dq.wide": dict(BLOCK_M=32, BLOCK_N=64, num_warps=4, num_stages=1),
+    "bwd_dq.large": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1),
     "bwd_dq.fp32": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1),
-    "bwd_dbias": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
-    "bwd_dbias.wide": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
+    "bwd_dbias.large": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
     "bwd_dbias.fp32": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1),
 }
 
@@ -127,16 +125,17 @@ def load_lse(l_ptr, at, real):
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
-def tuned_row(kernel: str, qkv: Tensor, D: int, cosine: bool) -> tuple[str, dict[str, int]]:
-    """(row name in tuned/, default launch parameters) for heads of D channels."""
-    kind = ".fp32" if qkv.dtype == torch.float32 else ".wide" if D > 32 or cosine else ""
+def tuned_row(kernel: str, qkv: Tensor, arguments: dict[str, Any]) -> tuple[str, dict[str, int]]:
+    """(row name in tuned/, default launch parameters); "large" needs smaller tiles."""
+    large = arguments["D"] > 32 or arguments["N"] > ONE_TILE or arguments["COSINE"] or arguments["PADDED"]
+    kind = ".fp32" if qkv.dtype == torch.float32 else ".large" if large else ""
     return f"window.{kernel}{kind}", SPACE[kernel + kind]
 
 
 def blocks_of(kernel: str, qkv: Tensor, arguments: dict[str, Any]) -> dict[str, int]:
     """Launch parameters: from measurements or tuned/ if present, else from SPACE; tiles are no larger than a window."""
     sizes = (arguments[name] for name in ("windows", "heads", "N"))
-    blocks = config(*tuned_row(kernel, qkv, arguments["D"], arguments["COSINE"]), qkv.device, *sizes)
+    blocks = config(*tuned_row(kernel, qkv, arguments), qkv.device, *sizes)
     largest = power_of_2(max(arguments["N"], 16))
     return blocks | {name: min(blocks[name], largest) for name in ("BLOCK_M", "BLOCK_N")}
 
@@ -153,8 +152,9 @@ def readable(qkv: Tensor, bias: Tensor | None, window_size: Sequence[int]) -> tu
     window, so their keys must be adjacent.
     """
     small = window_size[0] * window_size[1] <= ONE_TILE
-    copied = bias is not None and not small and bias.stride(2) != 1
-    return qkv if qkv.stride(-1) == 1 else qkv.contiguous(), bias.contiguous() if copied else bias
+    if bias is not None and not small and bias.stride(2) != 1:
+        bias = bias.contiguous()
+    return qkv if qkv.stride(-1) == 1 else qkv.contiguous(), bias
 
 
 def arguments_of(

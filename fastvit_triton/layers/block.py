@@ -104,16 +104,17 @@ class Blocks(nn.Sequential):
             after: functions of the output of the first block, the second, and so on.
             recompute: compute each block again in the backward pass instead of storing its activations.
         """
-        stats, blocks = None, list(self)
+        stats, blocks, changed = None, list(self), len(after)
         chained = [type(block) is Block and not has_hooks(block) for block in blocks]  # a hook expects one tensor
         if has_global_hooks() or recompute:
             chained = [False] * len(blocks)
+        chained.append(False)  # after the last block
         for i, block in enumerate(blocks):
             if recompute:
                 x = checkpoint(block, x, use_reentrant=False)
-            elif chained[i] and i + 1 < len(blocks) and chained[i + 1] and i >= len(after):
+            elif chained[i] and chained[i + 1] and i >= changed:
                 x, stats = block(x, stats, blocks[i + 1].norm1)
             else:
                 x, stats = block(x, stats) if chained[i] else block(x), None
-            x = after[i](x) if i < len(after) else x
+            x = after[i](x) if i < changed else x
             yield x

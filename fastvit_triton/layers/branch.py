@@ -88,11 +88,16 @@ def add_branches(
             after = None if last is None else NextNorm(last)
         else:
             norms = fold_norms(x, *entries)
-            after = norms[0] if next_norm is not None or i + 2 < len(branches) else None
+            after = (norms[0] or norms[-1]) if next_norm is not None or i + 2 < len(branches) else None
         readers = [*norms[1:], after]  # the norm that reads each branch's output
         for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
             x, stats = _add(x, branch, body, norm, stats, reader, way)
     return x if next_norm is None else (x, stats)
+
+
+def runs_plain(x: Tensor, *branches: Branch) -> bool:
+    """True if `add_branches` would run these branches of x in the plain way."""
+    return ways.state.inside_plain or _way(None, x, branches, [_body(branch, x) for branch in branches]) == "plain"
 
 
 def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodies: list[Body | None]) -> str:

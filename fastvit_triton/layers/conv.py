@@ -1,10 +1,13 @@
 """Convolutions of feature maps [B, H, W, D]. Parameter names are timm's."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..kernels.depthwise import depthwise
 from .hooks import can_fuse
-from .module_parts import is_depthwise_conv
+from .module_parts import Foreign, is_depthwise_conv
+from .spatial import taps_of
 
 
 class Peg(nn.Module):
@@ -19,11 +22,12 @@ class Peg(nn.Module):
 
     def __init__(self, dim: int, padding_mode: str = "zeros") -> None:
         super().__init__()
-        self.proj = nn.Sequential(nn.Conv2d(dim, dim, 3, padding=1, groups=dim, padding_mode=padding_mode))
+        mode: Any = padding_mode
+        self.proj = nn.Sequential(nn.Conv2d(dim, dim, 3, padding=1, groups=dim, padding_mode=mode))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, H, W, D] → [B, H, W, D]."""
-        conv = self.proj[0]
+        conv: Foreign = self.proj[0]
         if can_fuse(x) and is_depthwise_conv(conv):
-            return depthwise(x, conv.weight, conv.bias, residual=True)
+            return depthwise(x, taps_of(conv), conv.bias, residual=True)
         return x + self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

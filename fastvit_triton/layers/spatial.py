@@ -39,9 +39,10 @@ class Window(NamedTuple):
 
     def shift_on(self, grid: tuple[int, ...]) -> tuple[int, int]:
         """The shift on a map of (H, W) tokens."""
+        rows, columns = self.shift
         if not self.still:
-            return self.shift
-        return tuple(0 if side <= size else s for side, size, s in zip(grid, self.size, self.shift, strict=True))
+            return rows, columns
+        return rows * (grid[0] > self.size[0]), columns * (grid[1] > self.size[1])
 
 
 class WindowParts(NamedTuple):
@@ -172,12 +173,10 @@ class ReducedParts(NamedTuple):
 
 def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
     """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
-    if not isinstance(reduce, nn.Module):
-        return reduce(x)
     image = x.permute(0, 3, 1, 2)
     if is_patch_conv(reduce):
         return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
-    return reduce(image).flatten(2).transpose(1, 2)
+    return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Module) else reduce(x)
 
 
 class DepthwiseMlpParts(NamedTuple):

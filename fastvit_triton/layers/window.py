@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cost import Branch as Sizes
-from ..kernels.linear import linear
 from . import ways
-from .body import Before, Given, Output
+from .body import Before, Given, Output, fold_or_normalize, project
 from .freeze import derived
 from .hooks import can_fuse
-from .module_parts import is_readable, norm_of
 from .spatial import Window, WindowParts
 from .ways import way_alone
 
@@ -60,7 +58,7 @@ class WindowAttention(nn.Module):
 
     def sizes(self) -> Sizes:
         """See `layers.body.Body`."""
-        return self.parts(None).sizes()
+        return self._parts(None).sizes()  # which do not depend on the bias
 
     def forward(
         self,
@@ -74,14 +72,17 @@ class WindowAttention(nn.Module):
         """x [B, H, W, D] → [B, H, W, D]; for the arguments see `layers.body.Body`."""
         if way is None:
             way = way_alone(self, x)
-        parts = self.parts(self.bias())
+        parts = self.parts()
         if way == "plain":
             fused = can_fuse(x) and not ways.state.inside_plain
             return self.proj_drop(self.proj(parts.attend(self.qkv(x), x.shape[-1], fused)))
         return parts(x, norm, stats, way, **end)
 
-    def parts(self, bias: Tensor | None) -> WindowParts:
-        """Its submodules as `WindowParts`, with the result of `bias()`."""
+    def parts(self) -> WindowParts:
+        """Its submodules as `WindowParts`."""
+        return self._parts(self.bias())
+
+    def _parts(self, bias: Tensor | None) -> WindowParts:
         return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, self.window, bias, (self.proj_drop,))
 
     def bias(self) -> Tensor | None:
@@ -114,9 +115,10 @@ class PatchMerging(nn.Module):
             x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         x = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))  # [B, H / 2, 2, W / 2, 2, D]
         x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)  # columns before rows, as in the authors' code
-        if can_fuse(x) and is_readable(self.reduction) and (norm := norm_of(self.norm)) is not None:
-            return linear(x, self.reduction.weight, norm=norm)
-        return self.reduction(self.norm(x))
+        if not can_fuse(x):
+            return self.reduction(self.norm(x))
+        x, norm = fold_or_normalize(x, self.norm, (self.reduction,))
+        return project(x, (self.reduction,), norm)
 
 
 def expand_table(table: Tensor, size: tuple[int, int]) -> Tensor:

@@ -111,6 +111,10 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
         "gfx942": _product("BLOCK_F", (64, 64, 64, 4, 0, 4, 2)),
         ANY: _product("BLOCK_F", (64, 64, 64, 2, 0, 4, 2), (128, 64, 32, 4, 0, 4, 2)),
     },
+    "window.fwd": {ANY: _attention((64, 64, 4, 2), (64, 64, 8, 1))},
+    "window.bwd": {ANY: _attention((16, 64, 4, 1), (64, 64, 8, 2))},
+    "window.fwd.large": {ANY: _attention((64, 64, 8, 1), (64, 64, 4, 2))},
+    "window.bwd.large": {ANY: _attention((32, 64, 8, 1))},
     "patch_embed.fwd.half": {
         "sm_90": _product(
             "BLOCK_D", (128, 256, 64, 4, 8, 8, 3), (256, 128, 64, 4, 8, 8, 3), (128, 128, 64, 4, 8, 8, 3)
@@ -127,7 +131,7 @@ CANDIDATES: dict[str, dict[str, tuple[Config, ...]]] = {
         ANY: _weight_gradient((32, 128, 128, 8, 2)),
     },
     "depthwise.fwd.half": {ANY: _convolution((2, 16, 64, 4), (4, 32, 64, 8), (4, 16, 32, 2), (2, 32, 64, 8))},
-    "depthwise.bwd.half": {ANY: _convolution((1, 16, 64, 4), (2, 32, 32, 4), (4, 16, 32, 4))},
+    "depthwise.bwd.half": {ANY: _convolution((2, 32, 32, 4), (4, 16, 32, 4))},
 }  # fmt: skip
 
 
@@ -171,6 +175,12 @@ def targets(dry: bool = False) -> list[Target]:
     found.append(Target("mlp", dict(B=B, N=N, D=D, F=shrink(2048), swiglu=1), "linear.fwd.gated"))
     found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
+    swin = (
+        dict(B=B, H=56, W=56, heads=3, D=32, h=7, w=7, sy=3, sx=3, bias=1)
+        if not dry
+        else dict(B=1, H=8, W=8, heads=1, D=16, h=4, w=4, sy=2, sx=2, bias=1)
+    )
+    found += [Target("window_attention", swin, "window.fwd"), Target("window_attention", swin, "window.bwd", True)]
     found.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
     grid = dict(B=B, H=28 if not dry else 5, W=28 if not dry else 5, C=shrink(512), K=3)
     found.append(Target("depthwise", grid | dict(gelu=1), "depthwise.fwd.half"))

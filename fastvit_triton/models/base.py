@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import normalize
 from ..layers.embed import sides
+from .hub import HubMethods
 
 Config = TypeVar("Config", bound="BaseConfig")
 
@@ -57,13 +58,12 @@ class BaseConfig:
         names = [field.name for field in dataclasses.fields(self)]
         for name in overrides:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
-                kind = type(self).__name__
-                raise TypeError(f"{kind} has no option {name!r}; the nearest are {', '.join(near) or ', '.join(names)}")
+                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
+                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest are {', '.join(near)}")
         return dataclasses.replace(self, **overrides)
 
 
-class ImageModel(nn.Module):
+class ImageModel(HubMethods, nn.Module):
     """An image classifier, with timm's methods.
 
     A family implements `forward_features`, `forward_head`, `group_matcher` and, for the methods that return

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import get_args
+from typing import Any, get_args
 
 from ..layers.embed import sides
 from .base import BaseConfig
@@ -138,15 +138,14 @@ class ViTConfig(BaseConfig):
 def check_types(config: BaseConfig) -> None:
     """Raises ValueError unless each field has its annotated type; numbers must be finite."""
     for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), (field.type,)
-        if isinstance(field.type, UnionType):
-            kinds = get_args(field.type)
+        value, kind = getattr(config, field.name), field.type
+        kinds: tuple[Any, ...] = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         if not any(_is_a(value, kind) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
             raise ValueError(f"{field.name} is {value!r}; its type is {words}")
 
 
-def _is_a(value: object, kind: type) -> bool:
+def _is_a(value: Any, kind: Any) -> bool:
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if kind is float:

@@ -29,7 +29,7 @@ class CpvtConfig(ViTConfig):
     """Options of CPVT, in addition to those of `ViTConfig`.
 
     Attributes:
-        pegs: blocks, from the first, that are followed by a positional encoding generator.
+        pegs: blocks, from the first, that are followed by a positional encoding generator; at most `depth`.
         peg_padding: what lies beyond the border, a `padding_mode` of nn.Conv2d; "circular" has no positions.
     """
 
@@ -40,8 +40,8 @@ class CpvtConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.pegs <= self.depth:
-            raise ValueError(f"pegs is {self.pegs}; the model has {self.depth} blocks, so use 0 to {self.depth}")
+        if self.pegs < 0:
+            raise ValueError(f"pegs is {self.pegs}; it must be at least 0")
         if self.peg_padding not in PADDINGS:
             raise ValueError(f"peg_padding is {self.peg_padding!r}; use one of {', '.join(PADDINGS)}")
 
@@ -53,13 +53,14 @@ class ConditionalVisionTransformer(VisionTransformer):
 
     def __init__(self, config: CpvtConfig) -> None:
         super().__init__(config)
-        self.pos_block = nn.ModuleList(Peg(config.embed_dim, config.peg_padding) for _ in range(config.pegs))
+        pegs = (Peg(config.embed_dim, config.peg_padding) for _ in range(min(config.pegs, config.depth)))
+        self.pos_block = nn.ModuleList(pegs)
 
     def after(self, image: Tensor) -> list[Callable[[Tensor], Tensor]]:
         """The functions of tokens [B, T + N, D] that follow the first blocks."""
         return [partial(self.encode, peg, self.patch_embed.grid_of(image)) for peg in self.pos_block]
 
-    def encode(self, peg: Peg, grid: tuple[int, int], x: Tensor) -> Tensor:
+    def encode(self, peg: nn.Module, grid: tuple[int, int], x: Tensor) -> Tensor:
         """Tokens [B, T + N, D], of which the last N form a grid → the same with positions."""
         T = self.num_prefix_tokens
         patches = peg(x[:, T:].unflatten(1, grid)).flatten(1, 2)
@@ -67,8 +68,13 @@ class ConditionalVisionTransformer(VisionTransformer):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
-        found = super().group_matcher(coarse)
-        return found | {"blocks": [(r"^pos_block\.(\d+)", None), *found["blocks"]]}
+        _, *norm = super().group_matcher(coarse)["blocks"]
+        return super().group_matcher(coarse) | {"blocks": [(r"^(?:blocks|pos_block)\.(\d+)", None), *norm]}
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """Keeps the first `stages` blocks and their generators; for the others see `VisionTransformer.prune`."""
+        self.pos_block = self.pos_block[:stages]
+        super().prune(stages, norm, head)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters to exclude from weight decay, as in the authors' Twins."""

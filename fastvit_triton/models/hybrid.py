@@ -53,6 +53,9 @@ SIZES = {
 }
 VARIANTS = {f"{n}_{side}": shape.replace(img_size=side) for n, (_, shape) in SIZES.items() for side in (224, 384)}
 MODELS = {f"{n}_{side}": partial(hybrid, layers=layers) for n, (layers, _) in SIZES.items() for side in (224, 384)}
+VARIANTS["vit_base_r50_s16_224"] = VARIANTS["vit_base_r50_s16_224"].replace(
+    num_classes=0
+)  # its only weights have no head
 ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31 with 1000 classes.

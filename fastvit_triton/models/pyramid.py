@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class PyramidConfig(BaseConfig):
     final_norm: bool = True
     dynamic_img_size: bool = True
 
-    pools = ("avg", "none")  # values of global_pool that the family has
+    pools: ClassVar[tuple[str, ...]] = ("avg", "none")  # values of global_pool that the family has
 
     def __post_init__(self) -> None:
         check_types(self)

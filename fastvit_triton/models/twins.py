@@ -57,7 +57,8 @@ class Twins(PyramidTransformer):
 
     def stage(self, x: Tensor, i: int) -> Tensor:
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
-        image, embed = x.permute(0, 3, 1, 2) if i else x, self.patch_embeds[i]
+        embed: Any = self.patch_embeds[i]
+        image = x.permute(0, 3, 1, 2) if i else x
         x = self.pos_drops[i](embed(image).unflatten(1, embed.grid_of(image)))
         return self.blocks[i](x, (self.pos_block[i],), self.recomputes)
 
@@ -72,10 +73,10 @@ class Twins(PyramidTransformer):
         """Reinitialises the weights as in timm: convolutions as in MobileNet V2."""
         super().init_weights()
         for conv in (module for module in self.modules() if isinstance(module, nn.Conv2d)):
-            nn.init.normal_(
-                conv.weight, std=math.sqrt(2 / (conv.weight[0, 0].numel() * len(conv.weight) // conv.groups))
-            )
-            nn.init.zeros_(conv.bias)
+            outputs = conv.weight[0, 0].numel() * len(conv.weight) // conv.groups
+            nn.init.normal_(conv.weight, std=math.sqrt(2 / outputs))
+            if conv.bias is not None:
+                nn.init.zeros_(conv.bias)
 
 
 def build_block(config: TwinsConfig, stage: int, block: int, drop_path: float) -> Block:

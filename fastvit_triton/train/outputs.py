@@ -90,7 +90,7 @@ def write_log(path: Path, history: list[dict]) -> None:
 
 
 def weights_metadata(
-    data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None, skip_bad_images: bool
+    data: Data, recipe: Recipe, model: nn.Module, accuracy: float | None, skip_bad_images: bool, recipe_name: str = ""
 ) -> dict[str, str]:
     """Metadata for the header of the weights file: the values that `predict` and `evaluate` need, and a checksum."""
     entries = {
@@ -100,6 +100,7 @@ def weights_metadata(
         "batch_size": recipe.batch_size,
         "skip_bad_images": skip_bad_images,
         "test_accuracy": accuracy,
+        "recipe": recipe_name or None,
         "crc32": checksum(model),
     }
     return {"training": json.dumps(entries)}

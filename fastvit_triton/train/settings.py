@@ -22,6 +22,7 @@ SETTINGS = {
     "deterministic": False,
 }
 RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
+ADDED = {"crop_mode": "box", "interpolation": "bilinear"}  # fields of a recipe that states of earlier versions lack
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
@@ -40,7 +41,7 @@ def resolve_settings(given: dict, state: dict | None = None, accept_changes: boo
     """
     given = dict(given)
     for name in ("data", "weights", "teacher"):
-        if given.get(name) is not None and given[name] != "digits":
+        if given.get(name) is not None and Path(given[name]).exists():  # else "digits", or a name on the Hub
             given[name] = str(Path(given[name]).resolve())
     check("seed", given.get("seed", 0), Seed)
     check("grad_accum_steps", given.get("grad_accum_steps", 1), PositiveInt)
@@ -58,6 +59,7 @@ def recipe_of(settings: dict) -> Recipe:
     Raises:
         ValueError: a field is missing or out of range.
     """
+    settings = ADDED | settings
     if missing := [name for name in (*SETTINGS, *RECIPE_FIELDS) if name not in settings]:
         raise ValueError(f"the settings of the run have no {missing[0]}; its state is damaged")
     return Recipe(**{name: settings[name] for name in RECIPE_FIELDS})
@@ -91,7 +93,7 @@ def check_unchanged(data: Data, state: dict, accept_changes: bool = False) -> No
 
 
 def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
-    saved, progress = SETTINGS | state["settings"], state["progress"]
+    saved, progress = SETTINGS | ADDED | state["settings"], state["progress"]
     done = progress["epoch"]
     # at the end of an epoch, its last step is the number of steps per epoch
     finished = progress["done"] and recipe_of(saved).epochs_of(progress["step"]) == done

@@ -191,7 +191,8 @@ def _save_weights(trainer: Trainer, out: Path, history: list[dict], settings: di
         return
     module = module_to_export(trainer.recipe, gathered)
     skip_bad_images = bool(settings.get("skip_bad_images"))  # a resumed run does not yet know which images are bad
-    metadata = weights_metadata(data, trainer.recipe, module, history[-1]["test_accuracy"], skip_bad_images)
+    accuracy, name = history[-1]["test_accuracy"], settings.get("recipe", "")
+    metadata = weights_metadata(data, trainer.recipe, module, accuracy, skip_bad_images, name)
     for path in (out / WEIGHTS, out / BEST) if is_best(history) else (out / WEIGHTS,):
         with write_errors(path):
             save(module, path, metadata=metadata)

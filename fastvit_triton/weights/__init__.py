@@ -9,15 +9,15 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from ..files import replacing
 from ..layers.embed import INTERPOLATION
@@ -25,11 +25,12 @@ from ..models.features import FeatureGetterNet
 from ..models.transformer import VisionTransformer
 from . import adapt, pyramid, vit
 from .adapt import State, WeightsError, some, variant
+from .describe import describe, from_metadata
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
-from .reading import CHECKSUM, checksum, is_finite, read, why_unusable
+from .places import find_place
+from .reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
 from .rebuild import build_model
 
-WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
     r"(^|\.)(mask_token|position_ids|pooler|decoder\w*|text_model|text_projection|logit_scale|logit_bias|txt"
     r"|dino_head|ibot_head|student|opt|relative_position_index|attn_mask)(\.|$)|(^|\.)[tb]$"
@@ -97,8 +98,7 @@ def load_weights(
 
     Args:
         model: a model from `create_model`; one with `features_only=True` takes what its backbone kept.
-        source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a folder with `model.safetensors`, or a
-            state dict.
+        source: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.npz` file, a state dict, or another source of `load_model`.
         resize: interpolation mode of `resize_pos_embed`; None uses that of the checkpoint's library.
         verify: compare the checksums of the file, require finite values, and refuse files whose contents are out of
             proportion.
@@ -111,34 +111,56 @@ def load_weights(
             layout, a different architecture or different shapes, or values that are not finite. The model is then
             unchanged.
     """
-    return _load(model, *read(source, verify), resize, verify)
+    if isinstance(source, Mapping):
+        return _load(model, source, {}, resize, verify)
+    place = find_place(source)
+    loaded = _load(model, *read(place.weights(), verify), resize, verify)
+    with suppress(WeightsError):  # the weights fit, whatever a config.json beside them says
+        found = describe(place)
+        backbone: Any = _backbone(model)
+        if found is not None and (place.file is None or found.name == variant(backbone)):  # not that of a neighbour
+            backbone.pretrained_cfg = found.pretrained_cfg
+    return loaded
 
 
-def load_model(path: str | os.PathLike, *, verify: bool = True) -> tuple[VisionTransformer, dict[str, str]]:
-    """Rebuilds a model from a file of `save_weights`.
+def load_model(
+    source: str | os.PathLike, *, verify: bool = True, hub: Mapping[str, Any] | None = None
+) -> tuple[VisionTransformer, dict[str, str]]:
+    """Rebuilds a model from a checkpoint that says which model it holds.
 
     Args:
-        path: the file, or a folder that holds `model.safetensors`.
+        source: a file of `save_weights`; a folder, also as "local-dir:PATH", with such a file, or with weights and the
+            config.json of timm or transformers; "org/name" or "hf-hub:org/name" on the Hub, with "@revision" if
+            wanted; or a name with a tag, which `list_models(pretrained=True)` lists.
         verify: as for `load_weights`.
+        hub: options of `huggingface_hub.hf_hub_download`, such as token and cache_dir.
 
     Returns:
         The model in float32 and training mode on the CPU, and the file's metadata.
 
     Raises:
-        WeightsError: as for `load_weights`, or the file does not name its model, or one that its tensors do not fit.
+        WeightsError: as for `load_weights`, or nothing names the model, or the tensors do not fit it.
     """
-    tensors, metadata = read(path, verify)
-    if not {"variant", "config"} <= metadata.keys():
-        raise WeightsError(
-            f"{path} does not say which model it holds, so save_weights did not write it; "
-            "use create_model(name) and load_weights(model, path)"
-        )
+    place = find_place(source, **(hub or {}))
+    described = describe(place)  # before the weights are downloaded
+    tensors, metadata = read(place.weights(), verify)
     try:
-        model = build_model(tensors, metadata)
+        found = from_metadata(metadata) or described
+        if found is not None:
+            named = {"variant": found.name, "config": json.dumps(found.options)}
+            model = build_model(unwrap(tensors)[0], {**metadata, **named})
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        raise WeightsError(f"{path} holds a model that this version cannot build: {reason}") from error
-    _load(model, tensors, metadata, None, verify)
+        raise WeightsError(f"{place.text} holds a model that this version cannot build: {reason}") from error
+    if found is None:
+        raise WeightsError(
+            f"{place.text} does not say which model it holds: save_weights did not write it, and no config.json is "
+            "beside it; use create_model(name, checkpoint_path=…)"
+        )
+    loaded = _load(model, tensors, metadata, None, verify)
+    if loaded.reinitialised:
+        raise WeightsError(f"{place.text} has no {loaded.reinitialised[0]}, which its configuration needs")
+    model.pretrained_cfg = found.pretrained_cfg
     return model, metadata
 
 
@@ -176,7 +198,15 @@ def save_weights(
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     ours: Any = model  # as `_spelling` checks
     config = json.dumps(dataclasses.asdict(ours.config))
-    header = {**(metadata or {}), "format": "pt", "layout": layout, "variant": variant(model), "config": config}
+    facts = {"pretrained_cfg": json.dumps(dict(ours.pretrained_cfg))} if ours.pretrained_cfg else {}
+    header = {
+        **(metadata or {}),
+        **facts,
+        "format": "pt",
+        "layout": layout,
+        "variant": variant(model),
+        "config": config,
+    }
     header[CHECKSUM] = checksum(state, header)
     try:
         with replacing(path) as temporary:
@@ -191,7 +221,7 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
         raise WeightsError(f"resize is {resize!r}; use one of {', '.join(INTERPOLATION)}")
     model = _backbone(model)
     spelling = _spelling(model)
-    found, wrapper = _unwrap(held)
+    found, wrapper = unwrap(held)
     layout, state, spelled = _translate(found, spelling)
     family, mode = layout.name, layout.resize
     if metadata.get("layout") == "fastvit_triton":
@@ -216,25 +246,6 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
             tensor.copy_(state[key])
     unused = tuple(spelled.get(key, key) for key in dropped)
     return LoadReport(family + wrapper, len(target) - len(reinitialised), positions, reinitialised, unused)
-
-
-def _unwrap(held: Mapping) -> tuple[State, str]:
-    """The tensors of a checkpoint, and the entries in which they were nested, such as " (model)"."""
-    path = ""
-    for _ in range(4):
-        if inner := next((w for w in WRAPPERS if isinstance(held, Mapping) and isinstance(held.get(w), Mapping)), None):
-            held, path = held[inner], f" ({inner})"
-    if not isinstance(held, Mapping):
-        raise WeightsError(f"the checkpoint holds a {type(held).__name__}; expected a state dict of named tensors")
-    arrays = {str(key): _tensor(value) if isinstance(value, np.ndarray) else value for key, value in held.items()}
-    return {key: value.detach() for key, value in arrays.items() if isinstance(value, Tensor)}, path
-
-
-def _tensor(array: np.ndarray) -> Tensor | None:
-    """Converts an array to a tensor; None if it is not floating-point. NumPy loads bfloat16 as 2-byte raw data."""
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array, np.float32)) if array.dtype.kind == "f" else None
 
 
 def _backbone(model: nn.Module) -> nn.Module:

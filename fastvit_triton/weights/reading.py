@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import pickle
 import re
 import struct
@@ -17,33 +16,34 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .adapt import WeightsError
+from .adapt import State, WeightsError
+from .places import parts
 
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError)
 DAMAGE += (AttributeError, AssertionError)
 DAMAGE += (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error)
 DAMAGE += (SyntaxError, tokenize.TokenError, ArithmeticError, MemoryError)
+WRAPPERS = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model")  # averaged weights first, as in timm
 CHECKSUM = "checksum"  # metadata entry of our safetensors files
 MAX_HEADER, MAX_KEYS = 2**23, 65_536  # of a safetensors file: bytes, and tensors, which it reads in quadratic time
 MAX_EXPANSION, SMALL = 20, 2**28  # of a compressed file: its contents by its size; contents that are small in any case
 
 
-def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, dict[str, str]]:
-    """Contents of a checkpoint file, or of a state dict, and its metadata.
+def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
+    """Contents of a checkpoint file, or of the files that an index lists, and its metadata.
 
     Args:
-        source: as for `load_weights`.
+        path: from `Place.weights`.
         verify: compare checksums, and refuse files whose contents are out of proportion.
 
     Raises:
         WeightsError: the file is missing, damaged, out of proportion, or a pickle that would run code.
     """
-    if isinstance(source, Mapping):
-        return source, {}
-    path = Path(source)
-    path = path / "model.safetensors" if path.is_dir() else path
-    if not path.is_file():
-        raise WeightsError(f"there is no checkpoint {path}")
+    if names := parts(path):
+        state: dict = {}
+        for name in names:
+            state |= dict(read(path.with_name(name), verify)[0])
+        return state, {}
     try:
         if verify:
             check_proportions(path)
@@ -74,6 +74,25 @@ def read(source: str | os.PathLike | Mapping, verify: bool) -> tuple[Mapping, di
         remedy = "; verify=False loads it" if "checksum" in reason else ""
         raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}{remedy}") from error
     raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
+
+
+def unwrap(held: Mapping) -> tuple[State, str]:
+    """The tensors of a checkpoint, and the entries in which they were nested, such as " (model)"."""
+    path = ""
+    for _ in range(4):
+        if inner := next((w for w in WRAPPERS if isinstance(held, Mapping) and isinstance(held.get(w), Mapping)), None):
+            held, path = held[inner], f" ({inner})"
+    if not isinstance(held, Mapping):
+        raise WeightsError(f"the checkpoint holds a {type(held).__name__}; expected a state dict of named tensors")
+    arrays = {str(key): _tensor(value) if isinstance(value, np.ndarray) else value for key, value in held.items()}
+    return {key: value.detach() for key, value in arrays.items() if isinstance(value, Tensor)}, path
+
+
+def _tensor(array: np.ndarray) -> Tensor | None:
+    """Converts an array to a tensor; None if it is not floating-point. NumPy loads bfloat16 as 2-byte raw data."""
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(array, np.float32)) if array.dtype.kind == "f" else None
 
 
 def checksum(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

@@ -122,13 +122,13 @@ def move_prefix(state: State, given: int, wanted: int) -> State:
     return {**state, **moved, "pos_embed": torch.cat((pos[:, :wanted], pos[:, given:]), 1)}
 
 
-def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -> State:
-    """Converts our tensors of a plain ViT to the names and shapes of the first layout that supports the model.
+def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
+    """The first layout that supports the model.
 
     Raises:
-        WeightsError: none of the layouts supports the model.
+        WeightsError: none of them does.
     """
-    config = model.config
+    config, state = model.config, model.state_dict()
     facts = dataclasses.asdict(config) | {
         "head_dim": None if config.head_dim in (None, config.embed_dim // config.num_heads) else config.head_dim,
         "final_norm": isinstance(model.norm, nn.LayerNorm),
@@ -143,10 +143,19 @@ def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -
     layout = min(layouts, key=lambda layout: len(layout.unmet(facts)))
     if wrong := layout.unmet(facts):
         raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs {'; '.join(wrong)}")
+    return layout
 
+
+def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -> State:
+    """Converts our tensors of a plain ViT to the names and shapes of the first layout that supports the model.
+
+    Raises:
+        WeightsError: none of the layouts supports the model.
+    """
+    config, layout = model.config, choose(model, layouts)
     if isinstance(model.pos_embed, Tensor):
         pos, (h, w) = model.pos_embed.detach().cpu(), model.patch_embed.grid_size
-        rows = (config.class_token + facts["distilled"]) if layout is not TIMM else model.num_prefix_tokens
+        rows = (config.class_token + ("dist_token" in state)) if layout is not TIMM else model.num_prefix_tokens
         wanted = 0 if layout is TIMM and config.no_embed_class else rows
         state = move_prefix({**state, "pos_embed": pos}, pos.shape[1] - h * w, wanted)
     if config.patch_embed == "linear":

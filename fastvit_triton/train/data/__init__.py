@@ -175,7 +175,7 @@ def load(
     else:
         found = _scan(Path(name), "train", None, world, max_pixels)
         classes = found.classes
-        transform = Transform(size, recipe.mean, recipe.std, crop=recipe.eval_crop)
+        transform = Transform(size, recipe.mean, recipe.std, recipe.eval_crop, recipe.crop_mode, recipe.interpolation)
         crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_by_name(recipe.policy)}
         options: dict[str, Any] = {
             "batch_size": recipe.batch_size,

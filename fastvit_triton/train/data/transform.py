@@ -6,7 +6,7 @@ import struct
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -33,13 +33,18 @@ class Transform:
         size: (height, width) in pixels.
         mean: per channel, of pixels in [0, 1]; its length, 1 or 3, is the number of channels.
         std: per channel.
-        crop: fraction of the shorter side that a centre crop keeps.
+        crop: fraction of the shorter side that a centre crop keeps; timm's crop_pct.
+        crop_mode: "box" resamples the exact box in one step; timm's "center", "squash" and "border" first resize the
+            shorter side, both sides or the longer side to `size` / `crop`; the border has the mean colour.
+        interpolation: of the resizing, with antialiasing.
     """
 
     size: tuple[ImageSide, ImageSide]
     mean: tuple[Probability, ...]
     std: tuple[FractionAbove0, ...]
     crop: FractionAbove0 = 1.0
+    crop_mode: Literal["box", "center", "squash", "border"] = "box"
+    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] = "bilinear"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -71,18 +76,47 @@ class Transform:
         """
         height, width = self.size
         image = image.convert("L" if len(self.mean) == 1 else "RGB")
+        resampling = Image.Resampling[self.interpolation.upper()]
+        if seed is None and self.crop_mode != "box":
+            return self._tensor(self._crop(image, resampling))
         if seed is None:
             box, mirrored = _centre_box(image.size, width / height, self.crop), False
         else:
             generator = torch.Generator().manual_seed(seed)
             box = _random_box(image.size, width / height, min_area, generator)
             mirrored = flip and torch.rand((), generator=generator).item() < 0.5
-        image = image.resize((width, height), Image.Resampling.BILINEAR, box=box)  # antialiased
+        image = image.resize((width, height), resampling, box=box)  # antialiased
         if mirrored:
             image = ImageOps.mirror(image)
         if seed is not None and policy is not None:
             image = policy(image, generator)
-        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).view(height, width, -1)
+        return self._tensor(image)
+
+    def _crop(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
+        """Resizes, then crops or pads around the centre, with timm's roundings (timm/data/transforms_factory.py)."""
+        (width, height), (rows, columns) = image.size, self.size
+        tall, wide = int(rows / self.crop), int(columns / self.crop)
+        ratios = height / tall, width / wide
+        if self.crop_mode == "squash":
+            scaled = wide, tall
+        elif self.crop_mode == "center" and tall == wide:
+            short = min(width, height)
+            scaled = (wide, int(tall * height / short)) if width <= height else (int(wide * width / short), tall)
+        else:
+            ratio = max(ratios) if self.crop_mode == "border" else min(ratios)
+            scaled = round(width / ratio), round(height / ratio)
+        image = image if scaled == image.size else image.resize(scaled, resampling)
+        fill = tuple(round(255 * value) for value in self.mean) if self.crop_mode == "border" else None
+        missing = max(columns - scaled[0], 0), max(rows - scaled[1], 0)
+        if any(missing):
+            canvas = Image.new(image.mode, (scaled[0] + missing[0], scaled[1] + missing[1]), _colour(fill))
+            canvas.paste(image, (missing[0] // 2, missing[1] // 2))
+            image = canvas
+        left, top = round((image.width - columns) / 2), round((image.height - rows) / 2)
+        return image.crop((left, top, left + columns, top + rows))
+
+    def _tensor(self, image: Image.Image) -> Tensor:
+        pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).view(image.height, image.width, -1)
         return self.normalise(pixels.movedim(-1, 0))
 
     def normalise(self, images: Tensor) -> Tensor:
@@ -190,6 +224,11 @@ def _open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
     if image is None:
         raise Image.UnidentifiedImageError("not an image")
     return image
+
+
+def _colour(values: tuple[int, ...] | None) -> Any:
+    """A colour in Pillow's form: a number for one channel; black for None."""
+    return values if values is not None and len(values) > 1 else (values or (0,))[0]
 
 
 def _column(values: tuple[float, ...], like: Tensor) -> Tensor:

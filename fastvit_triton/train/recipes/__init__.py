@@ -36,6 +36,8 @@ class Recipe:
         mean: per channel, of pixels in [0, 1], for normalising image files.
         std: per channel.
         eval_crop: fraction of the shorter side that the centre crop of a test image keeps.
+        crop_mode: of a test image, see `Transform`.
+        interpolation: of all resizing, see `Transform`.
         batch_size: images per step, over all processes.
         epochs: length of the run; None if `steps` is given.
         steps: length of the run; None if `epochs` is given. The last epoch is completed at the last step's rate.
@@ -89,6 +91,8 @@ class Recipe:
     mean: tuple[Probability, ...] = IMAGENET_MEAN
     std: tuple[FractionAbove0, ...] = IMAGENET_STD
     eval_crop: FractionAbove0 = 0.9
+    crop_mode: Literal["box", "center", "squash", "border"] = "box"
+    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] = "bilinear"
     batch_size: PositiveInt
     epochs: Annotated[PositiveInt | None, "a length in steps"] = None
     steps: Annotated[PositiveInt | None, "a length in epochs"] = None

@@ -1,0 +1,192 @@
+"""How much of other packages' models `optimize` fuses, on the meta device: parameters, products, launches and bytes.
+
+    python -m benchmarks.coverage --out benchmarks/results [--only PATTERN]
+
+The models are those of coverage_models.txt. Inference in bfloat16, a batch of 8, on sm_90: counted from shapes by
+fastvit_triton.convert.count; nothing runs and nothing is measured. A model that fails becomes a row with the error.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fastvit_triton import optimize
+from fastvit_triton.convert.count import traced
+from fastvit_triton.convert.reporting import Report
+from fastvit_triton.convert.values import weightless
+from fastvit_triton.files import replacing
+from fastvit_triton.kernels import cost
+from fastvit_triton.kernels.plan import Choice, forcing, observing
+from fastvit_triton.layers.hooks import type_name
+from fastvit_triton.layers.module_parts import LINEARS
+from fastvit_triton.measure.machine import provenance
+from fastvit_triton.measure.timeout import one_line
+
+from .tables import coverage_markdown
+
+MODELS = Path(__file__).with_name("coverage_models.txt")
+BATCH, DTYPE, GPU = 8, torch.bfloat16, "h200"
+NOTE = "inference in bfloat16, batch 8; counted from shapes on the meta device, not measured; the plan is predicted"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of coverage_models.txt.
+
+    Attributes:
+        package: "timm", "torchvision" or "transformers".
+        model: timm's name, torchvision's function, or transformers' class, also with its module.
+        inputs: input by name, as sizes or values; empty for images of timm's size.
+        options: of the configuration.
+    """
+
+    package: str
+    model: str
+    inputs: tuple[tuple[str, str], ...] = ()
+    options: str = "{}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.package}:{self.model}"
+
+
+def entries(text: str) -> list[Entry]:
+    """The models listed in a text.
+
+    Raises:
+        ValueError: a line has fewer than two words.
+    """
+    found = []
+    for line in text.splitlines():
+        words = line.partition("#")[0].split(None, 2)
+        if not words:
+            continue
+        if len(words) < 2:
+            raise ValueError(f"line {line!r} has one word; give a package, a model, its inputs and its options")
+        inputs, brace, options = "".join(words[2:]).partition("{")
+        pairs = tuple(tuple(word.split("=", 1)) for word in shlex.split(inputs))
+        found.append(Entry(words[0], words[1], pairs, brace + options or "{}"))
+    return found
+
+
+def build(entry: Entry) -> nn.Module:
+    """The model of an entry in evaluation mode, on the meta device except for integer buffers."""
+    options = json.loads(entry.options)
+    package = importlib.import_module("torchvision.models" if entry.package == "torchvision" else entry.package)
+    with weightless():
+        if entry.package == "timm":
+            model = package.create_model(entry.model, **options)
+        elif entry.package == "torchvision":
+            model = getattr(package, entry.model)(**options)
+        else:
+            module, _, name = entry.model.rpartition(".")
+            cls = getattr(importlib.import_module(f"transformers.{module}" if module else "transformers"), name)
+            model = cls._from_config(cls.config_class(**options))
+    model = model.to(DTYPE).eval()
+    return model._apply(lambda t: t.to("meta") if t.is_floating_point() else t)  # integer buffers keep their values
+
+
+def inputs_of(entry: Entry, model: nn.Module) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Positional and named inputs: images without memory, and integers with their values."""
+
+    def tensor(text: str) -> Tensor:
+        if text.startswith("["):
+            return torch.tensor(json.loads(text))
+        return torch.empty([BATCH if n == "B" else int(n) for n in text.split("x")], dtype=DTYPE, device="meta")
+
+    if not entry.inputs:
+        return (tensor(f"Bx{'x'.join(map(str, model.pretrained_cfg['input_size']))}"),), {}
+    found = {name: tensor(text) for name, text in entry.inputs}
+    return (tuple(found.values()), {}) if entry.package == "torchvision" else ((), found)
+
+
+def inside(model: nn.Module, report: Report) -> float:
+    """Share of the linear layers' parameters in a fused module; the innermost candidate around a layer decides."""
+    rows = {row.path: row for row in report.rows if not row.bare}
+    total = fused = 0
+    for path, module in model.named_modules():
+        if type_name(module) not in LINEARS:
+            continue
+        size = sum(p.numel() for p in module.parameters())
+        names = path.split(".")
+        above = (".".join(names[:n]) for n in range(len(names), -1, -1))
+        row = next((rows[place] for place in above if place in rows), None)
+        total, fused = total + size, fused + size * (row is not None and row.became is not None)
+    return fused / max(total, 1)
+
+
+def row_of(entry: Entry) -> dict[str, object]:
+    """The figures of one model."""
+    model, gpu = build(entry), cost.gpus()[GPU]
+    given, named = inputs_of(entry, model)
+    report = optimize(model)
+    choices: list[Choice] = []
+    eager = traced(model, None, False, given, named)
+    with forcing("fused"):
+        ours = traced(model, gpu, False, given, named, frozen=True)
+    with observing(choices.append):
+        default = traced(model, gpu, False, given, named, frozen=True).count
+    products = sum(event.flops for event in ours.events)
+    plan = Counter(choice.way for choice in choices[len(choices) // 2 :] for _ in choice.branches)  # of the second call
+    return dict(
+        model=entry.name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        inside=round(inside(model, report), 4),
+        products=round(sum(event.flops for event in ours.events if event.ours) / max(products, 1), 4),
+        candidates=[len(report.fused), len(report.fused) + len(report.left), len(report.norms)],
+        eager=[eager.count.launches, eager.count.nbytes],
+        fused=[ours.count.launches, ours.count.nbytes],
+        default=[default.launches, default.nbytes],
+        plan=dict(sorted(plan.items())),
+        left=[[n, f"{kind}: {why}"] for (kind, why), n in Counter((r.type, r.why) for r in report.left).most_common()],
+    )
+
+
+def guarded(entry: Entry) -> dict[str, object]:
+    """`row_of`, or a row with the error."""
+    try:
+        return row_of(entry)
+    except Exception as error:  # of any package
+        return dict(model=entry.name, error=one_line(error))
+
+
+def write(rows: list[dict[str, object]], folder: Path) -> None:
+    """Writes coverage.json, one row on a line, and coverage.md."""
+    facts = dict(note=NOTE) | {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
+    body = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+    head = json.dumps(facts, indent=1)[:-2]
+    text = f'{head},\n "rows": [\n{body}\n ]\n}}\n'
+    for name, content in (("coverage.json", text), ("coverage.md", coverage_markdown(json.loads(text)))):
+        with replacing(folder / name) as temporary:
+            temporary.write_text(content)
+
+
+def main() -> None:
+    """Counts the models, prints a line for each, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder for coverage.json and coverage.md")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression for package:model")
+    given = parser.parse_args()
+    chosen = [e for e in entries(MODELS.read_text(encoding="utf-8")) if re.search(given.only, e.name)]
+    if not chosen:
+        parser.error(f"--only {given.only} matches no model of {MODELS.name}")
+    rows = []
+    for entry in chosen:
+        rows.append(guarded(entry))
+        print(
+            *(f"{name}={value}" for name, value in rows[-1].items() if name not in ("left", "parameters")), flush=True
+        )
+    if given.out:
+        write(rows, given.out)
+
+
+if __name__ == "__main__":
+    main()

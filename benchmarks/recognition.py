@@ -1,0 +1,130 @@
+"""Writes fastvit_triton/convert/known.json: fingerprints of the classes whose forwards `optimize` replaces.
+
+    python -m benchmarks.recognition
+
+Reads the installed timm and transformers, and adds their fingerprints to those of other releases in the file. A row
+names a registered class, the classes with the same code, and the releases in which they were seen; see
+fastvit_triton.convert.recognition. `python -m benchmarks.recognition --list` shows, for the installed transformers, the
+classes of vision models that are recognised, by registered class; it imports every model and takes minutes.
+"""
+
+import argparse
+import importlib
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from torch import nn
+
+from fastvit_triton.convert import modules  # registers the forwards
+from fastvit_triton.convert.forwards import FORWARDS, INNER
+from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint
+from fastvit_triton.files import replacing
+
+PACKAGES = ("timm", "transformers")
+assert modules.LEFT is not None
+
+
+def main() -> None:
+    """Command line; see the module's documentation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="show the recognised classes instead of writing the file")
+    warnings.simplefilter("ignore")
+    if parser.parse_args().list:
+        for name, classes in recognised_classes().items():
+            print(f"{name}: {', '.join(classes)}")
+        return
+    rows = merged(json.loads(KNOWN.read_text()) if KNOWN.exists() else {}, fingerprints())
+    with replacing(KNOWN) as path:
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"{KNOWN}: {len(rows)} fingerprints")
+
+
+def fingerprints() -> dict[str, dict]:
+    """Rows of the file for the installed packages."""
+    rows: dict[str, dict] = {}
+    portable = [name for name, known in FORWARDS.items() if not any(forward.by_name for forward in known)]
+    for name in sorted([*portable, *INNER]):
+        package = name.partition(".")[0]
+        cls = _class(name) if package in PACKAGES else None
+        if cls is None:
+            continue
+        try:
+            row = rows.setdefault(fingerprint(cls), {"as": name, "classes": [], "releases": []})
+        except Unreadable as error:
+            print(f"{name}: {error}")
+            continue
+        row["classes"].append(name)
+        release = f"{package} {metadata.version(package)}"
+        row["releases"] += [] if release in row["releases"] else [release]
+    return rows
+
+
+def merged(old: dict[str, dict], new: dict[str, dict]) -> dict[str, dict]:
+    """Rows of both, sorted by registered class; releases and classes are united."""
+    rows = {digest: dict(row) for digest, row in old.items()}
+    for digest, row in new.items():
+        before = rows.get(digest, row)
+        rows[digest] = {
+            "as": min(before["as"], row["as"]),
+            "classes": sorted({*before["classes"], *row["classes"]}),
+            "releases": sorted({*before["releases"], *row["releases"]}, key=_order),
+        }
+    return dict(sorted(rows.items(), key=lambda item: (item[1]["as"], item[0])))
+
+
+def recognised_classes() -> dict[str, list[str]]:
+    """Classes of the installed transformers' vision models by the registered class whose code they run."""
+    known = {digest: row["as"] for digest, row in json.loads(KNOWN.read_text()).items()}
+    found: dict[str, list[str]] = defaultdict(list)
+    for cls in vision_classes():
+        name = f"{cls.__module__}.{cls.__name__}"
+        try:
+            same = known.get(fingerprint(cls))
+        except Unreadable:
+            same = None
+        if same is not None and name not in FORWARDS:
+            found[same].append(name)
+    return dict(sorted(found.items()))
+
+
+def vision_classes() -> Iterator[type[nn.Module]]:
+    """Every module class with a forward of its own, in files of transformers that mention patches."""
+    root = Path(importlib.import_module("transformers").__file__ or "").parent / "models"
+    for path in sorted(root.glob("*/modeling_*.py")):
+        if "patch" not in path.read_text(encoding="utf-8").lower():
+            continue
+        name = f"transformers.models.{path.parent.name}.{path.stem}"
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            print(f"{name}: {error}")
+            continue
+        for value in vars(module).values():
+            mine = isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == name
+            if mine and "forward" in vars(value):
+                yield value
+
+
+def _class(name: str) -> type[nn.Module] | None:
+    """The class of that full name; None if the installed release has none."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old paths are deprecated
+            found = getattr(importlib.import_module(path), attribute, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) and f"{found.__module__}.{found.__qualname__}" == name else None
+
+
+def _order(release: str) -> tuple:
+    package, version = release.split()
+    return package, [int(n) for n in version.split(".")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Methods of every model that load it from the Hugging Face Hub or a folder, save it, and publish it."""
+
+import importlib
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+
+class HubMethods:
+    """`from_pretrained`, `save_pretrained` and `push_to_hub`, with the meaning they have in PyTorchModelHubMixin.
+
+    They are our own methods, which call the Hub's client when they are called: to inherit the mixin would import the
+    client with this package, and the mixin rebuilds a model from its constructor's arguments, which are modules here.
+
+    Attributes:
+        pretrained_cfg: facts of the weights with timm's keys, such as mean and std; empty if unknown.
+    """
+
+    pretrained_cfg: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        force_download: bool | None = None,
+        local_files_only: bool | None = None,
+        **overrides: Any,
+    ) -> Any:
+        """Loads a model in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path: as for `load_model`.
+            revision: branch, tag or commit on the Hub.
+            token: login; None uses the one that is stored, False none.
+            cache_dir: folder for downloads instead of the client's.
+            force_download: download again what is in the cache.
+            local_files_only: use the cache only.
+            **overrides: options of `create_model` that replace those of the checkpoint, such as num_classes.
+
+        Raises:
+            WeightsError: as for `load_model`, or the model is not of this class.
+        """
+        hub = dict(revision=revision, token=token, cache_dir=cache_dir)
+        hub |= dict(force_download=force_download, local_files_only=local_files_only)
+        return _publish().from_pretrained(cls, pretrained_model_name_or_path, hub, overrides)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> str | None:
+        """Writes model.safetensors, config.json and a model card, README.md, which `from_pretrained` and timm read.
+
+        Args:
+            save_directory: a folder, which is created.
+            metadata: header of the file from which the model was loaded, for its classes, metrics and recipe.
+            repo_id: repository to publish to, by default the name of the folder.
+            push_to_hub: publish, too.
+            **options: of `push_to_hub`.
+
+        Returns:
+            The URL of the commit, if published.
+
+        Raises:
+            WeightsError: the files cannot be written, or not published.
+        """
+        _publish().save_pretrained(self, save_directory, metadata)
+        name = repo_id or os.path.basename(os.path.abspath(save_directory))
+        return self.push_to_hub(name, metadata=metadata, **options) if push_to_hub else None
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        commit_message: str = "Push model using fastvit_triton",
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+        create_pr: bool | None = None,
+    ) -> str:
+        """Publishes the files of `save_pretrained` on the Hub; creates the repository if there is none.
+
+        Args:
+            repo_id: "org/name", or "name" for the user's own.
+            metadata: as for `save_pretrained`.
+            commit_message: message of the commit.
+            private: create a private repository.
+            token: login; None uses the one that is stored.
+            branch: branch to commit to.
+            create_pr: open a pull request instead.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            WeightsError: the client is not installed, or the Hub refuses.
+        """
+        commit = dict(commit_message=commit_message, revision=branch, create_pr=create_pr)
+        return _publish().push_to_hub(self, repo_id, metadata, token, private, commit)
+
+
+def _publish() -> Any:
+    """The functions behind these methods, imported when called: the weights import the models, not the reverse."""
+    return importlib.import_module("fastvit_triton.weights.publish")

@@ -1,0 +1,33 @@
+"""How the images of a model are prepared, from what is known of its weights; for any model with timm's attributes."""
+
+from typing import Any
+
+from torch import nn
+
+# Where nothing is known, as in timm.
+DEFAULTS: dict[str, Any] = dict(interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+DEFAULTS |= dict(crop_pct=0.875, crop_mode="center")
+
+
+def data_config(model: nn.Module) -> dict[str, Any]:
+    """How the model's images are prepared: timm's `resolve_data_config`, but with the model's own size and channels.
+
+    Args:
+        model: a model with `pretrained_cfg`, ours or timm's.
+
+    Returns:
+        input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode. If the weights were made for another
+        number of channels, mean and std are the averages of theirs, as in timm.
+    """
+    if not hasattr(model, "pretrained_cfg"):  # a feature extractor holds its model
+        model = getattr(model, "model", model)
+    known: Any = getattr(model, "pretrained_cfg", None) or {}
+    config: Any = getattr(model, "config", None)
+    size = tuple(known.get("input_size", (3, 224, 224)))
+    if config is not None:
+        size = (config.in_chans, *(config.img_size if known.get("fixed_input_size", True) else size[1:]))
+    found = {"input_size": size} | {key: known.get(key) or value for key, value in DEFAULTS.items()}
+    for key in ("mean", "std"):
+        values = tuple(found[key])
+        found[key] = values if len(values) == size[0] else (sum(values) / len(values),) * size[0]
+    return {key: found[key] for key in ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")}

@@ -1,0 +1,110 @@
+"""`create_model` with pretrained weights, by the names and tags of timm, from the Hub, or from a folder or file."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .. import models
+from ..models.transformer import VisionTransformer
+from . import _load, load_weights
+from . import pretrained as table
+from .adapt import State, WeightsError
+from .describe import Description, describe
+from .places import Place, find_place, find_tagged
+from .reading import read, unwrap
+from .rebuild import check_size
+
+SCHEMES = ("hf-hub", "hf_hub", "local-dir")
+
+
+def create_model(
+    name: str, pretrained: bool = False, *, checkpoint_path: str | os.PathLike | None = None, **overrides: Any
+) -> VisionTransformer:
+    """Builds a model by timm's name, with random or pretrained weights.
+
+    Args:
+        name: a name of `list_models()`, with or without a tag of `list_models(pretrained=True)`; or
+            "hf-hub:org/name", "hf-hub:org/name@revision" or "local-dir:PATH" with a config.json of timm or
+            transformers.
+        pretrained: load the weights of the tag, by default the first, or those of the repository or folder.
+        checkpoint_path: a checkpoint to load instead, in any form of `load_weights`.
+        **overrides: any field of the family's config, such as num_classes, img_size, in_chans, drop_path_rate, and
+            features_only, out_indices and output_fmt. A tag and `pretrained` change the default of num_classes to that
+            of the weights; for other in_chans, their first convolution is summed or repeated over channels, as in timm.
+
+    Returns:
+        The model, or with features_only a `FeatureGetterNet`, which returns a list of feature maps; `model.variant` is
+        its name, `model.config` its configuration, `model.pretrained_cfg` what is known of its weights, with timm's
+        keys.
+
+    Raises:
+        ValueError: the name or its tag is unknown (the message suggests others), or an option's value is invalid.
+        TypeError: an option is unknown.
+        WeightsError: there are no such weights, they cannot be downloaded, or they do not fit the model.
+    """
+    if pretrained and checkpoint_path is not None:
+        raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
+    place, found = _resolve(name, pretrained)
+    model = build(found, overrides) if place is None else build_pretrained(place, found, overrides)
+    if checkpoint_path is not None:
+        load_weights(model, checkpoint_path)
+    return model
+
+
+def build(found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
+    """The model of a description, with random weights."""
+    model = models.create_model(found.name, **{**found.options, **overrides})
+    backbone = model.model if isinstance(model, models.FeatureGetterNet) else model
+    backbone.pretrained_cfg = found.pretrained_cfg
+    return model
+
+
+def build_pretrained(place: Place, found: Description, overrides: Mapping[str, Any]) -> VisionTransformer:
+    """The model of a description with the weights of a place.
+
+    Raises:
+        WeightsError: there are no weights, or they are not those of the model.
+    """
+    tensors, metadata = read(place.weights(), True)
+    try:
+        if not place.cfg:  # a config.json may ask for anything
+            check_size(unwrap(tensors)[0], found.name, found.options)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise WeightsError(f"{place.text} holds a model that this version cannot build: {error}") from error
+    theirs = found.pretrained_cfg.get("input_size", (3,))[0]
+    model = build(found, overrides)
+    if overrides.get("in_chans", theirs) == theirs:
+        _load(model, tensors, metadata, None, True)
+    else:
+        source = build(found, {**overrides, "in_chans": theirs})
+        _load(source, tensors, metadata, None, True)
+        model.load_state_dict(_fit_channels(source.state_dict(), model.state_dict()))
+    return model
+
+
+def _resolve(name: str, weights: bool) -> tuple[Place | None, Description]:
+    """Where the weights lie, None if they are not wanted, and the model that the name describes."""
+    if name.partition(":")[0] in SCHEMES:
+        place = find_place(name)
+        if (found := describe(place)) is None:
+            raise WeightsError(place.why_missing("config.json, which names the model"))
+        return place if weights else None, found
+    if "/" in name:
+        raise WeightsError(f"name is {name!r}; use hf-hub:{name} for the Hub, or local-dir:{name} for a folder")
+    base, tag = table.split_tag(name)
+    models.model_config(base)
+    cfg = table.pretrained_cfg(name)
+    options = {"num_classes": cfg["num_classes"]} if cfg and (tag or weights) else {}
+    return find_tagged(name, {}) if weights else None, Description(base, options, cfg)
+
+
+def _fit_channels(state: State, target: State) -> State:
+    """The tensors; convolutions [D, C, P, P] of another C are summed to one channel, or repeated and scaled."""
+    fitted = dict(state)
+    for key, wanted in target.items():
+        if state[key].shape != wanted.shape:
+            weight, channels = state[key], wanted.shape[1]
+            repeats = -(-channels // weight.shape[1])
+            more = weight.repeat(1, repeats, 1, 1)[:, :channels] * (weight.shape[1] / channels)
+            fitted[key] = weight.sum(1, keepdim=True) if channels == 1 else more
+    return fitted

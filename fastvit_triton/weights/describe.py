@@ -1,0 +1,77 @@
+"""Which model a checkpoint holds, and how images are prepared for it: from our header, the table, or a config.json."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from ..models import CATALOGUE
+from . import timm_config, transformers_config
+from .adapt import WeightsError
+from .places import Place
+
+
+class Description(NamedTuple):
+    """What `create_model` needs to build the model of a checkpoint.
+
+    Attributes:
+        name: a name of `list_models()`.
+        options: arguments of `create_model`, with JSON's types.
+        pretrained_cfg: facts of the checkpoint with timm's keys, see `model.pretrained_cfg`.
+    """
+
+    name: str
+    options: dict[str, Any]
+    pretrained_cfg: dict[str, Any]
+
+
+def describe(place: Place) -> Description | None:
+    """The description of the checkpoint at a place; downloads no weights. None if nothing describes it.
+
+    Raises:
+        WeightsError: its config.json is not of timm or transformers, or describes no model of ours.
+    """
+    if place.cfg:
+        return Description(place.cfg["architecture"], {"num_classes": place.cfg["num_classes"]}, place.cfg)
+    if (found := _from_header(place)) is not None or (config := place.config()) is None:
+        return found
+    try:
+        if "model_type" in config:
+            name, options, cfg = transformers_config.read(config, place.config("preprocessor_config.json") or {})
+        elif "architecture" in config:
+            name, options, cfg = timm_config.read(config)
+        else:
+            raise ValueError('it has neither "architecture", as of timm, nor "model_type", as of transformers')
+        if name not in CATALOGUE:
+            raise ValueError(f"its architecture {name!r} is none of ours, which list_models() lists")
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise WeightsError(f"the config.json of {place.text} describes no model of ours: {why[:300]}") from error
+    return Description(name, options, cfg)
+
+
+def from_metadata(metadata: Mapping[str, str]) -> Description | None:
+    """The description in the header of a file of `save_weights`; None if it has none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not {"variant", "config"} <= metadata.keys():
+        return None
+    options, cfg = (json.loads(metadata.get(key, "{}")) for key in ("config", "pretrained_cfg"))
+    if not isinstance(options, dict) or not isinstance(cfg, dict):
+        raise ValueError("its config and pretrained_cfg must be objects")
+    return Description(metadata["variant"], options, timm_config.tuples(cfg))
+
+
+def _from_header(place: Place) -> Description | None:
+    """Reads the header of a local safetensors file, without its tensors."""
+    path = place.file or place.find("model.safetensors") if place.is_local else None
+    if path is None or path.suffix != ".safetensors":
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            return from_metadata(file.metadata() or {})
+    except (OSError, SafetensorError, ValueError, RecursionError):
+        return None  # the error comes when the file is read

@@ -1,0 +1,79 @@
+"""Reads and writes timm's config.json, from which `timm.create_model("local-dir:…")` and "hf-hub:…" build a model."""
+
+import dataclasses
+from typing import Any
+
+from ..models import CATALOGUE, model_config
+from ..models.base import ImageModel
+from . import pretrained
+from .adapt import WeightsError, variant
+
+ARGUMENTS = {"act_layer": "act"}  # timm's argument → our option; others have the same name, see `ViTConfig`
+IGNORED = ("dynamic_img_pad", "use_naflex", "fix_init", "scriptable", "exportable", "no_jit")
+TRAINING = ("weight_init", "grad_checkpointing")  # options that change no output in evaluation, and all rates
+GENERIC = "vit_base_patch16_224"  # the architecture that is written for a plain ViT that timm has not
+FIXED = ("eps", "mlp", "norm", "head_dim", "pre_logits")  # options that timm takes as Python objects, or not at all
+
+
+def tuples(cfg: dict[str, Any]) -> dict[str, Any]:
+    """A configuration from JSON with tuples instead of lists."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in cfg.items()}
+
+
+def read(config: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Our name, options and configuration of a checkpoint, from config.json in timm's present and older forms."""
+    name, _, tag = config["architecture"].partition(".")
+    cfg = tuples(dict(config.get("pretrained_cfg", config)))
+    cfg |= {key: config[key] for key in ("num_classes", "label_names", "label_descriptions") if key in config}
+    cfg |= {"architecture": name} | ({"tag": tag} if tag else {})
+    if ours := config.get("fastvit_triton"):  # written by `save_pretrained`
+        return ours["variant"], dict(ours["config"]), cfg | {"architecture": ours["variant"]}
+    given: dict[str, Any] = {key: cfg[key] for key in ("num_classes", "global_pool") if key in cfg}
+    if "input_size" in cfg:
+        given["in_chans"] = cfg["input_size"][0]
+        if cfg.get("fixed_input_size", True):
+            given["img_size"] = tuple(cfg["input_size"][1:])
+    given |= config.get("model_args") or {}
+    options = {ARGUMENTS.get(key, key): value for key, value in given.items() if key not in IGNORED}
+    return name, {key: value for key, value in options.items() if value is not None}, cfg
+
+
+def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model, in which timm finds all that differs from its architecture of that name.
+
+    Args:
+        model: from `create_model`.
+        cfg: `data_config(model)`, with `label_names` if known.
+
+    Raises:
+        WeightsError: timm has no such model.
+    """
+    name = variant(model)
+    known = bool(pretrained.pretrained_cfg(name)) if name in CATALOGUE else False
+    if not known and model.layout != "vit":
+        raise WeightsError(f"timm has no {name}; use --to fastvit_triton")
+    architecture = name if known else GENERIC
+    standard, config = dataclasses.asdict(model_config(architecture)), dataclasses.asdict(model.config)
+    changed = {key: value for key, value in config.items() if value != standard.get(key)}
+    changed = {key: value for key, value in changed.items() if key not in TRAINING and not key.endswith("_rate")}
+    if wrong := [key for key in FIXED if key in changed]:
+        needs = ", ".join(f"{key}={standard[key]!r}, not {config[key]!r}" for key in wrong)
+        raise WeightsError(f"timm cannot build {name} from a config.json: its {architecture} has {needs}")
+    if architecture.startswith("naflex") or "." in name:
+        raise WeightsError(f"timm has other parameter names for {name}; use --to fastvit_triton")
+    if str(changed.get("pos_embed", "none")) != "none":  # a fixed table is stored as if it were learned
+        del changed["pos_embed"]
+    changed.pop("patch_embed", None)  # likewise a linear stem, as a convolution
+    changed.pop("num_classes", None)
+    named = {ours: theirs for theirs, ours in ARGUMENTS.items()}
+    first = "patch_embed.backbone.stem.conv" if hasattr(getattr(model, "patch_embed", None), "backbone") else None
+    heads = model.head_names
+    inside = {key: value for key, value in cfg.items() if key not in ("label_names", "architecture")}
+    inside |= {"num_classes": model.num_classes, "custom_load": False, "fixed_input_size": True, "pool_size": None}
+    inside |= {"first_conv": first or "patch_embed.proj", "classifier": heads[0] if len(heads) == 1 else heads}
+    config = {"architecture": architecture, "num_classes": model.num_classes, "num_features": model.num_features}
+    if cfg.get("label_names"):
+        config["label_names"] = cfg["label_names"]
+    if changed:
+        config["model_args"] = {named.get(key, key): value for key, value in changed.items()}
+    return {**config, "pretrained_cfg": inside}

@@ -1,0 +1,263 @@
+"""Reads and writes config.json and preprocessor_config.json of transformers, for the layouts of `layouts.TRANSFORMERS`.
+
+Sources: the configuration classes of transformers 5.23, whose defaults a file may leave out.
+"""
+
+from typing import Any, NamedTuple
+
+from ..models import CATALOGUE, model_config
+from ..models.config import sides
+from ..models.transformer import VisionTransformer
+from .adapt import WeightsError
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
+ACTIVATIONS |= {"relu": "relu", "silu": "silu"}
+FIELDS = {"hidden_size": "embed_dim", "num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+FIELDS |= {"image_size": "img_size", "patch_size": "patch_size", "num_channels": "in_chans", "layer_norm_eps": "eps"}
+RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # of Pillow
+IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+
+
+class Kind(NamedTuple):
+    """A model type of transformers.
+
+    Attributes:
+        layout: name of its layout.
+        model_type: entry of config.json.
+        base: one of our models of this kind.
+        bare: class without a head.
+        headed: class with a head.
+        defaults: fields whose defaults differ from those of ViT.
+        outer: model type of the configuration that holds this one as vision_config; "" if there is none.
+    """
+
+    layout: str
+    model_type: str
+    base: str
+    bare: str
+    headed: str
+    defaults: dict[str, Any]
+    outer: str = ""
+
+
+DEFAULTS: dict[str, Any] = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
+DEFAULTS |= dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_size=16, num_channels=3)
+DINO = dict(layer_norm_eps=1e-6, patch_size=14, mlp_ratio=4, layerscale_value=1.0)
+REGISTERS = dict(DINO, patch_size=16, num_register_tokens=4)
+SIGLIP = dict(layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
+CLIP = dict(layer_norm_eps=1e-5, hidden_act="quick_gelu", patch_size=32, projection_dim=512)
+KINDS = (
+    Kind("transformers ViT", "vit", "vit_base_patch16_224", "ViTModel", "ViTForImageClassification", {}),
+    Kind(
+        *("transformers DeiT", "deit", "deit_base_distilled_patch16_224", "DeiTModel"),
+        *("DeiTForImageClassificationWithTeacher", {}),
+    ),
+    Kind(
+        *("transformers Dinov2", "dinov2", "vit_base_patch14_dinov2", "Dinov2Model", "Dinov2ForImageClassification"),
+        DINO,
+    ),
+    Kind(
+        *("transformers Dinov2WithRegisters", "dinov2_with_registers", "vit_base_patch14_reg4_dinov2"),
+        *("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification", REGISTERS),
+    ),
+    Kind(
+        *("transformers SigLIP", "siglip_vision_model", "vit_base_patch16_siglip_224", "SiglipVisionModel"),
+        *("SiglipForImageClassification", SIGLIP, "siglip"),
+    ),
+    Kind(
+        *("transformers CLIP", "clip_vision_model", "vit_base_patch32_clip_224", "CLIPVisionModel"),
+        *("CLIPVisionModelWithProjection", CLIP, "clip"),
+    ),
+)
+
+
+COMMON = {"image_size": "img_size", "num_channels": "in_chans", "layer_norm_eps": "eps"}
+COMMON |= {name: name for name in ("depths", "qkv_bias")}
+# model type of a pyramid → one of our models, which has the defaults of transformers, and theirs → ours
+PYRAMIDS = {
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        COMMON | {name: name for name in ("patch_size", "embed_dim", "num_heads", "window_size", "mlp_ratio")},
+    ),
+    "pvt": (
+        "pvt_tiny",
+        COMMON
+        | {"hidden_sizes": "embed_dims", "num_attention_heads": "num_heads", "sequence_reduction_ratios": "sr_ratios"}
+        | {"mlp_ratios": "mlp_ratios"},
+    ),
+}
+
+
+def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Our name, options and configuration of a checkpoint, from its config.json and preprocessor_config.json.
+
+    Raises:
+        ValueError: the model type, an activation or a head is none of ours.
+    """
+    model_type = config["model_type"]
+    if model_type in PYRAMIDS:
+        return _read_pyramid(config, processor, *PYRAMIDS[model_type])
+    kind = next((kind for kind in KINDS if model_type in (kind.model_type, kind.outer)), None)
+    if kind is None:
+        known = [name for kind in KINDS for name in (kind.outer, kind.model_type) if name]
+        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*known, *PYRAMIDS])}")
+    held = DEFAULTS | kind.defaults | (config.get("vision_config", {}) if model_type == kind.outer else config)
+    head = (config.get("architectures") or [kind.bare])[0]
+    if head == "CLIPForImageClassification":
+        raise ValueError(f"{head} classifies the mean of the patches, and our CLIP towers the class token")
+    if held["hidden_act"] not in ACTIVATIONS:
+        raise ValueError(f"hidden_act is {held['hidden_act']!r}; known are {', '.join(ACTIVATIONS)}")
+    options: dict[str, Any] = {ours: held[theirs] for theirs, ours in FIELDS.items()}
+    options |= {"act": ACTIVATIONS[held["hidden_act"]], "qkv_bias": held.get("qkv_bias", True)}
+    width = options["embed_dim"]
+    hidden = int(width * held["mlp_ratio"]) if "mlp_ratio" in kind.defaults else held["intermediate_size"]
+    if held.get("use_swiglu_ffn"):
+        hidden, options["mlp"] = _gated(hidden), "swiglu"
+    options["mlp_ratio"] = hidden / width if hidden % width == 0 else (hidden + 0.5) / width
+    if "layerscale_value" in held:
+        options["init_values"] = float(held["layerscale_value"])
+    if "num_register_tokens" in held:
+        options["reg_tokens"] = held["num_register_tokens"]
+    base = kind.base
+    if "ForImageClassification" in head:
+        options["num_classes"] = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    elif head in ("CLIPModel", kind.headed):
+        options["num_classes"] = config.get("projection_dim", held["projection_dim"])
+    else:
+        options["num_classes"] = 0
+    if kind.outer == "siglip" and (head == kind.headed or not held.get("vision_use_head", True)):
+        base = base.replace("_siglip_", "_siglip_gap_")
+    name, options = _nearest(base, options)
+    return name, options, _cfg(name, options, held, config, processor)
+
+
+def _read_pyramid(
+    config: dict[str, Any], processor: dict[str, Any], base: str, fields: dict[str, str]
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """As `read`, for models whose configurations have a list per stage."""
+    for name, allowed in {"hidden_act": "gelu", "use_absolute_embeddings": False}.items():
+        if config.get(name, allowed) != allowed:
+            raise ValueError(f"{name} is {config[name]!r}; our {base} has {allowed!r}")
+    options = {ours: config[theirs] for theirs, ours in fields.items() if theirs in config}
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    head = (config.get("architectures") or [""])[0]
+    count = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+    options["num_classes"] = count if "ForImageClassification" in head else 0
+    name, options = _nearest(base, options)
+    sizes = {"image_size": model_config(name, **options).img_size, "num_channels": config.get("num_channels", 3)}
+    return name, options, _cfg(name, options, sizes, config, processor)
+
+
+def _cfg(
+    name: str, options: dict[str, Any], held: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
+) -> dict[str, Any]:
+    """The configuration with timm's keys: images, classes and their names."""
+    labels, classes = config.get("id2label") or {}, model_config(name, **options).num_classes
+    cfg = {"architecture": name, "num_classes": classes, **_images(held, processor)}
+    if len(labels) == classes and not str(next(iter(labels.values()), "LABEL_")).startswith("LABEL_"):
+        cfg["label_names"] = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    return cfg
+
+
+def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and preprocessor_config.json of a model that `save_weights` writes in a layout.
+
+    Args:
+        model: the model.
+        layout: name of the layout.
+        cfg: `data_config(model)`, with `label_names` if known.
+
+    Raises:
+        WeightsError: its class has no such ratio of the MLP.
+    """
+    kind, config = next(kind for kind in KINDS if kind.layout == layout), model.config
+    held: dict[str, Any] = {theirs: _square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
+    held |= {
+        "hidden_act": next(t for t, ours in ACTIVATIONS.items() if ours == config.act),
+        "qkv_bias": config.qkv_bias,
+    }
+    hidden = int(config.embed_dim * config.mlp_ratio)
+    if "mlp_ratio" not in kind.defaults:
+        held["intermediate_size"] = hidden
+    else:
+        held["use_swiglu_ffn"] = config.mlp == "swiglu"
+        size = _gated if held["use_swiglu_ffn"] else int
+        ratio = next((r for r in range(1, 65) if size(config.embed_dim * r) == hidden), None)
+        if ratio is None:
+            raise WeightsError(f"mlp_ratio is {config.mlp_ratio}; {kind.headed} of transformers needs a whole number")
+        held["mlp_ratio"] = ratio
+    if "layerscale_value" in kind.defaults:
+        held["layerscale_value"] = config.init_values
+    if "num_register_tokens" in kind.defaults:
+        held["num_register_tokens"] = config.reg_tokens
+    if kind.outer == "siglip":
+        held["vision_use_head"] = config.global_pool == "map"
+    labels = {}
+    if config.num_classes and "projection_dim" in kind.defaults:
+        held["projection_dim"] = config.num_classes
+    elif config.num_classes:
+        names = cfg.get("label_names") or [f"LABEL_{i}" for i in range(config.num_classes)]
+        labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    nested = kind.outer == "siglip" and config.num_classes
+    held["model_type"] = kind.model_type
+    held = {"model_type": kind.outer, "vision_config": held} if nested else held
+    architecture = kind.headed if config.num_classes else kind.bare
+    return {"architectures": [architecture], "dtype": "float32", **held, **labels}, _processor(cfg)
+
+
+def _gated(hidden: int) -> int:
+    """Channels of gate and value together of a SwiGLU, each a multiple of 8, as in Dinov2SwiGLUFFN."""
+    return 2 * ((int(hidden * 2 / 3) + 7) // 8 * 8)
+
+
+def _square(value: Any) -> Any:
+    """One number for two equal sides, as transformers writes them."""
+    return value[0] if isinstance(value, (tuple, list)) and value[0] == value[1] else value
+
+
+def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name in the family of `base` that needs the fewest options, and these options."""
+    family = CATALOGUE[base]
+    same = getattr(family, "MODELS", {})
+    found = []
+    for name in [base, *family.VARIANTS]:
+        if same.get(name) is not same.get(base) or ("_gap_" in name) != ("_gap_" in base):
+            continue
+        ours: Any = family.VARIANTS[name]
+        wanted = ours.replace(**options)
+        if "depth" in options and int(ours.embed_dim * ours.mlp_ratio) == int(wanted.embed_dim * wanted.mlp_ratio):
+            wanted = wanted.replace(mlp_ratio=ours.mlp_ratio)
+        found.append(
+            (name, {key: getattr(wanted, key) for key in options if getattr(wanted, key) != getattr(ours, key)})
+        )
+    return min(found, key=lambda pair: len(pair[1]))
+
+
+def _images(held: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
+    """How images are prepared, with timm's keys."""
+    height, width = sides(held["image_size"])
+    size, crop = processor.get("size", {}), processor.get("crop_size")
+    size = size if isinstance(size, dict) else {"shortest_edge" if crop else "height": size}
+    cfg: dict[str, Any] = {"input_size": (held["num_channels"], height, width), **IMAGENET}
+    cfg |= {
+        ours: tuple(processor[key]) for ours, key in (("mean", "image_mean"), ("std", "image_std")) if key in processor
+    }
+    cfg["interpolation"] = RESAMPLING.get(processor.get("resample", 2), "bilinear")
+    if "shortest_edge" not in size or not processor.get("do_center_crop", True):
+        return cfg | {"crop_pct": 1.0, "crop_mode": "squash"}
+    inner = crop.get("height", height) if isinstance(crop, dict) else crop or size["shortest_edge"]
+    return cfg | {"crop_pct": min(inner / size["shortest_edge"], 1.0), "crop_mode": "center"}
+
+
+def _processor(cfg: dict[str, Any]) -> dict[str, Any]:
+    """preprocessor_config.json: the inverse of `_images`."""
+    _, height, width = cfg["input_size"]
+    common: dict[str, Any] = dict(do_resize=True, do_rescale=True, rescale_factor=1 / 255, do_normalize=True)
+    common |= dict(image_mean=list(cfg["mean"]), image_std=list(cfg["std"]))
+    common |= dict(resample=next((key for key, name in RESAMPLING.items() if name == cfg["interpolation"]), 3))
+    sized = dict(height=height, width=width)
+    if cfg["crop_mode"] == "squash" and cfg["crop_pct"] == 1.0:
+        return {"image_processor_type": "ViTImageProcessor", "size": sized, **common}
+    shortest = int(min(height, width) / cfg["crop_pct"])
+    more = dict(size={"shortest_edge": shortest}, do_center_crop=True, crop_size=sized)
+    return {"image_processor_type": "BitImageProcessor", **more, **common}

@@ -1,0 +1,80 @@
+"""Tests of `benchmarks.coverage` on tiny models. Oracle: counts by hand, and those of `benchmarks.launches`."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import coverage
+from benchmarks.launches import Setting, figures, trace
+from fastvit_triton.kernels.plan import forcing
+
+TINY = """
+# a comment
+timm vit_tiny_patch16_224 {"depth": 1}  # another
+transformers ViTForImageClassification pixel_values=Bx3x32x32 {"hidden_size": 24, "num_hidden_layers": 1,\
+ "num_attention_heads": 2, "intermediate_size": 48, "image_size": 32, "num_labels": 5}
+transformers models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel\
+ hidden_states=32x1176 grid_thw=[[1,4,4],[1,2,8]] {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32}
+transformers NoModel pixel_values=Bx3x32x32
+""".replace("\\\n", "")
+
+
+def test_entries():
+    """Oracle: the words of each line; a line of one word raises."""
+    found = coverage.entries(TINY)
+    assert [entry.name.rpartition(".")[2].rpartition(":")[2] for entry in found] == [
+        "vit_tiny_patch16_224",
+        "ViTForImageClassification",
+        "Qwen2VisionTransformerPretrainedModel",
+        "NoModel",
+    ]
+    assert found[0].inputs == () and json.loads(found[0].options) == {"depth": 1}
+    assert found[2].inputs == (("hidden_states", "32x1176"), ("grid_thw", "[[1,4,4],[1,2,8]]"))
+    assert coverage.entries("timm a  # {}\n") == [coverage.Entry("timm", "a")]
+    with pytest.raises(ValueError, match="has one word; give a package, a model"):
+        coverage.entries("timm")
+    listed = coverage.entries(coverage.MODELS.read_text())
+    assert len({entry.name for entry in listed}) == len(listed) >= 25
+
+
+def test_rows():
+    """Oracle: launches and bytes of `benchmarks.launches`; parameters of linear layers by hand."""
+    timm, hf, qwen, missing = map(coverage.guarded, coverage.entries(TINY))
+    setting = Setting("timm:vit_tiny_patch16_224", 8, arch="sm_90", frozen=True, depth=1)
+    with forcing("fused"):
+        fused = trace(setting)[0].count
+    default = figures(setting)
+    assert timm["eager"] == [default["eager_launches"], default["eager_bytes"]]
+    assert timm["fused"] == [fused.launches, fused.nbytes] and timm["default"] == [
+        default["launches"],
+        default["bytes"],
+    ]
+    assert sum(timm["plan"].values()) == 2 and timm["left"] == [] and timm["candidates"][0] == timm["candidates"][1]
+    block, head = 12 * 192 * 192 + 9 * 192, 193 * 1000
+    assert timm["inside"] == round(block / (block + head), 4) and timm["products"] > 0.99
+    block, head = 4 * 24 * 25 + 24 * 48 + 48 + 48 * 24 + 24, 25 * 5
+    assert hf["inside"] == round(block / (block + head), 4) and hf["fused"][0] < hf["eager"][0]
+    assert "error" not in qwen and qwen["eager"][0] > 0
+    assert missing == {"model": "transformers:NoModel", "error": missing["error"]} and "NoModel" in missing["error"]
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    """Oracle: the rows in the file, the cells of the table and the provenance; --only selects by name."""
+    (tmp_path / "models.txt").write_text(TINY)
+    monkeypatch.setattr(coverage, "MODELS", tmp_path / "models.txt")
+    monkeypatch.setattr(sys, "argv", ["coverage", "--out", str(tmp_path), "--only", "timm|NoModel"])
+    coverage.main()
+    result = json.loads((tmp_path / "coverage.json").read_text())
+    assert [row["model"] for row in result["rows"]] == ["timm:vit_tiny_patch16_224", "transformers:NoModel"]
+    assert {"command", "date", "commit", "packages", "note"} <= result.keys()
+    row, text = result["rows"][0], (tmp_path / "coverage.md").read_text()
+    assert (
+        f"| {row['eager'][0]} → {row['fused'][0]} (" in text
+        and f"| transformers:NoModel | {result['rows'][1]['error']}" in text
+    )
+    assert capsys.readouterr().out.count("\n") == 2
+    monkeypatch.setattr(sys, "argv", ["coverage", "--only", "nothing"])
+    with pytest.raises(SystemExit):
+        coverage.main()
+    assert "--only nothing matches no model" in capsys.readouterr().err
