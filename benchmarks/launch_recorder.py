@@ -248,11 +248,12 @@ _OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1),
 def _window_work(launch: Launch) -> Work:
     a, kernel = launch.values, launch.name.removeprefix("window.")
     one = a["N"] <= min(a["BLOCK_M"], a["BLOCK_N"])
-    pair = 2 * {"_fwd_kernel": 2, "_bwd_kernel": 5 if one else 4, "_bwd_dq_kernel": 3, "_bwd_dbias_kernel": 2}[kernel]
+    dq = 5 if a["PRECISION"] == "ieee" else 3  # in fp32 Q Kᵀ and dO Vᵀ are computed twice
+    pair = 2 * {"_fwd_kernel": 2, "_bwd_kernel": 5 if one else 4, "_bwd_dq_kernel": dq, "_bwd_dbias_kernel": 2}[kernel]
     rows, columns = (math.ceil(a["N"] / a[block]) for block in ("BLOCK_M", "BLOCK_N"))
-    windows = a["windows"] / a.get("runs", a["windows"])  # of one program
-    passes = windows * {"_bwd_kernel": rows, "_bwd_dbias_kernel": 1}.get(kernel, columns)
-    flops = pair * a["windows"] * a["heads"] * a["N"] ** 2 * a["D"]
+    windows = a["windows"] if "runs" in a else launch.programs // (a["heads"] * a["tiles"])
+    passes = windows / a.get("runs", windows) * {"_bwd_kernel": rows, "_bwd_dbias_kernel": 1}.get(kernel, columns)
+    flops = pair * windows * a["heads"] * a["N"] ** 2 * a["D"]
     return Work(flops, pair * a["BLOCK_M"] * a["BLOCK_N"] * a["WIDTH"] * passes, passes)
 
 
