@@ -257,6 +257,17 @@ def _window_work(launch: Launch) -> Work:
     return Work(flops, pair * a["BLOCK_M"] * a["BLOCK_N"] * a["WIDTH"] * passes, passes)
 
 
+def least_of_windows(launch: Launch) -> tuple[float, float]:
+    """(bytes, flops) that window attention needs at least; listed with the first kernel of a pass."""
+    a, kernel = launch.values, launch.name.removeprefix("window.")
+    three = kernel == "_bwd_kernel" and a["N"] > min(a["BLOCK_M"], a["BLOCK_N"])
+    if three or kernel == "_bwd_dbias_kernel":
+        return 0.0, 0.0
+    nbytes, backward = a["qkv_ptr"].nbytes / 3, "_bwd_" in kernel
+    values = nbytes / a["qkv_ptr"].dtype.itemsize
+    return (8 if backward else 4) * nbytes, (10 if backward else 4) * values * a["N"]
+
+
 def _attention_work(launch: Launch) -> Work:
     a, kernel = launch.values, launch.name.removeprefix("attention.")
     q_width, v_width = a["D0"] + a["D1"], a["V0"] + a["V1"]

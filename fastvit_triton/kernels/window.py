@@ -129,6 +129,8 @@ def reference(
         apart = _apart(x, window_size, shift_size).repeat_interleave(num_heads, 0)
         mask = apart if mask is None else mask + apart
     o = attention.reference(q, k, v, None if mask is None else mask[None], scale)
+    if not B and mask is not None:
+        o = o + mask.sum()  # PyTorch's attention of no images does not record the mask, whose gradient is 0
     o = o.reshape(B, rows, columns, num_heads, h, w, D).permute(0, 1, 4, 2, 5, 3, 6)
     o = o.reshape(*x.shape[:3], width // 3)
     if pad_first:
@@ -222,7 +224,7 @@ def _fwd_kernel(
         at = (y * qkv_strides[1] + x * qkv_strides[2]) * UNIT
         q = load_tokens(q_ptr, None, at[:, None], real[:, None], None, d, D, WIDTH)  # [BLOCK_M, WIDTH]
         if COSINE:
-            q, q_norm = unit(q, 1)
+            q, _q_norm = unit(q, 1)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         o = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -234,7 +236,7 @@ def _fwd_kernel(
             k = load_tokens(q_ptr + C, k_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
             v = load_tokens(q_ptr + 2 * C, v_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
             if COSINE:
-                k, k_norm = unit(k, 1)
+                k, _k_norm = unit(k, 1)
             if not ONE:
                 bias = load_bias(bias_ptr, bias_strides, head, m[:, None], n[None, :], N)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]

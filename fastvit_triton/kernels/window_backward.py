@@ -1,8 +1,7 @@
 """Backward pass of `window_attention`, where the symbols and equations (1) to (4) are defined.
 
 Math      P = exp(S − L)                                    recomputed, never stored                       (5)
-          In fp32 P is divided by its sum over keys, which differs from 1 by the rounding of L: |L| ~ 16 has an error
-          of 1e-6, larger than all others.
+          In fp32 P is divided by its sum over keys, which differs from 1 by the rounding of L, 1e-6 at L = 16.
           Δ = Σ_n P ∘ (dO Vᵀ) = Σ_d dO ∘ O                  [N]                                            (6)
           dS = P ∘ (dO Vᵀ − Δ)                                                                             (7)
           dV = Pᵀ dO    dQ = scale · dS K    dK = scale · dSᵀ Q                                            (8)
@@ -10,10 +9,11 @@ Math      P = exp(S − L)                                    recomputed, never 
           Cosine attention, with q̂ = q / ‖q‖:  dq = (dq̂ − q̂ (q̂·dq̂)) / ‖q‖, likewise dk,  dscale = Σ q̂·(dS K̂)   (10)
 Kernels   If one tile holds a window, one program computes all gradients of a head in a run of windows, with five matrix
           products, and sums dbias in registers. For larger windows one kernel computes Δ and dQ, one dK and dV, and one
-          dbias, with nine products. Sums over windows are computed in two stages, within programs and then over
-          programs: deterministic, without atomics. Sᵀ and dPᵀ are computed directly, so no computed tile is transposed
-          before a product.
-Cost      10·B·H·W·N·heads·D flops in one pass, 18 for larger windows; bytes = qkv + dO + dqkv, and the partial sums.
+          dbias, with nine products; in fp32 with eleven, as Δ is the first sum of (6): O is rounded. Sums over windows
+          are computed in two stages, within programs and then over programs: deterministic, without atomics. Sᵀ and dPᵀ
+          are computed directly, so no computed tile is transposed before a product.
+Cost      10·B·H·W·N·heads·D flops in one pass, 18 for larger windows, 22 in fp32; bytes = qkv + dO + dqkv, and the
+          partial sums.
 """
 
 import torch
