@@ -88,6 +88,12 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
     elif op == "depthwise":
         activation = draw.choice(("gelu", "gelu_tanh", "relu", None))
         found = dict(bias=None, activation=activation, residual=given["stride"] == 1)
+    elif op == "window_attention":
+        (h, w), heads = given["window_size"], given["num_heads"]
+        shift = draw.randrange(h), draw.randrange(w)
+        pad = randn(given["qkv"].shape[3], like=given["qkv"])
+        found = dict(shift_size=shift, bias=None, pad=pad, pad_first=draw.random() < 0.5)
+        found["scale"] = draw.choice((0.3, None, randn(heads, like=pad)))
     elif op == "mlp":
         found = dict(return_stats=True, residual=given["x"])
     elif op == "patch_embed":

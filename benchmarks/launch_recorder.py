@@ -248,12 +248,24 @@ _OVER = {"_fwd_kernel": (1, 1), "_bwd_kernel": (3, 2), "_bwd_dq_kernel": (2, 1),
 def _window_work(launch: Launch) -> Work:
     a, kernel = launch.values, launch.name.removeprefix("window.")
     one = a["N"] <= min(a["BLOCK_M"], a["BLOCK_N"])
-    pair = 2 * {"_fwd_kernel": 2, "_bwd_kernel": 5 if one else 4, "_bwd_dq_kernel": 3, "_bwd_dbias_kernel": 2}[kernel]
+    dq = 5 if a["PRECISION"] == "ieee" else 3  # in fp32 Q Kᵀ and dO Vᵀ are computed twice
+    pair = 2 * {"_fwd_kernel": 2, "_bwd_kernel": 5 if one else 4, "_bwd_dq_kernel": dq, "_bwd_dbias_kernel": 2}[kernel]
     rows, columns = (math.ceil(a["N"] / a[block]) for block in ("BLOCK_M", "BLOCK_N"))
-    windows = a["windows"] / a.get("runs", a["windows"])  # of one program
-    passes = windows * {"_bwd_kernel": rows, "_bwd_dbias_kernel": 1}.get(kernel, columns)
-    flops = pair * a["windows"] * a["heads"] * a["N"] ** 2 * a["D"]
+    windows = a["windows"] if "runs" in a else launch.programs // (a["heads"] * a["tiles"])
+    passes = windows / a.get("runs", windows) * {"_bwd_kernel": rows, "_bwd_dbias_kernel": 1}.get(kernel, columns)
+    flops = pair * windows * a["heads"] * a["N"] ** 2 * a["D"]
     return Work(flops, pair * a["BLOCK_M"] * a["BLOCK_N"] * a["WIDTH"] * passes, passes)
+
+
+def least_of_windows(launch: Launch) -> tuple[float, float]:
+    """(bytes, flops) that window attention needs at least; listed with the first kernel of a pass."""
+    a, kernel = launch.values, launch.name.removeprefix("window.")
+    three = kernel == "_bwd_kernel" and a["N"] > min(a["BLOCK_M"], a["BLOCK_N"])
+    if three or kernel == "_bwd_dbias_kernel":
+        return 0.0, 0.0
+    nbytes, backward = a["qkv_ptr"].nbytes / 3, "_bwd_" in kernel
+    values = nbytes / a["qkv_ptr"].dtype.itemsize
+    return (8 if backward else 4) * nbytes, (10 if backward else 4) * values * a["N"]
 
 
 def _attention_work(launch: Launch) -> Work:

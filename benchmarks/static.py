@@ -37,7 +37,7 @@ from fastvit_triton.files import replacing
 
 from .fingerprint import key
 from .launch_cases import Case, cases
-from .launch_recorder import Launch, compiled, record, sequence, work
+from .launch_recorder import Launch, compiled, least_of_windows, record, sequence, work
 from .sass import GPUS, TOOL, Binary, Gpu, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 
@@ -108,7 +108,8 @@ def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
     """Lower bound of the operation in microseconds: its flops at the GPU's peak, or one transfer of each byte.
 
     Attention pads queries to 64 and keys to 16. Its backward pass, whose floor is listed with the dq kernel, reads and
-    writes all eight tensors once. Row statistics and folded weights are overhead, so their floor is 0.
+    writes all eight tensors once; so does that of window attention, not padded. Row statistics and folded weights are
+    overhead, so their floor is 0.
     """
     a, name = launch.values, launch.name
     if name in ("attention._fwd_kernel", "attention._bwd_dq_kernel", "attention._bwd_kernel"):
@@ -120,6 +121,9 @@ def floor(launch: Launch, phase: str, gpu: Gpu) -> float:
         itemsize = a["q_ptr"].dtype.itemsize
         exp = pairs / (16 * gpu.units * gpu.ghz * 1e3)
         return max(values * itemsize / gpu.gbs / 1e3, flops / gpu.tflops / 1e6, exp)
+    if name.startswith("window."):
+        nbytes, flops = least_of_windows(launch)
+        return max(nbytes / gpu.gbs / 1e3, flops / gpu.tflops / 1e6)
     if name in (
         "linear._fwd_kernel",
         "mlp._fwd_kernel",

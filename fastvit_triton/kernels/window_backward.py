@@ -1,6 +1,7 @@
 """Backward pass of `window_attention`, where the symbols and equations (1) to (4) are defined.
 
 Math      P = exp(S − L)                                    recomputed, never stored                       (5)
+          In fp32 P is divided by its sum over keys, which differs from 1 by the rounding of L, 1e-6 at L = 16.
           Δ = Σ_n P ∘ (dO Vᵀ) = Σ_d dO ∘ O                  [N]                                            (6)
           dS = P ∘ (dO Vᵀ − Δ)                                                                             (7)
           dV = Pᵀ dO    dQ = scale · dS K    dK = scale · dSᵀ Q                                            (8)
@@ -8,10 +9,11 @@ Math      P = exp(S − L)                                    recomputed, never 
           Cosine attention, with q̂ = q / ‖q‖:  dq = (dq̂ − q̂ (q̂·dq̂)) / ‖q‖, likewise dk,  dscale = Σ q̂·(dS K̂)   (10)
 Kernels   If one tile holds a window, one program computes all gradients of a head in a run of windows, with five matrix
           products, and sums dbias in registers. For larger windows one kernel computes Δ and dQ, one dK and dV, and one
-          dbias, with nine products. Sums over windows are computed in two stages, within programs and then over
-          programs: deterministic, without atomics. Sᵀ and dPᵀ are computed directly, so no computed tile is transposed
-          before a product.
-Cost      10·B·H·W·N·heads·D flops in one pass, 18 for larger windows; bytes = qkv + dO + dqkv, and the partial sums.
+          dbias, with nine products; in fp32 with eleven, as Δ is the first sum of (6): O is rounded. Sums over windows
+          are computed in two stages, within programs and then over programs: deterministic, without atomics. Sᵀ and dPᵀ
+          are computed directly, so no computed tile is transposed before a product.
+Cost      10·B·H·W·N·heads·D flops in one pass, 18 for larger windows, 22 in fp32; bytes = qkv + dO + dqkv, and the
+          partial sums.
 """
 
 import torch
@@ -42,8 +44,8 @@ WINDOWS = 16  # most windows of a program that sums over windows
 
 @jit(do_not_specialize=["windows", "runs", "tiles"])
 def _bwd_kernel(
-    qkv_ptr, bias_ptr, scales_ptr, pad_ptr, do_ptr, l_ptr, delta_ptr, dqkv_ptr, dbias_ptr, dscales_ptr, dpad_ptr,
-    qkv_strides, bias_strides, layout, windows, runs, tiles, heads, scale,
+    qkv_ptr, bias_ptr, scales_ptr, pad_ptr, do_ptr, l_ptr, sums_ptr, delta_ptr, dqkv_ptr, dbias_ptr, dscales_ptr,
+    dpad_ptr, qkv_strides, bias_strides, layout, windows, runs, tiles, heads, scale,
     h: tl.constexpr, w: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     SHIFTED: tl.constexpr, PADDED: tl.constexpr, PAD_FIRST: tl.constexpr, COSINE: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -93,11 +95,14 @@ def _bwd_kernel(
                 bias = load_bias(bias_ptr, bias_strides, head, m[None, :], n[:, None], N)
             s = scores(s, scale, bias, m[None, :], n[:, None], window, layout, h, w, SHIFTED)
             p = exp_minus(s, load_lse(l_ptr, l_at, m_real)[None, :])  # (5)
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-            if ONE:
-                if PRECISION == "ieee":  # else the rounding of L, in all terms of Δ, would exceed that of PyTorch
+            if PRECISION == "ieee":
+                if ONE:
                     total = tl.sum(p, 0)
                     p /= tl.where(total == 0, 1.0, total)[None, :]
+                else:
+                    p /= tl.load(sums_ptr + l_at, mask=m_real, other=1.0)[None, :]
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            if ONE:
                 delta = tl.sum(p * dp, 0)  # (6)
             else:
                 delta = tl.load(delta_ptr + l_at, mask=m_real, other=0.0)
@@ -150,9 +155,31 @@ def _bwd_kernel(
             tl.store(dbias_ptr + (program * heads + head) * (N * N) + m * N + n, dbias, mask=(m < N) & (n < N))
 
 
+@jit
+def _block(
+    q, do, lse, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first, window, layout, scale,
+    h: tl.constexpr, w: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, C,
+    SHIFTED: tl.constexpr, PADDED: tl.constexpr, PAD_FIRST: tl.constexpr, COSINE: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(K of the block of keys from `first` on, P, dO Vᵀ) for queries m. Equation (5)."""
+    n, d = first + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
+    _, y, x, real = places(n, window, layout, h, w, SHIFTED, PADDED, PAD_FIRST)
+    at = ((y * qkv_strides[1] + x * qkv_strides[2]) * UNIT)[:, None]
+    padded = ((n < N) & ~real)[:, None]
+    k = load_tokens(q_ptr + C, k_pad, at, real[:, None], padded, d, D, WIDTH)
+    v = load_tokens(q_ptr + 2 * C, v_pad, at, real[:, None], padded, d, D, WIDTH)
+    if COSINE:
+        k, _ = unit(k, 1)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [queries, BLOCK_N]
+    bias = load_bias(bias_ptr, bias_strides, head, m[:, None], n[None, :], N)
+    s = scores(s, scale, bias, m[:, None], n[None, :], window, layout, h, w, SHIFTED)
+    return k, exp_minus(s, lse[:, None]), tl.dot(do, tl.trans(v), input_precision=PRECISION)
+
+
 @jit(do_not_specialize=["tiles"])
 def _bwd_dq_kernel(
-    qkv_ptr, bias_ptr, scales_ptr, pad_ptr, do_ptr, o_ptr, l_ptr, delta_ptr, dqkv_ptr, dscales_ptr,
+    qkv_ptr, bias_ptr, scales_ptr, pad_ptr, do_ptr, o_ptr, l_ptr, sums_ptr, delta_ptr, dqkv_ptr, dscales_ptr,
     qkv_strides, bias_strides, layout, tiles, heads, scale,
     h: tl.constexpr, w: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     SHIFTED: tl.constexpr, PADDED: tl.constexpr, PAD_FIRST: tl.constexpr, COSINE: tl.constexpr,
@@ -174,29 +201,36 @@ def _bwd_dq_kernel(
     at, token = (y * qkv_strides[1] + x * qkv_strides[2]) * UNIT, ((b * H + y) * W + x) * C
     q = load_tokens(q_ptr, None, at[:, None], real[:, None], None, d, D, WIDTH)  # [BLOCK_M, WIDTH]
     do = load_tokens(do_ptr + head * D, None, token[:, None], real[:, None], None, d, D, WIDTH)
-    o = load_tokens(o_ptr + head * D, None, token[:, None], real[:, None], None, d, D, WIDTH)
     l_at = ((b * heads + head) * H + y) * W + x
     lse = load_lse(l_ptr, l_at, real)
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # (6)
-    tl.store(delta_ptr + l_at, delta, mask=real)
     if COSINE:
         q, q_norm = unit(q, 1)
+    if PRECISION == "ieee":  # two passes: the errors of L and O, in all dS of a row, would exceed those of PyTorch
+        total, delta = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        for first in tl.range(0, N, BLOCK_N, disable_licm=True):
+            _, p, dp = _block(
+                q, do, lse, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first, window, layout,
+                scale, h, w, N, D, WIDTH, C, SHIFTED, PADDED, PAD_FIRST, COSINE, PRECISION, UNIT, BLOCK_N,
+            )  # fmt: skip
+            total += tl.sum(p, 1)
+            delta += tl.sum(p * dp, 1)
+        total = tl.where(total == 0, 1.0, total)
+        delta /= total
+        tl.store(sums_ptr + l_at, total, mask=real)
+    else:
+        o = load_tokens(o_ptr + head * D, None, token[:, None], real[:, None], None, d, D, WIDTH)
+        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # (6)
+    tl.store(delta_ptr + l_at, delta, mask=real)
     dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for first in tl.range(0, N, BLOCK_N, disable_licm=True):
-        n = first + tl.arange(0, BLOCK_N)
-        _, n_y, n_x, n_real = places(n, window, layout, h, w, SHIFTED, PADDED, PAD_FIRST)
-        n_at = ((n_y * qkv_strides[1] + n_x * qkv_strides[2]) * UNIT)[:, None]
-        padded = ((n < N) & ~n_real)[:, None]
-        k = load_tokens(q_ptr + C, k_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
-        v = load_tokens(q_ptr + 2 * C, v_pad, n_at, n_real[:, None], padded, d, D, WIDTH)
-        if COSINE:
-            k, _ = unit(k, 1)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        bias = load_bias(bias_ptr, bias_strides, head, m[:, None], n[None, :], N)
-        s = scores(s, scale, bias, m[:, None], n[None, :], window, layout, h, w, SHIFTED)
-        p = exp_minus(s, lse[:, None])  # (5)
-        ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])  # (7)
+        k, p, dp = _block(
+            q, do, lse, q_ptr, k_pad, v_pad, bias_ptr, qkv_strides, bias_strides, head, m, first, window, layout,
+            scale, h, w, N, D, WIDTH, C, SHIFTED, PADDED, PAD_FIRST, COSINE, PRECISION, UNIT, BLOCK_N,
+        )  # fmt: skip
+        ds = p * (dp - delta[:, None])  # (7)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    if PRECISION == "ieee":
+        dq /= total[:, None]
     if COSINE:
         dq, along = unit_grad(dq, q, q_norm)
         program = (window * tiles + tile).to(tl.int64)
@@ -206,7 +240,7 @@ def _bwd_dq_kernel(
 
 @jit(do_not_specialize=["windows", "runs", "tiles_m", "tiles_n"])
 def _bwd_dbias_kernel(
-    qkv_ptr, bias_ptr, scales_ptr, pad_ptr, do_ptr, l_ptr, delta_ptr, dbias_ptr,
+    qkv_ptr, bias_ptr, scales_ptr, pad_ptr, do_ptr, l_ptr, sums_ptr, delta_ptr, dbias_ptr,
     qkv_strides, bias_strides, layout, windows, runs, tiles_m, tiles_n, heads, scale,
     h: tl.constexpr, w: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     SHIFTED: tl.constexpr, PADDED: tl.constexpr, PAD_FIRST: tl.constexpr, COSINE: tl.constexpr,
@@ -243,6 +277,8 @@ def _bwd_dbias_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = scores(s, scale, bias, m[:, None], n[None, :], window, layout, h, w, SHIFTED)
         p = exp_minus(s, load_lse(l_ptr, l_at, real)[:, None])
+        if PRECISION == "ieee":
+            p /= tl.load(sums_ptr + l_at, mask=real, other=1.0)[:, None]
         delta = tl.load(delta_ptr + l_at, mask=real, other=0.0)
         dbias += p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     at = dbias_ptr + ((run.to(tl.int64) * heads + head) * N + m)[:, None] * N + n[None, :]
@@ -257,7 +293,7 @@ def _bwd(do, qkv, bias, scales, pad, heads, window_size, shift_size, scale, pad_
         return tuple(t.zero_() for t in outputs)
     do, (qkv, bias) = do.contiguous(), readable(qkv, bias, window_size)
     tensors = dict(qkv=qkv, bias=bias, scales=scales, pad=pad, do=do, o=o, l=lse, dqkv=outputs[0])
-    partial = dict.fromkeys(("delta", "dbias", "dscales", "dpad"))
+    partial = dict.fromkeys(("sums", "delta", "dbias", "dscales", "dpad"))
     for one, made in prepared(_prepare, tensors, *settings, learn_bias, learn_pad):
         partial |= {name: torch.empty(shape, dtype=torch.float32, device=qkv.device) for name, shape in made.items()}
         start(one, tensors | partial)
@@ -283,7 +319,8 @@ def _prepare(tensors, *settings):
     else:
         few = blocks_of("bwd_dq", qkv, arguments)
         rows = windows * cdiv(N, few["BLOCK_M"])
-        first = dict(delta=L.shape) | (dict(dscales=(rows, heads)) if arguments["COSINE"] else {})
+        first = dict(delta=L.shape) | (dict(sums=L.shape) if arguments["PRECISION"] == "ieee" else {})
+        first |= dict(dscales=(rows, heads)) if arguments["COSINE"] else {}
         launches += [(prepare(_bwd_dq_kernel, heads * rows, few, **arguments, tiles=rows // windows), first)]
     launches += [(prepare(_bwd_kernel, heads * tiles * runs, blocks, **arguments, tiles=tiles, runs=runs), made)]
     if learn_bias and not one:
