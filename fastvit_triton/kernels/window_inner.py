@@ -25,11 +25,11 @@ SPACE = {
     "fwd.fp32": dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
     "bwd": dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=1),
     "bwd.large": dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=1),
-    "bwd.fp32": dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1),
+    "bwd.fp32": dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1),
     "bwd_dq.large": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1),
     "bwd_dq.fp32": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1),
     "bwd_dbias.large": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1),
-    "bwd_dbias.fp32": dict(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
+    "bwd_dbias.fp32": dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1),
 }
 
 
