@@ -28,10 +28,8 @@ from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels import backend, fold, mlp
-from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import hooks
-from fastvit_triton.layers.module_parts import activation_of
 
 ROUNDINGS = 84  # as in test_models.py
 
@@ -468,19 +466,6 @@ def test_report_lists_each_candidate():
     assert len(report.fused) == 6 and len(report.left) == 4
     assert "own forward while training: attention dropout 0.1 (inside block)" in str(report)
     assert "forward" not in model.left.__dict__ and "need a CUDA or ROCm GPU, this is cpu" in report.device
-
-
-def test_hard_activations_are_read():
-    """Oracle: the module's own output, and its type's name in our table; others are called."""
-    from timm.layers.activations import HardSwish
-    from timm.layers.activations_me import HardSwishMe
-
-    x = torch.linspace(-8, 8, 101, dtype=torch.float64)
-    pairs = {HardSwish: "hardswish", HardSwishMe: "hardswish", nn.Hardswish: "hardswish", nn.ReLU6: "relu6"}
-    for module, name in ((made(), name) for made, name in pairs.items()):
-        assert activation_of(module) == name
-        torch.testing.assert_close(ACTIVATIONS[name](x), module(x))
-    assert isinstance(activation_of(nn.Hardtanh()), nn.Hardtanh)
 
 
 def test_report_prints_a_table():

@@ -17,8 +17,6 @@ parts.ACTIVATIONS.update(
         "timm.models.layers.activations.GELU": "gelu",
         "timm.layers.activations.GELUTanh": "gelu_tanh",
         "timm.layers.activations.QuickGELU": "quick_gelu",
-        "timm.layers.activations.HardSwish": "hardswish",
-        "timm.layers.activations_me.HardSwishMe": "hardswish",
         "transformers.activations.GELUActivation": "gelu",
         "transformers.activations.GELUTanh": "gelu_tanh",
         "transformers.activations.QuickGELUActivation": "quick_gelu",

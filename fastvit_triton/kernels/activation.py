@@ -3,8 +3,7 @@
 "swiglu" is silu(gate) · up for the two halves of a matmul's output; the functions here compute only silu(gate).
 
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
-          SwiGLU: Shazeer, arXiv:2002.05202, eq. 6; hard swish x·relu6(x + 3) / 6: Howard et al., MobileNetV3,
-          arXiv:1905.02244, section 5.2.
+          SwiGLU: Shazeer, arXiv:2002.05202, eq. 6.
 """
 
 from collections.abc import Callable
@@ -27,8 +26,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": _quick_gelu,
     "relu": F.relu,
     "silu": F.silu,
-    "hardswish": F.hardswish,
-    "relu6": F.relu6,
 }
 
 
@@ -54,7 +51,7 @@ def _sigmoid(x):
 
 @jit
 def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """The activation KIND of fp32 x; "swiglu" gives the SiLU of the gate, and None gives x."""
+    """GELU (erf or tanh form), x·sigmoid(1.702 x), ReLU or SiLU of fp32 x; KIND "swiglu" gives the SiLU of the gate."""
     if KIND == "gelu":
         return x * _normal_cdf(x, EXACT)
     if KIND == "gelu_tanh":
@@ -65,10 +62,6 @@ def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
         return tl.where(x < 0, 0.0, x)  # tl.maximum would turn NaN into 0 on a GPU
     if KIND == "silu" or KIND == "swiglu":
         return x * _sigmoid(x)
-    if KIND == "hardswish":
-        return x * tl.where(x <= -3, 0.0, tl.where(x >= 3, 1.0, x * 0.16666667 + 0.5))
-    if KIND == "relu6":
-        return tl.where(x < 0, 0.0, tl.where(x > 6, 6.0, x))
     return x
 
 
@@ -88,8 +81,4 @@ def activate_grad(x, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "silu" or KIND == "swiglu":
         s = _sigmoid(x)
         return s + x * s * (1.0 - s)
-    if KIND == "hardswish":
-        return tl.where(x <= -3, 0.0, tl.where(x < 3, x * 0.33333334 + 0.5, 1.0))
-    if KIND == "relu6":
-        return tl.where((x <= 0) | (x >= 6), 0.0, 1.0)
     return tl.full(x.shape, 1.0, tl.float32)

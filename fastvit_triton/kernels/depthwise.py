@@ -62,7 +62,7 @@ def depthwise(
         weight: [C, 1, K, K] for an odd K, as in a convolution with C groups.
         bias: [C], or None.
         stride: 1 or 2.
-        activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "hardswish", "relu6" or None.
+        activation: "gelu" (erf), "gelu_tanh", "quick_gelu", "relu" or "silu"; or None.
         residual: add x at the end; with a stride of 1 only.
 
     Returns:

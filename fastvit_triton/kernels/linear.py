@@ -78,7 +78,7 @@ def linear(
         bias: [F]; for "swiglu" [2F] or a pair; None for no bias.
         norm: (weight [K], bias [K], eps) or `Norm`, a LayerNorm of x before the matmul.
         stats: [M, tiles, 2] fp32, row statistics of x from the call that produced x; saves a pass over x for the norm.
-        activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "hardswish", "relu6", "swiglu" or None.
+        activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swiglu" or None.
         layer_scale: [F], LayerScale.
         sample_scale: [B] for x [B, ..., K], drop-path factor of each image.
         residual: [..., F], added last; the output has the promoted dtype.

@@ -25,8 +25,6 @@ LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type
 ACTIVATIONS = {  # type → its name in `kernels.activation.ACTIVATIONS`
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
-    "torch.nn.modules.activation.Hardswish": "hardswish",
-    "torch.nn.modules.activation.ReLU6": "relu6",
 }
 
 
