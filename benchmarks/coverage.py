@@ -100,10 +100,10 @@ def excluded(text: str) -> dict[str, str]:
 
 
 def build(entry: Entry) -> nn.Module:
-    """The model of an entry in evaluation mode, on the meta device except for integer buffers."""
+    """The model of an entry in evaluation mode, on the meta device; if it is called, except for integer buffers."""
     options = json.loads(entry.options)
     package = importlib.import_module("torchvision.models" if entry.package == "torchvision" else entry.package)
-    with weightless():
+    with weightless() if entry.called else torch.device("meta"):
         if entry.package == "timm":
             model = package.create_model(entry.model, **options)
         elif entry.package == "torchvision":
@@ -189,7 +189,7 @@ def guarded(entry: Entry) -> dict[str, object]:
 
 
 def write(rows: list[dict[str, object]], folder: Path, towers: bool = False) -> None:
-    """Writes coverage.json, one row on a line, and coverage.md; of towers coverage-towers.json and coverage-towers.md."""
+    """Writes coverage.json, one row on a line, and coverage.md; of towers, coverage-towers.json and .md."""
     facts: dict[str, object] = {"note": NOTE}
     facts |= {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
     if towers:

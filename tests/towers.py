@@ -28,6 +28,7 @@ TOWERS = {  # class, or model.Class where transformers does not export it: optio
     "FlavaImageModel": {},
     "GitVisionModel": {},
     "GroupViTVisionModel": STAGES,
+    "HunYuanVLVisionTransformer": dict(out_hidden_size=24, max_image_size=64),
     "idefics2.Idefics2VisionTransformer": {},
     "Idefics3VisionTransformer": {},
     "IJepaModel": {},
@@ -83,6 +84,9 @@ def inputs(model: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, Te
         return {"pixel_values": torch.randn(4, 3, side, side, dtype=dtype)}
     if kind == "Molmo2VisionModel":
         return {"pixel_values": torch.randn(2, 5, 16 * 16 * 3, dtype=dtype)}
+    if kind == "HunYuanVLVisionTransformer":
+        grid = torch.tensor([[1, 2, 2], [1, 2, 4]])
+        return {"pixel_values": torch.randn(12, 16 * 16 * 3, dtype=dtype), "grid_thw": grid}
     if kind == "ViltModel":
         words = torch.tensor([[1, 2, 3], [4, 5, 0]])
         return {"input_ids": words, "attention_mask": words.ne(0).long(), "pixel_values": image}
