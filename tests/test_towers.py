@@ -146,3 +146,16 @@ def test_packed_images(causal):
     got = ours.attention_forward(model, q, q, q, kept, is_causal=False)[0]
     want = torch.nn.functional.scaled_dot_product_attention(q, q[:, :, :3], q[:, :, :3]).transpose(1, 2)
     assert distance(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["BlipVisionModel", "GroupViTVisionModel"])
+def test_attention_weights_that_are_always_returned(name):
+    """Oracle: the original's weights, also where the first call asks for none."""
+    model = build(name).eval()
+    given, plain = inputs(model), copy.deepcopy(model)
+    optimize(model)
+    with using_backend("torch"), torch.no_grad():
+        model(**given)
+        got, want = (m(**given, output_attentions=True).attentions for m in (model, plain))
+    assert len(got) == len(want) == 2
+    assert all(distance(a, b) <= 1e-12 for a, b in zip(got, want, strict=True))

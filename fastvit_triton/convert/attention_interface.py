@@ -48,12 +48,13 @@ def attention_forward(
             raise ValueError(f"{NAME} supports packed images only without masks, dropout, grouped heads and caches")
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         return varlen_attention(q, k, v, starts, _longest(starts, more.get("max_length_q")), scaling)[None], None
-    padding = attention_mask is not None and attention_mask.dim() == 2  # of "flash_attention_2"; others hold causality
-    causal = query.shape[2] > 1 and (attention_mask is None or padding)
+    padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+    causal = query.shape[2] > 1 and (attention_mask is None or padding is not None)  # other masks hold causality
     causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if padding and causal:
-        raise ValueError(f"{FLASH} is for vision towers; give the text model attn_implementation='sdpa'")
-    attention_mask = attention_mask[:, None, None].bool() if padding else attention_mask
+    if padding is not None:
+        if causal:
+            raise ValueError(f"{FLASH} is for vision towers; give the text model attn_implementation='sdpa'")
+        attention_mask = padding[:, None, None].bool()
     if causal or odd or not can_run(query):
         sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
         named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)

@@ -48,7 +48,7 @@ fused_body(
 class NormedLinear(NamedTuple):
     """A linear layer followed by a norm of all its outputs; it is called, as no kernel has such a norm."""
 
-    layer: nn.Module
+    layer: Foreign
     norm: nn.Module
 
     @property
@@ -195,5 +195,5 @@ def class_pooling(self: Foreign, hidden_states: Tensor) -> Tensor:
     return self.output_proj(attention(query, *heads).transpose(1, 2).flatten(2)[:, 0])
 
 
-def _keys(self: Foreign, x: Tensor) -> tuple[Tensor, Tensor]:
+def _keys(self: Foreign, x: Tensor) -> tuple[Tensor, ...]:
     return project(x, (self.k_proj, self.v_proj)).chunk(2, -1)
