@@ -1,9 +1,11 @@
 """How much of other packages' models `optimize` fuses, on the meta device: parameters, products, launches and bytes.
 
-    python -m benchmarks.coverage --out benchmarks/results [--only PATTERN]
+    python -m benchmarks.coverage [towers] --out benchmarks/results [--package PACKAGE] [--only PATTERN]
 
-The models are those of coverage_models.txt. Inference in bfloat16, a batch of 8, on sm_90: counted from shapes by
-fastvit_triton.convert.count; nothing runs and nothing is measured. A model that fails becomes a row with the error.
+The models are those of coverage_models.txt, or with `towers` those of coverage_towers.txt: every vision model class of
+transformers, of depth 2, and a model of each family of timm. Inference in bfloat16, a batch of 8, on sm_90: counted
+from shapes by fastvit_triton.convert.count; nothing runs and nothing is measured. A model that fails becomes a row with
+the error. coverage_excluded.txt names the classes that have no attention over image tokens, and why.
 """
 
 import argparse
@@ -30,9 +32,11 @@ from fastvit_triton.layers.module_parts import LINEARS
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 
-from .tables import coverage_markdown
+from .tables import coverage_markdown, towers_markdown
 
-MODELS = Path(__file__).with_name("coverage_models.txt")
+MODELS, TOWERS, EXCLUDED = (
+    Path(__file__).with_name(f"coverage_{name}.txt") for name in ("models", "towers", "excluded")
+)
 BATCH, DTYPE, GPU = 8, torch.bfloat16, "h200"
 NOTE = "inference in bfloat16, batch 8; counted from shapes on the meta device, not measured; the plan is predicted"
 
@@ -46,12 +50,14 @@ class Entry:
         model: timm's name, torchvision's function, or transformers' class, also with its module.
         inputs: input by name, as sizes or values; empty for images of timm's size.
         options: of the configuration.
+        called: False to count parameters only, not a call.
     """
 
     package: str
     model: str
     inputs: tuple[tuple[str, str], ...] = ()
     options: str = "{}"
+    called: bool = True
 
     @property
     def name(self) -> str:
@@ -72,16 +78,32 @@ def entries(text: str) -> list[Entry]:
         if len(words) < 2:
             raise ValueError(f"line {line!r} has one word; give a package, a model, its inputs and its options")
         inputs, brace, options = "".join(words[2:]).partition("{")
-        pairs = tuple(tuple(word.split("=", 1)) for word in shlex.split(inputs))
-        found.append(Entry(words[0], words[1], pairs, brace + options or "{}"))
+        given = shlex.split(inputs)
+        pairs = tuple(tuple(word.split("=", 1)) for word in given if word != "-")
+        found.append(Entry(words[0], words[1], pairs, brace + options or "{}", "-" not in given))
+    return found
+
+
+def excluded(text: str) -> dict[str, str]:
+    """Why a model is not counted, by its name; lines of a text are "package:model: reason".
+
+    Raises:
+        ValueError: a line has no reason.
+    """
+    found = {}
+    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+        name, colon, reason = line.partition(": ")
+        if not (colon and reason.strip()):
+            raise ValueError(f"line {line!r} has no reason; give package:model: reason")
+        found[name] = reason.strip()
     return found
 
 
 def build(entry: Entry) -> nn.Module:
-    """The model of an entry in evaluation mode, on the meta device except for integer buffers."""
+    """The model of an entry in evaluation mode, on the meta device; if it is called, except for integer buffers."""
     options = json.loads(entry.options)
     package = importlib.import_module("torchvision.models" if entry.package == "torchvision" else entry.package)
-    with weightless():
+    with weightless() if entry.called else torch.device("meta"):
         if entry.package == "timm":
             model = package.create_model(entry.model, **options)
         elif entry.package == "torchvision":
@@ -125,9 +147,22 @@ def inside(model: nn.Module, report: Report) -> float:
 
 def row_of(entry: Entry) -> dict[str, object]:
     """The figures of one model."""
-    model, gpu = build(entry), cost.gpus()[GPU]
-    given, named = inputs_of(entry, model)
+    model = build(entry)
     report = optimize(model)
+    left = Counter((r.type, r.why) for r in report.left).most_common()
+    return dict(
+        model=entry.name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        inside=round(inside(model, report), 4),
+        candidates=[len(report.fused), len(report.fused) + len(report.left), len(report.norms)],
+        **(call_of(entry, model) if entry.called else {}),
+        left=[[n, f"{kind}: {why}"] for (kind, why), n in left],
+    )
+
+
+def call_of(entry: Entry, model: nn.Module) -> dict[str, object]:
+    """The figures of one call of an optimised model."""
+    gpu, (given, named) = cost.gpus()[GPU], inputs_of(entry, model)
     choices: list[Choice] = []
     eager = traced(model, None, False, given, named)
     with forcing("fused"):
@@ -137,16 +172,11 @@ def row_of(entry: Entry) -> dict[str, object]:
     products = sum(event.flops for event in ours.events)
     plan = Counter(choice.way for choice in choices[len(choices) // 2 :] for _ in choice.branches)  # of the second call
     return dict(
-        model=entry.name,
-        parameters=sum(p.numel() for p in model.parameters()),
-        inside=round(inside(model, report), 4),
         products=round(sum(event.flops for event in ours.events if event.ours) / max(products, 1), 4),
-        candidates=[len(report.fused), len(report.fused) + len(report.left), len(report.norms)],
         eager=[eager.count.launches, eager.count.nbytes],
         fused=[ours.count.launches, ours.count.nbytes],
         default=[default.launches, default.nbytes],
         plan=dict(sorted(plan.items())),
-        left=[[n, f"{kind}: {why}"] for (kind, why), n in Counter((r.type, r.why) for r in report.left).most_common()],
     )
 
 
@@ -158,26 +188,34 @@ def guarded(entry: Entry) -> dict[str, object]:
         return dict(model=entry.name, error=one_line(error))
 
 
-def write(rows: list[dict[str, object]], folder: Path) -> None:
-    """Writes coverage.json, one row on a line, and coverage.md."""
-    facts = dict(note=NOTE) | {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
+def write(rows: list[dict[str, object]], folder: Path, towers: bool = False) -> None:
+    """Writes coverage.json, one row on a line, and coverage.md; of towers, coverage-towers.json and .md."""
+    facts: dict[str, object] = {"note": NOTE}
+    facts |= {k: v for k, v in provenance().items() if k in ("command", "date", "commit", "packages")}
+    if towers:
+        facts["excluded"] = excluded(EXCLUDED.read_text(encoding="utf-8"))
     body = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
     head = json.dumps(facts, indent=1)[:-2]
     text = f'{head},\n "rows": [\n{body}\n ]\n}}\n'
-    for name, content in (("coverage.json", text), ("coverage.md", coverage_markdown(json.loads(text)))):
-        with replacing(folder / name) as temporary:
+    table = (towers_markdown if towers else coverage_markdown)(json.loads(text))
+    for kind, content in (("json", text), ("md", table)):
+        with replacing(folder / f"coverage{'-towers' * towers}.{kind}") as temporary:
             temporary.write_text(content)
 
 
 def main() -> None:
     """Counts the models, prints a line for each, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder for coverage.json and coverage.md")
+    parser.add_argument("list", nargs="?", choices=("models", "towers"), default="models", help="which list of models")
+    parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression for package:model")
+    parser.add_argument("--package", default="", help="only timm's, torchvision's or transformers' models")
     given = parser.parse_args()
-    chosen = [e for e in entries(MODELS.read_text(encoding="utf-8")) if re.search(given.only, e.name)]
+    path = TOWERS if given.list == "towers" else MODELS
+    chosen = [e for e in entries(path.read_text(encoding="utf-8")) if given.package in ("", e.package)]
+    chosen = [e for e in chosen if re.search(given.only, e.name)]
     if not chosen:
-        parser.error(f"--only {given.only} matches no model of {MODELS.name}")
+        parser.error(f"--only {given.only} matches no model of {path.name}")
     rows = []
     for entry in chosen:
         rows.append(guarded(entry))
@@ -185,7 +223,7 @@ def main() -> None:
             *(f"{name}={value}" for name, value in rows[-1].items() if name not in ("left", "parameters")), flush=True
         )
     if given.out:
-        write(rows, given.out)
+        write(rows, given.out, given.list == "towers")
 
 
 if __name__ == "__main__":

@@ -102,3 +102,22 @@ def coverage_markdown(result: dict) -> str:
     left += [f"| {r['model']} | {r['error']} |" for r in result["rows"] if "error" in r]
     lines += ["", "| model | not fused |", "| --- | --- |", *left] if left else []
     return "\n".join(lines) + "\n"
+
+
+def towers_markdown(result: dict) -> str:
+    """The table of `benchmarks.coverage towers`: how many models are covered, and each model's share and launches."""
+    rows, dropped = result["rows"], result["excluded"]
+    lines = [f"Written by `{result['command']}` on {result['date']}: {result['note']}.", ""]
+    lines += ["| package | listed | excluded | eligible | ≥ 90 % fused |", "| --- | --: | --: | --: | --: |"]
+    for package in sorted({r["model"].partition(":")[0] for r in rows}):
+        mine = [r for r in rows if r["model"].startswith(f"{package}:")]
+        eligible = [r for r in mine if r["model"] not in dropped]
+        covered = sum(r.get("inside", 0) >= 0.9 for r in eligible)
+        lines.append(f"| {package} | {len(mine)} | {len(mine) - len(eligible)} | {len(eligible)} | {covered} |")
+    lines += ["", "| model | linear | launches | not fused |", "| --- | --: | --: | --- |"]
+    for r in rows:
+        why = r.get("error") or "; ".join(why for _, why in r.get("left", ()))
+        why = f"excluded: {dropped[r['model']]}" if r["model"] in dropped else why
+        launches = f"{r['eager'][0]} → {r['fused'][0]}" if "eager" in r else ""
+        lines.append(f"| {r['model'].rpartition('.')[2]} | {r.get('inside', 0):.0%} | {launches} | {why} |")
+    return "\n".join(lines) + "\n"

@@ -109,7 +109,13 @@ def coverage() -> str:
     return (RESULTS / "coverage.md").read_text(encoding="utf-8")
 
 
-PAGES = dict(ways=ways, coverage=coverage, memory=memory, models=models, kernels=kernels, api=api, faults=faults)
+def towers() -> str:
+    """How much of the vision towers of transformers and timm `optimize` fuses."""
+    return (RESULTS / "coverage-towers.md").read_text(encoding="utf-8")
+
+
+PAGES = dict(ways=ways, coverage=coverage, towers=towers, memory=memory, models=models, kernels=kernels, api=api)
+PAGES["faults"] = faults
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

@@ -59,6 +59,27 @@ def test_rows():
     assert missing == {"model": "transformers:NoModel", "error": missing["error"]} and "NoModel" in missing["error"]
 
 
+def test_towers(tmp_path, monkeypatch):
+    """Oracle: models listed once, reasons for every exclusion, a share counted by hand, and no figures of a call."""
+    listed = coverage.entries(coverage.TOWERS.read_text())
+    assert len({entry.name for entry in listed}) == len(listed) >= 280
+    assert all(entry.package in ("timm", "transformers") for entry in listed)
+    reasons = coverage.excluded(coverage.EXCLUDED.read_text())
+    assert len(reasons.keys() & {entry.name for entry in listed}) >= 15
+    with pytest.raises(ValueError, match="has no reason; give package:model: reason"):
+        coverage.excluded("timm:a")
+    (tmp_path / "towers.txt").write_text(
+        'timm vit_tiny_patch16_224 - {"depth": 1, "num_classes": 0}\ntimm resnet18 -\ntransformers ASTModel -\n'
+    )
+    monkeypatch.setattr(coverage, "TOWERS", tmp_path / "towers.txt")
+    monkeypatch.setattr(sys, "argv", ["coverage", "towers", "--out", str(tmp_path), "--package", "timm"])
+    coverage.main()
+    rows = json.loads((tmp_path / "coverage-towers.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == ["timm:vit_tiny_patch16_224", "timm:resnet18"]
+    assert rows[0]["inside"] == 1.0 and rows[1]["inside"] == 0.0 and "eager" not in rows[0]
+    assert "| timm | 2 | 0 | 2 | 1 |" in (tmp_path / "coverage-towers.md").read_text()
+
+
 def test_command(tmp_path, monkeypatch, capsys):
     """Oracle: the rows in the file, the cells of the table and the provenance; --only selects by name."""
     (tmp_path / "models.txt").write_text(TINY)

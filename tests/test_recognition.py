@@ -176,9 +176,12 @@ COPIES = {
     "vit_msn.ViTMSNAttention": "transformers.models.deit.modeling_deit.DeiTAttention",
     "vit_msn.ViTMSNLayer": "transformers.models.deit.modeling_deit.DeiTLayer",
     "smolvlm.SmolVLMVisionAttention": "transformers.models.siglip.modeling_siglip.SiglipAttention",
-    "altclip.AltCLIPAttention": None,
-    "chinese_clip.ChineseCLIPVisionAttention": None,
-    "idefics2.Idefics2VisionAttention": None,
+    "chinese_clip.ChineseCLIPVisionAttention": "transformers.models.altclip.modeling_altclip.AltCLIPAttention",
+    "instructblip.InstructBlipAttention": "transformers.models.blip_2.modeling_blip_2.Blip2Attention",
+    "got_ocr2.GotOcr2MLPBlock": "transformers.models.sam.modeling_sam.SamMLPBlock",
+    "phi4_multimodal.Phi4MultimodalVisionAttention": None,
+    "videoprism.VideoPrismAttention": None,
+    "hunyuan_vl.HunYuanVLVisionAttention": None,
 }
 
 

@@ -207,7 +207,8 @@ def clip_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any)
 
 
 def _clip_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
-    attn = Branch(self.self_attn, self.layer_norm1, call=_call(attention_mask, more))
+    call = dict(more, attention_mask=attention_mask)  # also None: the attention of a copy may require it
+    attn = Branch(self.self_attn, self.layer_norm1, call=call)
     return add_branches(x, attn, Branch(self.mlp, self.layer_norm2), block=self)
 
 

@@ -25,8 +25,10 @@ from . import (  # noqa: F401  (they register)
     from_torchvision,
     from_transformers,
     from_transformers_beit,
+    from_transformers_blocks,
     from_transformers_pyramids,
     from_transformers_swin,
+    from_transformers_towers,
     from_vit_pytorch,
 )
 from .forwards import INNER, Forward, Parts, forward_for, known_type

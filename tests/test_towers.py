@@ -1,0 +1,162 @@
+"""Tests of the conversion of transformers' vision towers. Oracle: the original model, in float64 with PyTorch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from interpreter import interpreting
+from test_convert import Recorder
+from towers import ROUNDED, TOWERS, build, inputs, outputs
+
+from fastvit_triton import optimize, revert
+from fastvit_triton.kernels.backend import using_backend
+
+FORMS = (  # one for each reader and each kind of block; the others run in the full test
+    "AltCLIPVisionModel", "BlipVisionModel", "Blip2VisionModel", "InternVLVisionModel", "MLCDVisionModel",
+    "MllamaVisionModel", "Molmo2VisionModel", "DPTModel", "ViltModel", "GroupViTVisionModel", "PixioModel",
+    "Aimv2VisionModel", "HunYuanVLVisionTransformer",
+)  # fmt: skip
+PARTIAL = "GroupViTVisionModel", "HunYuanVLVisionTransformer"  # some attention stays as it is, in converted blocks
+NAMES = [pytest.param(n, marks=() if n in FORMS else pytest.mark.full) for n in TOWERS]
+
+
+def run(model, given):
+    """Outputs and the gradients of every parameter; random numbers are the same in every call."""
+    model.zero_grad()
+    torch.manual_seed(2)
+    y = outputs(model, given)
+    torch.manual_seed(3)
+    (y * torch.randn_like(y)).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert any(g is not None for g in gradients)
+    return y.detach(), gradients
+
+
+def distance(a, b):
+    """‖a − b‖ / ‖b‖ of two tensors."""
+    return ((a - b).norm() / b.norm()).item()
+
+
+def joined(gradients):
+    """All gradients in one vector; a key's bias has none but rounding, so they are not compared one by one."""
+    return torch.cat([g.flatten() for g in gradients if g is not None])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tower(name):
+    """Outputs and gradients equal the original's up to float64 rounding: 1e-12, or 1e-6 where it rounds to float32."""
+    model = build(name).train()
+    given, original, tolerance = inputs(model), copy.deepcopy(model), 1e-6 if name in ROUNDED else 1e-12
+    report = optimize(model)
+    assert report.fused and (name in PARTIAL or not report.left)
+    want = run(original, given)
+    with using_backend("torch"):
+        got = run(model, given)
+    assert [g is None for g in got[1]] == [g is None for g in want[1]]
+    assert distance(got[0], want[0]) <= tolerance and distance(joined(got[1]), joined(want[1])) <= tolerance
+    with using_backend("torch"):
+        again = run(pickle.loads(pickle.dumps(model)), given)
+    assert torch.equal(again[0], got[0])
+    revert(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if i < 3 else pytest.mark.full) for i, n in enumerate(FORMS)]
+)
+def test_kernels(name):
+    """The kernels in the interpreter equal the original up to float32 rounding, 1e-4."""
+    model = build(name, torch.float32).eval()
+    given = inputs(model, torch.float32)
+    torch.manual_seed(2)
+    want = outputs(model, given)
+    optimize(model)
+    torch.manual_seed(2)
+    with interpreting(), torch.no_grad():
+        assert distance(outputs(model, given), want) <= 1e-4
+
+
+def test_what_stays_original():
+    """Weights that are requested, an active dropout and a replaced submodule run the module's own forward."""
+    model = build("ViltModel").eval()
+    given, plain = inputs(model), copy.deepcopy(model)
+    optimize(model)
+    torch.manual_seed(2)
+    want = plain(**given, output_attentions=True).attentions
+    with using_backend("torch"):
+        torch.manual_seed(2)
+        got = model(**given, output_attentions=True).attentions
+    assert len(got) == len(want) == 2 and all(map(torch.equal, got, want))
+    model, plain = model.train(), plain.train()
+    for m in (*model.modules(), *plain.modules()):
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.5
+    given["attention_mask"] = torch.ones_like(given["attention_mask"])
+    want = run(plain, given)
+    with using_backend("torch"):
+        assert distance(run(model, given)[0], want[0]) <= 1e-12  # the same random numbers
+    model = build("DPTModel").eval()
+    given = inputs(model)
+    model.encoder.layer[0].intermediate.register_forward_hook(lambda *_: _[2] * 2)
+    want = outputs(model, given)
+    optimize(model)
+    with using_backend("torch"):
+        assert distance(outputs(model, given), want) <= 1e-12
+
+
+def test_save_pretrained(tmp_path):
+    """A saved converted model has the original's keys and values."""
+    model = build("BlipVisionModel", torch.float32)
+    want = {k: v.clone() for k, v in model.state_dict().items()}
+    optimize(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).state_dict()
+    assert again.keys() == want.keys() and all(torch.equal(again[k], want[k]) for k in want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_images(causal):
+    """Qwen2-VL's tower with images of different sizes: one call of our attention, equal to "sdpa" for each image."""
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
+
+    from fastvit_triton.convert import attention_interface as ours
+
+    config = qwen.Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2)
+    model = qwen.Qwen2VisionTransformerPretrainedModel._from_config(config).eval()
+    optimize(torch.nn.Identity())  # registers the names
+    x, grid = torch.randn(16 + 24, 1176), torch.tensor([[1, 4, 4], [1, 4, 6]])
+    want = model(x, grid).pooler_output
+    model.config._attn_implementation = ours.FLASH
+    assert distance(model(x, grid).pooler_output, want) <= 1e-5
+    with interpreting(), torch.no_grad(), Recorder() as run:
+        assert distance(model(x, grid).pooler_output, want) <= 1e-4
+    assert run.ours == ["attention_fwd"] * 2  # a call for each layer, not for each image
+    q = torch.randn(1, 2, 5, 16)
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    more = dict(cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=3)
+    if causal:
+        with pytest.raises(ValueError, match="supports packed images only without masks"):
+            ours.attention_forward(model, q, q, q, None, is_causal=True, **more)
+        with pytest.raises(ValueError, match="is for vision towers; give the text model"):
+            ours.attention_forward(model, q, q, q, torch.ones(1, 5), is_causal=True)
+    kept = torch.tensor([[1, 1, 1, 0, 0]])
+    got = ours.attention_forward(model, q, q, q, kept, is_causal=False)[0]
+    want = torch.nn.functional.scaled_dot_product_attention(q, q[:, :, :3], q[:, :, :3]).transpose(1, 2)
+    assert distance(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["BlipVisionModel", "GroupViTVisionModel"])
+def test_attention_weights_that_are_always_returned(name):
+    """Oracle: the original's weights, whatever attention is set and also where the first call asks for none."""
+    model = build(name).eval()
+    model.config._attn_implementation = "sdpa"  # which these modules do not read
+    given, plain = inputs(model), copy.deepcopy(model)
+    optimize(model)
+    with using_backend("torch"), torch.no_grad():
+        model(**given)
+        got, want = (m(**given, output_attentions=True).attentions for m in (model, plain))
+    assert len(got) == len(want) == 2
+    assert all(distance(a, b) <= 1e-12 for a, b in zip(got, want, strict=True))
