@@ -46,6 +46,7 @@ from .window_inner import (
     unit,
 )
 
+MAX_SIDE = 1024  # of a window, to which grids are padded
 APART = -100.0  # added to scores between regions; not −inf, as in every published model
 WINDOWS = 4  # most windows of a program
 Sides = tuple[int, int]
@@ -67,7 +68,7 @@ def window_attention(
         qkv: [B, H, W, 3·heads·D], ordered as [3, heads, D]; strided views are not copied if the last axis is
             contiguous.
         num_heads: heads.
-        window_size: (h, w), rows and columns of a window.
+        window_size: (h, w), rows and columns of a window, at most 1024 each.
         shift_size: (sy, sx), 0 ≤ sy < h and 0 ≤ sx < w. Models use 0 along an axis with a single window.
         bias: [heads, h·w, h·w], added to the scores of every window.
         scale: softmax scale; None means D^-0.5. A tensor [heads] selects the cosine attention of equation (3).
@@ -122,7 +123,8 @@ def reference(
         .reshape(3, B, rows * columns * num_heads, h * w, D)
     )
     if isinstance(scale, Tensor):  # (3)
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        wide = torch.promote_types(q.dtype, torch.float32)  # 1e-12 is 0 in float16, and padded keys may be 0
+        q, k = (F.normalize(t.to(wide), dim=-1).to(t.dtype) for t in (q, k))
         q, scale = q * scale.to(q.dtype).repeat(rows * columns)[:, None, None], 1.0
     mask = None if bias is None else bias.repeat(rows * columns, 1, 1)
     if sy or sx:
@@ -178,7 +180,7 @@ def _check(qkv, num_heads, window_size, shift_size, bias, scale, pad, pad_first)
         if not isinstance(sides, (tuple, list)) or len(sides) != 2:
             raise TypeError(f"{name} must be a tuple (rows, columns), got {sides!r}")
     for axis, side, shift in zip(("rows", "columns"), window_size, shift_size, strict=True):
-        expect_int(f"window_size, {axis},", side, 1)
+        expect_int(f"window_size, {axis},", side, 1, MAX_SIDE)
         expect_int(f"shift_size, {axis},", shift, 0, side - 1)
     if bias is not None:
         N = window_size[0] * window_size[1]
