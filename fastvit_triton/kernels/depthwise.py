@@ -213,7 +213,7 @@ def _blocks(kernel: str, x: Tensor, outputs: Tensor, K: int) -> tuple[dict[str, 
     B, H, W, C = outputs.shape
     row = f"{kernel}.{'fp32' if x.dtype == torch.float32 else 'half'}"
     blocks = config(f"depthwise.{row}", SPACE[row], x.device, B * H * W, C, K)
-    blocks["ROWS"] = min(blocks["ROWS"], 4 if K <= 3 else 2)  # more weights leave fewer registers
+    blocks["ROWS"] = min(blocks["ROWS"], 4 if K <= 3 else 2 if K <= 5 else 1)  # more weights leave fewer registers
     blocks["BLOCK_C"] = min(blocks["BLOCK_C"], power_of_2(max(C, 16)))
     return blocks, cdiv(B * cdiv(H, blocks["ROWS"]) * W, blocks["BLOCK_M"]), cdiv(C, blocks["BLOCK_C"])
 

@@ -161,8 +161,8 @@ def targets(dry: bool = False) -> list[Target]:
     """Targets to tune, ordered by the time that ViTs spend in them; `dry` selects tiny shapes."""
     B = 64 if not dry else 1
     shrink = (lambda n: n) if not dry else (lambda n: max(n // 48 // 16, 1) * 16)
-    D, N, F = shrink(768), shrink(197), shrink(3072)
-    found = [Target("linear", dict(B=B, N=N, K=D, F=F, norm=1), "linear.fwd.half")]
+    C, N, F = shrink(768), shrink(197), shrink(3072)
+    found = [Target("linear", dict(B=B, N=N, K=C, F=F, norm=1), "linear.fwd.half")]
     two = ("bwd_dq", "bwd_dkdv")  # where a program cannot hold a whole head
     attentions = ((64, N, ("fwd", "bwd")), (80, N, ("fwd", *two)), (64, 577, two))
     for width, length, kernels in attentions if not dry else ((16, N, ("fwd", "bwd")), (48, N, two)):
@@ -170,19 +170,18 @@ def targets(dry: bool = False) -> list[Target]:
         for kernel in kernels:
             found.append(Target("attention", case, f"attention.{kernel}", kernel != "fwd"))
     patches = dict(
-        B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=D, T=1, pos_prefix=1
+        B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=C, T=1, pos_prefix=1
     )
-    found.append(Target("mlp", dict(B=B, N=N, D=D, F=shrink(2048), swiglu=1), "linear.fwd.gated"))
+    found.append(Target("mlp", dict(B=B, N=N, D=C, F=shrink(2048), swiglu=1), "linear.fwd.gated"))
     found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
-    swin = (
-        dict(B=B, H=56, W=56, heads=3, D=32, h=7, w=7, sy=3, sx=3, bias=1)
-        if not dry
-        else dict(B=1, H=8, W=8, heads=1, D=16, h=4, w=4, sy=2, sx=2, bias=1)
-    )
-    found += [Target("window_attention", swin, "window.fwd"), Target("window_attention", swin, "window.bwd", True)]
+    for side, window, kind in ((56, 7, ""), (48, 12, ".large")):
+        size, n, heads, D = (side, window, 3, 32) if not dry else (2 * window, window, 1, 16)
+        swin = dict(B=B, H=size, W=size, heads=heads, D=D, h=n, w=n, sy=n // 2, sx=n // 2, bias=1)
+        found.append(Target("window_attention", swin, f"window.fwd{kind}"))
+        found.append(Target("window_attention", swin, f"window.bwd{kind}", True))
     found.append(Target("patch_embed", patches, "patch_embed.bwd.half", True))
     grid = dict(B=B, H=28 if not dry else 5, W=28 if not dry else 5, C=shrink(512), K=3)
     found.append(Target("depthwise", grid | dict(gelu=1), "depthwise.fwd.half"))
     found.append(Target("depthwise", grid | dict(gelu=1), "depthwise.bwd.half", True))
-    return [*found, Target("linear", dict(B=B, N=1, K=D, F=1000 if not dry else 20), "linear.fwd.odd")]  # a classifier
+    return [*found, Target("linear", dict(B=B, N=1, K=C, F=1000 if not dry else 20), "linear.fwd.odd")]  # a classifier
