@@ -30,9 +30,8 @@ from ..layers.replay.recorder import ALLOCATE, READERS
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
 
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
-# number of CUDA kernels of a PyTorch operator, if not 1, from the sources of torch 2.13:
-# flash_bwd_launch_template.h (Δ; dq, dk and dv; dq from its fp32 sums), layer_norm_kernel.cu (dx; dγ and dβ, up to
-# 65,536 rows), Convolution.cpp (the bias is added to cuDNN's result, and its gradient is a sum)
+# CUDA kernels of a PyTorch operator, if not 1, by torch 2.13: flash_bwd_launch_template.h (Δ; dq, dk, dv; dq from fp32
+# sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
 
 _storages = itertools.count()
