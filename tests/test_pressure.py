@@ -197,12 +197,15 @@ def test_large_inputs(op, case, dtype):
     """Oracle: float64 where the dtype can represent it, within the budget of `outside`; elsewhere PyTorch's infinities.
 
     Activations have magnitude 10⁴; the softmax scale reduces scores to about 1, as a softmax of 10⁸ is meaningless.
+    Probabilities below the smallest normal number, such as exp(−100), may be rounded to 0 before they multiply 10⁴.
     """
     arguments, top = op.inputs(case, torch.float64, "cpu"), torch.finfo(dtype).max
     for name in {"q", "k", "v", "qkv", "x", "residual", "image"} & arguments.keys():
         if isinstance(arguments[name], torch.Tensor):  # a residual may be True
             arguments[name] = (arguments[name].detach() * 1e4).requires_grad_()
-    if "scale" in inspect.signature(op.run).parameters:
+    if isinstance(arguments.get("scale"), torch.Tensor):  # cosine attention, whose scores do not grow with x
+        arguments["scale"] = (arguments["scale"].detach() * 1e-4).requires_grad_()
+    elif "scale" in inspect.signature(op.run).parameters:
         arguments["scale"] = 1e-8
     arguments = {n: converted(v, dtype) for n, v in arguments.items()}
     truth = results(op.reference, {n: converted(v, torch.float64) for n, v in arguments.items()})
@@ -212,7 +215,7 @@ def test_large_inputs(op, case, dtype):
     for name, exact in truth.items():
         ours, theirs, want = (t.clamp(-top, top) for t in (got[name], baseline[name], exact))
         allowed = 2 * (largest(theirs - want) + torch.finfo(dtype).eps * largest(want))
-        assert largest(ours - want) <= allowed, name
+        assert largest(ours - want) <= allowed + 1e4 * torch.finfo(torch.float32).tiny, name
         beyond = exact.abs() > top + allowed
         assert torch.equal(got[name][beyond], baseline[name][beyond]), name
 

@@ -94,7 +94,7 @@ def test_the_order_of_padding_and_rolling_matters():
         (dict(qkv=randn(1, 4, 4, 10)), "axis 3·heads·D of qkv must be a multiple of 3·num_heads = 6, got 10"),
         (dict(qkv=randn(1, 0, 4, 12)), "axis H of qkv must be at least 1, got 0"),
         (dict(window_size=4), "window_size must be a tuple"),
-        (dict(window_size=(4, 0)), "window_size, columns, must be at least 1, got 0"),
+        (dict(window_size=(4, 0)), "window_size, columns, must be between 1 and 1024, got 0"),
         (dict(shift_size=(0, 2)), "shift_size, columns, must be between 0 and 1, got 2"),
         (dict(bias=randn(2, 3, 4)), "axis h·w of bias must be 4, got 3"),
         (dict(scale=randn(3)), "axis heads of scale must be 2, got 3"),

@@ -142,7 +142,7 @@ def _bwd_kernel(
         if dpad_ptr is not None:
             dk_pad += tl.sum(tl.where(padded[:, None], dk, 0.0), 0)
             dv_pad += tl.sum(tl.where(padded[:, None], dv, 0.0), 0)
-    program, c = (run * tiles + tile).to(tl.int64), tl.arange(0, WIDTH)
+    program, c = run.to(tl.int64) * tiles + tile, tl.arange(0, WIDTH)
     if dpad_ptr is not None:
         dpad_ptr += program * 2 * C + head * D
         tl.store(dpad_ptr + c, dk_pad, mask=c < D)
@@ -152,7 +152,8 @@ def _bwd_kernel(
             tl.store(dscales_ptr + program * heads + head, tl.sum(dscale, 0))
         if dbias_ptr is not None:
             m, n = tl.arange(0, BLOCK_M)[None, :], n[:, None]
-            tl.store(dbias_ptr + (program * heads + head) * (N * N) + m * N + n, dbias, mask=(m < N) & (n < N))
+            at = (program * heads + head) * (N * N) + m.to(tl.int64) * N + n
+            tl.store(dbias_ptr + at, dbias, mask=(m < N) & (n < N))
 
 
 @jit
@@ -233,7 +234,7 @@ def _bwd_dq_kernel(
         dq /= total[:, None]
     if COSINE:
         dq, along = unit_grad(dq, q, q_norm)
-        program = (window * tiles + tile).to(tl.int64)
+        program = window.to(tl.int64) * tiles + tile
         tl.store(dscales_ptr + program * heads + head, tl.sum(along, 0))
     store_tokens(dqkv_ptr + head * D, dq * scale, 3 * token, real, D, WIDTH)
 

@@ -12,7 +12,7 @@ from .adapt import State, WeightsError
 from .describe import Description, describe
 from .places import Place, find_place, find_tagged
 from .reading import read, unwrap
-from .rebuild import check_size
+from .rebuild import compare
 
 SCHEMES = ("hf-hub", "hf_hub", "local-dir")
 
@@ -68,7 +68,7 @@ def build_pretrained(place: Place, found: Description, overrides: Mapping[str, A
     tensors, metadata = read(place.weights(), True)
     try:
         if not place.cfg:  # a config.json may ask for anything
-            check_size(unwrap(tensors)[0], found.name, found.options)
+            compare(unwrap(tensors)[0], found.name, found.options)
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         raise WeightsError(f"{place.text} holds a model that this version cannot build: {error}") from error
     theirs = found.pretrained_cfg.get("input_size", (3,))[0]

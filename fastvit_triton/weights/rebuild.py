@@ -45,21 +45,22 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> V
     config = json.loads(text)
     if not isinstance(config, dict):
         raise ValueError(f"its config is {text!r}; expected an object")
-    empty = check_size(tensors, name, config)
-    if metadata.get("layout") == "fastvit_triton":
-        adapt.check(empty, empty.state_dict(), dict(tensors), {}, "fastvit_triton")
+    compare(tensors, name, config, metadata.get("layout"))
     return create_model(name, features_only=False, **config)
 
 
-def check_size(tensors: Mapping[str, Tensor], name: str, config: Mapping[str, object]) -> VisionTransformer:
-    """The model on the meta device, after a comparison of its size with that of a file; raises as `build_model`."""
+def compare(
+    tensors: Mapping[str, Tensor], name: str, config: Mapping[str, object], layout: str | None = None
+) -> None:
+    """Raises as `build_model` unless a file of this layout can fill the model, which is built on the meta device."""
     depths = [config.get("depth"), *(d if isinstance(d := config.get("depths"), (list, tuple)) else [])]
     depth = sum(d for d in depths if isinstance(d, int))
     if depth * TENSORS_PER_BLOCK > len(tensors):
         raise ValueError(f"its config has depth {depth:,}, and the file {len(tensors):,} tensors")
     empty = skeleton(name, **config)
+    if layout == "fastvit_triton":
+        adapt.check(empty, empty.state_dict(), dict(tensors), {}, layout)
     wanted = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
     found = sum(tensor.numel() for tensor in tensors.values())
     if wanted > 2 * found + TABLES:
         raise ValueError(f"its config asks for {wanted:,} numbers, and the file holds {found:,}")
-    return empty
