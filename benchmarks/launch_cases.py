@@ -11,6 +11,7 @@ import torch
 
 from fastvit_triton import (
     add_layer_norm,
+    add_rms_norm,
     attention,
     attention_qkv,
     depthwise,
@@ -18,6 +19,7 @@ from fastvit_triton import (
     linear,
     mlp,
     patch_embed,
+    rms_norm,
     varlen_attention,
     window_attention,
 )
@@ -55,7 +57,7 @@ def cases(quick: bool = False) -> list[Case]:
         other = [c for c in (*_attentions(), *_linears(), *_blocks()) if c.name in names and c.dtype == "bfloat16"]
         return [*_vit("ViT-B/16", "bfloat16"), *other]
     found = [case for model in MODELS for case in _vit(model, "bfloat16")]
-    found += [*_attentions(), *_windows(), *_linears(), *_convolutions(), *_blocks()]
+    found += [*_attentions(), *_towers(), *_windows(), *_linears(), *_convolutions(), *_blocks()]
     found += [*_vit("ViT-B/16", "float16"), *_vit("ViT-B/16", "float32"), *_vit("ViT-B/16", "float32", "high")]
     return found
 
@@ -178,6 +180,27 @@ def _attentions() -> Iterator[Case]:
     yield Case("RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, False, False))
     yield Case("Q/K norm and interleaved RoPE D=64", "attention_qkv", "bfloat16", partial(with_rope, 64, True, True))
     yield Case("packed images D=64", "varlen_attention", "bfloat16", varlen)
+
+
+def _towers() -> Iterator[Case]:
+    """Blocks of Qwen2.5-VL's tower, 80 channels a head, in windows of 8 × 8 patches, and of those that norm heads."""
+    new, T, D = _maker("bfloat16"), 12_544, 80
+
+    def attend(**options):
+        ends = 64 * torch.arange(T // 64 + 1, dtype=torch.int32)
+        rope = torch.empty(T, D), torch.empty(T, D), False
+        return attention_qkv, (new(T, 3 * 16 * D), 16), dict(rope=rope, varlen=(ends, 64), **options)
+
+    def rms():
+        return new(D), None, 1e-6, "rms_norm"
+
+    made = {
+        "windows D=80": ("attention_qkv", attend),
+        "RMSNorm of heads, windows D=80": ("attention_qkv", lambda: attend(q_norm=rms(), k_norm=rms())),
+        "D=1280": ("rms_norm", lambda: (rms_norm, (new(T, 1280), new(1280), 1e-6), {})),
+        "sum, D=1280": ("add_rms_norm", lambda: (add_rms_norm, (new(T, 1280), new(T, 1280), new(1280), 1e-6), {})),
+    }
+    yield from (Case(f"Qwen2.5-VL {name}", op, "bfloat16", build) for name, (op, build) in made.items())
 
 
 # case → images, side of the grid, heads, side of the window, shift, padded, cosine

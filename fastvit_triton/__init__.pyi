@@ -18,6 +18,8 @@ from .kernels.layer_norm import layer_norm as layer_norm
 from .kernels.linear import linear as linear
 from .kernels.mlp import mlp as mlp
 from .kernels.patch_embed import patch_embed as patch_embed
+from .kernels.rms_norm import add_rms_norm as add_rms_norm
+from .kernels.rms_norm import rms_norm as rms_norm
 from .kernels.window import window_attention as window_attention
 from .layers.freeze import freeze as freeze
 from .layers.freeze import unfreeze as unfreeze

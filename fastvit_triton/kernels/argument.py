@@ -28,13 +28,26 @@ class Norm(NamedTuple):
         weight: γ [K], or None.
         bias: β [K], or None.
         eps: ε, added to the variance.
-        kind: "layer_norm", the only kind supported.
+        kind: "layer_norm"; for queries and keys also "rms_norm", which has no β and does not subtract the mean.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
     kind: str = "layer_norm"
+
+
+class Varlen(NamedTuple):
+    """Boundaries of images of different sizes in one sequence of T tokens (NaFlex, NaViT).
+
+    Attributes:
+        cu_seqlens: [B + 1] non-decreasing integers from 0 to at most T; image b is tokens cu_seqlens[b] to
+            cu_seqlens[b + 1] − 1.
+        max_seqlen: at least the number of tokens of the longest image; sets the size of the launch.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
 
 
 NormLike = Norm | tuple[Tensor | None, Tensor | None, float]

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import check, plan
-from .argument import expect_int, expect_number
+from .argument import expect_number
 from .attention_backward import bwd_op
 from .attention_inner import (
     fwd_step,
@@ -125,7 +125,6 @@ def varlen_attention(
     expect("k", k, q, T=T, H=H, D=D)
     expect("v", v, q, T=T, H=H, Dv=None)
     check.heads(q, k, v)
-    expect_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
     check.images(cu_seqlens, q, max_seqlen)
     if scale is not None:
         expect_number("scale", scale)

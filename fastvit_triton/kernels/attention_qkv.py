@@ -1,10 +1,11 @@
 """Self-attention on a packed q, k, v projection, with optional LayerNorm and rotary positions on queries and keys.
 
-Math      z = LN(x) over the D channels of a head, or z = x                                     (1)
+Math      z = LN(x) or RMSNorm(x) over the D channels of a head, or z = x                       (1)
           y = z ∘ cos + J z ∘ sin        J: (a, b) → (−b, a) in each channel pair               (2)
           o = attention(y_q, y_k, v)                                                            (3)
 Backward  dz = dy ∘ cos − J (dy ∘ sin)                                                          (4)
           dx = (g − mean(g) − ẑ·mean(g·ẑ)) / √(σ² + ε) with g = dz·γ, ẑ = (x − μ) / √(σ² + ε)   (5)
+          RMSNorm: μ = 0, σ² = mean(x²), and dx has no term mean(g)
           dγ = Σ dz·ẑ    dβ = Σ dz, over tokens and heads                                       (6)
 Kernels   One launch applies (1) and (2) before the attention kernel and one applies (4) to (6) after its backward pass.
           Inside the attention kernel, keys would be normalised and rotated again for every block of queries. The sums
@@ -12,7 +13,8 @@ Kernels   One launch applies (1) and (2) before the attention kernel and one app
 Cost      8 bytes·B·N·H·D in bf16 forward, 16 backward, in addition to attention's.
 Saved     the tensors that attention saves, y for queries and keys [B, N, 2, H, D], and qkv.
 Sources   Su et al., RoFormer, arXiv:2104.09864, eq. 34; Henry et al., Query-key normalization, arXiv:2010.04245, as
-          Dehghani et al., ViT-22B, arXiv:2302.05442, section 2.1, use it.
+          Dehghani et al., ViT-22B, arXiv:2302.05442, section 2.1, use it; Zhang and Sennrich, Root mean square layer
+          normalization, arXiv:1910.07467, eq. 4.
 """
 
 import math
@@ -21,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, check, layer_norm
-from .argument import NormLike, Rope
+from . import attention, check, layer_norm, rms_norm
+from .argument import NormLike, Rope, Varlen, expect_number
 from .attention_launch import run
 from .backend import kernels_available
 from .launch import cdiv, power_of_2
@@ -43,15 +45,16 @@ def attention_qkv(
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
+    varlen: Varlen | None = None,
 ) -> Tensor | Any:
     """Self-attention on the packed projection, as in every plain ViT.
 
     Args:
-        qkv: [B, N, 3·H·D], ordered as [3, H, D].
+        qkv: [B, N, 3·H·D], ordered as [3, H, D]; with `varlen` [T, 3·H·D].
         num_heads: H.
         scale: softmax scale; None means D^-0.5.
-        q_norm: (weight [D], bias [D], eps) or `Norm`, a LayerNorm over the channels of each query; weight and bias may
-            be None.
+        q_norm: (weight [D], bias [D], eps) or `Norm`, a LayerNorm or RMSNorm over the channels of each query; weight
+            and bias may be None.
         k_norm: the same for keys.
         rope: (cos, sin, interleaved) with tables [N − prefix_tokens, D], [H, N − prefix_tokens, D] or
             [B, H, N − prefix_tokens, D], where axes B and H may be 1. Rotates queries and keys in channel pairs
@@ -60,14 +63,19 @@ def attention_qkv(
         bias: as in `attention`.
         kv_lens: as in `attention`.
         return_lse: also return L [B, H, N].
+        varlen: (cu_seqlens, max_seqlen) or `Varlen`: tokens attend to those of their own image. Tables of `rope` are
+            [T, D] or [H, T, D]; prefix_tokens, bias, kv_lens and return_lse are not supported.
 
     Returns:
-        [B, N, H·D], heads merged; with `return_lse` also L [B, H, N], fp32.
+        [B, N, H·D], heads merged; with `return_lse` also L [B, H, N], fp32; with `varlen` [T, H·D], which is 0 for
+        tokens that belong to no image.
 
     Raises:
         ValueError: a size or device does not fit.
         TypeError: an argument is of another type or dtype.
     """
+    if varlen is not None:
+        return _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, (prefix_tokens, bias, kv_lens, return_lse), varlen)
     D = check.packed(qkv, num_heads, q_norm, k_norm, rope, prefix_tokens)
     check.scores(qkv, (num_heads, qkv.shape[1], qkv.shape[1]), bias, kv_lens, scale, return_lse)
     bare = bias is kv_lens is q_norm is k_norm is rope is None
@@ -76,18 +84,41 @@ def attention_qkv(
         and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad))
         and (return_lse or attention.prefers_kernel(qkv, num_heads, (qkv.shape[1],) * 2, (D, D), bare, True))
     ):
-        packed = cast(qkv)[0].unflatten(-1, (3, num_heads, D))
-        q_norm_weight, q_norm_bias, q_eps = NO_NORM if q_norm is None else q_norm[:3]
-        k_norm_weight, k_norm_bias, k_eps = NO_NORM if k_norm is None else k_norm[:3]
-        k_norm_weight, k_norm_bias = distinct(k_norm_weight, q_norm_weight), distinct(k_norm_bias, q_norm_bias)
-        cos, sin, interleaved = rope or (None, None, False)
-        o, lse = _Fn.apply(
-            packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens,
-            interleaved, prefix_tokens, q_eps, k_eps, D**-0.5 if scale is None else scale,
-        )  # fmt: skip
-        o = o.transpose(1, 2).flatten(2)
+        o, lse = _apply(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens)
         return (o, lse * math.log(2)) if return_lse else o
     return reference(qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, return_lse)
+
+
+def _varlen(qkv, num_heads, scale, q_norm, k_norm, rope, others, varlen):
+    """`attention_qkv` with `varlen`; `others` are arguments that it does not support."""
+    cu_seqlens, max_seqlen = check.varlen(qkv, varlen, *others)
+    D = check.packed(qkv[None], num_heads, q_norm, k_norm, rope, 0)
+    if scale is not None:
+        expect_number("scale", scale)
+    if kernels_available(qkv, D) and (rope is None or not (rope[0].requires_grad or rope[1].requires_grad)):
+        return _apply(qkv[None], num_heads, scale, q_norm, k_norm, rope, 0, None, None, cu_seqlens, max_seqlen)[0][0]
+    return reference(qkv, num_heads, scale, q_norm, k_norm, rope, varlen=varlen)
+
+
+def _apply(
+    qkv, num_heads, scale, q_norm, k_norm, rope, prefix_tokens, bias, kv_lens, cu_seqlens=None, max_seqlen=0
+):  # fmt: skip
+    """(o [B, N, H·D], L [B, H, N] to base 2) by the kernels."""
+    packed = cast(qkv)[0].unflatten(-1, (3, num_heads, -1))
+    q_norm_weight, q_norm_bias, q_eps = NO_NORM if q_norm is None else q_norm[:3]
+    k_norm_weight, k_norm_bias, k_eps = NO_NORM if k_norm is None else k_norm[:3]
+    k_norm_weight, k_norm_bias = distinct(k_norm_weight, q_norm_weight), distinct(k_norm_bias, q_norm_bias)
+    cos, sin, interleaved = rope or (None, None, False)
+    o, lse = _Fn.apply(
+        packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
+        interleaved, prefix_tokens, q_eps, k_eps, _is_rms(q_norm), _is_rms(k_norm),
+        packed.shape[-1] ** -0.5 if scale is None else scale, max_seqlen,
+    )  # fmt: skip
+    return o.transpose(1, 2).flatten(2), lse
+
+
+def _is_rms(norm: NormLike | None) -> bool:
+    return norm is not None and len(norm) == 4 and norm[3] == "rms_norm"
 
 
 def reference(
@@ -101,17 +132,28 @@ def reference(
     bias: Tensor | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
+    varlen: Varlen | None = None,
 ) -> Tensor | Any:
     """Equations (1) to (3): split, normalise, rotate, attend, merge heads."""
+    if varlen is not None:
+        qkv = qkv[None]
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
     if q_norm is not None:
-        q = layer_norm.reference(q, *q_norm[:3])
+        q = _normalized(q, q_norm)
     if k_norm is not None:
-        k = layer_norm.reference(k, *k_norm[:3])
+        k = _normalized(k, k_norm)
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
+    if varlen is not None:
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))  # [T, H, D] each
+        return attention.reference_varlen(q, k, v, *varlen, scale).flatten(1)
     o = attention.reference(q, k, v, bias, scale, kv_lens, return_lse)
     return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
+
+
+def _normalized(x: Tensor, norm: NormLike) -> Tensor:
+    """Equation (1)."""
+    return rms_norm.reference(x, norm[0], norm[2]) if _is_rms(norm) else layer_norm.reference(x, *norm[:3])
 
 
 def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:
@@ -159,12 +201,13 @@ def _store_pairs(ptr, at, inside, a, b, D: tl.constexpr, HALF: tl.constexpr, INT
 
 
 @jit
-def _normalize(a, b, eps, D: tl.constexpr, HALF: tl.constexpr):
-    """x̂ = (x − μ) / √(σ² + ε) of rows x = (a, b) as two tiles, and 1 / √(σ² + ε) [M]."""
-    i = tl.arange(0, HALF)
-    mean = (tl.sum(a, 1) + tl.sum(b, 1)) / D
-    a = tl.where((i < (D + 1) // 2)[None, :], a - mean[:, None], 0.0)
-    b = tl.where((i < D // 2)[None, :], b - mean[:, None], 0.0)
+def _normalize(a, b, eps, NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """x̂ = (x − μ) / √(σ² + ε) of rows x = (a, b) as two tiles, and 1 / √(σ² + ε) [M]. NORM > 2: RMSNorm, μ = 0."""
+    if NORM <= 2:
+        i = tl.arange(0, HALF)
+        mean = (tl.sum(a, 1) + tl.sum(b, 1)) / D
+        a = tl.where((i < (D + 1) // 2)[None, :], a - mean[:, None], 0.0)
+        b = tl.where((i < D // 2)[None, :], b - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)
     return a * rstd[:, None], b * rstd[:, None], rstd
 
@@ -174,10 +217,10 @@ def _apply_norm(
     a, b, weight_ptr, bias_ptr, eps, NORM: tl.constexpr, BIAS: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Equation (1) of rows (a, b). NORM: 1 without a weight, 2 with one."""
-    a, b, _ = _normalize(a, b, eps, D, HALF)
+    """Equation (1) of rows (a, b). NORM: 1 without a weight, 2 with one; RMSNorm 3 and 4."""
+    a, b, _ = _normalize(a, b, eps, NORM, D, HALF)
     start = tl.zeros([1], tl.int32)
-    if NORM == 2:
+    if NORM % 2 == 0:
         weight_a, weight_b = _load_pairs(weight_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
         a, b = a * weight_a, b * weight_b
     if BIAS:
@@ -196,13 +239,15 @@ def _norm_grad(
     sums: dγ of the first and of the second channels of the pairs, then dβ likewise, [HALF] each.
     """
     x_a, x_b = _load_pairs(x_ptr, at, inside, 0.0, D, HALF, INTERLEAVED)
-    x_a, x_b, rstd = _normalize(x_a, x_b, eps, D, HALF)
+    x_a, x_b, rstd = _normalize(x_a, x_b, eps, NORM, D, HALF)
     sums = (sums[0] + tl.sum(a * x_a, 0), sums[1] + tl.sum(b * x_b, 0), sums[2] + tl.sum(a, 0), sums[3] + tl.sum(b, 0))
-    if NORM == 2:
+    if NORM % 2 == 0:
         start = tl.zeros([1], tl.int32)
         weight_a, weight_b = _load_pairs(w_ptr, start, start == 0, 0.0, D, HALF, INTERLEAVED)
         a, b = a * weight_a, b * weight_b
-    mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / D)[:, None]
+    mean = 0.0
+    if NORM <= 2:
+        mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / D)[:, None]
     slope = ((tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)) / D)[:, None]
     return (a - mean - x_a * slope) * rstd[:, None], (b - mean - x_b * slope) * rstd[:, None], sums
 
@@ -292,8 +337,11 @@ def _blocks(D: int) -> dict[str, int]:
     return dict(HALF=half, BLOCK_M=max(1, 1024 // half), num_warps=4, num_stages=1, enable_fp_fusion=True)
 
 
-def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
-    """Arguments of both kernels by name. Q_NORM and K_NORM: 0 without a norm, 1 without a weight, 2 with one."""
+def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps, q_rms, k_rms):
+    """Arguments of both kernels by name.
+
+    Q_NORM and K_NORM: 0 without a norm, LayerNorm 1 without a weight and 2 with one, RMSNorm 3 and 4.
+    """
     (B, N, _, H, D), (cos, sin) = qkv.shape, [t if t is None else t.contiguous() for t in (cos, sin)]
     if qkv.stride()[2:] != (H * D, D, 1):
         qkv = qkv.contiguous()
@@ -301,15 +349,16 @@ def _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix,
         x_ptr=qkv, x_strides=qkv.stride()[:2], q_norm_weight_ptr=q_norm_weight, k_norm_weight_ptr=k_norm_weight,
         cos_ptr=cos, sin_ptr=sin, M=B * N, N=N, H=H, D=D, prefix=prefix, q_eps=q_eps or 0.0, k_eps=k_eps or 0.0,
         table_strides=(0, 0) if cos is None else cos.expand(B, H, N - prefix, D).stride()[:2],
-        Q_NORM=0 if q_eps is None else 1 + (q_norm_weight is not None),
-        K_NORM=0 if k_eps is None else 1 + (k_norm_weight is not None), ROPE=cos is not None, INTERLEAVED=interleaved,
+        Q_NORM=0 if q_eps is None else 1 + (q_norm_weight is not None) + 2 * q_rms,
+        K_NORM=0 if k_eps is None else 1 + (k_norm_weight is not None) + 2 * k_rms,
+        ROPE=cos is not None, INTERLEAVED=interleaved,
     )  # fmt: skip
 
 
-def _fwd(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, interleaved, prefix, q_eps, k_eps):
+def _fwd(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *settings):
     """y of (2) for queries and keys, [B, N, 2, H, D]."""
     y, blocks = _fwd_fake(qkv), _blocks(qkv.shape[-1])
-    arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
+    arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, *settings)
     if y.numel():
         run(
             _fwd_kernel, cdiv(arguments["M"], blocks["BLOCK_M"]) * 2 * arguments["H"], blocks, **arguments, y_ptr=y,
@@ -324,10 +373,10 @@ def _fwd_fake(qkv, *_):
     return qkv.new_empty(B, N, 2, H, D)
 
 
-def _bwd(dy, qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps):
+def _bwd(dy, qkv, q_norm_weight, k_norm_weight, cos, sin, *settings):
     """(dqkv [B, N, 3, H, D], fp32 gradients of the norms [query or key, weight or bias, D]) from attention's dqkv."""
     (dx, sums), blocks = _bwd_fake(dy), _blocks(qkv.shape[-1])
-    arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, interleaved, prefix, q_eps, k_eps)
+    arguments = _arguments(qkv, q_norm_weight, k_norm_weight, cos, sin, *settings)
     programs = cdiv(arguments["M"], blocks["BLOCK_M"])
     partial = sums.new_zeros(programs, *sums.shape)
     if dx.numel():
@@ -341,7 +390,8 @@ def _bwd_fake(dy, *_):
     return dy.new_empty(dy.shape), dy.new_empty(2, 2, dy.shape[-1], dtype=torch.float32)
 
 
-TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float? q_eps, float? k_eps"
+TABLES = "Tensor? cos, Tensor? sin, bool interleaved, SymInt prefix, float? q_eps, float? k_eps, "
+TABLES += "bool q_rms, bool k_rms"
 NORMS = "Tensor? q_norm_weight, Tensor? q_norm_bias, Tensor? k_norm_weight, Tensor? k_norm_bias"
 WEIGHTS = "Tensor? q_norm_weight, Tensor? k_norm_weight"
 _fwd_op = register("qk_norm_rope_fwd", f"(Tensor qkv, {NORMS}, {TABLES}) -> Tensor", _fwd, _fwd_fake)
@@ -355,17 +405,17 @@ class _Fn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens,
-        interleaved, prefix, q_eps, k_eps, scale,
+        ctx, qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
+        interleaved, prefix, q_eps, k_eps, q_rms, k_rms, scale, max_seqlen,
     ):  # fmt: skip
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        ctx.settings, ctx.scale, qk = (interleaved, prefix, q_eps, k_eps), scale, None
+        ctx.settings, ctx.sizes, qk = (interleaved, prefix, q_eps, k_eps, q_rms, k_rms), (max_seqlen, scale), None
         if q_eps is not None or k_eps is not None or cos is not None:
             qk = _fwd_op(qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, *ctx.settings)
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
-        o, lse = attention.fwd_op(q, k, v, bias, kv_lens, None, 0, scale)
+        o, lse = attention.fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
         ctx.save_for_backward(
-            qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, o, lse
+            qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, cu_seqlens, o, lse
         )
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
@@ -375,26 +425,24 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, _):
         if do is None:
-            return (None,) * 14
-        qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, bias, kv_lens, o, lse = (
-            ctx.saved_tensors
-        )
+            return (None,) * 18
+        qkv, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, qk, *masks, o, lse = ctx.saved_tensors
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if qk is not None:
             q, k = qk.permute(2, 0, 3, 1, 4).unbind(0)
         learn_bias, dnorms = ctx.needs_input_grad[7], [None] * 4
-        dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, bias, kv_lens, None, 0, ctx.scale, o, lse, True, learn_bias)
+        dqkv, _, _, dbias = attention.bwd_op(do, q, k, v, *masks, *ctx.sizes, o, lse, True, learn_bias)
         if qk is not None:
             dqkv, sums = _bwd_op(dqkv, qkv, q_norm_weight, k_norm_weight, cos, sin, *ctx.settings)
             norms = zip(
                 (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias), sums.flatten(0, 1).unbind(0), strict=True
             )
             dnorms = [None if t is None else dt.to(t.dtype) for t, dt in norms]
-        return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 6
+        return dqkv, *dnorms, None, None, dbias if learn_bias else None, *[None] * 10
 
 
-# norms of queries and of keys: weight (w), bias (b), or None for no norm; cases use the index
-KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "b"))
+# norms of queries and of keys: weight (w), bias (b), RMSNorm (r), or None for no norm; cases use the index
+KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "b"), ("rw", "rw"), ("r", "wb"))
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
@@ -409,7 +457,12 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
     for name, kind in zip(("q_norm", "k_norm"), KINDS[case.get("norms", 0)], strict=True):
         if kind is not None:
             weight, bias = randn(D, shift=1.0, scale=0.1), randn(D)
-            arguments[name] = weight if "w" in kind else None, bias if "b" in kind else None, 1e-6
+            norm = weight if "w" in kind else None, bias if "b" in kind else None, 1e-6
+            arguments[name] = (*norm, "rms_norm") if "r" in kind else norm
+    if "gap" in case:  # tokens of no image at the end
+        ends = torch.tensor([0, N // 3, N // 3, N - case["gap"]], dtype=torch.int32, device=device)
+        arguments |= {"qkv": arguments["qkv"][0].detach().requires_grad_(), "varlen": (ends, N)}
+        arguments.pop("prefix_tokens", None)
     return arguments
 
 
@@ -417,7 +470,11 @@ OP = Op(
     name="attention_qkv",
     run=attention_qkv,
     reference=reference,
-    cases={"rope": dict(B=2, H=2, N=7, D=4, prefix=2, norms=1), "plain": dict(B=2, H=3, N=17, D=6)},
+    cases={
+        "rope": dict(B=2, H=2, N=7, D=4, prefix=2, norms=1),
+        "plain": dict(B=2, H=3, N=17, D=6),
+        "varlen": dict(B=1, H=2, N=9, D=4, prefix=0, halves=1, norms=6, gap=2),
+    },
     inputs=_inputs,
     ragged={
         "vit": dict(B=2, H=3, N=197, D=64),
@@ -429,6 +486,9 @@ OP = Op(
         "half_norms": dict(B=1, H=2, N=17, D=16, prefix=1, norms=3),
         "queries_normed": dict(B=2, H=1, N=9, D=24, norms=4),
         "keys_normed": dict(B=2, H=1, N=9, D=24, prefix=2, halves=1, norms=5),
+        "rms_norms": dict(B=1, H=2, N=9, D=33, norms=7),
+        "varlen": dict(B=1, H=2, N=70, D=80, prefix=0, halves=1, gap=1),
+        "varlen_plain": dict(B=1, H=2, N=19, D=16, norms=6, gap=3),
         "images": dict(B=3, H=2, N=9, D=16, prefix=1, images=1),
         "empty": dict(B=0, H=2, N=5, D=8, prefix=1, norms=1),
     },

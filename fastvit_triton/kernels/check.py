@@ -16,6 +16,7 @@ from .argument import (
     NormLike,
     Pair,
     Rope,
+    Varlen,
     can_read_values,
     expect_addable,
     expect_bool,
@@ -33,6 +34,8 @@ from .fold import Folded, Group
 from .fold import check as check_group
 from .launch import cdiv, power_of_2
 from .op import expect
+
+KINDS = "layer_norm", "rms_norm"  # of the norms of queries and keys
 
 
 def projection(
@@ -101,15 +104,19 @@ def activation_name(activation: str | None) -> None:
         raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
 
 
-def norm_parameters(argument: str, value: NormLike, x: Tensor, **axis: int) -> None:
-    """Raises ValueError or TypeError unless the value is a `Norm` or (weight, bias, eps) that fits the axis of x."""
+def norm_parameters(
+    argument: str, value: NormLike, x: Tensor, kinds: tuple[str, ...] = ("layer_norm",), **axis: int
+) -> None:
+    """Raises ValueError or TypeError unless the value is a `Norm` of these kinds or (weight, bias, eps) that fits x."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {type(value).__name__}")
     if len(value) != 3:
         if len(value) != 4:
             raise ValueError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {len(value)} values")
-        if value[3] != "layer_norm":
-            raise ValueError(f"kind of {argument} is {value[3]!r}; the kernels have 'layer_norm' only")
+        if value[3] not in kinds:
+            raise ValueError(f"kind of {argument} is {value[3]!r}; use {' or '.join(map(repr, kinds))}")
+        if value[3] == "rms_norm" and value[1] is not None:
+            raise ValueError(f"{argument} is an RMSNorm with a bias; give None")
     expect_norm(x, x.dtype, value, f"{argument} ", **axis)
 
 
@@ -192,13 +199,33 @@ def packed(
         raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {width}")
     D = width // (3 * num_heads)
     if q_norm is not None:
-        norm_parameters("q_norm", q_norm, qkv, D=D)
+        norm_parameters("q_norm", q_norm, qkv, KINDS, D=D)
     if k_norm is not None:
-        norm_parameters("k_norm", k_norm, qkv, D=D)
+        norm_parameters("k_norm", k_norm, qkv, KINDS, D=D)
     expect_int("prefix_tokens", prefix_tokens, 0, N)
     if rope is not None:
         rotation(rope, qkv, B, num_heads, N - prefix_tokens, D)
     return D
+
+
+def varlen(
+    qkv: Tensor,
+    value: Varlen | tuple[Tensor, int],
+    prefix_tokens: int,
+    bias: Tensor | None,
+    kv_lens: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, int]:
+    """Returns (cu_seqlens, max_seqlen); raises ValueError or TypeError unless they fit qkv [T, 3·H·D] of `varlen`."""
+    pair("varlen", value, "a Varlen or a tuple (cu_seqlens, max_seqlen)")
+    for name, given, default in (("bias", bias, None), ("kv_lens", kv_lens, None)):
+        if given is not default:
+            raise ValueError(f"{name} is not supported with varlen; give {default}")
+    if prefix_tokens or return_lse:
+        raise ValueError("prefix_tokens and return_lse are not supported with varlen; leave them out")
+    expect("qkv", qkv, T=None, **{"3·H·D": None})
+    images(value[0], qkv, value[1])
+    return value[0], value[1]
 
 
 def rotation(rope: Rope, x: Tensor, B: int, H: int, T: int, D: int) -> None:
@@ -224,6 +251,7 @@ def images(cu_seqlens: Tensor, x: Tensor, max_seqlen: int) -> None:
 
     Its values are checked only if `can_read_values`.
     """
+    expect_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
     expect("cu_seqlens", cu_seqlens, x, **{"B+1": None})
     expect_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] < 2:

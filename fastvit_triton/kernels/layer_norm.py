@@ -54,7 +54,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm` by our kernel, without argument checks or plan; the kernels must be available."""
-    return _Fn.apply(x, None, weight, bias, eps, None, None)[1]
+    return _Fn.apply(x, None, weight, bias, eps, None, None, False)[1]
 
 
 def add_layer_norm(
@@ -91,7 +91,7 @@ def add_layer_norm(
     dtype = dtype if layer_scale is None else torch.promote_types(dtype, layer_scale.dtype)
     expect_norm(x, dtype, (weight, bias, eps), D=x.shape[-1])
     if kernels_available(x) and kernels_available(residual) and x.shape[-1] <= MAX_D:
-        return _Fn.apply(x, residual, weight, bias, eps, layer_scale, sample_scale)
+        return _Fn.apply(x, residual, weight, bias, eps, layer_scale, sample_scale, False)
     return reference_add(x, residual, weight, bias, eps, layer_scale, sample_scale)
 
 
@@ -169,10 +169,13 @@ def _fwd_kernel(
     x_ptr, residual_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, late_bias_ptr, sum_ptr, y_ptr, mean_ptr,
     rstd_ptr,
     M, rows_per_image, eps, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M whole rows. Equations (1) to (3), or only the sum of (3) where y_ptr is None."""
+    """One program: BLOCK_M whole rows. Equations (1) to (3), or only the sum of (3) where y_ptr is None.
+
+    RMS: RMSNorm instead, with μ = 0.
+    """
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     in_m, in_d = m < M, d < D
@@ -191,8 +194,11 @@ def _fwd_kernel(
             stored += tl.load(late_bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
         tl.store(sum_ptr + at, stored.to(sum_ptr.dtype.element_ty), mask=inside)
     if y_ptr is not None:
-        mean = tl.sum(x, 1) / D  # [BLOCK_M]
-        centred = tl.where(inside, x - mean[:, None], 0.0)
+        mean = tl.zeros([BLOCK_M], tl.float32)
+        centred = x
+        if not RMS:
+            mean = tl.sum(x, 1) / D  # [BLOCK_M]
+            centred = tl.where(inside, x - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
         y = centred * rstd[:, None]
         if HAS_WEIGHT:
@@ -212,9 +218,9 @@ def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
     launch(_stats_kernel, (cdiv(len(x), rows),), x, mean, rstd, len(x), eps, **fixed)
 
 
-def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
+def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms):
     """(s, y, mean, rstd); s is empty without a residual. mean and rstd are [M] fp32."""
-    s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out)
+    s, y, mean, rstd = _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, D, blocks = mean.numel(), x.shape[-1], row_blocks(x.shape[-1])
     if M:
@@ -222,7 +228,8 @@ def _fwd(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
             _fwd_kernel, (cdiv(M, blocks["BLOCK_M"]),),
             x, residual, layer_scale, sample_scale, weight, bias, None, s, y, mean, rstd, M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
+            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=rms,
+            **blocks,
         )  # fmt: skip
     return s, y, mean, rstd
 
@@ -235,7 +242,7 @@ def output_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None)
     return dtype
 
 
-def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out):
+def _fwd_fake(x, residual, weight, bias, eps, layer_scale, sample_scale, fp32_out, rms):
     dtype = x.dtype if residual is None else output_dtype(x, layer_scale, residual)
     s = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     rows = math.prod(x.shape[:-1])
@@ -280,7 +287,8 @@ def add_and_normalize(
             x, residual, layer_scale, sample_scale, weight, bias, late_bias, s, normed, mean, rstd,
             M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, **blocks,
+            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=False,
+            **blocks,
         )  # fmt: skip
     return s, None if normed is None else Normalized(normed, mean, rstd, late_bias)
 
@@ -288,7 +296,7 @@ def add_and_normalize(
 _fwd_op = register(
     "layer_norm_fwd",
     "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, Tensor? layer_scale, "
-    "Tensor? sample_scale, bool fp32_out) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? sample_scale, bool fp32_out, bool rms) -> (Tensor, Tensor, Tensor, Tensor)",
     _fwd,
     _fwd_fake,
 )
@@ -298,12 +306,12 @@ class _Fn(torch.autograd.Function):
     """Autograd of layer_norm_fwd by layer_norm_bwd; without a residual the first output is empty."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, layer_scale, sample_scale):
+    def forward(ctx, x, residual, weight, bias, eps, layer_scale, sample_scale, rms):
         autocast = torch.is_autocast_enabled(x.device.type)  # then PyTorch's layer_norm returns float32
-        s, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast)
+        s, y, mean, rstd = _fwd_op(x, residual, weight, bias, eps, layer_scale, sample_scale, autocast, rms)
         branch = x if layer_scale is not None else None
         ctx.save_for_backward(x if residual is None else s, branch, weight, layer_scale, sample_scale, mean, rstd)
-        ctx.has_residual, ctx.dtype = residual is not None, y.dtype
+        ctx.has_residual, ctx.dtype, ctx.rms = residual is not None, y.dtype, rms
         ctx.set_materialize_grads(False)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, bias))
         return s, y
@@ -314,13 +322,13 @@ class _Fn(torch.autograd.Function):
         s, x, weight, layer_scale, sample_scale, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, bias_dtype = ctx.dtypes
         if dy is None and dsum is None:
-            return (None,) * 7
+            return (None,) * 8
         dy = torch.zeros_like(s, dtype=ctx.dtype) if dy is None else dy
         if not ctx.has_residual:
             dsum = None
         elif dsum is None:
             dsum = torch.zeros_like(s)
-        dx, dresidual, sums = bwd_op(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, x_dtype)
+        dx, dresidual, sums = bwd_op(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, x_dtype, ctx.rms)
         return (
             dx,
             dresidual.to(residual_dtype) if ctx.has_residual else None,
@@ -328,6 +336,7 @@ class _Fn(torch.autograd.Function):
             None if bias_dtype is None else sums[1].to(bias_dtype),
             None,
             None if layer_scale is None else sums[2].to(layer_scale.dtype),
+            None,
             None,
         )
 

@@ -23,12 +23,12 @@ def _bwd_kernel(
     dy_ptr, dsum_ptr, s_ptr, x_ptr, layer_scale_ptr, scale_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dresidual_ptr, normed_ptr, partial_ptr,
     M, rows_per_image, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_WEIGHT: tl.constexpr, RMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: every n-th block of rows, for n programs, and their terms of the sums. Equations (4) to (6).
 
-    Also stores the recomputed LN(s) of equation (2) if normed_ptr is not None.
+    Also stores the recomputed LN(s) of equation (2) if normed_ptr is not None. RMS: RMSNorm, without mean(g) in (4).
     """
     program = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -53,7 +53,10 @@ def _bwd_kernel(
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
         normed = tl.where(inside, (s - mean[:, None]) * rstd[:, None], 0.0)
         g = dy * weight[None, :]
-        t = g - (tl.sum(g, 1) / D)[:, None] - normed * (tl.sum(g * normed, 1) / D)[:, None]
+        t = g
+        if not RMS:
+            t -= (tl.sum(g, 1) / D)[:, None]
+        t -= normed * (tl.sum(g * normed, 1) / D)[:, None]
         t = t * rstd[:, None]
         dweight += tl.sum(dy * normed, 0)
         dbias += tl.sum(dy, 0)
@@ -116,9 +119,9 @@ def row_blocks(D: int) -> dict[str, int]:
     return dict(BLOCK_M=rows, BLOCK_D=block, num_stages=1, **options)
 
 
-def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
+def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms):
     """(dx, dresidual, sums [3, D] fp32 of dweight, dbias, dlayer_scale); dresidual is empty without `dsum`."""
-    dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype)
+    dx, dresidual, sums = _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms)
     dy, s = dy.contiguous(), s.contiguous()
     dsum, x = (None if t is None else t.contiguous() for t in (dsum, x))
     M, D, blocks = mean.numel(), s.shape[-1], row_blocks(s.shape[-1])
@@ -131,12 +134,12 @@ def _bwd(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype
         dy, dsum, s, x, layer_scale, sample_scale, weight, None, mean, rstd,
         dx, None if dsum is None else dresidual, None, partial, M, cdiv(M, s.shape[0]),
         D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
-        HAS_WEIGHT=weight is not None, **blocks,
+        HAS_WEIGHT=weight is not None, RMS=rms, **blocks,
     )  # fmt: skip
     return dx, dresidual, sum_programs(partial)
 
 
-def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype):
+def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_dtype, rms):
     dresidual = s.new_empty(0 if dsum is None else s.shape)
     sums = s.new_empty(2 if layer_scale is None else 3, s.shape[-1], dtype=torch.float32)
     return s.new_empty(s.shape, dtype=dx_dtype), dresidual, sums
@@ -174,7 +177,7 @@ def input_grads(
             _bwd_kernel, (programs,),
             dy, dsum, x, None, None, None, weight, bias, mean, rstd, dx, None, normed, partial, M, 1,
             D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=False, HAS_SCALE=False, HAS_WEIGHT=weight is not None,
-            **blocks,
+            RMS=False, **blocks,
         )  # fmt: skip
     return dx, normed, sum_programs(partial, grads_dtype(weight, bias))
 
@@ -182,7 +185,7 @@ def input_grads(
 bwd_op = register(
     "layer_norm_bwd",
     "(Tensor dy, Tensor? dsum, Tensor s, Tensor? x, Tensor? weight, Tensor? layer_scale, Tensor? sample_scale, "
-    "Tensor mean, Tensor rstd, ScalarType dx_dtype) -> (Tensor, Tensor, Tensor)",
+    "Tensor mean, Tensor rstd, ScalarType dx_dtype, bool rms) -> (Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )
