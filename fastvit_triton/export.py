@@ -24,6 +24,7 @@ from .kernels.backend import using_backend
 from .models.naflex import NaFlexVisionTransformer
 from .models.transformer import VisionTransformer
 from .preparation import data_config
+from .weights.pretrained import class_names
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "aotinductor": ".pt2"}
 OPSETS = range(18, 26)  # of ONNX; torch.onnx converts to no others
@@ -63,7 +64,7 @@ def export_model(
     to: str,
     *,
     preparation: Mapping[str, Any] | None = None,
-    classes: Sequence[str] = (),
+    classes: Sequence[str] | None = None,
     opset: int = OPSET,
     device: str | torch.device = "cpu",
 ) -> Exported:
@@ -78,7 +79,7 @@ def export_model(
         to: "onnx", "torch-export" (for `torch.export.load`) or "aotinductor" (compiled, for
             `torch._inductor.aoti_load_package` and C++, for processors that have all instructions of this one).
         preparation: how images are prepared, with keys of `data_config`, whose values it replaces.
-        classes: names in the order of the logits.
+        classes: names in the order of the logits; None takes those that are known of the weights.
         opset: version of ONNX's operators, 18 to 25.
         device: device that AOTInductor compiles for and torch.export records; an ONNX file has none.
 
@@ -90,7 +91,8 @@ def export_model(
     path, name = Path(path), getattr(model, "variant", type(model).__name__)
     _check(model, path, to, opset)
     prepared = {**data_config(model), **(preparation or {})}
-    metadata = {"model": name, **prepared} | ({"classes": list(classes)} if classes else {})
+    names = class_names(model) if classes is None else classes
+    metadata = {"model": name, **prepared} | ({"classes": list(names)} if names else {})
     metadata |= {"opset": opset} if to == "onnx" else {}
     metadata |= {"fastvit_triton": __version__, "torch": torch.__version__}
     model = _plain(model, prepared["input_size"]).to(device)

@@ -27,7 +27,7 @@ ALLOWED_IMPORTS = {
     "files": set(),
     "preparation": set(),
     "graphs": {"layers"},
-    "export": {"kernels", "models", "convert", "files", "preparation", "__version__"},
+    "export": {"kernels", "models", "convert", "files", "preparation", "weights", "__version__"},
     "packed_graphs": {"graphs"},
     "warm_up": {"kernels", "layers"},
     "weights": {"layers", "models", "files", "preparation", "weights"},

@@ -38,14 +38,12 @@ def run(args: argparse.Namespace) -> int:
 
     trained = load_trained(args.checkpoint)
     used = trained.transform
-    prepared: dict[str, Any] = dict(
-        input_size=(len(used.mean), *used.size), interpolation=used.interpolation, mean=used.mean
-    )
-    prepared |= dict(std=used.std, crop_pct=used.crop, crop_mode=used.crop_mode)
+    prepared: dict[str, Any] = {"input_size": (len(used.mean), *used.size), "crop_pct": used.crop}
+    prepared |= {name: getattr(used, name) for name in ("mean", "std", "crop_mode", "interpolation")}
     opset = OPSET if args.opset is None else args.opset
     kept: dict[str, Any] = dict(preparation=prepared, classes=trained.classes, opset=opset, device=args.device)
     done = export_model(trained.model, args.out, args.to, **kept)
-    size = " x ".join(map(str, (len(used.mean), *used.size)))
+    size = " x ".join(map(str, prepared["input_size"]))
     version = f" (ONNX, opset {opset})" if args.to == "onnx" else ""
     print_line(f"{args.out} holds {done.metadata['model']}{version} for batches of images of {size}")
     mean, std = (",".join(f"{value:g}" for value in values) for values in (used.mean, used.std))
