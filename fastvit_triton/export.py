@@ -7,6 +7,7 @@ The programs contain PyTorch's operators only, so they run without this package 
 import copy
 import importlib
 import importlib.util
+import io
 import json
 import os
 import warnings
@@ -103,11 +104,14 @@ def export_model(
         want, allowed = _outputs(model, images, name)
         program = _record(model, images, name)
         try:
+            content = WRITERS[to](program, images, metadata)
+        except RuntimeError as error:
+            raise ValueError(f"{name} cannot be exported to {to}: {_reason(error)}") from error
+        try:
             with replacing(path) as temporary:
-                run = WRITERS[to](program, images, temporary, metadata)
-                difference = (
-                    None if run is None else max(map(float, (_largest(run(images[: len(y)]), y) for y in want)))
-                )
+                temporary.write_bytes(content)
+                run = LOADERS[to](temporary)
+                difference = None if run is None else max(float(_largest(run(images[: len(y)]), y)) for y in want)
                 if difference is not None and not difference <= allowed:  # NaN is a difference
                     raise ValueError(
                         f"the {to} program of {name} differs from PyTorch by {difference:.1e}, more than the "
@@ -178,6 +182,9 @@ def _record(model: nn.Module, images: Tensor, name: str) -> torch.export.Exporte
 
 
 def _reason(error: BaseException) -> str:
+    """The first line of what caused it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -185,44 +192,50 @@ def _texts(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in metadata.items()}
 
 
-def _write_onnx(
-    program: torch.export.ExportedProgram, images: Tensor, path: Path, metadata: Mapping[str, Any]
-) -> Run | None:
-    shapes = ({0: "batch"},)  # which names the axis in the file
-    names: dict[str, Any] = dict(input_names=["images"], output_names=["logits"], dynamic_shapes=shapes)
-    found: Any = torch.onnx.export(
-        program, (images,), dynamo=True, verbose=False, opset_version=metadata["opset"], **names
-    )
+def _onnx(program: torch.export.ExportedProgram, images: Tensor, metadata: Mapping[str, Any]) -> bytes:
+    names: dict[str, Any] = dict(input_names=["images"], output_names=["logits"])
+    names["dynamic_shapes"] = ({0: "batch"},)  # the name of the axis in the file
+    options: dict[str, Any] = dict(dynamo=True, verbose=False, opset_version=metadata["opset"])
+    found: Any = torch.onnx.export(program, (images,), **names, **options)
     for node in found.model.graph:
         node.metadata_props.clear()  # stack traces, with paths of this machine
     found.model.metadata_props.update(_texts(metadata))
-    found.save(path, external_data=False)
+    return found.model_proto.SerializeToString()
+
+
+def _load_onnx(path: Path) -> Run | None:
     if importlib.util.find_spec("onnxruntime") is None:
         return None
     runtime: Any = importlib.import_module("onnxruntime")
-    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    errors: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+    try:
+        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except (errors.Fail, errors.InvalidGraph, errors.NotImplemented) as error:
+        raise ValueError(f"onnxruntime {runtime.__version__} does not run the program: {_reason(error)}") from error
     return lambda images: torch.from_numpy(session.run(None, {"images": images.cpu().numpy()})[0])
 
 
-def _write_program(
-    program: torch.export.ExportedProgram, images: Tensor, path: Path, metadata: Mapping[str, Any]
-) -> Run:
-    torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
-    return torch.export.load(path).module()
+def _torch(program: torch.export.ExportedProgram, images: Tensor, metadata: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()  # to a full disk, PyTorch's writer aborts the process
+    torch.export.save(program, buffer, extra_files={METADATA: json.dumps(metadata)})
+    return buffer.getvalue()
 
 
-def _write_compiled(
-    program: torch.export.ExportedProgram, images: Tensor, path: Path, metadata: Mapping[str, Any]
-) -> Run:
+def _compiled(program: torch.export.ExportedProgram, images: Tensor, metadata: Mapping[str, Any]) -> bytes:
     inductor: Any = importlib.import_module("torch._inductor")
-    options = {"aot_inductor.metadata": _texts(metadata)}
+    buffer, options = io.BytesIO(), {"aot_inductor.metadata": _texts(metadata)}
     try:
-        inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        inductor.aoti_compile_and_package(program, package_path=buffer, inductor_configs=options)
     except RuntimeError as error:
         if "InvalidCxxCompiler" not in str(error):
             raise
         raise ValueError("AOTInductor needs a C++ compiler; install g++, or name one in CXX") from error
-    return inductor.aoti_load_package(str(path))
+    return buffer.getvalue()
 
 
-WRITERS = {"onnx": _write_onnx, "torch-export": _write_program, "aotinductor": _write_compiled}
+WRITERS = {"onnx": _onnx, "torch-export": _torch, "aotinductor": _compiled}
+LOADERS: dict[str, Callable[[Path], Run | None]] = {
+    "onnx": _load_onnx,
+    "torch-export": lambda path: torch.export.load(path).module(),
+    "aotinductor": lambda path: importlib.import_module("torch._inductor").aoti_load_package(str(path)),
+}

@@ -52,11 +52,11 @@ torch.save((held["metadata.json"], program(torch.load(sys.argv[2]))), sys.argv[3
 """
 
 
-def drawn(name: str = "vit_tiny_patch16_224", **more: object) -> nn.Module:
-    """A small model of that name, with random parameters."""
+def drawn(name: str = "vit_tiny_patch16_224", std: float = 0.1, **more: object) -> nn.Module:
+    """A small model of that name, with random parameters of this standard deviation."""
     model = create_model(name, **CATALOGUE[name] | more).eval()
     for parameter in model.parameters():
-        nn.init.normal_(parameter, 0, 0.1)
+        nn.init.normal_(parameter, 0, std)
     return model
 
 
@@ -163,17 +163,19 @@ def test_naflex_takes_images(tmp_path):
 
 
 def test_wrong_programs_are_refused(tmp_path, monkeypatch):
-    """Oracle: a program that negates the logits, and one that returns NaN, write nothing; one without check does."""
+    """Oracle: GELU by tanh instead of erf, NaN, and a class too few are found; what is not compared is written."""
     path = tmp_path / "model.pt2"
     path.write_bytes(b"old")
-    model = drawn(depth=1)
-    for wrong in (lambda y: -y, lambda y: y * torch.nan, lambda y: y[:, :-1]):
-        monkeypatch.setitem(export.WRITERS, "torch-export", lambda *_, wrong=wrong: lambda x: wrong(model(x)))
+    model = drawn(std=0.5, depth=1)
+    approximate = drawn(depth=1, act="gelu_tanh")
+    approximate.load_state_dict(model.state_dict())
+    for wrong in (approximate, lambda x: model(x) * torch.nan, lambda x: model(x)[:, :-1]):
+        monkeypatch.setitem(export.LOADERS, "torch-export", lambda path, wrong=wrong: wrong)
         with pytest.raises(ValueError, match=r"differs from PyTorch by .*, more than .* was not written"):
             export_model(model, path, "torch-export")
         assert path.read_bytes() == b"old" and [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
-    monkeypatch.setitem(export.WRITERS, "torch-export", lambda *_: None)
-    assert export_model(model, path, "torch-export").difference is None and path.read_bytes() == b""
+    monkeypatch.setitem(export.LOADERS, "torch-export", lambda path: None)
+    assert export_model(model, path, "torch-export").difference is None and path.read_bytes() != b"old"
 
 
 class Branches(nn.Module):
@@ -181,6 +183,13 @@ class Branches(nn.Module):
 
     def forward(self, images):
         return images.flatten(1) if images.sum() > 0 else -images.flatten(1)
+
+
+class Bessel(nn.Module):
+    """A model with an operator that ONNX lacks."""
+
+    def forward(self, images):
+        return torch.special.bessel_j0(images.flatten(1))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +201,7 @@ class Branches(nn.Module):
         (drawn, "model.pt2", "torch-export", dict(preparation=dict(input_size=(3, 8, 8))), "cannot run on images of"),
         (partial(nn.LSTM, 4, 4), "model.pt2", "torch-export", {}, "LSTM cannot run on images of 3 x 224 x 224"),
         (Branches, "model.pt2", "torch-export", {}, "torch.export cannot record Branches .*data-dependent"),
+        (Bessel, "model.onnx", "onnx", {}, "Bessel cannot be exported to onnx: No ONNX function found for .*bessel_j0"),
         (FEATURES, "model.pt2", "torch-export", {}, "FeatureGetterNet returns a list; give a model from images"),
         (lambda: torch.zeros(1), "model.pt2", "torch-export", {}, "model is Tensor; give an nn.Module"),
     ],
