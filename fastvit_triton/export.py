@@ -23,7 +23,6 @@ from .convert import revert
 from .files import replacing, write_failure
 from .kernels.backend import using_backend
 from .models.naflex import NaFlexVisionTransformer
-from .models.transformer import VisionTransformer
 from .preparation import data_config
 from .weights.pretrained import class_names
 
@@ -71,6 +70,7 @@ def export_model(
 ) -> Exported:
     """Writes a model's inference in float32 for other runtimes, atomically, after comparing the file with PyTorch.
 
+    An ONNX program has the input "images" and the output "logits".
     The model stays as it is: a copy is exported, without what `optimize` and `freeze` added. A NaFlex model is exported
     as the plain ViT with the same weights, for images of one size.
 
@@ -144,12 +144,7 @@ def _plain(model: nn.Module, size: Sequence[int]) -> nn.Module:
     """A copy in float32 and evaluation mode that takes images [B, C, H, W] and calls its own modules only."""
     model = copy.deepcopy(model).float().eval()
     revert(model)
-    if not isinstance(model, NaFlexVisionTransformer):
-        return model
-    plain = VisionTransformer(model.config.replace(img_size=tuple(size[1:]))).eval()
-    table = model.positions(plain.patch_embed.grid_size)
-    plain.load_state_dict(model.state_dict() | ({} if model.pos_embed is None else {"pos_embed": table}))
-    return plain
+    return model.for_images((size[1], size[2])) if isinstance(model, NaFlexVisionTransformer) else model
 
 
 def _outputs(model: nn.Module, images: Tensor, name: str) -> tuple[list[Tensor], float]:

@@ -167,6 +167,17 @@ def test_naflex_takes_images(tmp_path):
     assert agrees(got.detach(), model, patches)
 
 
+def test_commands_take_naflex(tmp_path, capsys):
+    """Oracle: the NaFlex model on the patches; its weights name another image size than the table of positions has."""
+    model, path = drawn("naflexvit_base_patch16_gap"), tmp_path / "model.pt2"
+    save_weights(model, tmp_path / "model.safetensors")
+    assert main(["export", "--to", "torch-export", str(tmp_path / "model.safetensors"), str(path)]) == 0
+    assert "naflexvit_base_patch16_gap for batches of images of 3 x 384 x 384" in capsys.readouterr().out
+    images = torch.randn(1, 3, 384, 384)
+    got = torch.export.load(path).module()(images)
+    assert agrees(got.detach(), model, to_patches(images[0], 24 * 24, (16, 16))[None])
+
+
 def test_wrong_programs_are_refused(tmp_path, monkeypatch):
     """Oracle: GELU by tanh instead of erf, NaN, and a class too few are found; what is not compared is written."""
     path = tmp_path / "model.pt2"
@@ -235,12 +246,13 @@ def test_what_is_missing(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler; install g\+\+"):
         export_model(model, tmp_path / "model.pt2", "aotinductor")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert export.LOADERS["onnx"](tmp_path / "model.onnx") is None
     with pytest.raises(ValueError, match=r"onnxscript is not installed.*'fastvit_triton\[export\]'"):
         export_model(model, tmp_path / "model.onnx", "onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_refuses(trained, tmp_path, capsys):
+def test_the_command_refuses(trained, tmp_path, monkeypatch, capsys):
     """Oracle: one sentence each and exit code 2; an existing file is replaced only with --overwrite."""
     _, checkpoint = trained
     path = tmp_path / "model.pt2"
@@ -254,3 +266,18 @@ def test_the_command_refuses(trained, tmp_path, capsys):
         assert main([*words, *more]) == 2
         assert sentence in capsys.readouterr().err and path.read_bytes() == b"old"
     assert main([*words, "torch-export", "--overwrite"]) == 0 and path.read_bytes() != b"old"
+    monkeypatch.setitem(export.LOADERS, "torch-export", lambda path: None)
+    assert main([*words, "torch-export", "--overwrite"]) == 0
+    assert "not compared with PyTorch: onnxruntime is not installed" in capsys.readouterr().out
+
+
+def test_an_old_onnxruntime_is_one_sentence(tmp_path):
+    """Oracle: a version of the operators that no onnxruntime has."""
+    pytest.importorskip("onnxruntime")
+    helper, path = importlib.import_module("onnx.helper"), tmp_path / "model.onnx"
+    value = helper.make_tensor_value_info("images", 1, [1])
+    graph = helper.make_graph([helper.make_node("Identity", ["images"], ["logits"])], "g", [value], [value])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 200)])
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ValueError, match=r"onnxruntime .* does not run the program"):
+        export.LOADERS["onnx"](path)
