@@ -87,6 +87,7 @@ def export_model(
     Raises:
         ValueError: an argument is invalid, the model cannot be exported, a package is missing, or the file's outputs
             differ from PyTorch's by more than rounding; a file at `path` is then unchanged.
+        TypeError: the model is no nn.Module.
         OSError: the file cannot be written.
     """
     path, name = Path(path), getattr(model, "variant", type(model).__name__)
