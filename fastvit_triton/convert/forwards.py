@@ -37,7 +37,7 @@ class Forward(NamedTuple):
         needs: attributes that it reads; "a b.c d|e" means a, b.c, and d or else e.
         takes: supported arguments after the first, "a b"; None if they are the same in all releases.
         read: extracts the parts of a body from the module and its further arguments; None for other types.
-        became: its name in reports; None to derive it from the parts.
+        became: its name in reports; None to derive it from the parts; "" for a model that is no candidate itself.
         reason: returns why a module must run its own forward now, or None.
         call: returns the keyword arguments that every call of the module has, as known from its attributes.
         folds: returns pairs of a norm and the body or layer after it, into which it is folded where possible.

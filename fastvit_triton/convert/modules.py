@@ -207,6 +207,8 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if "forward" in module.__dict__ and not is_our_forward(module.__dict__["forward"]):
         return Row(path, cls, why="its forward was replaced")
     module.forward = partial(forward.run, module)
+    if forward.became == "":
+        return None
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
     return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..kernels import linear as linear_file
 from ..kernels import mlp as mlp_file
 from ..kernels.activation import ACTIVATIONS
-from ..kernels.argument import NextNorm, Norm, Normalized
+from ..kernels.argument import NextNorm, Norm, Normalized, Varlen
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv, rotate
 from ..kernels.cost import Branch
@@ -22,7 +22,7 @@ from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from .freeze import FoldedNorm, fold_norms, operands
 from .hooks import can_fuse
-from .module_parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_of
+from .module_parts import Layer, entry_of, head_norm_of, is_identity, is_inactive, is_readable, norm_of
 
 Before = FoldedNorm | Norm
 Given = Tensor | Normalized
@@ -72,6 +72,7 @@ class AttentionParts(NamedTuple):
         first: norm inside the module, before the projections.
         last: norm before the output projection.
         drops: dropout after the output projection.
+        varlen: boundaries of images; all tokens of x are then one sequence.
     """
 
     projections: tuple[Layer, ...]
@@ -84,6 +85,7 @@ class AttentionParts(NamedTuple):
     first: nn.Module | None = None
     last: nn.Module | None = None
     drops: tuple[nn.Module | None] = (None,)
+    varlen: Varlen | None = None
 
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x."""
@@ -92,6 +94,9 @@ class AttentionParts(NamedTuple):
     def sizes(self) -> Branch:
         """See `Body`."""
         width, channels = width_of(self.projections)
+        if self.varlen is not None:
+            keys = self.varlen.max_seqlen
+            return Branch("window_attention", 0, 0, channels, width, width // 3, self.num_heads, keys=keys)
         return Branch("attention", 0, 0, channels, width, width // 3, self.num_heads)
 
     def __call__(
@@ -102,7 +107,7 @@ class AttentionParts(NamedTuple):
         way: str = "reference",
         **end: Any,
     ) -> Output:
-        """Self-attention of x [B, N, D], see `Body`."""
+        """Self-attention of x [B, N, D], see `Body`; with `varlen` x may be [T, D]."""
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.projections, way)
         o = self._attend(project(x, self.projections, norm, stats, way))
@@ -110,7 +115,9 @@ class AttentionParts(NamedTuple):
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """Attention without projections: [B, N, 3·H·d] → [B, N, H·d]."""
-        q_norm, k_norm = (None, None) if self.norms is None else map(norm_of, self.norms)
+        q_norm, k_norm = (None, None) if self.norms is None else map(head_norm_of, self.norms)
+        if self.varlen is not None:
+            return self._attend_packed(qkv.flatten(0, -2), q_norm, k_norm).view(*qkv.shape[:-1], -1)
         prefix = 0 if self.rope is None else qkv.shape[1] - self.rope[0].shape[-2]
         if self.norms is None or (q_norm is not None and k_norm is not None):
             return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, prefix, self.bias)
@@ -119,6 +126,14 @@ class AttentionParts(NamedTuple):
         if self.rope is not None:
             q, k = (rotate(t, self.rope, prefix).to(v.dtype) for t in (q, k))
         return attention(q, k, v, self.bias, self.scale).transpose(1, 2).flatten(2)
+
+    def _attend_packed(self, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        """Attention within images: [T, 3·H·d] → [T, H·d]."""
+        if self.norms is not None and (q_norm is None or k_norm is None):
+            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [T, H, d]
+            q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
+            qkv, q_norm, k_norm = torch.stack((q, k, v), 1).flatten(1), None, None
+        return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, varlen=self.varlen)
 
 
 class MlpParts(NamedTuple):

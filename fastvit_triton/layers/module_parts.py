@@ -19,6 +19,7 @@ IDENTITIES = {"torch.nn.modules.linear.Identity"}
 CONVOLUTIONS = {"torch.nn.modules.conv.Conv2d"}
 LINEARS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
 LAYER_NORMS = {"torch.nn.modules.normalization.LayerNorm"}
+RMS_NORMS = {"torch.nn.modules.normalization.RMSNorm": "eps"}  # type → the name of its ε
 DROPOUTS = {"torch.nn.modules.dropout.Dropout"}
 DROP_PATHS = {"fastvit_triton.layers.drop_path.DropPath", "fastvit_triton.layers.drop_path.ConstantScale"}
 LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type → its parameter
@@ -56,6 +57,16 @@ def is_readable(layer: Layer) -> bool:
 def norm_of(norm: Foreign) -> Norm | None:
     """(weight, bias, eps) of a LayerNorm over the last axis; None where the module must be called."""
     return None if type_name(norm) not in LAYER_NORMS or has_hooks(norm) else last_axis_norm(norm)
+
+
+def head_norm_of(norm: Foreign) -> Norm | None:
+    """`norm_of`, also for an RMSNorm, which kernels apply to queries and keys only."""
+    eps = RMS_NORMS.get(type_name(norm))
+    if eps is None or has_hooks(norm) or not are_plain_tensors(norm.weight):
+        return norm_of(norm) if eps is None else None
+    axes = getattr(norm, "normalized_shape", None) or norm.weight.shape
+    eps = getattr(norm, eps)
+    return Norm(norm.weight, None, eps, "rms_norm") if len(axes) == 1 and eps is not None else None
 
 
 def last_axis_norm(norm: Foreign) -> Norm | None:

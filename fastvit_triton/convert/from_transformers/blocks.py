@@ -65,7 +65,7 @@ BLOCKS = {
     "aimv2.Aimv2EncoderLayer": Names("rms_norm1", "attention", "rms_norm2", "ffn"),
     "pixio.PixioLayer": VIT._replace(drops=("dropout", "dropout"), drop_paths=("drop_path", "drop_path")),
 }  # block → names of its parts
-BLOCKS = {classes(block)[0]: names for block, names in BLOCKS.items()}
+_names: dict[str, Names] = {}  # type → names of its parts
 
 
 @fused_forward("pre-norm block")
@@ -77,7 +77,7 @@ def tower_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any
 
 
 def _tower_layer(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    names = BLOCKS[known_type(self)]
+    names = _names[known_type(self)]
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     gates = names.gates if any(names.gates) and self.is_gated else ("", "")
     branches = []
@@ -94,12 +94,19 @@ def _part(self: Foreign, name: str) -> Any:
 
 
 def _folds(self: Foreign) -> list[tuple[nn.Module, nn.Module]]:
-    names = BLOCKS[known_type(self)]
+    names = _names[known_type(self)]
     return [(_part(self, names.norm1), _part(self, names.attn)), (_part(self, names.norm2), _part(self, names.mlp))]
 
 
-for _block, _names in BLOCKS.items():
-    register((_block,), Forward(tower_layer, _names.needs(), _names.takes, None, "pre-norm block", folds=_folds))
+def register_blocks(blocks: dict[str, Names]) -> None:
+    """Registers pre-norm blocks, "model.Class", with the names of their parts."""
+    for block, names in blocks.items():
+        (name,) = classes(block)
+        _names[name] = names
+        register((name,), Forward(tower_layer, names.needs(), names.takes, None, "pre-norm block", folds=_folds))
+
+
+register_blocks(BLOCKS)
 
 PREFIXES = classes("dpt.DPT", "videomae.VideoMAE", "yolos.Yolos", "vilt.Vilt", "flava.Flava", "dpt.DPTViT")
 INNER.update(f"{prefix}{kind}" for prefix in PREFIXES for kind in ("SelfAttention", "SelfOutput"))

@@ -1,0 +1,45 @@
+"""Numbers of tokens of packed images, read from the device once in a call of a model."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+
+class State(threading.local):
+    """Thread-local state.
+
+    Attributes:
+        lengths: (cu_seqlens, tokens of its longest image) of the call that runs; None outside of one.
+    """
+
+    lengths: tuple[tuple[Tensor, int], ...] | None = None
+
+
+state = State()
+
+
+@contextmanager
+def one_call() -> Iterator[None]:
+    """Context of a call that does not write to cu_seqlens: `longest` reads each tensor once."""
+    before, state.lengths = state.lengths, ()
+    try:
+        yield
+    finally:
+        state.lengths = before
+
+
+def longest(cu_seqlens: Tensor) -> int:
+    """Number of tokens of the longest image of cu_seqlens [B + 1]; the host waits for it."""
+    known = next((length for t, length in state.lengths or () if t is cu_seqlens), None)
+    if known is None:
+        known = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
+        if state.lengths is not None:
+            state.lengths += ((cu_seqlens, known),)
+    return known
+
+
+def known_lengths(tensors: list[Tensor]) -> tuple[int, ...]:
+    """What `longest` gives for those of the tensors that it has read in this call."""
+    return tuple(length for kept, length in state.lengths or () if any(t is kept for t in tensors))
