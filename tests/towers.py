@@ -3,7 +3,11 @@
 Each is a class of benchmarks/coverage_towers.txt, made small by those of these options that its configuration has.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from inspect import signature
+from typing import Any
 
 import torch
 from foreign import redraw
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 SMALL = dict(hidden_size=24, embed_dim=24, intermediate_size=48, mlp_ratio=2.0, num_hidden_layers=2, num_layers=2)
 SMALL |= dict(num_attention_heads=2, attention_heads=2, image_size=32, patch_size=16, vocab_size=9, projection_dim=8)
 SMALL |= dict(num_key_value_heads=2, head_dim=12, num_frames=4, tubelet_size=2, max_position_embeddings=9)
+SMALL |= dict(depth=2, num_heads=2)
 DROPS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
 DROPS["drop_path_rate"] = 0.0
 STAGES = dict(depths=[1, 1, 1], num_hidden_layers=3, num_group_tokens=[4, 2, 0], num_output_groups=[4, 2, 2])
@@ -57,7 +62,39 @@ TOWERS = {  # class, or model.Class where transformers does not export it: optio
     "ViltModel": {},
     "XCLIPVisionModel": {},
 }
-ROUNDED = ("MLCDVisionModel", "Step3p7VisionModel", "Aimv2VisionModel", "GitVisionModel")  # in the original
+PATCH4 = dict(patch_size=4, image_size=32, out_hidden_size=24)
+PACKED = {  # images of different sizes in one sequence
+    "CohereCompassVisionModel": PATCH4 | dict(deepstack_visual_indexes=[0], num_position_embeddings=64),
+    "Cosmos3EdgeVisionModel": PATCH4,
+    "Ernie4_5_VLMoeVisionTransformerPretrainedModel": PATCH4,
+    "Exaone4_5_VisionModel": PATCH4 | dict(fullatt_block_indexes=[1], window_size=16),
+    "Glm4vMoeVisionModel": PATCH4,
+    "Glm4vVisionModel": PATCH4,
+    "Glm5NextVisionModel": PATCH4,
+    "GlmImageVisionModel": PATCH4,
+    "GlmOcrVisionModel": PATCH4,
+    "Inkling2VisionModel": PATCH4,
+    "Kimi_K25VisionModel": PATCH4,
+    "minicpmv4_6.MiniCPMV4_6VisionModel": PATCH4 | dict(insert_layer_id=0),
+    "MuseGlimmerVisionModel": PATCH4,
+    "MuseSparkVisionModel": PATCH4,
+    "PaddleOCRVisionTransformer": PATCH4,
+    "Qwen2_5_VisionTransformerPretrainedModel": PATCH4 | dict(fullatt_block_indexes=[1], window_size=16),
+    "qwen2_5_omni.Qwen2_5OmniVisionEncoder": PATCH4 | dict(fullatt_block_indexes=[1], window_size=16),
+    "qwen2_vl.Qwen2VisionTransformerPretrainedModel": PATCH4 | dict(mlp_ratio=2),
+    "Qwen3_5VisionModel": PATCH4 | dict(num_position_embeddings=64),
+    "qwen3_omni_moe.Qwen3OmniMoeVisionEncoder": PATCH4 | dict(deepstack_visual_indexes=[0], num_position_embeddings=64),
+    "Qwen3VLVisionModel": PATCH4 | dict(deepstack_visual_indexes=[0], num_position_embeddings=64),
+    "VideoLlama3VisionModel": PATCH4,
+}
+TOWERS |= PACKED
+ROUNDED = (
+    "InternVLVisionModel",
+    "MLCDVisionModel",
+    "Step3p7VisionModel",
+    "Aimv2VisionModel",
+    "GitVisionModel",
+)  # in the original
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -87,10 +124,46 @@ def inputs(model: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, Te
     if kind == "HunYuanVLVisionTransformer":
         grid = torch.tensor([[1, 2, 2], [1, 2, 4]])
         return {"pixel_values": torch.randn(12, 16 * 16 * 3, dtype=dtype), "grid_thw": grid}
+    if kind == "Inkling2VisionModel":  # tokens of 2 × 2 patches
+        grid = torch.tensor([[1, 2, 4], [1, 4, 2]])
+        return {"pixel_values": torch.randn(16, 8, 8, 3, dtype=dtype), "image_grid_thw": grid}
+    if kind == "MiniCPMV4_6VisionModel":
+        pixels = torch.randn(1, 3, 4, 4 * 64, dtype=dtype)
+        return {"pixel_values": pixels, "target_sizes": torch.tensor([[4, 8], [8, 4]], dtype=torch.int32)}
+    if any("grid_thw" in name for name in signature(type(model).forward).parameters):
+        return packed(model, dtype)
     if kind == "ViltModel":
         words = torch.tensor([[1, 2, 3], [4, 5, 0]])
         return {"input_ids": words, "attention_mask": words.ne(0).long(), "pixel_values": image}
     return {"pixel_values": image}
+
+
+def packed(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Images of 4 × 8 and 8 × 4 patches, the second for some models with two frames."""
+    kind, (_, first, *others) = type(model).__name__, signature(type(model).forward).parameters
+    conv = next(m for n, m in model.named_modules() if "patch_embed" in n and getattr(m, "weight", None) is not None)
+    name, grid = next(n for n in others if "grid_thw" in n), torch.tensor([[1, 4, 8], [1 + ("Qwen" in kind), 8, 4]])
+    pixels = torch.randn(int(grid.prod(1).sum()), conv.weight[0].numel(), dtype=dtype)
+    if kind in ("Kimi_K25VisionModel", "PaddleOCRVisionTransformer"):
+        pixels = pixels.unflatten(1, (3, 4, 4))
+    more = {"merge_sizes": torch.tensor([2, 2])} if "merge_sizes" in others else {}
+    return {first: pixels[None] if "Paddle" in kind else pixels, name: grid, **more}
+
+
+@contextmanager
+def unrounded() -> Iterator[None]:
+    """Context in which float64 is not cast to float32, as transformers' norms and rotations cast it."""
+    narrow, cast = Tensor.float, Tensor.to
+    wide = torch.float64
+
+    def to(t: Tensor, *to: Any, **more: Any) -> Tensor:
+        return t if t.dtype == wide and to and to[0] is torch.float32 else cast(t, *to, **more)
+
+    Tensor.float, Tensor.to = lambda t, **more: t if t.dtype == wide else narrow(t, **more), to
+    try:
+        yield
+    finally:
+        Tensor.float, Tensor.to = narrow, cast
 
 
 def outputs(model: nn.Module, given: dict[str, Tensor]) -> Tensor:

@@ -160,12 +160,13 @@ def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **mor
 @fused_body(
     *classes("sam.SamMLPBlock", "seggpt.SegGptMlp", "qwen2_vl.VisionMlp", "qwen3_vl.Qwen3VLVisionMLP"),
     *classes("vjepa2.VJEPA2MLP", "janus.JanusVisionMLP", "mgp_str.MgpstrMlp"),
-    needs="fc1|lin1|linear_fc1 act|act_fn|activation|activation_fn fc2|lin2|linear_fc2",
+    *classes("inkling2.Inkling2VisionMerger", "llava.LlavaMultiModalProjector"),
+    needs="fc1|lin1|linear_fc1|linear_1 act|act_fn|activation|activation_fn fc2|lin2|linear_fc2|linear_2",
     takes="",
 )
 def mlp_parts(self: Foreign) -> MlpParts:
     """Parts of an MLP: a layer, an activation, another layer; and optional dropouts after both layers."""
-    fc1, fc2 = (_first(self, f"fc{i}", f"lin{i}", f"linear_fc{i}") for i in (1, 2))
+    fc1, fc2 = (_first(self, f"fc{i}", f"lin{i}", f"linear_fc{i}", f"linear_{i}") for i in (1, 2))
     act = _first(self, "act", "act_fn", "activation", "activation_fn")
     drops = tuple(_first(self, f"dropout{i}", "drop") for i in (1, 2))
     return MlpParts((fc1,), activation_of(act), fc2, drops)
