@@ -89,6 +89,7 @@ PACKED = {  # images of different sizes in one sequence
 }
 TOWERS |= PACKED
 ROUNDED = (
+    "HunYuanVLVisionTransformer",
     "InternVLVisionModel",
     "MLCDVisionModel",
     "Step3p7VisionModel",

@@ -32,7 +32,7 @@ def one_call() -> Iterator[None]:
 
 def longest(cu_seqlens: Tensor) -> int:
     """Number of tokens of the longest image of cu_seqlens [B + 1]; the host waits for it."""
-    known = next((length for t, length in state.lengths or () if t is cu_seqlens), None)
+    known = next((length for t, length in state.lengths or () if _same(t, cu_seqlens)), None)
     if known is None:
         known = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
         if state.lengths is not None:
@@ -42,4 +42,11 @@ def longest(cu_seqlens: Tensor) -> int:
 
 def known_lengths(tensors: list[Tensor]) -> tuple[int, ...]:
     """What `longest` gives for those of the tensors that it has read in this call."""
-    return tuple(length for kept, length in state.lengths or () if any(t is kept for t in tensors))
+    return tuple(length for kept, length in state.lengths or () if any(_same(t, kept) for t in tensors))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """True for the same memory, which a recorded call reads through tensors of its own."""
+    if a is b or type(a) is not Tensor or type(b) is not Tensor or a.device.type == "meta":
+        return a is b
+    return a.data_ptr() == b.data_ptr() != 0 and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
