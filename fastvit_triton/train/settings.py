@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .data import Data
 from .ranges import PositiveInt, Seed, check
-from .recipes import DIGITS, FOLDER, Recipe, override_recipe
+from .recipes import DIGITS, FASHION_MNIST, FOLDER, Recipe, override_recipe
 from .recipes.published import PUBLISHED
 
 # Defaults of the settings that are not fields of a recipe.
@@ -21,7 +21,7 @@ SETTINGS = {
     "grad_checkpointing": False,
     "deterministic": False,
 }
-RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
+RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST} | PUBLISHED
 ADDED = {"crop_mode": "box", "interpolation": "bilinear"}  # fields of a recipe that states of earlier versions lack
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 

@@ -1,4 +1,4 @@
-"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, and webdataset shards."""
+"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, IDX, and webdataset shards."""
 
 import functools
 import zlib
@@ -18,6 +18,7 @@ from ..ranges import NonNegativeInt, PositiveInt, checked
 from ..recipes import Recipe
 from .cifar import is_cifar, scan_cifar
 from .folder import FolderBatches, ImageFiles, scan_folder
+from .idx import is_idx, scan_idx
 from .shards import is_shards, scan_shards
 from .transform import MAX_PIXELS, Transform
 
@@ -147,7 +148,7 @@ def load(
 
     A path is one of: an image folder with `train/<class>/` and `val/<class>/`, images of any size, grey or colour,
     whose sorted folder names are the classes; webdataset shards, see shards.py; CIFAR-10's own files `data_batch_1` …
-    `test_batch`.
+    `test_batch`; IDX files of the MNIST family, see idx.py.
 
     Args:
         name: "digits" or a path.
@@ -223,9 +224,11 @@ def load_test(
 
 
 def _scan(root: Path, split: str, classes: tuple[str, ...] | None, world: World | None, max_pixels: int) -> ImageFiles:
-    """Lists a split of shards, CIFAR-10 or an image folder."""
+    """Lists a split of shards, IDX files, CIFAR-10 or an image folder."""
     if is_shards(root):
         return scan_shards(root, split, classes, world, max_pixels)
+    if is_idx(root):
+        return scan_idx(root, split, classes, max_pixels)
     return scan_cifar(root, split, classes) if is_cifar(root) else scan_folder(root, split, classes, max_pixels)
 
 

@@ -218,3 +218,21 @@ FOLDER = Recipe(
     clip=1.0,
     drop_path_rate=0.1,
 )
+
+# For Fashion-MNIST's IDX files; trained by benchmarks/fashion_mnist.py: results/fashion-mnist.json. Rate, positions and
+# clipping are those of the digits; nothing was searched.
+FASHION_MNIST = Recipe(
+    model="vit_digits_patch2_8",
+    options={"patch_size": 7, "embed_dim": 64, "depth": 4, "num_heads": 2},
+    img_size=28,
+    mean=(0.2860,),
+    std=(0.3530,),
+    eval_crop=1.0,
+    epochs=6,
+    batch_size=128,
+    lr=2e-3,
+    warmup=0.1,
+    pos_std=0.5,
+    clip=1.0,
+    min_area=0.7,
+)
