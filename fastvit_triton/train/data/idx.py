@@ -1,7 +1,7 @@
 """IDX files, as of MNIST, Fashion-MNIST, KMNIST and EMNIST: grey images in one file, class numbers in another.
 
-Format (LeCun, Cortes, Burges): two zero bytes, the type (8: unsigned bytes), the number of axes; the length of each axis
-as a big-endian 32-bit integer; then the values in C order. Files may be compressed with gzip.
+Format (LeCun, Cortes, Burges): two zero bytes, the type (8: unsigned bytes), the number of axes; the length of each
+axis as a big-endian 32-bit integer; then the values in C order. Files may be compressed with gzip.
 """
 
 import gzip
