@@ -139,9 +139,7 @@ def test_every_option_can_be_set(folder: Path, tmp_path: Path):
 def test_invalid_settings(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: one sentence each, and no folder."""
     train = ("train", "--out", tmp_path / "out")
-    assert "recipe is 'vit'; use one of digits, folder, fashion-mnist" in refused(
-        capsys, *train, "--recipe", "vit"
-    )
+    assert "recipe is 'vit'; use one of digits, folder, fashion-mnist" in refused(capsys, *train, "--recipe", "vit")
     assert "--save-every is 0; use an integer of at least 1" in refused(capsys, *train, "--save-every", "0")
     assert "--grad-accum-steps is 0; use an integer of at least 1" in refused(capsys, *train, "--grad-accum-steps", "0")
     assert "the recipe's policy needs image files" in refused(capsys, *train, "--recipe", "deit")

@@ -57,7 +57,7 @@ def optimizer_class(option: str, reference: str) -> type[Optimizer]:
     """The class that `module:Class` names; raises ValueError unless it is an optimiser."""
     found = resolve(option, reference)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise ValueError(f"{option} is {reference}, which is {found!r}; use a subclass of torch.optim.Optimizer")
+        raise ValueError(f"{option} is {reference}, which is no optimiser; use a subclass of torch.optim.Optimizer")
     return found
 
 

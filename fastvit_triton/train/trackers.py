@@ -39,8 +39,11 @@ def check_trackers(option: str, text: str) -> None:
     for name in text.split(","):
         if name not in TRACKERS:
             raise ValueError(f"{option} is {text!r}; use some of {', '.join(TRACKERS)}, separated by commas")
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{option} {name} needs the package {name}; pip install {PACKAGES.get(name, name)}")
+        # without a server, MLflow writes a data base, which mlflow-skinny alone cannot
+        parts = [name, "sqlalchemy"] if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") else [name]
+        for package in parts:
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"{option} {name} needs the package {package}; pip install {name}")
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def _mlflow(run: Run) -> Iterator[Log]:
     import mlflow
 
     if not os.environ.get("MLFLOW_TRACKING_URI"):
-        mlflow.set_tracking_uri((run.out / "mlflow").resolve().as_uri())
+        mlflow.set_tracking_uri(f"sqlite:///{(run.out / 'mlflow.db').resolve()}")
     if not os.environ.get("MLFLOW_EXPERIMENT_NAME"):
         mlflow.set_experiment(PROJECT)
     tag = f"{PROJECT}.key"
@@ -127,4 +130,3 @@ def _mlflow(run: Run) -> Iterator[Log]:
 
 
 TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
-PACKAGES = {"mlflow": "mlflow-skinny"}

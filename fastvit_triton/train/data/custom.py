@@ -35,7 +35,7 @@ class CustomTransform:
     def __init__(self, name: str) -> None:
         found = resolve("transform", name)
         if not callable(found):
-            raise ValueError(f"transform is {name}, which is {found!r} and cannot be called; use a function or a class")
+            raise ValueError(f"transform is {name}, of type {type(found).__name__}, which cannot be called; use a function")
         try:
             self.function: Callable[[Image.Image], Any] = found() if isinstance(found, type) else found
         except TypeError as error:
