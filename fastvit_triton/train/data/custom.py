@@ -35,7 +35,8 @@ class CustomTransform:
     def __init__(self, name: str) -> None:
         found = resolve("transform", name)
         if not callable(found):
-            raise ValueError(f"transform is {name}, of type {type(found).__name__}, which cannot be called; use a function")
+            kind = type(found).__name__
+            raise ValueError(f"transform is {name}, of type {kind}, which cannot be called; use a function")
         try:
             self.function: Callable[[Image.Image], Any] = found() if isinstance(found, type) else found
         except TypeError as error:
