@@ -96,6 +96,11 @@ setup(
         "demo": DEMO,  # train without --data
         "shards": SHARDS,
         "hub": HUB,
+        "datasets": ["datasets>=4"],  # train --data hf:NAME
+        "tensorboard": ["tensorboard>=2.16"],  # train --log-to, this and the next three
+        "wandb": ["wandb>=0.19"],
+        "trackio": ["trackio>=0.3"],
+        "mlflow": ["mlflow>=3"],
         "docs": DOCS,
         "test": TEST,
         "bench": ["pytest-benchmark>=4", "timm==1.0.31", MATPLOTLIB, JSONSCHEMA],

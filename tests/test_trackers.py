@@ -140,7 +140,7 @@ def test_trackers_are_refused_in_one_sentence(tmp_path: Path, capsys, monkeypatc
     assert "--log-to is 'visdom'; use some of tensorboard, wandb" in refused(capsys, *out, "--log-to", "visdom")
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     text = refused(capsys, *out, "--log-to", "tensorboard,wandb")
-    assert "--log-to tensorboard needs the package tensorboard; pip install tensorboard" in text
+    assert "--log-to tensorboard needs the package tensorboard; pip install 'fastvit_triton[tensorboard]'" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -70,9 +70,15 @@ def check_data(option: str, name: str) -> None:
 
         source_of(name)
         if importlib.util.find_spec("datasets") is None:
-            raise ValueError(f"{option} {name} needs the package datasets; pip install datasets")
-    elif name != "digits" and not Path(name).is_dir():
-        raise ValueError(f"{option} {name} is not a folder; give one that holds train/<class>/ and val/<class>/")
+            raise ValueError(f"{option} {name} needs the package datasets; pip install 'fastvit_triton[datasets]'")
+    elif name != "digits":
+        check_folder(option, Path(name))
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raises ValueError if there is no folder at `path`."""
+    if not path.is_dir():
+        raise ValueError(f"{option} {path} is not a folder; give one that holds train/<class>/ and val/<class>/")
 
 
 def data_name(data: str) -> str:

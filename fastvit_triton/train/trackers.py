@@ -43,7 +43,7 @@ def check_trackers(option: str, text: str) -> None:
         parts = [name, "sqlalchemy"] if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") else [name]
         for package in parts:
             if importlib.util.find_spec(package) is None:
-                raise ValueError(f"{option} {name} needs the package {package}; pip install {name}")
+                raise ValueError(f"{option} {name} needs the package {package}; {ADVICE[name]}")
 
 
 @contextmanager
@@ -129,4 +129,10 @@ def _mlflow(run: Run) -> Iterator[Log]:
         yield lambda row, step: mlflow.log_metrics(row, step=step)
 
 
+ADVICE = {
+    "tensorboard": "pip install 'fastvit_triton[tensorboard]'",
+    "wandb": "pip install 'fastvit_triton[wandb]'",
+    "trackio": "pip install 'fastvit_triton[trackio]'",
+    "mlflow": "pip install 'fastvit_triton[mlflow]'",
+}
 TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}

@@ -106,7 +106,7 @@ def _open(data: str, source: Source, split: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"data {data!r} needs the package datasets; pip install datasets") from error
+        raise ValueError(f"data {data!r} needs the package datasets; pip install 'fastvit_triton[datasets]'") from error
     folder = Path(source.name)
     with _one_sentence(data):
         if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
