@@ -422,8 +422,8 @@ def test_the_report_matches_what_runs(name, monkeypatch):
     report, own, called = optimize(model), nn.Module.__call__, set()
     monkeypatch.setattr(nn.Module, "__call__", lambda self, *x, **more: called.add(id(self)) or own(self, *x, **more))
     fallbacks = set()
-    files = "torch", "timm_blocks", "timm_pyramids", "torchvision", "transformers", "vit_pytorch"
-    files += "transformers_beit", "transformers_pyramids", "transformers_swin"
+    files = "torch", "timm.blocks", "timm.pyramids", "torchvision", "vit_pytorch"
+    files += tuple(f"transformers.{name}" for name in ("vit", "beit", "pyramids", "swin"))
     for file in ("forwards", *(f"from_{package}" for package in files)):
         kept = __import__(f"fastvit_triton.convert.{file}", fromlist=["original"]).original
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fastvit_triton import create_model, explain, freeze, optimize
-from fastvit_triton.convert.trace import tracing
-from fastvit_triton.convert.values import without_weights
+from fastvit_triton.convert.counting.trace import tracing
+from fastvit_triton.convert.counting.values import without_weights
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing

@@ -17,7 +17,8 @@ from torchvision.models import swin_transformer as torchvision_swin
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import optimize
-from fastvit_triton.convert import forwards, from_timm_blocks, from_timm_pyramids, from_torchvision
+from fastvit_triton.convert import forwards, from_torchvision
+from fastvit_triton.convert.from_timm import blocks, pyramids
 from fastvit_triton.kernels import mlp
 from fastvit_triton.kernels.depthwise import depthwise
 from fastvit_triton.kernels.window import window_attention
@@ -51,7 +52,7 @@ def compared(plain, *given, seed=None):
 def own_forwards(monkeypatch):
     """The modules that run their own forward."""
     kept = []
-    for file in (forwards, from_timm_blocks, from_timm_pyramids, from_torchvision):
+    for file in (forwards, blocks, pyramids, from_torchvision):
         own = file.original
         monkeypatch.setattr(file, "original", lambda m, *x, own=own, **more: kept.append(m) or own(m, *x, **more))
     return kept

@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastvit_triton import freeze, optimize
-from fastvit_triton.convert import forwards, from_transformers_beit, from_transformers_pyramids, from_transformers_swin
-from fastvit_triton.convert.count import predict
+from fastvit_triton.convert import forwards, from_transformers
+from fastvit_triton.convert.counting.count import predict
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import forcing
 
-FILES = forwards, from_transformers_beit, from_transformers_pyramids, from_transformers_swin
+FILES = forwards, from_transformers.beit, from_transformers.pyramids, from_transformers.swin
 SWINS = ["hf_swin", "hf_swinv2", "hf_donut_swin", "hf_maskformer_swin"]
 NAMES = [*SWINS, "hf_segformer", "hf_glpn", "hf_pvt", "hf_pvt_v2", "hf_pvt_v2_linear", "hf_beit", "hf_data2vec"]
 LAYERS = {name: "encoder.layers.0.blocks.1" for name in (*SWINS, "hf_pvt_v2")}

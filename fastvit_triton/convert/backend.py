@@ -17,9 +17,9 @@ import torch
 from torch import fx, nn
 
 from ..kernels.backend import why_not
-from .graph import kind, value
+from .graph.nodes import kind, value
+from .graph.rewrite import Rewriter
 from .reporting import Report, Row
-from .rewrite import Rewriter
 
 NAME = "fastvit_triton"
 UNFUSED = "left to the compiler"

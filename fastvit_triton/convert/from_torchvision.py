@@ -9,7 +9,7 @@ from ..layers.freeze import derived
 from ..layers.module_parts import Foreign, Packed, is_readable
 from ..layers.spatial import Window, WindowParts
 from .forwards import fused_body, fused_forward, original
-from .from_timm_blocks import both_norms
+from .from_timm.blocks import both_norms
 from .third_party import is_fusable
 from .windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias
 

@@ -17,20 +17,7 @@ from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
-from . import (  # noqa: F401  (they register)
-    attention_interface,
-    from_timm_blocks,
-    from_timm_pyramids,
-    from_torch,
-    from_torchvision,
-    from_transformers,
-    from_transformers_beit,
-    from_transformers_blocks,
-    from_transformers_pyramids,
-    from_transformers_swin,
-    from_transformers_towers,
-    from_vit_pytorch,
-)
+from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
 from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import CONV, STEMS
 from .recognition import foreign_code, forget, is_ours
@@ -91,7 +78,7 @@ def optimize(
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
-    attention_interface.register()
+    from_transformers.attention_interface.register()
     forget()
     with _all_or_nothing(model):
         rows = _rows(model, filter_fn)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import layers
 from ..convert.forwards import Forward, forward_for
-from ..convert.from_timm import dropped
+from ..convert.from_timm.attention import dropped
 from ..convert.from_torch import multihead_parts
 from ..convert.third_party import head_norms
 from ..layers.body import AttentionParts, project

@@ -126,8 +126,9 @@ def load_lse(l_ptr, at, real):
 
 
 def tuned_row(kernel: str, qkv: Tensor, arguments: dict[str, Any]) -> tuple[str, dict[str, int]]:
-    """(row name in tuned/, default launch parameters); "large" needs smaller tiles."""
+    """(row name in tuned/, default launch parameters); "large" needs smaller tiles, or has several for a window."""
     large = arguments["D"] > 32 or arguments["N"] > ONE_TILE or arguments["COSINE"] or arguments["PADDED"]
+    large = large or kernel in ("bwd_dq", "bwd_dbias")
     kind = ".fp32" if qkv.dtype == torch.float32 else ".large" if large else ""
     return f"window.{kernel}{kind}", SPACE[kernel + kind]
 

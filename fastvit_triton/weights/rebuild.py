@@ -49,9 +49,7 @@ def build_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> V
     return create_model(name, features_only=False, **config)
 
 
-def compare(
-    tensors: Mapping[str, Tensor], name: str, config: Mapping[str, object], layout: str | None = None
-) -> None:
+def compare(tensors: Mapping[str, Tensor], name: str, config: Mapping[str, object], layout: str | None = None) -> None:
     """Raises as `build_model` unless a file of this layout can fill the model, which is built on the meta device."""
     depths = [config.get("depth"), *(d if isinstance(d := config.get("depths"), (list, tuple)) else [])]
     depth = sum(d for d in depths if isinstance(d, int))

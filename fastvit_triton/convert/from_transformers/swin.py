@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..layers.body import MlpParts
-from ..layers.branch import Branch, add_branches
-from ..layers.hooks import has_hooks, is_plain_module, type_name
-from ..layers.module_parts import Foreign, activation_of, is_inactive
-from ..layers.spatial import Window, WindowParts
-from ..layers.ways import plainly
-from .forwards import INNER, arguments, fused_body, fused_forward, original
-from .from_torch import STEMS
-from .from_transformers import attention_reason, checkpointed, classes
-from .third_party import is_fusable
-from .windows import continuous_bias, cosine_scale, merge, table_bias
+from ...layers.body import MlpParts
+from ...layers.branch import Branch, add_branches
+from ...layers.hooks import has_hooks, is_plain_module, type_name
+from ...layers.module_parts import Foreign, activation_of, is_inactive
+from ...layers.spatial import Window, WindowParts
+from ...layers.ways import plainly
+from ..forwards import INNER, arguments, fused_body, fused_forward, original
+from ..from_torch import STEMS
+from ..third_party import is_fusable
+from ..windows import continuous_bias, cosine_scale, merge, table_bias
+from .vit import attention_reason, checkpointed, classes
 
 SWIN, V2 = classes("swin.Swin", "swinv2.Swinv2")
 COPIES = classes("clap.ClapAudio", "donut.donut_swin.DonutSwin", "maskformer.maskformer_swin.MaskFormerSwin")

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..kernels.attention import attention
-from ..kernels.attention_qkv import attention_qkv
-from .graph import Argument, equal, kind, known, order, read, shape, up, value
+from ...kernels.attention import attention
+from ...kernels.attention_qkv import attention_qkv
+from .nodes import Argument, equal, kind, known, order, read, shape, up, value
 from .patterns import Call, Match
 
 

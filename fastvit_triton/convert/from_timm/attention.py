@@ -6,13 +6,13 @@ Supports timm 0.4 and later; attributes that older releases lack (norms, gates, 
 import torch
 from torch import Tensor, nn
 
-from ..layers.body import AttentionParts, MlpParts
-from ..layers.freeze import derived
-from ..layers.hooks import are_plain_tensors, has_hooks, type_name
-from ..layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
-from .forwards import fused_body
-from .third_party import four_axes, head_norms, scores_mask
-from .windows import table_bias
+from ...layers.body import AttentionParts, MlpParts
+from ...layers.freeze import derived
+from ...layers.hooks import are_plain_tensors, has_hooks, type_name
+from ...layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
+from ..forwards import fused_body
+from ..third_party import four_axes, head_norms, scores_mask
+from ..windows import table_bias
 
 
 def dropped(module: Foreign) -> str | None:

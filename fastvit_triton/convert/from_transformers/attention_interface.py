@@ -10,9 +10,9 @@ import sys
 
 from torch import Tensor
 
-from ..kernels.attention import attention, varlen_attention
-from ..layers.module_parts import Foreign
-from .third_party import can_run, scores_mask
+from ...kernels.attention import attention, varlen_attention
+from ...layers.module_parts import Foreign
+from ..third_party import can_run, scores_mask
 
 NAME = "fastvit_triton"  # in transformers' AttentionInterface
 FLASH = f"{NAME}_flash"

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ..kernels.backend import why_not
-from ..kernels.linear import linear
-from ..kernels.mlp import mlp
+from ...kernels.backend import why_not
+from ...kernels.linear import linear
+from ...kernels.mlp import mlp
 from .attention_patterns import attend, attend_packed, unlike_self_attention
-from .graph import Regions, equal, kind, operands, order, outside, read, shape, tensors, value
+from .nodes import Regions, equal, kind, operands, order, outside, read, shape, tensors, value
 from .patterns import Call, Match, branch, embed, normalize
 
 

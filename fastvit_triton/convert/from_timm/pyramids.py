@@ -5,17 +5,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.depthwise import depthwise
-from ..layers.body import normalize, project
-from ..layers.branch import Branch, add_branches
-from ..layers.hooks import has_hooks, is_our_forward, type_name
-from ..layers.module_parts import Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable
-from ..layers.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts, as_map, taps_of
-from .forwards import fused_body, fused_forward, original
-from .from_timm import dropped, packed_projection
-from .from_timm_blocks import both_norms
-from .third_party import is_fusable
-from .windows import (
+from ...kernels.depthwise import depthwise
+from ...layers.body import normalize, project
+from ...layers.branch import Branch, add_branches
+from ...layers.hooks import has_hooks, is_our_forward, type_name
+from ...layers.module_parts import Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable
+from ...layers.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts, as_map, taps_of
+from ..forwards import fused_body, fused_forward, original
+from ..third_party import is_fusable
+from ..windows import (
     continuous_bias,
     cosine_scale,
     hooked,
@@ -24,6 +22,8 @@ from .windows import (
     table_bias,
     unusual_norm,
 )
+from .attention import dropped, packed_projection
+from .blocks import both_norms
 
 Grid = tuple[int, int]
 SWIN = "norm1 attn _attn drop_path1 norm2 mlp drop_path2 window_size shift_size input_resolution"

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layers.body import AttentionParts, MlpParts
-from ..layers.branch import Branch, add_branches
-from ..layers.freeze import derived
-from ..layers.hooks import has_hooks, is_plain_module, type_name
-from ..layers.module_parts import DROPOUTS, Foreign, activation_of, is_inactive
-from .forwards import INNER, arguments, fused_body, fused_forward, original
-from .from_torch import STEMS
-from .from_transformers import attention_parts, checkpointed, classes
-from .third_party import four_axes, is_fusable
+from ...layers.body import AttentionParts, MlpParts
+from ...layers.branch import Branch, add_branches
+from ...layers.freeze import derived
+from ...layers.hooks import has_hooks, is_plain_module, type_name
+from ...layers.module_parts import DROPOUTS, Foreign, activation_of, is_inactive
+from ..forwards import INNER, arguments, fused_body, fused_forward, original
+from ..from_torch import STEMS
+from ..third_party import four_axes, is_fusable
+from .vit import attention_parts, checkpointed, classes
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
 INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..kernels import tile
-from ..kernels.backend import using_backend
-from ..kernels.cost import Gpu, block_us, compiled_us, saved_values
-from ..kernels.launch import targeting
-from ..kernels.plan import Choice, assuming, host_us, observing
-from ..layers.freeze import freeze
-from ..layers.ways import SIZES
+from ...kernels import tile
+from ...kernels.backend import using_backend
+from ...kernels.cost import Gpu, block_us, compiled_us, saved_values
+from ...kernels.launch import targeting
+from ...kernels.plan import Choice, assuming, host_us, observing
+from ...layers.freeze import freeze
+from ...layers.ways import SIZES
 from .inductor_rule import inductor_count
 from .trace import Count, Trace, tracing
 from .values import given, without_weights

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..layers.body import AttentionParts, MlpParts
-from ..layers.branch import Branch, add_branches
-from ..layers.hooks import has_hooks, type_name
-from ..layers.module_parts import DROPOUTS, Foreign, activation_of, is_inactive
-from .forwards import INNER, Forward, arguments, fused_body, fused_forward, known_type, original, register
-from .from_transformers import attention_reason, checkpointed, classes
-from .third_party import is_fusable, scores_mask
+from ...layers.body import AttentionParts, MlpParts
+from ...layers.branch import Branch, add_branches
+from ...layers.hooks import has_hooks, type_name
+from ...layers.module_parts import DROPOUTS, Foreign, activation_of, is_inactive
+from ..forwards import INNER, Forward, arguments, fused_body, fused_forward, known_type, original, register
+from ..third_party import is_fusable, scores_mask
+from .vit import attention_reason, checkpointed, classes
 
 
 class Names(NamedTuple):

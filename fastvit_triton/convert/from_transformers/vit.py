@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..layers.body import AttentionParts, MlpParts
-from ..layers.branch import Branch, add_branches
-from ..layers.hooks import has_hooks, is_plain_module, type_name
-from ..layers.module_parts import Foreign, activation_of
-from .forwards import INNER, fused_body, fused_forward, known_type, original
-from .from_torch import STEMS, cross_attend, multihead_reason
-from .third_party import is_fusable, scores_mask
+from ...layers.body import AttentionParts, MlpParts
+from ...layers.branch import Branch, add_branches
+from ...layers.hooks import has_hooks, is_plain_module, type_name
+from ...layers.module_parts import Foreign, activation_of
+from ..forwards import INNER, fused_body, fused_forward, known_type, original
+from ..from_torch import STEMS, cross_attend, multihead_reason
+from ..third_party import is_fusable, scores_mask
 
 
 def classes(*names: str) -> list[str]:

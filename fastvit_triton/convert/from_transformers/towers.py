@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..kernels.attention import attention
-from ..layers.body import AttentionParts, MlpParts, project
-from ..layers.hooks import has_hooks, type_name
-from ..layers.module_parts import DROPOUTS, LAYER_SCALES, Foreign, activation_of, is_identity, is_inactive
-from .forwards import arguments, fused_body, fused_forward, original
-from .from_transformers import attention_parts, attention_reason, classes, gated_parts
-from .third_party import head_norms, is_fusable, scores_mask
+from ...kernels.attention import attention
+from ...layers.body import AttentionParts, MlpParts, project
+from ...layers.hooks import has_hooks, type_name
+from ...layers.module_parts import DROPOUTS, LAYER_SCALES, Foreign, activation_of, is_identity, is_inactive
+from ..forwards import arguments, fused_body, fused_forward, original
+from ..third_party import head_norms, is_fusable, scores_mask
+from .vit import attention_parts, attention_reason, classes, gated_parts
 
 LAYER_SCALES |= dict.fromkeys(
     classes(

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..layers.body import MlpParts
-from ..layers.branch import Branch, add_branches
-from ..layers.hooks import is_plain_module, type_name
-from ..layers.module_parts import DROPOUTS, Foreign, activation_of, is_identity, is_inactive
-from ..layers.spatial import DepthwiseMlpParts, ReducedParts
-from .forwards import INNER, arguments, fused_body, fused_forward, original
-from .from_torch import STEMS
-from .from_transformers import attention_reason, checkpointed, classes
-from .third_party import is_fusable
+from ...layers.body import MlpParts
+from ...layers.branch import Branch, add_branches
+from ...layers.hooks import is_plain_module, type_name
+from ...layers.module_parts import DROPOUTS, Foreign, activation_of, is_identity, is_inactive
+from ...layers.spatial import DepthwiseMlpParts, ReducedParts
+from ..forwards import INNER, arguments, fused_body, fused_forward, original
+from ..from_torch import STEMS
+from ..third_party import is_fusable
+from .vit import attention_reason, checkpointed, classes
 
 SEGFORMER, GLPN, PVT, PVT_V2 = classes("segformer.Segformer", "glpn.GLPN", "pvt.Pvt", "pvt_v2.PvtV2")
 INNER.update(f"{family}EfficientSelfAttention" for family in (SEGFORMER, GLPN, PVT))

@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention import attention
-from ..kernels.patch_embed import patch_embed
-from ..layers.body import AttentionParts, finish, fold_or_normalize, normalize, project
-from ..layers.branch import Branch, add_branches, runs_plain
-from ..layers.hooks import has_hooks, is_our_forward, type_name
-from ..layers.module_parts import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
-from ..layers.ways import plainly
-from .forwards import arguments, fused_body, fused_forward, original
-from .from_timm import dropped
-from .third_party import is_fusable, scores_mask
+from ...kernels.attention import attention
+from ...kernels.patch_embed import patch_embed
+from ...layers.body import AttentionParts, finish, fold_or_normalize, normalize, project
+from ...layers.branch import Branch, add_branches, runs_plain
+from ...layers.hooks import has_hooks, is_our_forward, type_name
+from ...layers.module_parts import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
+from ...layers.ways import plainly
+from ..forwards import arguments, fused_body, fused_forward, original
+from ..third_party import is_fusable, scores_mask
+from .attention import dropped
 
 
 def both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:

@@ -1,4 +1,4 @@
-"""Patterns of PyTorch calls that one of our public functions can replace; for attention see `attention_patterns`.
+"""Patterns of PyTorch calls that one of our public functions can replace; for attention see `graph.attention_patterns`.
 
 A pattern is matched from its output node upwards and yields its matches longest first. `rewrite.py` decides whether a
 match may be rewritten.
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..kernels.layer_norm import layer_norm
-from ..kernels.linear import linear
-from ..kernels.mlp import mlp
-from ..kernels.patch_embed import patch_embed
-from .graph import Argument, equal, kind, known, order, read, shape, up, value
+from ...kernels.layer_norm import layer_norm
+from ...kernels.linear import linear
+from ...kernels.mlp import mlp
+from ...kernels.patch_embed import patch_embed
+from .nodes import Argument, equal, kind, known, order, read, shape, up, value
 
 
 class Call(NamedTuple):

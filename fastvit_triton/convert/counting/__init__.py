@@ -1,0 +1,1 @@
+"""Prediction of launches, bytes and time from shapes; nothing runs."""

@@ -1,0 +1,1 @@
+"""Rewriting of graphs captured by torch.compile."""
