@@ -220,9 +220,10 @@ def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save
     from ..weights import save_weights
 
     world, finished = trainer.step.world, len(state["history"]) if state else 0
-    steps, settings = len(trainer.data.train), settings | {"run_key": settings["run_key"] or uuid.uuid4().hex}
+    steps, tracked = len(trainer.data.train), settings["log_to"] if world.is_main else None
+    if tracked and not settings["run_key"]:
+        settings = settings | {"run_key": uuid.uuid4().hex}
     start = (state["progress"]["epoch"] - 1) * steps + state["progress"]["step"] if state else 0
-    tracked = settings["log_to"] if world.is_main else None
     options: dict[str, Any] = {"settings": settings, "save": save_weights, "state": state, "save_every": save_every}
     try:
         console = Console(quiet=not world.is_main)
