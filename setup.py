@@ -99,6 +99,11 @@ setup(
         "demo": DEMO,  # train without --data
         "shards": SHARDS,
         "hub": HUB,
+        "datasets": ["datasets>=4"],  # train --data hf:NAME
+        "tensorboard": ["tensorboard>=2.16"],  # train --log-to, this and the next three
+        "wandb": ["wandb>=0.19"],
+        "trackio": ["trackio>=0.3"],
+        "mlflow": ["mlflow>=3"],
         "export": EXPORT,
         "docs": DOCS,
         "test": TEST,

@@ -104,6 +104,21 @@ def faults() -> str:
     return f"{table}\n\n{text} Source: `benchmarks/results/faults.json`, {result['date']}, seed {result['seed']}."
 
 
+def fashion_mnist() -> str:
+    """Accuracies of ours and timm's on Fashion-MNIST, by seed."""
+    result = json.loads((RESULTS / "fashion-mnist.json").read_text())
+    seeds = [row["seed"] for row in result["runs"]["timm"]]
+    rows, found = [], result["summary"]
+    for name, runs in result["runs"].items():
+        spread = f"{100 * found[name]['mean']:.2f} ± {100 * found[name]['deviation']:.2f} %"
+        rows.append([name, *(f"{100 * row['accuracy']:.2f} %" for row in runs), spread])
+    table = _table(["test accuracy", *(f"seed {seed}" for seed in seeds), "mean and standard deviation"], *rows)
+    apart = f"The means differ by {100 * abs(found['difference']):.2f} points, their standard error is"
+    seconds = sum(row["core_seconds"] for runs in result["runs"].values() for row in runs) / (2 * len(seeds))
+    text = f"{apart} {100 * found['standard_error']:.2f}. A run takes {seconds / 60:.1f} minutes of one core."
+    return f"{table}\n\n{text} Source: `benchmarks/results/fashion-mnist.json`, {result['date']}."
+
+
 def coverage() -> str:
     """How much of other packages' models `optimize` fuses."""
     return (RESULTS / "coverage.md").read_text(encoding="utf-8")
@@ -115,7 +130,7 @@ def towers() -> str:
 
 
 PAGES = dict(ways=ways, coverage=coverage, towers=towers, memory=memory, models=models, kernels=kernels, api=api)
-PAGES["faults"] = faults
+PAGES |= dict(faults=faults, fashion_mnist=fashion_mnist)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

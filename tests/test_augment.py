@@ -12,9 +12,9 @@ from timm.data.distributed_sampler import RepeatAugSampler
 
 from fastvit_triton.models import create_model
 from fastvit_triton.train.augment import policy, random_erasing
-from fastvit_triton.train.build import set_drop_path
 from fastvit_triton.train.data.sampler import RepeatedAugmentation
 from fastvit_triton.train.data.transform import Transform
+from fastvit_triton.train.drop_path import set_drop_path
 
 FILL = (124, 116, 104)
 

@@ -156,3 +156,21 @@ def test_train_follows_its_weights(hub, tmp_path: Path, capsys: pytest.CaptureFi
     refused = run(capsys, "train", *words, "--model", TAG, code=2)
     assert f"use --weights {TAG} for pretrained weights, or --model {NAME}" in refused
     assert create_model(f"local-dir:{tmp_path / 'folder'}").config.depth == SMALL["depth"]
+
+
+def test_train_starts_from_a_tag(hub, tmp_path: Path, capsys: pytest.CaptureFixture):  # noqa: F811
+    """Oracle: a run without progress, at a rate of 1e-30, has timm's weights but a new head; an own transform and
+    layer decay go with them."""
+    theirs = timm_folder(tmp_path / "timm", TAG, img_size=224, patch_size=16, embed_dim=192, depth=12)
+    hub.repositories[f"timm/{TAG}"] = {"main": contents(tmp_path / "timm")}
+    words = ["--data", write_folder(tmp_path / "photos", per_class=1), "--epochs", 1, "--batch-size", 2, "--workers", 0]
+    words += ["--device", "cpu", "--lr", "1e-30", "--layer-decay", 0.75]
+    words += ["--transform", "torchvision.transforms.v2:RandomHorizontalFlip"]
+    text = run(capsys, "train", *words, "--weights", TAG, "--out", tmp_path / "run", code=2)
+    assert "RandomHorizontalFlip fails on" in text and "the model needs 224x224" in text
+    run(capsys, "train", *words[:-2], "--weights", TAG, "--out", tmp_path / "run")
+    model, _ = load_model(tmp_path / "run")
+    for name, tensor in theirs.state_dict().items():
+        if not name.startswith("head."):
+            torch.testing.assert_close(model.state_dict()[name], tensor, msg=name)
+    assert model.head.weight.shape == (2, 192)

@@ -17,8 +17,8 @@ from fastvit_triton.train import Recipe, Step, Transform, ranges
 from fastvit_triton.train.recipes import FOLDER, override_recipe
 from fastvit_triton.train.settings import RECIPES
 
-# Text without a fixed list of choices: names of `create_model` and `policy_by_name`, and a source.
-FREE = {"source", "reported", "duration", "model", "policy"}
+# Text without a fixed list of choices: names of `create_model`, `policy_by_name` and classes, and a source.
+FREE = {"source", "reported", "duration", "model", "policy", "optimizer"}
 HINTS = inspect.get_annotations(Recipe)
 RECORDS = {"Data", "Progress", "Score"}  # results of training
 
@@ -174,7 +174,7 @@ def test_error_sentences():
         ("ema_decay", 2, "ema_decay is 2; use a number in [0, 1), or None for no EMA"),
         ("repeats", 0.5, "repeats is 0.5; use an integer of at least 1"),
         ("decay", "cos", "decay is 'cos'; use 'cosine' or 'linear'"),
-        ("optimizer", "adam", "optimizer is 'adam'; use 'adamw', 'sgd' or 'lamb'"),
+        ("optimizer", "adam", "optimizer is 'adam'; use 'adamw', 'sgd', 'lamb', 'muon', or module:Class"),
         ("betas", (1, 1), "betas is (1, 1); use 2 values, each a number in [0, 1)"),
         ("mean", (), "mean is (); use one or more values, each a number in [0, 1]"),
         ("flip", 1, "flip is 1; use True or False"),

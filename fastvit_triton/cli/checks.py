@@ -1,5 +1,6 @@
 """Checks of values, for `check=` of an option: functions of (option, value) that raise ValueError."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -63,9 +64,40 @@ def channels(text: str) -> tuple[float, ...]:
 
 
 def check_data(option: str, name: str) -> None:
-    """Raises ValueError if `name` is neither "digits" nor a folder."""
-    if name != "digits" and not Path(name).is_dir():
-        raise ValueError(f"{option} {name} is not a folder; give one that holds train/<class>/ and val/<class>/")
+    """Raises ValueError if `name` is neither "digits" nor a folder nor hf:NAME."""
+    if name.startswith("hf:"):
+        from ..train.data.hf import source_of
+
+        source_of(name)
+        if importlib.util.find_spec("datasets") is None:
+            raise ValueError(f"{option} {name} needs the package datasets; pip install 'fastvit_triton[datasets]'")
+    elif name != "digits":
+        check_folder(option, Path(name))
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raises ValueError if there is no folder at `path`."""
+    if not path.is_dir():
+        raise ValueError(f"{option} {path} is not a folder; give one that holds train/<class>/ and val/<class>/")
+
+
+def data_name(data: str) -> str:
+    """The name of a data set for its output folder: the last part of a path, or of a name on the Hub."""
+    if data.startswith("hf:"):
+        from ..train.data.hf import source_of
+
+        data = source_of(data).name
+    return Path(data).resolve().name
+
+
+def check_transform(option: str, name: str) -> None:
+    """Raises ValueError unless `name` names a callable as module:attribute."""
+    from ..train.data.custom import CustomTransform
+
+    try:
+        CustomTransform(name)
+    except ValueError as error:
+        raise ValueError(f"{option}{str(error).removeprefix('transform')}") from error
 
 
 def check_output(option: str, path: Path) -> None:

@@ -108,7 +108,7 @@ def _run_results(args: argparse.Namespace, trained: TrainedModel, device: "torch
     folder = source if source.is_dir() else source.parent
     history = _read_log(folder / LOG) if (folder / LOG).exists() else None
     data = trained.data
-    if data is None or args.no_test or not (data == "digits" or Path(data).is_dir()):
+    if data is None or args.no_test or not (data == "digits" or data.startswith("hf:") or Path(data).is_dir()):
         return _RunResults(history, None)
     options = {"workers": args.workers, "skip_bad_images": trained.skip_bad_images, "max_pixels": args.max_pixels}
     test = load_test(data, trained.classes, trained.transform, trained.batch_size, **options)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .checks import at_least, check_data
+from .checks import at_least, check_folder
 from .console import print_line
 
 HELP = "write an image folder as webdataset shards"
@@ -11,7 +11,7 @@ HELP = "write an image folder as webdataset shards"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `pack`."""
-    parser.add_argument("folder", type=Path, check=check_data, help="folder with train/<class>/ and val/<class>/")
+    parser.add_argument("folder", type=Path, check=check_folder, help="folder with train/<class>/ and val/<class>/")
     parser.add_argument("out", type=Path, help="a new folder")
     text = "images per shard (default: 1000)"
     parser.add_argument("--per-shard", type=int, default=1000, check=at_least(1), help=text)

@@ -20,7 +20,7 @@ RECIPE_OPTIONS = {
     "warmup": (float, "fraction of the run before the peak"),
     "img-size": (int, "image side in pixels"),
     "ema-decay": (float, "test and save a moving average of the weights with this decay, such as 0.999"),
-    "optimizer": (str, "optimizer: adamw, sgd or lamb"),
+    "optimizer": (str, "optimizer: adamw, sgd, lamb, muon, or your own as module:Class"),
     "schedule": (str, "learning-rate schedule: own, vit, deit or mae"),
     "loss": (str, "loss: softmax, sigmoid or bce"),
     "weight-decay": (float, "weight decay of matrices"),
@@ -71,6 +71,18 @@ def _check_field(option: str, value: Any) -> None:
         check_model(option, value)
     if name == "policy":
         policy_by_name(value)
+    if name == "optimizer":
+        _check_optimizer(option, value)
+
+
+def _check_optimizer(option: str, value: str) -> None:
+    from ..train.build import optimizer_class
+    from ..train.recipes import OPTIMIZERS
+
+    if ":" in value:
+        optimizer_class(option, value)
+    elif value not in OPTIMIZERS:
+        raise ValueError(f"{option} is {value!r}; use {', '.join(map(repr, OPTIMIZERS))}, or module:Class")
 
 
 def _recipes() -> str:

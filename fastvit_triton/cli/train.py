@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import uuid
 from contextlib import nullcontext
 from pathlib import Path
 from shlex import quote
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from .checks import at_least, channels, check_checkpoint, check_data
+from .checks import at_least, channels, check_checkpoint, check_data, check_transform, data_name
 from .console import (
     add_device_option,
     add_max_pixels_option,
@@ -22,17 +23,13 @@ from .console import (
     select_device,
     show_warmup,
 )
-from .loading import follow_weights, load_trained
+from .loading import follow_weights
 from .parser import Parser
 from .recipe_options import add_recipe_options
+from .train_models import build_model, load_teacher
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from ..train.data import Data
     from ..train.distributed import World
-    from ..train.recipes import Recipe
     from ..train.trainer import Trainer
 
 HELP = "train a ViT, by default on handwritten digits"
@@ -41,7 +38,8 @@ HELP = "train a ViT, by default on handwritten digits"
 def add_arguments(parser: Parser) -> None:
     """Adds the options of `train`."""
     add = parser.add_argument
-    text = "'digits', or a folder with train/<class>/ and val/<class>/, or of shards (default: digits)"
+    text = "'digits'; a folder with train/<class>/ and val/<class>/, of shards, or of IDX files (MNIST); or hf:NAME or "
+    text += "hf:FOLDER of the library datasets, with splits hf:NAME:TEST or hf:NAME:TRAIN,TEST (default: digits)"
     add("--data", check=check_data, help=text)
     add("--out", type=Path, help="output folder (default: runs/<data>)")
     about = "resume the run in --out; auto starts one if there is none, for commands that are restarted"
@@ -49,6 +47,10 @@ def add_arguments(parser: Parser) -> None:
     add("--accept-changes", action="store_true", help="resume although options or images differ from those of the run")
     add("--overwrite", action="store_true", help="replace the run in --out")
     add_recipe_options(parser)
+    text = "your own transform of training images, as module:function or module:Class"
+    add("--transform", check=check_transform, help=text)
+    text = "trackers that receive the log: tensorboard, wandb, trackio, mlflow, separated by commas"
+    add("--log-to", check=_check_trackers, metavar="TRACKER,…", help=text)
     text = "checkpoint to start from: NAME.TAG, timm/NAME or another repository of the Hub, or a file in any known "
     text += "layout; model and preprocessing are its own unless given, and a head of another size is reinitialised"
     add("--weights", check=check_checkpoint, help=text)
@@ -95,7 +97,7 @@ def _train(args: argparse.Namespace, world: "World") -> int:
         digits = args.data in (None, "digits")  # which lie in scikit-learn
         advice = "pip install 'fastvit_triton[demo]'" if digits else "pip install 'fastvit_triton[train]'"
         raise ValueError(f"train draws its curves with matplotlib; {advice}")
-    out = args.out or Path("runs") / Path(args.data or "digits").resolve().name
+    out = args.out or Path("runs") / data_name(args.data or "digits")
     with locked(out) if world.is_main else nullcontext():
         world.barrier()
         return _train_in(out, args, world)
@@ -129,12 +131,14 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
     if settings["teacher"] and not hasattr(student, "set_distilled_training"):
         raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
     torch.manual_seed(settings["seed"])
+    if settings["log_to"]:
+        _check_trackers("--log-to", settings["log_to"])
     options = {"workers": args.workers, "skip_bad_images": settings["skip_bad_images"], "max_pixels": args.max_pixels}
-    data = load(settings["data"], recipe, world=world, **options)
+    data = load(settings["data"], recipe, custom=settings["transform"], world=world, **options)
     if state is not None:
         check_unchanged(data, state, args.accept_changes)
-    model = _build_model(settings, recipe, data, resumed=state is not None)
-    teacher = _load_teacher(settings["teacher"], model, len(data.classes), world.device)
+    model = build_model(settings, recipe, data, resumed=state is not None)
+    teacher = load_teacher(settings["teacher"], model, len(data.classes), world.device)
     model, amp = model.to(world.device), autocast_dtype(world.device, settings["amp"])
     if world.device.type == "cuda" and not recipe.mask_ratio:
         images = recipe.batch_size // world.world_size // settings["grad_accum_steps"]
@@ -159,6 +163,12 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
         _print_task(trainer, settings, args.parallel)
     world.barrier()
     return _run(trainer, out, settings, state, args.save_every)
+
+
+def _check_trackers(option: str, text: str) -> None:
+    from ..train.trackers import check_trackers
+
+    check_trackers(option, text)
 
 
 def _is_resumed(args: argparse.Namespace, out: Path) -> bool:
@@ -190,56 +200,6 @@ def _prepare_output(out: Path, overwrite: bool) -> None:
     sweep(out, FILES)
 
 
-def _build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) -> "nn.Module":
-    """The model to train, on the CPU, with its initial weights."""
-    from ..models import create_model
-    from ..train.build import build_masked_model, configure_model
-    from ..weights import load_weights
-
-    options: dict[str, object] = {
-        "img_size": recipe.img_size,
-        "in_chans": len(data.transform.mean),
-        "num_classes": len(data.classes),
-    }
-    options |= {"drop_path_rate": recipe.drop_path_rate, "grad_checkpointing": settings["grad_checkpointing"]}
-    options |= recipe.options
-    model: nn.Module = create_model(recipe.model, **options)
-    configure_model(recipe, model, fresh=not settings["weights"])
-    if settings["weights"] and not resumed:
-        load_weights(model, settings["weights"])
-    described: Any = model
-    described.pretrained_cfg = _describe(model, data)
-    if recipe.mask_ratio:
-        options |= recipe.decoder
-        model = build_masked_model(recipe, model, create_model(recipe.model, **options).blocks)
-    return model
-
-
-def _describe(model: Any, data: "Data") -> dict[str, Any]:
-    """What will be known of the trained weights, with timm's keys."""
-    transform = data.transform
-    cfg = {"architecture": model.variant, "num_classes": model.num_classes, "label_names": data.classes}
-    cfg |= {"input_size": (len(transform.mean), *transform.size), "mean": transform.mean, "std": transform.std}
-    return cfg | {
-        "interpolation": transform.interpolation,
-        "crop_pct": transform.crop,
-        "crop_mode": transform.crop_mode,
-    }
-
-
-def _load_teacher(path: str | None, student: Any, classes: int, device: "torch.device") -> "nn.Module | None":
-    """Loads the teacher, if any, and sets the student to return class-token and distillation-token logits."""
-    if path is None:
-        return None
-    teacher = load_trained(path)
-    if len(teacher.classes) != classes:
-        raise ValueError(
-            f"--teacher has {len(teacher.classes)} classes, the data has {classes}; train one on this data"
-        )
-    student.set_distilled_training()
-    return teacher.model.to(device).eval().requires_grad_(False)
-
-
 def _print_task(trainer: "Trainer", settings: dict, parallel: str | None) -> None:
     """Prints the model, the device, and the size of the task."""
     data, world = trainer.data, trainer.step.world
@@ -253,18 +213,28 @@ def _print_task(trainer: "Trainer", settings: dict, parallel: str | None) -> Non
 def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save_every: int | None) -> int:
     """Trains with a progress display; returns the exit code."""
     from ..train.checkpoint import PREVIOUS, STATE
-    from ..train.outputs import summary
+    from ..train.outputs import log_row, summary
     from ..train.progress import show_progress
+    from ..train.trackers import Run, tracking
     from ..train.trainer import run
     from ..weights import save_weights
 
     world, finished = trainer.step.world, len(state["history"]) if state else 0
+    steps, tracked = len(trainer.data.train), settings["log_to"] if world.is_main else None
+    if tracked and not settings["run_key"]:
+        settings = settings | {"run_key": uuid.uuid4().hex}
+    start = (state["progress"]["epoch"] - 1) * steps + state["progress"]["step"] if state else 0
     options: dict[str, Any] = {"settings": settings, "save": save_weights, "state": state, "save_every": save_every}
     try:
         console = Console(quiet=not world.is_main)
-        with show_progress(console, trainer.epochs, len(trainer.data.train), finished) as show:
+        with (
+            tracking(tracked, Run(out, settings["run_key"], settings, start)) as log,
+            show_progress(console, trainer.epochs, steps, finished) as show,
+        ):
             for progress in run(trainer, out, **options, warn=print_warning):
                 show(progress)
+                if progress.done:
+                    log(log_row(progress), progress.epoch * steps)
     except KeyboardInterrupt:
         if not any((out / name).exists() for name in (STATE, PREVIOUS)):
             return print_error("stopped before the first state was saved", 130)

@@ -3,7 +3,6 @@
 from .augment import random_affine, random_erasing
 from .augment.mix import cut_box, cutmix, mix_by_area, mix_tokens, mixtoken, mixup, mixup_or_cutmix
 from .augment.policy import big_vision_augment, rand_augment, three_augment
-from .build import set_drop_path
 from .checkpoint import load_state, make_state, newest_state, restore, save_state
 from .data import Data, TensorBatches, load
 from .data.naflex import TokenBudgetBatches
@@ -20,6 +19,7 @@ from .distributed.checkpoint import (
     save_sharded,
 )
 from .distributed.parallel import checkpoint_blocks, ddp, find_blocks, fsdp
+from .drop_path import set_drop_path
 from .ema import ema_model
 from .fewshot import extract_features, few_shot, nearest_neighbours, ridge, sample_per_class
 from .loop import Diverged, Progress, Score, evaluate, evaluate_objective, fit
@@ -35,6 +35,7 @@ from .loss import (
     token_label_loss,
 )
 from .masked import MaskedAutoencoder, MaskedPatchPrediction, colour_loss, mean_colours, pixel_loss
+from .muon import MuonAdamW, muon_adamw
 from .objective import distilled, masked_colours, masked_pixels, supervised
 from .optim import Lamb, adamw, parameter_groups, set_lr, warmup_cosine
 from .recipes import DIGITS, FOLDER, Recipe, override_recipe
@@ -52,6 +53,7 @@ __all__ = [
     "Lamb",
     "MaskedAutoencoder",
     "MaskedPatchPrediction",
+    "MuonAdamW",
     "Progress",
     "Recipe",
     "RepeatedAugmentation",
@@ -101,6 +103,7 @@ __all__ = [
     "mixtoken",
     "mixup",
     "mixup_or_cutmix",
+    "muon_adamw",
     "nearest_neighbours",
     "newest_sharded",
     "newest_state",

@@ -1,6 +1,6 @@
 """Builds the components of a training run from a recipe: optimiser, schedule, objective, mixing, step, evaluation."""
 
-import re
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
@@ -14,32 +14,63 @@ from torch.optim import Optimizer
 from .augment import random_erasing
 from .augment.mix import mixtoken, mixup_or_cutmix
 from .data.transform import Transform
+from .drop_path import set_drop_path
 from .ema import ema_model
 from .loop import Score, evaluate, evaluate_objective
 from .loss import binary_cross_entropy, hard_distillation, smooth_labels, soft_distillation
 from .masked import Encoder, MaskedAutoencoder, MaskedPatchPrediction
+from .muon import muon_adamw
+from .object_reference import resolve
 from .objective import Objective, distilled, masked_colours, masked_pixels, supervised
 from .optim import Lamb, adamw, parameter_groups, reinit_pos_embed, warmup_cosine
-from .ranges import FractionBelow1, PositiveInt, checked
+from .ranges import PositiveInt, checked
 from .recipes import Recipe
 from .schedule import deit_schedule, mae_schedule, vit_schedule
 from .step import Step
 
 SELF_SUPERVISED = ("pixels", "colours")  # losses of masked models, which return no logits
 DISTILLATION = {"hard": hard_distillation, "soft": soft_distillation}
-# Class names of stochastic-depth modules → names of their rate: ours and timm's, torchvision's.
-_DROP_PATH_RATE = {"DropPath": ("p", "drop_prob"), "StochasticDepth": ("p",)}
-_BLOCK_NUMBER = re.compile(r"(^|\.)(?:blocks|layers?|encoder_layer)[._](\d+)(\.|$)")
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """The recipe's optimiser over `parameter_groups` of the model."""
+    """The recipe's optimiser over `parameter_groups` of the model.
+
+    A class given as `module:Class` is called with the groups, `lr` and, if it accepts it, `weight_decay`; groups have
+    their own weight decay and, with layer-wise decay, their `lr_scale`, which `set_lr` applies.
+
+    Raises:
+        ValueError: there is no such class, it is no optimiser, or it does not accept these arguments.
+    """
     if recipe.optimizer == "adamw":
         return adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay)
+    if recipe.optimizer == "muon":
+        return muon_adamw(model, recipe.lr, recipe.weight_decay, recipe.betas, recipe.layer_decay)
     groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay)
+    if ":" in recipe.optimizer:
+        return _construct(recipe.optimizer, groups, recipe)
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=recipe.lr, momentum=0.9)
     return Lamb(groups, lr=recipe.lr, betas=recipe.betas, eps=1e-8)
+
+
+def optimizer_class(option: str, reference: str) -> type[Optimizer]:
+    """The class that `module:Class` names; raises ValueError unless it is an optimiser."""
+    found = resolve(option, reference)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise ValueError(f"{option} is {reference}, which is no optimiser; use a subclass of torch.optim.Optimizer")
+    return found
+
+
+def _construct(reference: str, groups: list[dict], recipe: Recipe) -> Optimizer:
+    found: Any = optimizer_class("optimizer", reference)
+    options: dict[str, Any] = {"lr": recipe.lr}
+    if "weight_decay" in inspect.signature(found).parameters:
+        options["weight_decay"] = recipe.weight_decay
+    try:
+        return found(groups, **options)
+    except (TypeError, ValueError) as error:
+        text = "it is called with parameter groups and lr"
+        raise ValueError(f"optimizer {reference} cannot be constructed: {error}; {text}") from error
 
 
 @checked
@@ -232,46 +263,6 @@ def configure_model(recipe: Recipe, model: nn.Module, fresh: bool = True) -> Non
         reinit_pos_embed(model, recipe.pos_std)
     if fresh and recipe.head_bias:
         nn.init.constant_(model.get_parameter("head.bias"), recipe.head_bias)
-
-
-@checked
-def set_drop_path(model: nn.Module, last: FractionBelow1, constant: bool = False, skip: bool = False) -> list[float]:
-    """Sets the stochastic-depth rate of each block of a model (Huang et al., arXiv:1603.09382, section 3, equation 4).
-
-        rate of block i of L = last · i / (L − 1),   or `last` in all of them (DeiT III)
-
-    Args:
-        model: with `DropPath` modules in numbered blocks (blocks.3, layers.3). timm creates them only for rates above
-            0, so create its models with a rate above 0.
-        last: rate of the last block, in [0, 1).
-        constant: the same rate in every block.
-        skip: do not compute the branch for dropped images, if the model's `DropPath` supports it (ours does).
-
-    Returns:
-        The rates, one per block.
-
-    Raises:
-        ValueError: the rate is outside [0, 1), or a block with a rate above 0 has no `DropPath`.
-    """
-    blocks: dict[int, list[Any]] = {}
-    for name, module in model.named_modules():
-        if found := _BLOCK_NUMBER.search(name):
-            in_block = blocks.setdefault(int(found[2]), [])
-            if type(module).__name__ in _DROP_PATH_RATE:
-                in_block.append(module)
-    depth = len(blocks)
-    rates = [last if constant else last * i / max(depth - 1, 1) for i in range(depth)]
-    missing = [i for i in range(depth) if rates[i] and not blocks[i]]
-    if missing or not blocks:
-        where = f"block {missing[0]} has" if blocks else "the model has no numbered blocks with"
-        raise ValueError(f"{where} {'no' if blocks else 'any'} DropPath; build it with drop_path_rate above 0")
-    for i, rate in enumerate(rates):
-        for module in blocks[i]:
-            attribute = next(field for field in _DROP_PATH_RATE[type(module).__name__] if hasattr(module, field))
-            setattr(module, attribute, rate)
-            if hasattr(module, "skip"):
-                module.skip = skip
-    return rates
 
 
 def build_masked_model(recipe: Recipe, encoder: Encoder, decoder: nn.Module | None = None) -> nn.Module:

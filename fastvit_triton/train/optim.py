@@ -47,7 +47,6 @@ def parameter_groups(
     Raises:
         ValueError: the layer decay is outside (0, 1], or it is below 1 and the model has no numbered blocks.
     """
-    exempt: set[str] = getattr(model, "no_weight_decay", set)()
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     depth = 1 + max((int(found[3]) for name in names if (found := _BLOCK.search(name))), default=-1)
     if layer_decay < 1 and not depth:
@@ -55,7 +54,7 @@ def parameter_groups(
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            no_decay = parameter.ndim < 2 or name in exempt or _NO_DECAY.search(name)
+            no_decay = _has_no_decay(model, name, parameter)
             scale = layer_decay ** (depth + 1 - layer_of(name, depth))
             scale *= patch_embed_scale if _PATCH.search(name) else 1
             groups.setdefault((0.0 if no_decay else weight_decay, scale), []).append(parameter)
@@ -63,6 +62,16 @@ def parameter_groups(
     if {scale for _, scale in groups} <= {1.0}:
         return [{"params": found, "weight_decay": decay} for (decay, _), found in groups.items()]
     return [{"params": found, "weight_decay": decay, "lr_scale": scale} for (decay, scale), found in groups.items()]
+
+
+def _has_no_decay(model: nn.Module, name: str, parameter: Tensor) -> bool:
+    exempt: set[str] = getattr(model, "no_weight_decay", set)()
+    return parameter.ndim < 2 or name in exempt or bool(_NO_DECAY.search(name))
+
+
+def is_block_matrix(model: nn.Module, name: str, parameter: Tensor) -> bool:
+    """True for a 2-D parameter in a numbered block that has weight decay: a weight of qkv, proj, fc1, fc2."""
+    return parameter.ndim == 2 and bool(_BLOCK.search(name)) and not _has_no_decay(model, name, parameter)
 
 
 def layer_of(name: str, depth: int) -> int:

@@ -4,8 +4,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from .data import Data
+from .data.hf import absolute, is_hf
 from .ranges import PositiveInt, Seed, check
-from .recipes import DIGITS, FOLDER, Recipe, override_recipe
+from .recipes import DIGITS, FASHION_MNIST, FOLDER, Recipe, override_recipe
 from .recipes.published import PUBLISHED
 
 # Defaults of the settings that are not fields of a recipe.
@@ -20,8 +21,11 @@ SETTINGS = {
     "distillation": "hard",
     "grad_checkpointing": False,
     "deterministic": False,
+    "transform": None,
+    "log_to": None,
+    "run_key": None,
 }
-RECIPES = {"digits": DIGITS, "folder": FOLDER} | PUBLISHED
+RECIPES = {"digits": DIGITS, "folder": FOLDER, "fashion-mnist": FASHION_MNIST} | PUBLISHED
 ADDED = {"crop_mode": "box", "interpolation": "bilinear"}  # fields of a recipe that states of earlier versions lack
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
@@ -43,6 +47,8 @@ def resolve_settings(given: dict, state: dict | None = None, accept_changes: boo
     for name in ("data", "weights", "teacher"):
         if given.get(name) is not None and Path(given[name]).exists():  # else "digits", or a name on the Hub
             given[name] = str(Path(given[name]).resolve())
+    if is_hf(given.get("data") or ""):
+        given["data"] = absolute(given["data"])
     check("seed", given.get("seed", 0), Seed)
     check("grad_accum_steps", given.get("grad_accum_steps", 1), PositiveInt)
     if state is not None:
@@ -99,7 +105,7 @@ def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
     finished = progress["done"] and recipe_of(saved).epochs_of(progress["step"]) == done
     changed = {name: value for name, value in given.items() if value != saved.get(name)}
     for name, value in changed.items():
-        if name == "epochs" and finished and value > done:
+        if (name == "epochs" and finished and value > done) or name == "log_to":
             continue
         if name == "recipe" or not accept_changes:
             remedy = "leave it out" if name == "recipe" else "leave it out, or pass --accept-changes"

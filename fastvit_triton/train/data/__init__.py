@@ -1,4 +1,4 @@
-"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, and webdataset shards."""
+"""Training and test batches: the digits of scikit-learn, image folders, CIFAR-10, IDX, and webdataset shards."""
 
 import functools
 import zlib
@@ -17,7 +17,10 @@ from ..distributed import World
 from ..ranges import NonNegativeInt, PositiveInt, checked
 from ..recipes import Recipe
 from .cifar import is_cifar, scan_cifar
+from .custom import CustomTransform
 from .folder import FolderBatches, ImageFiles, scan_folder
+from .hf import is_hf, scan_hf
+from .idx import is_idx, scan_idx
 from .shards import is_shards, scan_shards
 from .transform import MAX_PIXELS, Transform
 
@@ -141,42 +144,47 @@ def load(
     workers: NonNegativeInt = 0,
     skip_bad_images: bool = False,
     max_pixels: PositiveInt = MAX_PIXELS,
+    custom: str | None = None,
     world: World | None = None,
 ) -> Data:
     """Loads a data set by name.
 
     A path is one of: an image folder with `train/<class>/` and `val/<class>/`, images of any size, grey or colour,
     whose sorted folder names are the classes; webdataset shards, see shards.py; CIFAR-10's own files `data_batch_1` …
-    `test_batch`.
+    `test_batch`; IDX files of the MNIST family, see idx.py.
 
     Args:
-        name: "digits" or a path.
+        name: "digits", a path, or a data set of the library `datasets` as hf:NAME, see hf.py.
         recipe: image size, batch size and augmentation.
         workers: processes that decode images; 0 decodes in this process.
         skip_bad_images: leave out images that cannot be read; `train.bad` and `test.bad` list them.
         max_pixels: images with more pixels count as images that cannot be read.
+        custom: `module:attribute` of a transform of training images, see custom.py; None crops and mirrors.
         world: processes among which each batch of image files is divided.
 
     Raises:
-        ValueError: the path is none of these, an image cannot be read and `skip_bad_images` is False, or the recipe's
-            augmentation does not apply to the digits.
+        ValueError: the path is none of these, an image cannot be read and `skip_bad_images` is False, the recipe's
+            augmentation or `custom` does not apply to the digits, or `custom` fails on the first image.
     """
     size = (recipe.img_size, recipe.img_size)
     if name == "digits":
-        if recipe.policy or recipe.repeats > 1:
-            raise ValueError(
-                f"the recipe's {'policy' if recipe.policy else 'repeated augmentation'} needs image files, and "
-                "the digits are arrays in memory; give --data a folder"
-            )
+        if recipe.policy or recipe.repeats > 1 or custom:
+            what = "the recipe's policy" if recipe.policy else "the recipe's repeated augmentation"
+            what = f"transform {custom}" if custom else what
+            raise ValueError(f"{what} needs image files, and the digits are arrays in memory; give --data a folder")
         classes, transform = tuple("0123456789"), Transform(size, (DIGITS_MEAN,), (DIGITS_STD,))
         train: Batches = TensorBatches(
             *digits("train", size), transform, recipe.batch_size, affine_augmentation(recipe)
         )
     else:
-        found = _scan(Path(name), "train", None, world, max_pixels)
+        found = _scan(name, "train", None, world, max_pixels)
         classes = found.classes
         transform = Transform(size, recipe.mean, recipe.std, recipe.eval_crop, recipe.crop_mode, recipe.interpolation)
-        crop = {"min_area": recipe.min_area, "flip": recipe.flip, "policy": policy_by_name(recipe.policy)}
+        crop: dict[str, Any] = {"min_area": recipe.min_area, "flip": recipe.flip}
+        crop["policy"] = policy_by_name(recipe.policy)
+        if custom:
+            crop = {"custom": CustomTransform(custom)}
+            crop["custom"].check(found, transform)
         options: dict[str, Any] = {
             "batch_size": recipe.batch_size,
             "workers": workers,
@@ -218,14 +226,19 @@ def load_test(
     if name == "digits":
         return TensorBatches(*digits("test", transform.size), transform, batch_size)
     options: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "skip_bad_images": skip_bad_images}
-    found = _scan(Path(name), "val", classes, world, max_pixels)
+    found = _scan(name, "val", classes, world, max_pixels)
     return FolderBatches(Path(name), found, transform, world=world, **options)
 
 
-def _scan(root: Path, split: str, classes: tuple[str, ...] | None, world: World | None, max_pixels: int) -> ImageFiles:
-    """Lists a split of shards, CIFAR-10 or an image folder."""
+def _scan(name: str, split: str, classes: tuple[str, ...] | None, world: World | None, max_pixels: int) -> ImageFiles:
+    """Lists a split of a data set on disk, or of the library `datasets`."""
+    if is_hf(name):
+        return scan_hf(name, split, classes, max_pixels)
+    root = Path(name)
     if is_shards(root):
         return scan_shards(root, split, classes, world, max_pixels)
+    if is_idx(root):
+        return scan_idx(root, split, classes, max_pixels)
     return scan_cifar(root, split, classes) if is_cifar(root) else scan_folder(root, split, classes, max_pixels)
 
 

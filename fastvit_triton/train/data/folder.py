@@ -137,7 +137,8 @@ class FolderBatches:
         images: from `scan_folder`, `scan_cifar` or `scan_shards`.
         transform: preprocessing from image to tensor.
         batch_size: images per batch, over all ranks; fewer if some are skipped.
-        crop: keyword arguments of a random crop, for training in random order; None takes centre crops, in order.
+        crop: keyword arguments of a random crop, or a `CustomTransform` as "custom", for training in random order; None
+            takes centre crops, in order.
         workers: decoding processes; 0 decodes in this process.
         skip_bad_images: leave out unreadable images; `bad` maps each to the reason.
         repeats: copies of each image in repeated augmentation; 1 disables it.
@@ -263,7 +264,8 @@ class _ImageDataset(Dataset):
         decode: Callable[[Path], Image.Image],
     ) -> None:
         self.files, self.targets, self.decode = files, targets, decode
-        self.transform, self.crop = transform, crop or {}
+        self.transform, self.crop = transform, dict(crop or {})
+        self.custom = self.crop.pop("custom", None)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -271,9 +273,13 @@ class _ImageDataset(Dataset):
     def __getitem__(self, key: SampleKey) -> _Sample:
         path, target = self.files[key.index], self.targets[key.index]
         try:
-            return _Sample(self.transform(self.decode(path), key.seed, **self.crop), target, key.index, path, "")
+            image = self.decode(path)
+            if self.custom is None:
+                return _Sample(self.transform(image, key.seed, **self.crop), target, key.index, path, "")
+            image.load()
         except DECODE_ERRORS as error:
             return _Sample(None, target, key.index, path, reason_of(error))
+        return _Sample(self.custom(image, key.seed, self.transform), target, key.index, path, "")
 
 
 def _collate(samples: list[_Sample]) -> _Batch:

@@ -101,7 +101,7 @@ def scan_shards(
             raise ValueError(f"{file} has {len(tables[number])} images, but {listed[file]} by {INDEX}; copy it again")
     rows = [(number, member) for number in range(len(files)) for member in tables[number]]
     targets = [member.target for _, member in rows]
-    found = _class_names(root, max(targets) + 1)
+    found = class_names(root, max(targets) + 1)
     if classes is not None and classes != found[: len(classes)]:
         raise ValueError(f"data {str(root)!r} has classes {', '.join(found[:10])}, the model {', '.join(classes[:10])}")
     classes = classes or found
@@ -217,7 +217,8 @@ def _labelled_images(shard: Path) -> list[_Labelled]:
     return [_Labelled(*member, int(labels[key])) for key, member in images.items()]
 
 
-def _class_names(root: Path, count: int) -> tuple[str, ...]:
+def class_names(root: Path, count: int) -> tuple[str, ...]:
+    """The lines of `classes.txt`, or the numbers below `count` if there is no such file."""
     path = root / CLASSES
     if not path.exists():
         return tuple(map(str, range(count)))

@@ -78,7 +78,7 @@ class Transform:
         image = image.convert("L" if len(self.mean) == 1 else "RGB")
         resampling = Image.Resampling[self.interpolation.upper()]
         if seed is None and self.crop_mode != "box":
-            return self._tensor(self._crop(image, resampling))
+            return self.tensor(self._crop(image, resampling))
         if seed is None:
             box, mirrored = _centre_box(image.size, width / height, self.crop), False
         else:
@@ -90,7 +90,7 @@ class Transform:
             image = ImageOps.mirror(image)
         if seed is not None and policy is not None:
             image = policy(image, generator)
-        return self._tensor(image)
+        return self.tensor(image)
 
     def _crop(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
         """Resizes, then crops or pads around the centre, with timm's roundings (timm/data/transforms_factory.py)."""
@@ -115,7 +115,8 @@ class Transform:
         left, top = round((image.width - columns) / 2), round((image.height - rows) / 2)
         return image.crop((left, top, left + columns, top + rows))
 
-    def _tensor(self, image: Image.Image) -> Tensor:
+    def tensor(self, image: Image.Image) -> Tensor:
+        """An image as [C, H, W], normalised by mean and std."""
         pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255).view(image.height, image.width, -1)
         return self.normalise(pixels.movedim(-1, 0))
 

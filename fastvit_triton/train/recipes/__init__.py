@@ -19,6 +19,7 @@ from ..ranges import (
 )
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+OPTIMIZERS = ("adamw", "sgd", "lamb", "muon")
 IMAGENET_TRAIN_IMAGES = 1_281_167  # ILSVRC-2012
 
 
@@ -43,7 +44,7 @@ class Recipe:
         steps: length of the run; None if `epochs` is given. The last epoch is completed at the last step's rate.
         warmup: length of the warm-up, in `warmup_unit`.
         warmup_unit: "steps", "epochs", or "run": a fraction of the whole run in [0, 1).
-        optimizer: "adamw", "sgd" (momentum 0.9) or "lamb".
+        optimizer: "adamw", "sgd" (momentum 0.9), "lamb", "muon" (see muon.py), or a class as module:Class.
         lr: peak learning rate at `batch_size`.
         lr_images: batch size for which the source states the rate; `override_recipe` then scales `lr` linearly with the
             batch size. None does not scale.
@@ -98,7 +99,7 @@ class Recipe:
     steps: Annotated[PositiveInt | None, "a length in epochs"] = None
     warmup: NonNegative = 0.05
     warmup_unit: Literal["steps", "epochs", "run"] = "run"
-    optimizer: Literal["adamw", "sgd", "lamb"] = "adamw"
+    optimizer: str = "adamw"
     lr: Positive
     lr_images: Annotated[PositiveInt | None, "a rate that does not scale"] = None
     weight_decay: NonNegative = 0.05
@@ -134,6 +135,10 @@ class Recipe:
     def __post_init__(self) -> None:
         check_fields(self)
         policy_by_name(self.policy)
+        if self.optimizer not in OPTIMIZERS and ":" not in self.optimizer:
+            raise ValueError(
+                f"optimizer is {self.optimizer!r}; use {', '.join(map(repr, OPTIMIZERS))}, or module:Class"
+            )
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"epochs is {self.epochs} and steps is {self.steps}; give one of them")
         if self.mixtoken and (self.mixup or self.cutmix):
@@ -217,4 +222,22 @@ FOLDER = Recipe(
     mixup=0.2,
     clip=1.0,
     drop_path_rate=0.1,
+)
+
+# For Fashion-MNIST's IDX files; trained by benchmarks/fashion_mnist.py: results/fashion-mnist.json. Rate, positions and
+# clipping are those of the digits; nothing was searched.
+FASHION_MNIST = Recipe(
+    model="vit_digits_patch2_8",
+    options={"patch_size": 7, "embed_dim": 64, "depth": 4, "num_heads": 2},
+    img_size=28,
+    mean=(0.2860,),
+    std=(0.3530,),
+    eval_crop=1.0,
+    epochs=6,
+    batch_size=128,
+    lr=2e-3,
+    warmup=0.1,
+    pos_std=0.5,
+    clip=1.0,
+    min_area=0.7,
 )

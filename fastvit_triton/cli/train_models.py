@@ -1,0 +1,62 @@
+"""The models of `train`: the one that is trained, and the teacher of a distillation."""
+
+from typing import TYPE_CHECKING, Any
+
+from .loading import load_trained
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..train.data import Data
+    from ..train.recipes import Recipe
+
+
+def build_model(settings: dict, recipe: "Recipe", data: "Data", resumed: bool) -> "nn.Module":
+    """The model to train, on the CPU, with its initial weights."""
+    from ..models import create_model
+    from ..train.build import build_masked_model, configure_model
+    from ..weights import load_weights
+
+    options: dict[str, object] = {
+        "img_size": recipe.img_size,
+        "in_chans": len(data.transform.mean),
+        "num_classes": len(data.classes),
+    }
+    options |= {"drop_path_rate": recipe.drop_path_rate, "grad_checkpointing": settings["grad_checkpointing"]}
+    options |= recipe.options
+    model: nn.Module = create_model(recipe.model, **options)
+    configure_model(recipe, model, fresh=not settings["weights"])
+    if settings["weights"] and not resumed:
+        load_weights(model, settings["weights"])
+    described: Any = model
+    described.pretrained_cfg = _describe(model, data)
+    if recipe.mask_ratio:
+        options |= recipe.decoder
+        model = build_masked_model(recipe, model, create_model(recipe.model, **options).blocks)
+    return model
+
+
+def load_teacher(path: str | None, student: Any, classes: int, device: "torch.device") -> "nn.Module | None":
+    """Loads the teacher, if any, and sets the student to return class-token and distillation-token logits."""
+    if path is None:
+        return None
+    teacher = load_trained(path)
+    if len(teacher.classes) != classes:
+        raise ValueError(
+            f"--teacher has {len(teacher.classes)} classes, the data has {classes}; train one on this data"
+        )
+    student.set_distilled_training()
+    return teacher.model.to(device).eval().requires_grad_(False)
+
+
+def _describe(model: Any, data: "Data") -> dict[str, Any]:
+    """What will be known of the trained weights, with timm's keys."""
+    transform = data.transform
+    cfg = {"architecture": model.variant, "num_classes": model.num_classes, "label_names": data.classes}
+    cfg |= {"input_size": (len(transform.mean), *transform.size), "mean": transform.mean, "std": transform.std}
+    return cfg | {
+        "interpolation": transform.interpolation,
+        "crop_pct": transform.crop,
+        "crop_mode": transform.crop_mode,
+    }

@@ -1,0 +1,113 @@
+"""A user's own transform of training images, by name."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..object_reference import resolve
+from .folder import ImageFiles
+from .transform import DECODE_ERRORS, Transform
+
+FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+
+
+class CustomTransform:
+    """A callable that replaces the random crop, mirroring and policy of training images.
+
+    It is called with an image as Pillow decodes it, in mode RGB, or L for models with one channel, and returns an image
+    of the model's size: Pillow's, or a tensor [C, H, W] of integers up to 255 or numbers in [0, 1]. Normalisation by
+    mean and std follows, so it must not normalise. Test images are preprocessed as without it.
+
+    Args:
+        name: `module:attribute`, a callable or a class that is constructed without arguments, such as
+            torchvision.transforms.v2:TrivialAugmentWide. A worker process imports it again.
+
+    Raises:
+        ValueError: there is no such callable.
+    """
+
+    def __init__(self, name: str) -> None:
+        found = resolve("transform", name)
+        if not callable(found):
+            kind = type(found).__name__
+            raise ValueError(f"transform is {name}, of type {kind}, which cannot be called; use a function")
+        try:
+            self.function: Callable[[Image.Image], Any] = found() if isinstance(found, type) else found
+        except TypeError as error:
+            raise ValueError(f"transform {name} needs arguments ({error}); name an instance or a function") from error
+        self.name = name
+
+    def __reduce__(self) -> tuple[type["CustomTransform"], tuple[str]]:
+        return CustomTransform, (self.name,)
+
+    def __call__(self, image: Image.Image, seed: int, transform: Transform) -> Tensor:
+        """The model's input [C, H, W].
+
+        Args:
+            image: as `read_image` returns it.
+            seed: seed of the random numbers that it draws from torch, random and NumPy.
+            transform: the run's; it has size, channels and normalisation.
+
+        Raises:
+            ValueError: the result is no such image.
+        """
+        with _seeded(seed):
+            made = self.function(image.convert("L" if len(transform.mean) == 1 else "RGB"))
+        if isinstance(made, Image.Image):
+            return transform.tensor(self._of_size(made, (made.height, made.width), transform))
+        if not isinstance(made, Tensor):
+            raise ValueError(f"it returns {type(made).__name__}; return an image or a tensor")
+        pixels = made.as_subclass(Tensor)
+        if not pixels.is_floating_point():
+            pixels = pixels.float() / 255
+        expected = (len(transform.mean), *transform.size)
+        self._of_size(pixels, tuple(pixels.shape), transform, expected)
+        low, high = pixels.min().item(), pixels.max().item()
+        if not (-0.01 <= low and high <= 1.01):  # interpolation may exceed the range a little
+            text = "return numbers in [0, 1], without normalisation, which follows"
+            raise ValueError(f"it returns numbers from {low:.3g} to {high:.3g}; {text}")
+        return transform.normalise(pixels.float())
+
+    def check(self, images: ImageFiles, transform: Transform) -> None:
+        """Applies it to the first image that can be decoded; raises ValueError if that fails."""
+        for path in images.files:
+            try:
+                image = images.decode(path)
+                image.load()
+            except DECODE_ERRORS:
+                continue
+            try:
+                self(image, 0, transform)
+            except FAILURES as error:
+                text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+                raise ValueError(f"transform {self.name} fails on {path}: {text}") from error
+            return
+
+    def _of_size(self, made: Any, found: tuple[int, ...], transform: Transform, expected: Any = None) -> Any:
+        expected = expected or transform.size
+        if found != expected:
+            shown = "x".join(map(str, found))
+            wanted = "x".join(map(str, expected))
+            raise ValueError(f"it returns an image of {shown}; the model needs {wanted}")
+        return made
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators that transforms use, and restores their states, so that workers change no result."""
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

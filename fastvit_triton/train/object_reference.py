@@ -1,0 +1,32 @@
+"""Object references, `module:attribute`, as in entry points: a user's own optimiser or transform by name."""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+
+def resolve(option: str, reference: str) -> Any:
+    """The object that a reference names; modules in the working directory are found too.
+
+    Args:
+        option: what it was given for, with which the messages start.
+        reference: such as "my_transforms:train" or "torch.optim:NAdam".
+
+    Raises:
+        ValueError: the reference has another form, the module cannot be imported, or it has no such attribute.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if not attribute or not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise ValueError(f"{option} is {reference!r}; use module:attribute, such as my_module:my_function")
+    if (folder := os.getcwd()) not in sys.path:  # as `python -m` does
+        sys.path.append(folder)
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{option} is {reference}, and {module_name} cannot be imported: {error}") from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ValueError(f"{option} is {reference}, but {module_name} has no attribute {attribute}")
+        found = getattr(found, name)
+    return found
