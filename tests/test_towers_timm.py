@@ -6,7 +6,9 @@ from importlib import import_module
 import pytest
 import torch
 from foreign import redraw
-from test_towers import EXACT, distance, joined
+from interpreter import interpreting
+from test_convert import Recorder
+from test_towers import EXACT, SINGLE, distance, joined
 from torch import Tensor, nn
 
 from fastvit_triton import optimize, revert
@@ -175,6 +177,7 @@ SIZES = {
 }  # fmt: skip
 READ = {name.rpartition(".")[2] for name in FORWARDS if name.startswith("timm.")} - {"PatchEmbed"}
 BATCHED = 1e-12  # the statistics of few rows in BatchNorm's backward pass amplify the roundings before it
+FORMS = ("vitamin",)  # the kernels of the others run in the full test
 OWN = {"levit": "LevitMlp", "gemma4_grouped": "Gemma4GatedMlp"}  # what runs its own forward, in training or at all
 
 
@@ -222,3 +225,15 @@ def test_family(name, train):
     assert distance(got[0], want[0]) <= tolerance and distance(joined(got[1]), joined(want[1])) <= tolerance
     revert(model)
     assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FORMS else pytest.mark.full) for n in MODELS])
+def test_kernels(name):
+    """The kernels in the interpreter equal the original up to float32 rounding."""
+    model, x = build(name, torch.float32).eval(), images(name, torch.float32)
+    with torch.no_grad():
+        want = model(x)
+    optimize(model)
+    with interpreting(), torch.no_grad(), Recorder() as run:
+        assert distance(model(x), want) <= SINGLE
+    assert run.ours

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...kernels.attention import attention
 from ...layers.body import MlpParts, finish, project
+from ...layers.branch import Branch, add_branches
 from ...layers.freeze import derived
 from ...layers.hooks import are_plain_tensors, has_hooks, type_name
 from ...layers.module_parts import Foreign, Layer, Packed, activation_of, is_readable
@@ -37,6 +38,21 @@ def _heads(self: Foreign, qkv: Tensor) -> Tensor:
 def efficientformer_parts(self: Foreign) -> ProjectedParts:
     """Parts of EfficientFormer's attention."""
     return ProjectedParts("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.efficientformer.MetaBlock1d",
+    needs="norm1 token_mixer ls1 drop_path1 norm2 mlp ls2 drop_path2",
+    takes="",
+    folds=lambda self: [(self.norm1, self.token_mixer), (self.norm2, self.mlp)],
+)
+def efficientformer_block(self: Foreign, x: Tensor) -> Tensor:
+    """EfficientFormer's pre-norm block of tokens; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    mixer = Branch(self.token_mixer, self.norm1, self.ls1, self.drop_path1)
+    return add_branches(x, mixer, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2), block=self)
 
 
 @fused_body(
