@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention_qkv import attention_qkv
-from ...layers.body import AttentionParts, MlpParts
+from ...layers.body import AttentionParts, MlpParts, finish, project
 from ...layers.freeze import derived
 from ...layers.hooks import are_plain_tensors, has_hooks, type_name
 from ...layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
-from ..forwards import fused_body
+from ..forwards import fused_body, fused_forward, original
 from ..projected import ProjectedParts
-from ..third_party import four_axes, head_norms, scores_mask
+from ..third_party import four_axes, head_norms, is_fusable, scores_mask
 from ..windows import table_bias
 
 
@@ -78,6 +78,21 @@ def davit_window_parts(self: Foreign) -> AttentionParts | str:
     """Parts of DaViT's attention in windows [B · windows, N, D]."""
     why = "softmax has a hook" if has_hooks(self.softmax) else None
     return why or AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale)
+
+
+@fused_forward(
+    "attention of a map",
+    "timm.models.fastvit.Attention",
+    needs="qkv num_heads scale attn_drop proj proj_drop",
+    takes="",
+    reason=dropped,
+)
+def map_attention(self: Foreign, x: Tensor) -> Tensor:
+    """FastViT's attention among the tokens of a map; [B, D, H, W] → [B, D, H, W]."""
+    if not is_fusable(self, x) or dropped(self) is not None:
+        return original(self, x)
+    o = attention_qkv(project(x.flatten(2).transpose(1, 2), (self.qkv,)), self.num_heads, self.scale)
+    return finish(o, self.proj, drop=self.proj_drop).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 @fused_body("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from ...kernels.attention import attention
 from ...layers.body import finish, normalize, project
+from ...layers.branch import Branch, add_branches
 from ...layers.freeze import derived
 from ...layers.module_parts import Foreign
 from ..forwards import fused_body, fused_forward, original
 from ..projected import ProjectedParts, attend_all, heads_of, merged_heads
 from ..third_party import is_fusable
 from .attention import dropped
+from .blocks import both_norms
 from .relative import decomposed_bias
 
 Grid = tuple[int, int]
@@ -39,6 +41,27 @@ def _hiera_heads(self: Foreign, qkv: Tensor) -> Tensor:
         q = q.unflatten(2, (self.q_stride, -1)).amax(2)  # [B · units, H, n / stride, D]
     o = attention(q, k, v, scale=self.scale).unflatten(0, (B, units))
     return o.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.hiera.HieraBlock",
+    needs="norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2 do_expand proj",
+    takes="",
+    folds=lambda self: both_norms(self)[self.do_expand :],
+)
+def hiera_block(self: Foreign, x: Tensor) -> Tensor:
+    """Hiera's block, which may pool and widen its tokens; [B, N, D] → [B, N / stride, D']."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1)
+    mlp = Branch(self.mlp, self.norm2, self.ls2, self.drop_path2)
+    if not self.do_expand:
+        return add_branches(x, attn, mlp, block=self)
+    y = normalize(x, self.norm1)
+    wide = (x if self.proj is None else self.proj(y)).unflatten(1, (self.attn.q_stride, -1))
+    wide = torch.cat((wide.amax(1), wide.mean(1)), -1) if self.proj is None else wide.amax(1)
+    return add_branches(wide + self.drop_path1(self.ls1(self.attn(y))), mlp)
 
 
 @fused_body("timm.models.hieradet_sam2.MultiScaleAttention", needs="qkv proj num_heads scale q_pool", takes="")

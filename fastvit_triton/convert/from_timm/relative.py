@@ -36,6 +36,12 @@ def module_bias(rel_pos: Foreign) -> Tensor:
     return bias if bias.dim() == 4 else bias[None]
 
 
+def _reason(self: Foreign) -> str | None:
+    """Why an attention with `rel_pos` must run its own forward now, or None."""
+    hooked = self.rel_pos is not None and has_hooks(self.rel_pos)
+    return "rel_pos has a hook" if hooked else dropped(self)
+
+
 @fused_body(
     "timm.models.vision_transformer_relpos.RelPosAttention",
     needs="qkv q_norm k_norm num_heads scale rel_pos attn_drop proj proj_drop",
@@ -43,7 +49,7 @@ def module_bias(rel_pos: Foreign) -> Tensor:
 )
 def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> AttentionParts | str:
     """Parts of an attention with relative positions, of the module or shared by the model."""
-    if (why := dropped(self)) is not None:
+    if (why := _reason(self)) is not None:
         return why
     bias = four_axes(shared_rel_pos) if self.rel_pos is None else module_bias(self.rel_pos)
     norms = head_norms(self.q_norm, self.k_norm)
@@ -90,7 +96,7 @@ def rel_pos_post_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None =
 def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> ProjectedParts | str:
     """Parts of MaxViT's attention among the tokens of a window or grid."""
     between = partial(_maxvit_heads, self, shared=shared_rel_pos)
-    return dropped(self) or ProjectedParts(
+    return _reason(self) or ProjectedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
 
@@ -113,8 +119,9 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
 def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> ProjectedParts | str:
     """Parts of GCViT's attention in windows [B · windows, N, D], with queries of the windows or of the whole image."""
     between = partial(_gcvit_heads, self, given=q_global)
-    why = dropped(self) or ("rel_pos has a hook" if has_hooks(self.rel_pos) else None)
-    return why or ProjectedParts("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
+    return _reason(self) or ProjectedParts(
+        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
+    )
 
 
 def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
