@@ -475,14 +475,14 @@ def test_report_prints_a_table():
     assert lines[:6] == [
         "module type runs",
         "patch_embed PatchEmbed fused patch projection",
-        "blocks.* ×2 LayerScaleBlock fused block around its talking heads",
-        "blocks.*.norm1 ×2 LayerNorm LayerNorm kernel (inside blocks.*)",
-        "blocks.*.attn ×2 TalkingHeadAttn own forward · its heads mix their attention maps (inside blocks.*)",
+        "blocks.* ×2 LayerScaleBlock fused pre-norm block",
+        "blocks.*.norm1 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
+        "blocks.*.attn ×2 TalkingHeadAttn fused projections of talking heads (inside blocks.*)",
         "blocks.*.norm2 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
     ]
     device = "Triton kernels need a CUDA or ROCm GPU, this is cpu; own forwards run here."
-    norms = "5 LayerNorms run our kernel, which saves no launch"
-    assert lines[-1] == f"15 of 17 candidates are fused; {norms}. {device}"
+    norms = "3 LayerNorms run our kernel, which saves no launch"
+    assert lines[-1] == f"19 of 19 candidates are fused; {norms}. {device}"
     assert str(optimize(nn.Linear(2, 2))).endswith(f"0 of 0 candidates are fused. {device}")
 
 

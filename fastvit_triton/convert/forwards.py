@@ -20,10 +20,11 @@ from ..layers.body import AttentionParts, MlpParts
 from ..layers.hooks import PACKAGE, type_name
 from ..layers.module_parts import Foreign
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
+from .projected import ProjectedParts
 from .recognition import recognised
 from .third_party import is_fusable
 
-Parts = AttentionParts | MlpParts | WindowParts | ReducedParts | DepthwiseMlpParts
+Parts = AttentionParts | MlpParts | WindowParts | ReducedParts | DepthwiseMlpParts | ProjectedParts
 Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
 Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]

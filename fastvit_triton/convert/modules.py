@@ -20,14 +20,12 @@ from ..layers.ways import SIZES
 from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
 from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import CONV, STEMS
+from .projected import ProjectedParts
 from .recognition import foreign_code, forget, is_ours
 from .reporting import Report, Row
 from .verify import TOLERANCE, as_double, differences
 
-LEFT: dict[str, str | None] = {
-    "timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"
-}  # type → why it is not converted
-LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
+LEFT: dict[str, str | None] = dict.fromkeys(INNER)  # submodules of a candidate: type → why it is not converted
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported
 
 
@@ -225,6 +223,8 @@ def _became(forward: Forward, parts: Parts | None) -> str:
     """Short name of the fused forward."""
     if parts is None:
         return f"fused {forward.became}"
+    if isinstance(parts, ProjectedParts):
+        return f"fused {parts.name}"
     act = getattr(parts, "act", None)
     if act is not None:
         kind = "MLP with a convolution" if isinstance(parts, DepthwiseMlpParts) else "MLP"

@@ -3,15 +3,19 @@
 Supports timm 0.4 and later; attributes that older releases lack (norms, gates, a second dropout) are optional.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from ...layers.body import AttentionParts, MlpParts
+from ...kernels.attention_qkv import attention_qkv
+from ...layers.body import AttentionParts, MlpParts, finish, project
 from ...layers.freeze import derived
 from ...layers.hooks import are_plain_tensors, has_hooks, type_name
 from ...layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
-from ..forwards import fused_body
-from ..third_party import four_axes, head_norms, scores_mask
+from ..forwards import fused_body, fused_forward, original
+from ..projected import ProjectedParts
+from ..third_party import four_axes, head_norms, is_fusable, scores_mask
 from ..windows import table_bias
 
 
@@ -61,6 +65,49 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
         last=_present(self),
         drops=(self.proj_drop,),
     )
+
+
+@fused_body("timm.models.metaformer.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
+def plain_parts(self: Foreign) -> AttentionParts | str:
+    """Parts of CAFormer's attention."""
+    return dropped(self) or AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale, drops=(self.proj_drop,))
+
+
+@fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj", takes="")
+def davit_window_parts(self: Foreign) -> AttentionParts | str:
+    """Parts of DaViT's attention in windows [B · windows, N, D]."""
+    why = "softmax has a hook" if has_hooks(self.softmax) else None
+    return why or AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale)
+
+
+@fused_forward(
+    "attention of a map",
+    "timm.models.fastvit.Attention",
+    needs="qkv num_heads scale attn_drop proj proj_drop",
+    takes="",
+    reason=dropped,
+)
+def map_attention(self: Foreign, x: Tensor) -> Tensor:
+    """FastViT's attention among the tokens of a map; [B, D, H, W] → [B, D, H, W]."""
+    if not is_fusable(self, x) or dropped(self) is not None:
+        return original(self, x)
+    o = attention_qkv(project(x.flatten(2).transpose(1, 2), (self.qkv,)), self.num_heads, self.scale)
+    return finish(o, self.proj, drop=self.proj_drop).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+@fused_body("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
+def nest_parts(self: Foreign) -> ProjectedParts | str:
+    """Parts of NesT's attention in blocks [B, blocks, N, D]."""
+    between = partial(_nest_heads, self)
+    return dropped(self) or ProjectedParts(
+        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
+    )
+
+
+def _nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
+    """Packed projections [B, blocks, N, 3 · H · D] → [B, blocks, N, D · H], the heads of a channel side by side."""
+    o = attention_qkv(qkv.flatten(0, 1), self.num_heads, self.scale).unflatten(0, qkv.shape[:2])
+    return o.unflatten(-1, (self.num_heads, -1)).transpose(-1, -2).flatten(-2)
 
 
 @fused_body(
@@ -159,6 +206,12 @@ def swiglu_parts(self: Foreign) -> MlpParts | str:
     if activation_of(self.act) != "silu":
         return f"gated by {type(self.act).__name__}"
     return MlpParts((self.fc1_g, self.fc1_x), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
+
+
+@fused_body("timm.models.metaformer.MlpHead", needs="fc1 act norm fc2 head_drop", takes="")
+def head_parts(self: Foreign) -> ProjectedParts:
+    """Parts of CAFormer's head: fc1, activation, norm, dropout, fc2."""
+    return ProjectedParts("MLP head", (self.fc1,), lambda h: self.head_drop(self.norm(self.act(h))), self.fc2)
 
 
 def _present(self: Foreign) -> nn.Module | None:

@@ -35,12 +35,15 @@ def _drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
 @fused_forward(
     "pre-norm block",
     "timm.models.vision_transformer.Block",
+    "timm.models.nest.TransformerLayer",
+    "timm.models.volo.Transformer",
+    "timm.models.volo.Outlooker",
     needs="norm1 attn drop_path1|drop_path norm2 mlp drop_path2|drop_path",
     takes="attn_mask is_causal",
     folds=both_norms,
 )
 def block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Pre-norm block; [B, N, D] → [B, N, D]."""
+    """Pre-norm block; [B, ..., D] → [B, ..., D]."""
     return _block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
 
 
@@ -88,14 +91,14 @@ def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = No
 
 
 @fused_forward(
-    "block around its talking heads",
+    "pre-norm block",
     "timm.models.cait.LayerScaleBlock",
     needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
     takes="",
     folds=both_norms,
 )
 def cait_block(self: Foreign, x: Tensor) -> Tensor:
-    """CaiT's talking-heads block, whose attention is called; [B, N, D] → [B, N, D]."""
+    """CaiT's pre-norm block with talking heads; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x)
     attn = Branch(self.attn, self.norm1, None, self.drop_path, self.gamma_1)

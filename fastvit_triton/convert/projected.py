@@ -1,0 +1,76 @@
+"""Parts of a body of which the first and the last linear layers are fused, with any computation between them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..kernels.attention_qkv import attention_qkv
+from ..kernels.cost import Branch
+from ..layers.body import Before, Given, Output, finish, fold_or_normalize, project, width_of
+from ..layers.module_parts import Layer
+
+
+class ProjectedParts(NamedTuple):
+    """Submodules and settings of such a body.
+
+    Attributes:
+        name: what it is, in reports.
+        projections: the linear layers that read x.
+        between: maps their concatenated outputs [B, ..., F] to the inputs of `proj`, [B, ..., K].
+        proj: last linear layer.
+        num_heads: heads of attention; 0 for an MLP.
+        keys: keys of each query; 0 if these are all tokens.
+        first: norm inside the module, before the projections.
+        last: norm before the last layer.
+        drops: dropout after the last layer.
+    """
+
+    name: str
+    projections: tuple[Layer, ...]
+    between: Callable[[Tensor], Tensor]
+    proj: Layer
+    num_heads: int = 0
+    keys: int = 0
+    first: nn.Module | None = None
+    last: nn.Module | None = None
+    drops: tuple[nn.Module | None] = (None,)
+
+    def entering(self) -> tuple[Layer, ...]:
+        """The linear layers that read x."""
+        return self.projections
+
+    def sizes(self) -> Branch:
+        """See `layers.body.Body`."""
+        width, channels = width_of(self.projections)
+        kind, inner = "attention" if self.num_heads else "mlp", width_of((self.proj,))[1]
+        return Branch(kind, 0, 0, channels, width, inner, self.num_heads, keys=self.keys)
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "reference",
+        **end: Any,
+    ) -> Output:
+        """The body of x [B, ..., D], see `layers.body.Body`."""
+        if self.first is not None and norm is None:
+            x, norm = fold_or_normalize(x, self.first, self.projections, way)
+        h = self.between(project(x, self.projections, norm, stats, way))
+        return finish(h, self.proj, self.last, *self.drops, way=way, **end)
+
+
+def heads_of(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
+    """Packed projections [B, ..., parts · H · D] as tensors [B, H, N, D], views where N is one axis."""
+    return x.flatten(1, -2).unflatten(-1, (parts, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def merged_heads(o: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Outputs of heads [B, H, N, D] → [B, *shape, H · D], where the shape has N tokens."""
+    return o.transpose(1, 2).flatten(2).unflatten(1, shape)
+
+
+def attend_all(qkv: Tensor, num_heads: int, scale: float) -> Tensor:
+    """Attention among all tokens of packed projections, [B, ..., 3 · H · D] → [B, ..., H · D]."""
+    return attention_qkv(qkv.flatten(1, -2), num_heads, scale).unflatten(1, qkv.shape[1:-1])

@@ -1,0 +1,111 @@
+"""Tests of the conversion of more of timm's families. Oracle: the original model, in float64 with PyTorch."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from interpreter import interpreting
+from test_convert import Recorder
+from test_fake_device import WAYS, findings
+from test_towers import EXACT, SINGLE, distance, joined
+from torch import Tensor, nn
+from towers_timm import MODELS, build, images
+
+from fastvit_triton import optimize, revert
+from fastvit_triton.convert.forwards import FORWARDS
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.layers.freeze import kept_folds
+
+READ = {name.rpartition(".")[2] for name in FORWARDS if name.startswith("timm.")} - {"PatchEmbed"}
+BATCHED = 1e-12  # the statistics of few rows in BatchNorm's backward pass amplify the roundings before it
+FORMS = ("vitamin",)  # the kernels of the others run in the full test
+OWN = {"levit": "LevitMlp", "gemma4_grouped": "Gemma4GatedMlp"}  # what runs its own forward, in training or at all
+
+
+def run(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Outputs and the gradients of every parameter and of the images; random numbers are the same in every call."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(2)
+    y = model(x)
+    torch.manual_seed(3)
+    (y * torch.randn_like(y)).sum().backward()
+    return y.detach(), [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["evaluation", "training"])
+@pytest.mark.parametrize("name", MODELS)
+def test_family(name, train):
+    """Outputs and gradients equal the original's up to rounding; no attention or MLP of the original is left."""
+    model, x = build(name).train(train), images(name)
+    original = copy.deepcopy(model)
+    report = optimize(model)
+    left = {row.type for row in report.left if row.type in READ}
+    assert report.fused and not left - {OWN.get(name)}
+    want = run(original, x)
+    with using_backend("torch"):
+        got = run(model, x)
+    assert [g is None for g in got[1]] == [g is None for g in want[1]]
+    tolerance = BATCHED if train and name in OWN else EXACT
+    assert distance(got[0], want[0]) <= tolerance and distance(joined(got[1]), joined(want[1])) <= tolerance
+    revert(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FORMS else pytest.mark.full) for n in MODELS])
+def test_kernels(name):
+    """Oracle: the original in float64, from which the kernels in the interpreter and PyTorch in float32 differ."""
+    truth, x = build(name).eval(), images(name, torch.float32)
+    plain, model = (copy.deepcopy(truth).float() for _ in range(2))
+    optimize(model)
+    want, own = run(truth, x.double()), run(plain, x)
+    with interpreting(), Recorder() as recorded:
+        got = run(model, x)
+    assert recorded.ours
+    for exact, theirs, ours in zip(*((y, joined(gradients)) for y, gradients in (want, own, got)), strict=True):
+        assert distance(ours, exact) <= SINGLE + 2 * distance(theirs, exact)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith(("csat", "gemma4"))])  # which copy or wait
+def test_simulated_gpu(name):
+    """Oracle: no finding, forward and backward, as in test_fake_device.py."""
+    model, x = build(name, torch.float32), images(name, torch.float32)
+    optimize(model)
+    for dtype, way, training in itertools.product(("bf16", "autocast"), WAYS, (False, True)):
+        assert findings(model, x, dtype, way, training) == [], (dtype, way, training)
+
+
+@pytest.mark.parametrize("name", ["relpos_post", "sam", "mvit", "levit", "tiny_vit"])
+def test_frozen(name):
+    """A frozen model keeps what it computes from parameters, and computes it again when they change."""
+    model, x = build(name).eval(), images(name)
+    original = copy.deepcopy(model)
+    optimize(model, freeze=True)
+    with using_backend("torch"), torch.no_grad():
+        for _ in range(2):
+            for _ in range(2):
+                assert distance(model(x), original(x)) <= EXACT
+            assert kept_folds(model.modules())
+            for m in (model, original.train().eval()):  # timm's own caches are cleared by `train`
+                for t in (*m.parameters(), *(b for b in m.buffers() if b.is_floating_point())):
+                    t.mul_(1.1)
+
+
+@pytest.mark.parametrize("name", ["relpos", "maxvit", "gcvit", "levit", "davit", "gemma4"])
+def test_hooks(name):
+    """A hook on a submodule runs, as in the original."""
+    path, rate = (
+        dict(relpos="attn.qkv", maxvit="attn.proj", gcvit="rel_pos", levit="proj.ln", davit="softmax").get(
+            name, "q_proj"
+        ),
+        1.5,
+    )
+    model, x = build(name).eval(), images(name)
+    hooked = next(m for p, m in model.named_modules() if p.endswith(path))
+    hooked.register_forward_hook(lambda module, given, y: rate * y)
+    original = copy.deepcopy(model)
+    optimize(model)
+    with using_backend("torch"), torch.no_grad():
+        assert distance(model(x), original(x)) <= EXACT
