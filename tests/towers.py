@@ -60,13 +60,14 @@ TOWERS = {  # class, or model.Class where transformers does not export it: optio
 ROUNDED = ("MLCDVisionModel", "Step3p7VisionModel", "Aimv2VisionModel", "GitVisionModel")  # in the original
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The named tower with random parameters."""
+def build(name: str, dtype: torch.dtype = torch.float64, more: dict | None = None) -> nn.Module:
+    """The named tower with random parameters; its options besides SMALL are `more`, or those of TOWERS."""
     package, _, cls = name.rpartition(".")
     home = import_module(f"transformers.models.{package}.modeling_{package}" if package else "transformers")
     model = getattr(home, cls)
     known = model.config_class().to_dict()
-    options = {key: value for key, value in (SMALL | DROPS).items() if key in known} | TOWERS[name]
+    options = {key: value for key, value in (SMALL | DROPS).items() if key in known}
+    options |= TOWERS[name] if more is None else more
     return redraw(model(model.config_class(**options))).to(dtype)
 
 

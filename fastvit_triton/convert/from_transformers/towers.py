@@ -159,7 +159,7 @@ def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **mor
 
 @fused_body(
     *classes("sam.SamMLPBlock", "seggpt.SegGptMlp", "qwen2_vl.VisionMlp", "qwen3_vl.Qwen3VLVisionMLP"),
-    *classes("vjepa2.VJEPA2MLP", "janus.JanusVisionMLP", "mgp_str.MgpstrMlp"),
+    *classes("vjepa2.VJEPA2MLP", "janus.JanusVisionMLP", "mgp_str.MgpstrMlp", "vitdet.VitDetMlp"),
     needs="fc1|lin1|linear_fc1 act|act_fn|activation|activation_fn fc2|lin2|linear_fc2",
     takes="",
 )
