@@ -87,7 +87,7 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
 
 @fused_body(
     *classes("mllama.MllamaVisionAttention", "molmo2.Molmo2VisionAttention", "sapiens2.Sapiens2Attention"),
-    *classes("step3p7.Step3p7VisionAttention"),
+    *classes("step3p7.Step3p7VisionAttention", "pixtral.PixtralAttention"),
     needs="q_proj k_proj v_proj o_proj|out_proj head_dim scaling|scale config",
     takes="attention_mask position_embeddings encoder_hidden_states",
     after=(None,),
