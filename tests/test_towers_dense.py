@@ -15,20 +15,34 @@ from towers import build, outputs
 from fastvit_triton import optimize, revert
 from fastvit_triton.kernels.backend import using_backend
 
+
+
+def patches(images, count, width):
+    """Patches with their places in two columns before their pixels; of the last image two are padding."""
+    x = torch.rand(images, count, width)
+    x[..., 0], x[..., 1] = torch.arange(1, count + 1) // 4, torch.arange(1, count + 1) % 4
+    x[-1, -2:] = 0
+    return x
+
+
 AXES = dict(image_size=80, window_size=4, global_attn_indexes=[1], mlp_dim=32, output_channels=8, num_pos_feats=4)
 SEGGPT = dict(image_size=[64, 32], pretrain_image_size=32, mlp_dim=32, intermediate_hidden_state_indices=[0, 1])
 SEGGPT |= dict(merge_index=0, decoder_hidden_size=8)
 VITDET = dict(image_size=64, pretrain_image_size=64, window_size=3, window_block_indices=[0], mlp_ratio=2)
 VITDET |= dict(use_relative_position_embeddings=True)
 IMAGE, PAIR = dict(pixel_values=(2, 3, 80, 80)), dict.fromkeys(("pixel_values", "prompt_pixel_values"), (2, 3, 32, 32))
-LLAMA = dict(vision_output_dim=24, projector_input_dim=16, projector_output_dim=8, image_size=64)
-LLAMA |= dict(intermediate_size=64, pixel_shuffle_ratio=0.5)
+LLAMA = dict(vision_output_dim=24, projector_input_dim=16, projector_output_dim=16, image_size=64)
+LLAMA |= dict(intermediate_size=96, pixel_shuffle_ratio=0.5)
 SAM3 = dict(image_size=64, patch_size=16, window_size=3, global_attn_indexes=[1], pretrain_image_size=32)
 VJEPA = dict(crop_size=32, frames_per_clip=4, hidden_size=48, pred_hidden_size=24, pred_num_attention_heads=2)
 VJEPA |= dict(pred_num_hidden_layers=1, pred_num_mask_tokens=2, num_attention_heads=2)
 OCR = dict(num_key_value_heads=1, num_attention_heads=2, layer_types=["full_attention"] * 2)
 GEMMA = dict(position_embedding_size=9, pooling_kernel_size=2)
 PLACES = torch.tensor([[divmod(n, 4) for n in range(16)], [divmod(n, 4) if n < 8 else (-1, -1) for n in range(16)]])
+VIDEO, LINES = dict(num_frames=3, drop_path_rate=0), dict(image_size=[16, 32], patch_size=[4, 8])
+BRIDGE = dict(hidden_size=128, num_hidden_layers=2, patch_size=16, image_size=32)
+T5 = dict(d_ff=32, d_kv=12, patch_embed_hidden_size=20, seq_len=8, dropout_rate=0.0)
+DOCLING = dict(image_size=64, patch_size=8, out_hidden_size=24, deepstack_visual_indexes=[0, 1], scale_factor=4)
 TOWERS = {  # class: options besides those of towers.py, and the inputs or their shapes
     "sam.SamVisionEncoder": (AXES, IMAGE),
     "got_ocr2.GotOcr2VisionEncoder": (AXES, IMAGE),
@@ -39,11 +53,18 @@ TOWERS = {  # class: options besides those of towers.py, and the inputs or their
     "Sam3ViTModel": (SAM3, dict(pixel_values=(2, 3, 64, 64))),
     "VJEPA2Model": (VJEPA, dict(pixel_values_videos=(2, 4, 3, 32, 32))),
     "deepseek_ocr2.DeepseekOcr2VisionEncoder": (OCR, dict(inputs_embeds=(2, 7, 24), num_patches=4)),
+    "TimesformerModel": (VIDEO, dict(pixel_values=(2, 3, 3, 32, 32))),
+    "MgpstrModel": (LINES, dict(pixel_values=(2, 3, 16, 32))),
+    "bridgetower.BridgeTowerVisionModel": (BRIDGE, dict(image=(2, 3, 32, 32))),
+    "Phi4MultimodalVisionModel": (dict(crop_size=32), dict(pixel_values=(2, 3, 32, 32))),
+    "Pix2StructVisionModel": (T5, dict(flattened_patches=patches(2, 6, 22))),
+    "kosmos2_5.Kosmos2_5VisionModel": (T5 | dict(max_num_patches=8), dict(flattened_patches=patches(2, 6, 22))),
+    "GraniteDoclingVisionModel": (DOCLING, dict(pixel_values=(2, 3, 64, 64))),
     "Gemma4VisionModel": (GEMMA, dict(pixel_values=(2, 16, 768), pixel_position_ids=PLACES)),
 }
 ROUNDED = (  # to float32, in the original
     "got_ocr2.GotOcr2VisionEncoder", "SegGptModel", "PixtralVisionModel", "Llama4VisionModel", "Sam3ViTModel",
-    "deepseek_ocr2.DeepseekOcr2VisionEncoder", "Gemma4VisionModel",
+    "deepseek_ocr2.DeepseekOcr2VisionEncoder", "Gemma4VisionModel", "kosmos2_5.Kosmos2_5VisionModel",
 )  # fmt: skip
 FULL = ()  # run in the full test only
 NAMES = [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in TOWERS]
@@ -53,7 +74,8 @@ def made(name, dtype=torch.float64):
     """The model and its inputs."""
     torch.manual_seed(1)
     options, inputs = TOWERS[name]
-    given = {key: torch.randn(x, dtype=dtype) if isinstance(x, tuple) else x for key, x in inputs.items()}
+    given = {key: torch.randn(x) if isinstance(x, tuple) else x for key, x in inputs.items()}
+    given = {key: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in given.items()}
     return build(name, dtype, options), given
 
 

@@ -235,6 +235,7 @@ def _pooling_reason(self: Foreign, attention_mask: Tensor | None = None) -> str 
 @fused_forward(
     "attention pooling",
     *classes("siglip.SiglipMultiheadAttentionPoolingHead", "siglip2.Siglip2MultiheadAttentionPoolingHead"),
+    *classes("phi4_multimodal.Phi4MultimodalVisionMultiheadAttentionPoolingHead"),
     needs="probe attention.in_proj_weight layernorm mlp",
     takes="attention_mask",
     reason=_pooling_reason,
