@@ -1,3 +1,16 @@
 """Fused forwards for transformers' models, which register on import, and our attention as functions of transformers."""
 
-from . import attention_interface, beit, blocks, plain, pyramids, relative, rotary, swin, towers, vit  # noqa: F401
+from . import (  # noqa: F401
+    attention_interface,
+    beit,
+    blocks,
+    hierarchical,
+    plain,
+    pyramids,
+    qformer,
+    relative,
+    rotary,
+    swin,
+    towers,
+    vit,
+)
