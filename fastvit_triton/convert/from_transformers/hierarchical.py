@@ -62,9 +62,7 @@ def sam2_parts(self: Foreign, **more: object) -> ComposedParts | str:
     return ComposedParts("attention", (self.qkv,), attend, self.proj, heads)
 
 
-@fused_body(
-    *classes("sam2.Sam2FeedForward"), needs="proj_in activation layers proj_out sigmoid_output", takes=""
-)
+@fused_body(*classes("sam2.Sam2FeedForward"), needs="proj_in activation layers proj_out sigmoid_output", takes="")
 def sam2_mlp_parts(self: Foreign) -> MlpParts | str:
     """Parts of SAM 2's MLP, if it has two layers."""
     if len(self.layers) or self.sigmoid_output:
@@ -91,9 +89,7 @@ def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
     return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, window)(hidden_states).flatten(1, 2)
 
 
-@fused_body(
-    *classes("florence2.Florence2VisionChannelAttention"), needs="qkv proj groups is_causal config", takes=""
-)
+@fused_body(*classes("florence2.Florence2VisionChannelAttention"), needs="qkv proj groups is_causal config", takes="")
 def florence2_channel_parts(self: Foreign) -> ComposedParts | str:
     """Parts of an attention among the channels of a group, whose vectors are as long as the image has tokens."""
     why = attention_reason(self, 0.0, None, None, {})

@@ -173,7 +173,8 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
     """Parts of Phi-4's attention, which is causal without a mask by "sdpa", but not by "eager"."""
     kind = self.config._attn_implementation
     why = attention_reason(self, self.attention_dropout, attention_mask, False, more)
-    if why is None and (more.get("is_causal") is not None or (attention_mask is None and kind not in ("eager", "sdpa"))):
+    known = attention_mask is not None or kind in ("eager", "sdpa")
+    if why is None and not (known and more.get("is_causal") is None):
         why = "causal mask"
     if why is not None:
         return why

@@ -52,14 +52,14 @@ def qformer_attention(
     if unusual or not is_fusable(self, hidden_states) or (images is not None and len(images) != len(hidden_states)):
         return original(self, hidden_states, attention_mask, images, encoder_attention_mask, **more)
     inner, outer = self.attention, self.output
+    heads, scale = inner.num_attention_heads, inner.scaling
     if images is None:
         layers, bias = (inner.query, inner.key, inner.value), scores_mask(attention_mask)
-        parts = AttentionParts(layers, outer.dense, inner.num_attention_heads, inner.scaling, bias, drops=(outer.dropout,))
+        parts = AttentionParts(layers, outer.dense, heads, scale, bias, drops=(outer.dropout,))
         return normalize(parts(hidden_states, residual=hidden_states), outer.LayerNorm)
-    pairs = (hidden_states, (inner.query,)), (images, (inner.key, inner.value))
-    q, kv = (project(x, layers).unflatten(-1, (-1, inner.num_attention_heads, inner.attention_head_size)) for x, layers in pairs)
-    q, k, v = (t.transpose(1, 2) for t in (q[:, :, 0], *kv.unbind(2)))  # [B, H, N, d]
-    o = attention(q, k, v, scores_mask(encoder_attention_mask), inner.scaling).transpose(1, 2).flatten(2)
+    k, v = project(images, (inner.key, inner.value)).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (project(hidden_states, (inner.query,)), k, v))
+    o = attention(q, k, v, scores_mask(encoder_attention_mask), scale).transpose(1, 2).flatten(2)
     return normalize(finish(o, outer.dense, None, outer.dropout, residual=hidden_states), outer.LayerNorm)
 
 

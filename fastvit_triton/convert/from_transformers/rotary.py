@@ -29,7 +29,11 @@ Tables = tuple[Tensor, Tensor] | None
     after=(None,),
 )
 def llama4_parts(
-    self: Foreign, freqs_ci: Tensor | None = None, attention_mask: object = None, past_key_values: object = None, **more
+    self: Foreign,
+    freqs_ci: Tensor | None = None,
+    attention_mask: object = None,
+    past_key_values: object = None,
+    **more: object,
 ) -> AttentionParts | str:
     """Parts of Llama 4's attention, which ignores masks and caches; its rotations are complex numbers [N, 1, d / 2]."""
     why = attention_reason(self, self.attention_dropout, None, False, more) or weights_reason(self)
@@ -126,9 +130,7 @@ def _video_tables(self: Foreign, x: Tensor, mask: Tensor | None) -> tuple[Tensor
     return nn.functional.pad(angle.cos(), rest, value=1.0), nn.functional.pad(angle.sin(), rest)
 
 
-def grouped(
-    qkv: Tensor, head_dim: int, groups: int, scale: float, rope: Tables, bias: Tensor | None
-) -> Tensor:
+def grouped(qkv: Tensor, head_dim: int, groups: int, scale: float, rope: Tables, bias: Tensor | None) -> Tensor:
     """Attention with `groups` heads of queries for each of keys and values; [B, N, F] → [B, N, H·d]."""
     fewer = qkv.shape[-1] // (head_dim * (groups + 2))
     heads = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # [B, heads of q, k and v, N, d]
@@ -159,7 +161,7 @@ def deepseek_parts(
     why = attention_reason(self, self.attention_dropout, attention_mask, attention_mask is None, more)
     if why is not None:
         return why
-    rope = None if position_embeddings is None else tuple(t[:, None] for t in position_embeddings)
+    rope = None if position_embeddings is None else (position_embeddings[0][:, None], position_embeddings[1][:, None])
     bias, groups, width = scores_mask(attention_mask), self.num_key_value_groups, self.head_dim
 
     def attend(qkv: Tensor) -> Tensor:
