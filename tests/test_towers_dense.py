@@ -9,11 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 from interpreter import interpreting
+from test_convert import Recorder
 from test_towers import EXACT, FEW, SINGLE, distance, joined, run
 from towers import build, outputs
 
 from fastvit_triton import optimize, revert
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.plan import forcing
 
 
 def patches(images, count, width):
@@ -58,6 +60,7 @@ SMALL = dict(hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_atte
 QFORMER = SMALL | dict(vocab_size=9, encoder_hidden_size=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 BLIP = dict(vision_config=SMALL | dict(image_size=32, patch_size=16), qformer_config=QFORMER)
 BLIP |= dict(num_query_tokens=3, image_text_hidden_size=8)
+LFM = dict(patch_size=16, temporal_patch_size=1)
 TOWERS = {  # class: options besides those of towers.py, and the inputs or their shapes
     "sam.SamVisionEncoder": (AXES, IMAGE),
     "got_ocr2.GotOcr2VisionEncoder": (AXES, IMAGE),
@@ -80,14 +83,19 @@ TOWERS = {  # class: options besides those of towers.py, and the inputs or their
     "Florence2VisionBackbone": (FLORENCE, dict(hidden_states=(2, 3, 40, 56))),
     "Swin2SRModel": (SUPER, dict(pixel_values=(2, 3, 12, 8))),
     "Blip2VisionModelWithProjection": (BLIP, dict(pixel_values=(2, 3, 32, 32))),
+    "Lfm3VlVisionModel": (LFM, dict(pixel_values=(12, 768), grid_thw=torch.tensor([[1, 2, 2], [1, 2, 4]]))),
     "Gemma4VisionModel": (GEMMA, dict(pixel_values=(2, 16, 768), pixel_position_ids=PLACES)),
 }
 ROUNDED = (  # to float32, in the original
     "got_ocr2.GotOcr2VisionEncoder", "SegGptModel", "PixtralVisionModel", "Llama4VisionModel", "Sam3ViTModel",
     "deepseek_ocr2.DeepseekOcr2VisionEncoder", "Gemma4VisionModel", "kosmos2_5.Kosmos2_5VisionModel",
 )  # fmt: skip
-FULL = ()  # run in the full test only
-NAMES = [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in TOWERS]
+WITHOUT_WEIGHTS = (  # in the original's outputs
+    "sam.SamVisionEncoder", "Llama4VisionModel", "bridgetower.BridgeTowerVisionModel",
+    "kosmos2_5.Kosmos2_5VisionModel",
+)  # fmt: skip
+SHORT = "sam.SamVisionEncoder", "Llama4VisionModel", "MgpstrModel", "HieraModel"  # the others run in the full test
+NAMES = [pytest.param(n, marks=() if n in SHORT else pytest.mark.full) for n in TOWERS]
 
 
 def made(name, dtype=torch.float64):
@@ -99,7 +107,7 @@ def made(name, dtype=torch.float64):
     return build(name, dtype, options), given | {key: given[key].to(dtype) for key in floats}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOWERS)
 def test_tower(name):
     """Outputs and gradients equal the original's up to rounding, to float32 where the original rounds to it."""
     model, given = made(name)
@@ -127,5 +135,63 @@ def test_kernels(name):
     want = outputs(model.eval(), given)
     optimize(model)
     torch.manual_seed(2)
-    with interpreting(), torch.no_grad():
+    with interpreting(), forcing("fused"), torch.no_grad(), Recorder() as launched:
         assert distance(outputs(model, given), want) <= SINGLE
+    assert launched.ours
+
+
+def hooked(model):
+    """Doubles the output of every linear layer that is called."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _, x, y: 2 * y)
+
+
+def dropping(model):
+    """Turns on all dropout."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+        for name in ("attention_dropout", "dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), (int, float)):
+                setattr(module, name, 0.3)
+
+
+def eager(model):
+    """Selects attention that returns its weights."""
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "eager"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", [hooked, dropping, eager])
+def test_changed(name, change):
+    """A changed model equals the original, with the same random numbers."""
+    model, given = made(name)
+    change(model)
+    original = copy.deepcopy(model.train())
+    optimize(model)
+    want = run(original, given)
+    with using_backend("torch"):
+        got = run(model, given)
+    tolerance = FEW if name in ROUNDED or change is eager else EXACT
+    assert distance(got[0], want[0]) <= tolerance and distance(joined(got[1]), joined(want[1])) <= tolerance
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] not in WITHOUT_WEIGHTS])
+def test_requested_weights(name):
+    """Attention weights that are requested are the original's, also after a call that requests none."""
+    model, given = made(name)
+    eager(model.eval())
+    original = copy.deepcopy(model)
+    optimize(model)
+    with using_backend("torch"), torch.no_grad():
+        torch.manual_seed(2)
+        outputs(model, given)
+        torch.manual_seed(2)
+        got = model(**given, output_attentions=True)
+    torch.manual_seed(2)
+    want = original(**given, output_attentions=True)
+    got, want = ([t for t in y["attentions"] if t is not None] for y in (got, want))
+    assert len(got) == len(want) > 0 and all(distance(*pair) <= FEW for pair in zip(got, want, strict=True))

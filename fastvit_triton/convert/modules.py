@@ -25,7 +25,8 @@ from .reporting import Report, Row
 from .verify import TOLERANCE, as_double, differences
 
 LEFT: dict[str, str | None] = {
-    "timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps"
+    "timm.models.cait.TalkingHeadAttn": "its heads mix their attention maps",
+    "transformers.models.videoprism.modeling_videoprism.VideoPrismAttention": "its scores are capped by a tanh",
 }  # type → why it is not converted
 LEFT |= dict.fromkeys(INNER)  # submodules of a candidate
 WORDS = ("attention", "attn", "mlp", "feedforward", "layernorm")  # in names of unknown classes that are reported

@@ -1,7 +1,7 @@
 """Fused forwards for transformers' towers with plain attention in modules of their own shape.
 
-TimeSformer, MGP-STR, BridgeTower, Phi-4 multimodal, Pix2Struct, Kosmos-2.5 and VideoPrism, and MLPs of Granite Docling
-and LFM 3 VL.
+TimeSformer, MGP-STR, BridgeTower, Phi-4 multimodal, Pix2Struct and Kosmos-2.5, and MLPs of Granite Docling and
+LFM 3 VL.
 """
 
 import sys
@@ -215,22 +215,6 @@ def pix2struct_mlp_parts(self: Foreign) -> Any:
     if self.wo.weight.dtype != self.wi_0.weight.dtype:
         return "its last layer has another dtype"
     return gated(self.wi_0, self.wi_1, activation_of(self.act), self.wo, self.dropout)
-
-
-@fused_body(
-    *classes("videoprism.VideoPrismAttention"),
-    needs="q_proj k_proj v_proj o_proj head_dim scaling attention_dropout attn_logit_softcapping is_causal config",
-    takes="attention_mask",
-    after=(None,),
-)
-def videoprism_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
-    """Parts of VideoPrism's attention without a cap of its scores."""
-    if self.attn_logit_softcapping is not None:
-        return f"its scores are capped at {self.attn_logit_softcapping}"
-    why = attention_reason(self, self.attention_dropout, attention_mask, None, more)
-    heads = self.q_proj.out_features // self.head_dim
-    projections = self.q_proj, self.k_proj, self.v_proj
-    return why or AttentionParts(projections, self.o_proj, heads, self.scaling, scores_mask(attention_mask))
 
 
 @fused_body(
