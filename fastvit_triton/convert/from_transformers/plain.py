@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.attention_qkv import attention_qkv
-from ...layers.body import AttentionParts, MlpParts
+from ...layers.body import AttentionParts, MlpParts, normalize
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts
 from ...layers.hooks import has_hooks, is_plain_module, type_name
@@ -223,6 +223,30 @@ def pix2struct_mlp_parts(self: Foreign) -> Any:
 def merger_parts(self: Foreign) -> MlpParts:
     """Parts of an MLP after a norm."""
     return MlpParts((self.linear_1,), activation_of(self.act), self.linear_2, first=self.layer_norm)
+
+
+@fused_forward(
+    "connector",
+    *classes("granite_docling.GraniteDoclingConnector"),
+    needs="ln_in coarse ln_mid mlp_fc2 ln_out",
+    takes="deepstack_hidden_states fine",
+)
+def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
+    """Joins the channels of k×k tokens for an MLP with a norm inside; ([B·M, F], a list of these for inner layers)."""
+    call = dict(zip(("deepstack_hidden_states", "fine"), inputs, strict=False)) | named
+    path = self.fine if call.get("fine") else self.coarse
+    known = is_plain_module(path, classes("granite_docling.GraniteDoclingConnectorPath"))
+    if not known or not is_fusable(self, image_hidden_states):
+        return original(self, image_hidden_states, *inputs, **named)
+
+    def between(h: Tensor) -> Tensor:
+        return nn.functional.gelu(normalize(path.pos_embed(h), self.ln_mid))
+
+    joined = path.pixel_shuffle(normalize(image_hidden_states, self.ln_in), path.scale_factor)
+    features = normalize(ComposedParts("mlp", (path.projection,), between, self.mlp_fc2)(joined), self.ln_out)
+    pairs = zip(path.deepstack_mergers, call["deepstack_hidden_states"], strict=False)
+    inner = [merger(path.pixel_shuffle(x.contiguous(), path.scale_factor)).flatten(0, 1) for merger, x in pairs]
+    return features.flatten(0, 1), inner
 
 
 @fused_body(*classes("lfm3_vl.Lfm3VlVisionMLP"), needs="w1 w2 w3", takes="")

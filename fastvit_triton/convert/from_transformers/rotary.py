@@ -154,6 +154,7 @@ def deepseek_parts(
     attention_mask: Tensor | None = None,
     past_key_values: object = None,
     position_ids: object = None,
+    use_cache: object = None,
     **more: object,
 ) -> ComposedParts | str:
     """Parts of DeepSeek-OCR 2's attention, causal without a mask; it has fewer heads of keys and values."""
