@@ -21,6 +21,10 @@ SHARDS = [
 HUB = [
     "huggingface_hub>=0.34",  # pretrained weights: downloads, cache, tokens
 ]
+EXPORT = [
+    "onnxscript",  # torch.onnx.export
+    "onnxruntime; python_version >= '3.11'",  # compares what was exported with PyTorch
+]
 DOCS = [
     "mkdocs-material>=9.5",  # the site of docs/
     "mkdocstrings[python]>=1.0",  # its API page
@@ -29,6 +33,7 @@ TEST = [
     *DEMO,
     *SHARDS,
     *HUB,
+    *EXPORT,
     "pytest>=8",
     "pytest-benchmark>=4",
     "pytest-xdist>=3.8",  # parallel workers; tests/conftest.py may order the files from version 3.8 on
@@ -37,8 +42,6 @@ TEST = [
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
     "vit-pytorch",  # oracle: SimpleViT
     "einops",  # the survey's snippets use it
-    "onnxscript",  # torch.onnx.export
-    "onnxruntime; python_version >= '3.11'",  # oracle: runs what was exported
     "ruff",
     "mypy",  # .ci/run
     JSONSCHEMA,
@@ -96,6 +99,7 @@ setup(
         "demo": DEMO,  # train without --data
         "shards": SHARDS,
         "hub": HUB,
+        "export": EXPORT,
         "docs": DOCS,
         "test": TEST,
         "bench": ["pytest-benchmark>=4", "timm==1.0.31", MATPLOTLIB, JSONSCHEMA],

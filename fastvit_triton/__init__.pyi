@@ -4,6 +4,7 @@ from . import train as train
 from .convert import optimize as optimize
 from .convert import report as report
 from .convert import revert as revert
+from .export import export_model as export_model
 from .graphs import cuda_graph as cuda_graph
 from .kernels.attention import attention as attention
 from .kernels.attention import varlen_attention as varlen_attention

@@ -20,9 +20,9 @@ from fastvit_triton.kernels import backend, fold, launch, op, plan
 from fastvit_triton.layers import ways
 
 # sorted by CPU time of the whole file, longest first
-LONGEST = """backend convert parallel cli static candidates export interpreter freeze replay benchmarks kernel_graphs
-explain plan models pyramids pressure tune launches convert_hooks fake_device recovery recipes train shards readme
-features masked""".split()
+LONGEST = """backend convert parallel cli static candidates export export_files interpreter freeze replay
+benchmarks kernel_graphs explain plan models pyramids pressure tune launches convert_hooks fake_device
+recovery recipes train shards readme features masked""".split()
 
 
 # For `-m fast`: file → a regular expression for the names of its fast tests; an empty one matches all. Chosen with
@@ -40,6 +40,7 @@ FAST = {
     "explain": r"reference|gradients|rollout|published",
     "explain_pyramids": r"named|refuse|softmax\[(twins|swin|cait|levit)-reference",
     "export": r"jit",
+    "export_files": r"invalid|naflex",
     "features": r"timms\[vit_tiny_p|launch|early|checkpoint|naflex|sentence",
     "freeze": r"fold-ours-_(optimizer|data_merge|assign)|fold_once|threshold|invalid|detect.*_(optimizer|assign)",
     "fuzz": r"committed|sample",

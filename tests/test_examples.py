@@ -1,14 +1,25 @@
-"""Tests of the notebook in examples/: it runs completely with a stand-in for a GPU, and without a GPU."""
+"""Tests of examples/: the notebook runs completely with a stand-in for a GPU, and without one; every script runs."""
 
+import ast
 import json
+import re
+import runpy
+import sys
 from pathlib import Path
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
+import timm
+import torch
+from PIL import Image
 from test_community import GPU, parts
+from test_data import write_folder
 
+import fastvit_triton
 from benchmarks import community
+from fastvit_triton.train.data.model_input import transform_of
 
 NOTEBOOK = community.ROOT / "examples" / "measure_on_your_gpu.ipynb"
 TORCH = f"""
@@ -119,3 +130,85 @@ def test_notebook_is_stored_without_outputs():
         "".join(cell.source for cell in book.cells).replace('"', " ").split()
     )
     assert book.metadata.keys() <= {"kernelspec", "language_info"}
+
+
+SCRIPTS = sorted(NOTEBOOK.parent.glob("*.py"))
+PHOTOS = ["images/val/red/0.jpg", "images/val/blue/1.png"]
+DIGITS = ["--model", "vit_digits_patch2_8"]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch, capsys):
+    """Function that runs a script in a folder with images, and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "images", per_class=2)
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(NOTEBOOK.with_name(name)), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "model, fused", [("test_vit", 6), pytest.param("swin_tiny_patch4_window7_224", 12, marks=pytest.mark.full)]
+)
+def test_finetune_timm(script, model, fused):
+    """Oracle: timm, which loads the weights strictly; one line for each epoch; every block is fused."""
+    small = ("--random", "--epochs", "2", "--batch-size", "4", "--workers", "0", "--out", "tuned.pt")
+    text = script("finetune_timm.py", "--model", model, "--data", "images", *small)
+    assert sum(map(int, re.findall(r"^\S+ ×(\d+) +\w*Block +fused .*block", text, re.MULTILINE))) == fused
+    assert re.findall(r"epoch (\d): loss \d.*, test accuracy .*%, \d+ images/s in training on this", text) == ["1", "2"]
+    timm.create_model(model, num_classes=2).load_state_dict(torch.load("tuned.pt"))
+
+
+def test_accelerate_vlm(script):
+    """Oracle: on a CPU the original code runs, so the outputs are equal; the report and two times are printed."""
+    text = script("accelerate_vlm.py", "--side", "56")
+    assert re.search(r"visual.blocks.\* *.mlp ×2 .*fused MLP, swiglu", text) and "largest difference 0.0e+00" in text
+    assert re.search(r"took [\d.]+ ms, and after optimize [\d.]+ ms, measured on this", text)
+
+
+def test_serve_cuda_graphs(script, monkeypatch):
+    """Oracle: the number of requests, and the order of two quantiles."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = script("serve_cuda_graphs.py", *DIGITS, "--requests", "20")
+    assert "20 requests of 1 to 8 images on this cpu, without CUDA graphs" in text
+    (pair,) = re.findall(r"median ([\d.]+) ms, 99th percentile ([\d.]+) ms, measured", text)
+    assert 0 < float(pair[0]) <= float(pair[1])
+
+
+def test_dense_features(script):
+    """Oracle: the grid of the patches; the two ways to extract give the same."""
+    text = script("dense_features.py", *PHOTOS, *DIGITS, "--random", "--layers", "2")
+    held = np.load("features.npz")
+    assert {name: held[name].shape for name in held} == dict.fromkeys(("blocks.2", "blocks.3"), (2, 64, 4, 4))
+    assert "channels of features_only: [64, 64], largest difference 0.0e+00" in text
+
+
+def test_export_onnx(script, monkeypatch):
+    """Oracle: PyTorch's best classes, of images prepared by our transform."""
+    pytest.importorskip("onnxruntime")
+    model = fastvit_triton.create_model(DIGITS[1]).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    monkeypatch.setattr(fastvit_triton, "create_model", lambda *_, **__: model)
+    text = script("export_onnx.py", *PHOTOS, *DIGITS, "--random")
+    prepared = transform_of(fastvit_triton.data_config(model) | {"crop_mode": "box"})
+    with torch.no_grad():
+        best = model(torch.stack([prepared(Image.open(path)) for path in PHOTOS])).argmax(1).tolist()
+    assert re.findall(r"^images/.*: (\d+)$", text, re.MULTILINE) == list(map(str, best))
+    assert "opset 20, largest difference from PyTorch" in text and "2 images took" in text
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_are_short_and_say_how_to_run_them(path):
+    """Oracle: 60 lines; the docstring has the command; each option is read; a page of docs/ links to the script."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= 60 and f"    python examples/{path.name}" in ast.get_docstring(tree)
+    for option in re.findall(r'add_argument\("(?:--)?([\w-]+)"', text):
+        assert f"args.{option.replace('-', '_')}" in text, option
+    pages = [page.read_text() for page in (community.ROOT / "docs").glob("*.md")]
+    assert any(f"examples/{path.name}" in page for page in pages)

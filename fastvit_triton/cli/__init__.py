@@ -5,11 +5,11 @@ import os
 import sys
 
 from .. import __version__
-from . import benchmark, convert, doctor, evaluate, explain, models, pack, predict, selftest, train, tune
+from . import benchmark, convert, doctor, evaluate, explain, export, models, pack, predict, selftest, train, tune
 from .console import print_error
 from .parser import Parser
 
-COMMANDS = (train, predict, explain, evaluate, models, benchmark, selftest, tune, doctor, convert, pack)
+COMMANDS = (train, predict, explain, evaluate, models, benchmark, selftest, tune, doctor, convert, export, pack)
 
 
 def main(argv: list[str] | None = None) -> int:

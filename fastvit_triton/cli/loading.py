@@ -50,7 +50,7 @@ def add_checkpoint_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_trained(source: str, mean: str | None = None, std: str | None = None) -> TrainedModel:
-    """Loads a checkpoint that says which model it holds.
+    """Loads a checkpoint that says which model it holds; a NaFlex model as the plain ViT for images of one size.
 
     Args:
         source: as for `load_model`.
@@ -60,15 +60,20 @@ def load_trained(source: str, mean: str | None = None, std: str | None = None) -
     Raises:
         ValueError: there is no checkpoint, its checksum is wrong, or its header is not what `train` writes.
     """
+    from ..models.naflex import NaFlexVisionTransformer
+    from ..preparation import data_config
     from ..train.checkpoint import checksum
     from ..weights import load_model
 
-    model, header = load_model(source)
+    held, header = load_model(source)
+    model = held
+    if isinstance(held, NaFlexVisionTransformer):
+        model = held.for_images(data_config(held)["input_size"][1:])
     try:
         trained, crc32 = _read_training(model, header.get("training", "{}"))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{source} has a header that train did not write: {str(error)[:300]}") from error
-    if crc32 is not None and crc32 != checksum(model):
+    if crc32 is not None and crc32 != checksum(held):
         raise ValueError(f"{source} is damaged: the checksum of its tensors is wrong")
     given = {"mean": mean, "std": std}
     return trained._replace(transform=_override(trained.transform, given, source))

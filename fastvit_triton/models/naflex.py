@@ -76,6 +76,14 @@ class NaFlexVisionTransformer(VisionTransformer):
             block.attn.kv_lens = self.lengths
         return x
 
+    def for_images(self, size: tuple[int, int]) -> VisionTransformer:
+        """The plain ViT that computes the same for images [B, C, H, W] of this size, with copies of the weights."""
+        plain = VisionTransformer(self.config.replace(img_size=size)).train(self.training)
+        table = self.positions(plain.patch_embed.grid_size)
+        plain.load_state_dict(self.state_dict() | ({} if self.pos_embed is None else {"pos_embed": table}))
+        plain.variant, plain.pretrained_cfg = self.variant, self.pretrained_cfg
+        return plain
+
     def pool(self, x: Tensor) -> Tensor:
         """Tokens [B, T + L, D] → [B, D]: the class token, or the mean of the image's patches without padding."""
         if self.config.global_pool in ("token", "none"):
