@@ -160,10 +160,11 @@ def test_kernels(name):
 
 
 def hooked(model):
-    """Doubles the output of every linear layer that is called."""
+    """Doubles the output of every linear layer that is called, and notes the shapes of its inputs."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda _, x, y: 2 * y)
+            module.shapes = []
+            module.register_forward_hook(lambda layer, x, y: layer.shapes.append(x[0].shape) or 2 * y)
 
 
 def dropping(model):
@@ -194,6 +195,8 @@ def test_changed(name, change):
     want = run(original, given)
     with using_backend("torch"):
         got = run(model, given)
+    shapes = [[getattr(m, "shapes", None) for m in each.modules()] for each in (model, original)]
+    assert shapes[0] == shapes[1]
     tolerance = FEW if name in ROUNDED or change is eager else EXACT
     assert distance(got[0], want[0]) <= tolerance and distance(joined(got[1]), joined(want[1])) <= tolerance
 

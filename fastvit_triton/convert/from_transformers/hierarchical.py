@@ -83,8 +83,9 @@ def _window_reason(self: Foreign) -> str | None:
 )
 def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
     """Attention in separate windows of a map; [B, H, W, D] → [B, H·W, D]."""
-    if not is_fusable(self, hidden_states) or _window_reason(self) is not None or has_hooks(self.qkv):
-        return original(self, hidden_states)  # a hook of qkv would see a map instead of windows
+    watched = has_hooks(self.qkv) or has_hooks(self.proj)  # hooks would see a map instead of windows
+    if not is_fusable(self, hidden_states) or _window_reason(self) is not None or watched:
+        return original(self, hidden_states)
     window = Window((self.window_size,) * 2)
     return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, window)(hidden_states).flatten(1, 2)
 

@@ -154,7 +154,8 @@ def mgp_str_encoder(
 def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Pre-norm block of CLIP; [N, B, D] → [N, B, D]."""
     attn, mlp = self.attn, self.mlp
-    unusual = attention_mask is not None or self.attn_mask is not None or len(mlp) != 3 or has_hooks(attn)
+    unusual = attention_mask is not None or self.attn_mask is not None or len(mlp) != 3
+    unusual = unusual or any(map(has_hooks, (attn, *mlp.values())))  # which would see [B, N, D]
     parts = "masked, or watched" if unusual or not is_fusable(self, hidden_state) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, hidden_state, attention_mask)
