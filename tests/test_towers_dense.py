@@ -94,7 +94,7 @@ ROUNDED = (  # to float32, in the original
 )  # fmt: skip
 WITHOUT_WEIGHTS = (  # in the original's outputs
     "sam.SamVisionEncoder", "Llama4VisionModel", "bridgetower.BridgeTowerVisionModel",
-    "kosmos2_5.Kosmos2_5VisionModel",
+    "kosmos2_5.Kosmos2_5VisionModel", "Lfm3VlVisionModel",
 )  # fmt: skip
 SHORT = "sam.SamVisionEncoder", "Llama4VisionModel", "MgpstrModel", "HieraModel"  # the others run in the full test
 NAMES = [pytest.param(n, marks=() if n in SHORT else pytest.mark.full) for n in TOWERS]
