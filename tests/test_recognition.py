@@ -179,9 +179,9 @@ COPIES = {
     "chinese_clip.ChineseCLIPVisionAttention": "transformers.models.altclip.modeling_altclip.AltCLIPAttention",
     "instructblip.InstructBlipAttention": "transformers.models.blip_2.modeling_blip_2.Blip2Attention",
     "got_ocr2.GotOcr2MLPBlock": "transformers.models.sam.modeling_sam.SamMLPBlock",
-    "phi4_multimodal.Phi4MultimodalVisionAttention": None,
+    "sam_hq.SamHQVisionSdpaAttention": "transformers.models.sam.modeling_sam.SamVisionSdpaAttention",
     "videoprism.VideoPrismAttention": None,
-    "hunyuan_vl.HunYuanVLVisionAttention": None,
+    "minimax_m3_vl.MiniMaxM3VLVisionAttention": None,
 }
 
 

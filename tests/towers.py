@@ -98,14 +98,16 @@ ROUNDED = (
 )  # in the original
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The named tower with random parameters."""
+def build(name: str, dtype: torch.dtype = torch.float64, more: dict | None = None) -> nn.Module:
+    """The named tower with random parameters; its options besides SMALL are `more`, or those of TOWERS."""
     package, _, cls = name.rpartition(".")
     home = import_module(f"transformers.models.{package}.modeling_{package}" if package else "transformers")
     model = getattr(home, cls)
     known = model.config_class().to_dict()
-    options = {key: value for key, value in (SMALL | DROPS).items() if key in known} | TOWERS[name]
-    return redraw(model(model.config_class(**options))).to(dtype)
+    options = {key: value for key, value in (SMALL | DROPS).items() if key in known}
+    options |= TOWERS[name] if more is None else more
+    made = redraw(model(model.config_class(**options)))
+    return made._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # complex buffers remain complex
 
 
 def inputs(model: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -169,6 +171,12 @@ def unrounded() -> Iterator[None]:
 
 def outputs(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     """All floating-point outputs of the model, in one vector."""
-    y = model(**given)
-    found = [t for t in (y.values() if hasattr(y, "values") else y) if isinstance(t, Tensor) and t.is_floating_point()]
+    found = [t for t in _leaves(model(**given)) if isinstance(t, Tensor) and t.is_floating_point()]
     return torch.cat([t.flatten() for t in found])
+
+
+def _leaves(y: object) -> list[object]:
+    """The values in nested outputs, lists and tuples."""
+    if isinstance(y, Tensor) or not (hasattr(y, "values") or isinstance(y, (list, tuple))):
+        return [y]
+    return [leaf for part in (y.values() if hasattr(y, "values") else y) for leaf in _leaves(part)]

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ..kernels.backend import constant, kernels_available
 from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
+from ..layers.composed import ComposedParts
 from ..layers.hooks import PACKAGE, type_name
 from ..layers.module_parts import Foreign
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
-from .projected import ProjectedParts
 from .recognition import recognised
 from .third_party import is_fusable
 
-Parts = AttentionParts | MlpParts | WindowParts | ReducedParts | DepthwiseMlpParts | ProjectedParts
+Parts = AttentionParts | MlpParts | ComposedParts | WindowParts | ReducedParts | DepthwiseMlpParts
 Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
 Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]

@@ -19,6 +19,7 @@ from ..layers.module_parts import (
     Packed,
     activation_of,
     is_patch_conv,
+    is_readable,
     last_axis_norm,
 )
 from .forwards import fused_body, fused_forward, original
@@ -67,6 +68,8 @@ def multihead_reason(self: nn.MultiheadAttention) -> str | None:
         return "added keys"
     if self.training and self.dropout > 0:
         return f"attention dropout {self.dropout}"
+    if not is_readable(self.out_proj):  # PyTorch reads its weights without calling it
+        return "its output projection was replaced or has a hook"
     return None if are_plain_tensors(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is not a parameter"
 
 

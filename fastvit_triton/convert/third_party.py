@@ -46,6 +46,7 @@ HF_DROP_PATHS = (
     "pvt_v2.modeling_pvt_v2.PvtV2",
     "segformer.modeling_segformer.Segformer",
     "swin.modeling_swin.Swin",
+    "swin2sr.modeling_swin2sr.Swin2SR",
     "swinv2.modeling_swinv2.Swinv2",
 )  # in some release or another
 parts.DROP_PATHS.update(f"{_HF}.{name}DropPath" for name in HF_DROP_PATHS)

@@ -447,7 +447,8 @@ KINDS = ((None, None), ("wb", "wb"), ("", ""), ("b", "w"), ("w", None), (None, "
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, N, D) = make_randn(device, dtype), (case[a] for a in ("B", "H", "N", "D"))
-    arguments = {"qkv": randn(B, N, 3 * H * D), "num_heads": H}
+    qkv = randn(B, N, 3 * H * D)
+    arguments = {"qkv": qkv, "num_heads": H}
     if "prefix" in case:
         leading = (B, 1) if "images" in case else (H,) * case.get("halves", 0)
         angle = make_randn(device, torch.float64, seed=1)(*leading, N - case["prefix"], D // 2).detach()
@@ -461,7 +462,7 @@ def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str
             arguments[name] = (*norm, "rms_norm") if "r" in kind else norm
     if "gap" in case:  # tokens of no image at the end
         ends = torch.tensor([0, N // 3, N // 3, N - case["gap"]], dtype=torch.int32, device=device)
-        arguments |= {"qkv": arguments["qkv"][0].detach().requires_grad_(), "varlen": (ends, N)}
+        arguments |= {"qkv": qkv[0].detach().requires_grad_(), "varlen": (ends, N)}
         arguments.pop("prefix_tokens", None)
     return arguments
 

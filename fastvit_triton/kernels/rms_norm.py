@@ -6,6 +6,7 @@ Backward  with x̂ = x / √(mean(x²) + ε) and g = dy·γ:
           dx = (g − x̂·mean(g·x̂)) / √(mean(x²) + ε)    dγ = Σ_rows dy·x̂                    (3)
           dresidual and dlayer_scale as in `layer_norm_backward`.
 Cost      forward 5·M·D flops; bytes as `layer_norm`.
+Saved     as `layer_norm`, with 0 for μ.
 Sources   Zhang and Sennrich, Root mean square layer normalization, arXiv:1910.07467, eq. 4. Models that multiply by
           1 + w (Gemma) pass 1 + w as the weight.
 """

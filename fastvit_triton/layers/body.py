@@ -22,7 +22,7 @@ from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from .freeze import FoldedNorm, fold_norms, operands
 from .hooks import can_fuse
-from .module_parts import Layer, entry_of, head_norm_of, is_identity, is_inactive, is_readable, norm_of
+from .module_parts import Layer, entry_of, head_norm_of, is_identity, is_inactive, is_readable, norm_of, width_of
 
 Before = FoldedNorm | Norm
 Given = Tensor | Normalized
@@ -188,24 +188,6 @@ class MlpParts(NamedTuple):
                 return _called(mlp, mlp_file.run, way, x, (weight, bias), fc2, **call, **end)
             h = _called(linear, linear_file.run, way, x, weight, bias, **call)
         return finish(h if inner is None else inner(h), self.fc2, self.last, outer, way=way, **end)
-
-
-def late_bias_of(body: object) -> Tensor | None:
-    """Bias of fc2 if a mixed MLP may accumulate fc2 into the residual in place; None otherwise."""
-    parts = body if isinstance(body, MlpParts) else getattr(body, "parts", lambda: None)()
-    if not isinstance(parts, MlpParts) or not isinstance(parts.act, str):
-        return None
-    bare = parts.last is None or is_identity(parts.last)
-    readable = all(is_readable(layer) for layer in (*parts.fc1, parts.fc2))
-    if bare and readable and all(map(is_inactive, parts.drops)) and parts.fc2.weight.dtype == parts.fc1[0].weight.dtype:
-        return parts.fc2.bias
-    return None
-
-
-def width_of(layers: tuple[Layer, ...]) -> tuple[int, int]:
-    """(total output features of these linear layers, input features); 0 where a layer has no weight."""
-    shapes = [getattr(getattr(layer, "weight", None), "shape", (0, 0)) for layer in layers]
-    return sum(shape[0] for shape in shapes), shapes[0][1]
 
 
 def _called(op: Callable, run: Callable, way: str, *operands: object, **named: object) -> Any:

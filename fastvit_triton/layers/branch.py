@@ -16,11 +16,20 @@ from ..kernels.argument import NextNorm, Normalized
 from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
 from . import ways
-from .body import Before, Body, Given, Output, late_bias_of, normalize
+from .body import Before, Body, Given, MlpParts, Output, normalize
 from .drop_path import ConstantScale, DropPath
 from .freeze import Entry, fold_norms, of_dtype
 from .hooks import are_plain_tensors, can_fuse, has_hooks
-from .module_parts import entry_of, has_sample_scale, is_inactive, layer_scale_of, norm_of, sample_scale_of
+from .module_parts import (
+    entry_of,
+    has_sample_scale,
+    is_identity,
+    is_inactive,
+    is_readable,
+    layer_scale_of,
+    norm_of,
+    sample_scale_of,
+)
 from .ways import choose_way, plainly
 
 
@@ -118,6 +127,18 @@ def _scales(branch: Branch) -> int:
     return (not known or factors is not None) + (branch.layer_scale is not None) + bool(drops)
 
 
+def _fc2_bias(body: object) -> Tensor | None:
+    """Bias of fc2 if a mixed MLP may accumulate fc2 into the residual in place; None otherwise."""
+    parts = body if isinstance(body, MlpParts) else getattr(body, "parts", lambda: None)()
+    if not isinstance(parts, MlpParts) or not isinstance(parts.act, str):
+        return None
+    bare = parts.last is None or is_identity(parts.last)
+    readable = all(is_readable(layer) for layer in (*parts.fc1, parts.fc2))
+    if bare and readable and all(map(is_inactive, parts.drops)) and parts.fc2.weight.dtype == parts.fc1[0].weight.dtype:
+        return parts.fc2.bias
+    return None
+
+
 def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
@@ -125,7 +146,7 @@ def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
     if branch.post_norm is not None or _scales(branch):
         return None
     bare = is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no random numbers
-    return late_bias_of(body) if bare else None
+    return _fc2_bias(body) if bare else None
 
 
 def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:

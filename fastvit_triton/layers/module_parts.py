@@ -47,6 +47,12 @@ Layer = Any  # a linear layer of any library, or `Packed`; its weight and bias a
 Foreign = Any  # a module of any library, whose attributes are read where its type, or what it has, is known
 
 
+def width_of(layers: tuple[Layer, ...]) -> tuple[int, int]:
+    """(total output features of these linear layers, input features); 0 where a layer has no weight."""
+    shapes = [getattr(getattr(layer, "weight", None), "shape", (0, 0)) for layer in layers]
+    return sum(shape[0] for shape in shapes), shapes[0][1]
+
+
 def is_readable(layer: Layer) -> bool:
     """True if this linear layer's weight and bias may be read instead of calling it."""
     if type(layer) is Packed:

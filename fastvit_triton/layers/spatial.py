@@ -16,10 +16,10 @@ from ..kernels.depthwise import depthwise
 from ..kernels.fold import packed
 from ..kernels.patch_embed import patch_embed
 from ..kernels.window import reference, window_attention
-from .body import Before, Given, Output, activate, finish, fold_or_normalize, project, width_of
+from .body import Before, Given, Output, activate, finish, fold_or_normalize, project
 from .embed import whole_patches
 from .freeze import derived
-from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable
+from .module_parts import Foreign, Layer, is_depthwise_conv, is_patch_conv, is_readable, width_of
 
 
 class Window(NamedTuple):

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ...kernels.attention_qkv import attention_qkv
 from ...layers.body import AttentionParts, MlpParts, finish, project
+from ...layers.composed import ComposedParts
 from ...layers.freeze import derived
 from ...layers.hooks import are_plain_tensors, has_hooks, type_name
 from ...layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
 from ..forwards import fused_body, fused_forward, original
-from ..projected import ProjectedParts
 from ..third_party import four_axes, head_norms, is_fusable, scores_mask
 from ..windows import table_bias
 
@@ -96,10 +96,10 @@ def map_attention(self: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
-def nest_parts(self: Foreign) -> ProjectedParts | str:
+def nest_parts(self: Foreign) -> ComposedParts | str:
     """Parts of NesT's attention in blocks [B, blocks, N, D]."""
     between = partial(_nest_heads, self)
-    return dropped(self) or ProjectedParts(
+    return dropped(self) or ComposedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
 
@@ -209,9 +209,9 @@ def swiglu_parts(self: Foreign) -> MlpParts | str:
 
 
 @fused_body("timm.models.metaformer.MlpHead", needs="fc1 act norm fc2 head_drop", takes="")
-def head_parts(self: Foreign) -> ProjectedParts:
+def head_parts(self: Foreign) -> ComposedParts:
     """Parts of CAFormer's head: fc1, activation, norm, dropout, fc2."""
-    return ProjectedParts("MLP head", (self.fc1,), lambda h: self.head_drop(self.norm(self.act(h))), self.fc2)
+    return ComposedParts("MLP head", (self.fc1,), lambda h: self.head_drop(self.norm(self.act(h))), self.fc2)
 
 
 def _present(self: Foreign) -> nn.Module | None:

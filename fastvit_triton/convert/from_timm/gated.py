@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention import attention
+from ...layers.composed import ComposedParts
 from ...layers.hooks import has_hooks
 from ...layers.module_parts import Foreign, is_readable
 from ..forwards import fused_body
-from ..projected import ProjectedParts
 from ..third_party import scores_mask
 from .attention import dropped
 
@@ -22,10 +22,10 @@ def _gated(h: Tensor, act: nn.Module, drop: nn.Module | None = None) -> Tensor:
 
 
 @fused_body("timm.models.vitamin.GeGluMlp", needs="norm w0 act w1 drop1 w2 drop2", takes="")
-def vitamin_parts(self: Foreign) -> ProjectedParts:
+def vitamin_parts(self: Foreign) -> ComposedParts:
     """Parts of ViTamin's gated MLP with its norm."""
     between = partial(_gated, act=self.act, drop=self.drop1)
-    return ProjectedParts("gated MLP", (self.w0, self.w1), between, self.w2, first=self.norm, drops=(self.drop2,))
+    return ComposedParts("gated MLP", (self.w0, self.w1), between, self.w2, first=self.norm, drops=(self.drop2,))
 
 
 def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
@@ -34,12 +34,12 @@ def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
 
 
 @fused_body("timm.models.gemma4_vit.Gemma4GatedMlp", needs="gate_proj up_proj down_proj act drop", takes="")
-def gemma_mlp_parts(self: Foreign) -> ProjectedParts | str:
+def gemma_mlp_parts(self: Foreign) -> ComposedParts | str:
     """Parts of Gemma 4's gated MLP."""
     layers = _linears(self.gate_proj, self.up_proj, self.down_proj)
     if not any(map(is_readable, layers)):
         return "its layers are called: they clip their inputs and outputs, were replaced or have a hook"
-    return ProjectedParts("gated MLP", layers[:2], partial(_gated, act=self.act), layers[2], drops=(self.drop,))
+    return ComposedParts("gated MLP", layers[:2], partial(_gated, act=self.act), layers[2], drops=(self.drop,))
 
 
 @fused_body(
@@ -52,11 +52,11 @@ def gemma_parts(
     rope_cos: Tensor | None = None,
     rope_sin: Tensor | None = None,
     attn_mask: Tensor | None = None,
-) -> ProjectedParts | str:
+) -> ComposedParts | str:
     """Parts of Gemma 4's attention, with norms of queries, keys and values, and rotary positions along both axes."""
     *projections, proj = _linears(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
     between = partial(_gemma_heads, self, rope=(rope_cos, rope_sin), mask=attn_mask)
-    return dropped(self) or ProjectedParts(
+    return dropped(self) or ComposedParts(
         "attention", tuple(projections), between, proj, self.num_heads, drops=(self.proj_drop,)
     )
 

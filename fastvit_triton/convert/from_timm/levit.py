@@ -7,11 +7,11 @@ from torch import Tensor
 from ...kernels.attention import attention
 from ...layers.body import MlpParts, finish, project
 from ...layers.branch import Branch, add_branches
+from ...layers.composed import ComposedParts, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import are_plain_tensors, has_hooks, type_name
 from ...layers.module_parts import Foreign, Layer, Packed, activation_of, is_readable
 from ..forwards import fused_body, fused_forward, original
-from ..projected import ProjectedParts, merged_heads
 from ..third_party import is_fusable
 
 BATCH_NORM = "torch.nn.modules.batchnorm.BatchNorm1d"
@@ -35,9 +35,9 @@ def _heads(self: Foreign, qkv: Tensor) -> Tensor:
     needs="qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
     takes="",
 )
-def efficientformer_parts(self: Foreign) -> ProjectedParts:
+def efficientformer_parts(self: Foreign) -> ComposedParts:
     """Parts of EfficientFormer's attention."""
-    return ProjectedParts("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
+    return ComposedParts("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
 
 
 @fused_forward(
@@ -60,10 +60,10 @@ def efficientformer_block(self: Foreign, x: Tensor) -> Tensor:
     needs="norm qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
     takes="",
 )
-def tiny_vit_parts(self: Foreign) -> ProjectedParts:
+def tiny_vit_parts(self: Foreign) -> ComposedParts:
     """Parts of TinyViT's attention in windows [B · windows, N, D], with its norm."""
     between = partial(_heads, self)
-    return ProjectedParts("attention", (self.qkv,), between, self.proj, self.num_heads, first=self.norm)
+    return ComposedParts("attention", (self.qkv,), between, self.proj, self.num_heads, first=self.norm)
 
 
 @fused_body("timm.models.tiny_vit.NormMlp", needs="norm fc1 act drop1 fc2 drop2", takes="")
@@ -107,10 +107,10 @@ def _activated(self: Foreign, qkv: Tensor) -> Tensor:
     needs="qkv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs use_conv",
     takes="",
 )
-def levit_parts(self: Foreign) -> ProjectedParts | str:
+def levit_parts(self: Foreign) -> ComposedParts | str:
     """Parts of LeViT's attention, with an activation before the last layer."""
     between, layers = partial(_activated, self), (_linear(self.qkv), _linear(self.proj.ln))
-    return _levit_reason(self) or ProjectedParts("attention", layers[:1], between, layers[1], self.num_heads)
+    return _levit_reason(self) or ComposedParts("attention", layers[:1], between, layers[1], self.num_heads)
 
 
 @fused_forward(

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from ...kernels.attention import attention
 from ...layers.body import finish, normalize, project
 from ...layers.branch import Branch, add_branches
+from ...layers.composed import ComposedParts, attend_all, heads_of, merged_heads
 from ...layers.freeze import derived
 from ...layers.module_parts import Foreign
 from ..forwards import fused_body, fused_forward, original
-from ..projected import ProjectedParts, attend_all, heads_of, merged_heads
 from ..third_party import is_fusable
 from .attention import dropped
 from .blocks import both_norms
@@ -26,10 +26,10 @@ Grid = tuple[int, int]
     needs="qkv proj heads scale q_stride window_size use_mask_unit_attn",
     takes="",
 )
-def hiera_parts(self: Foreign) -> ProjectedParts:
+def hiera_parts(self: Foreign) -> ComposedParts:
     """Parts of Hiera's attention, within mask units or among all tokens, with queries pooled by their maximum."""
     keys = self.q_stride * self.window_size if self.use_mask_unit_attn else 0
-    return ProjectedParts("attention", (self.qkv,), partial(_hiera_heads, self), self.proj, self.heads, keys)
+    return ComposedParts("attention", (self.qkv,), partial(_hiera_heads, self), self.proj, self.heads, keys)
 
 
 def _hiera_heads(self: Foreign, qkv: Tensor) -> Tensor:
@@ -65,9 +65,9 @@ def hiera_block(self: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.hieradet_sam2.MultiScaleAttention", needs="qkv proj num_heads scale q_pool", takes="")
-def sam2_parts(self: Foreign) -> ProjectedParts:
+def sam2_parts(self: Foreign) -> ComposedParts:
     """Parts of the attention of SAM 2's Hiera among the tokens of a map, with pooled queries."""
-    return ProjectedParts("attention", (self.qkv,), partial(_sam2_heads, self), self.proj, self.num_heads)
+    return ComposedParts("attention", (self.qkv,), partial(_sam2_heads, self), self.proj, self.num_heads)
 
 
 def _sam2_heads(self: Foreign, qkv: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def mvit_attention(self: Foreign, x: Tensor, feat_size: Grid) -> tuple[Tensor, l
         return original(self, x, feat_size)
     (q, size), (k, small), (v, _) = (
         _mvit_pooled(self, t, feat_size, getattr(self, f"pool_{name}"), getattr(self, f"norm_{name}"))
-        for t, name in zip(heads_of(project(x, (self.qkv,)), 3, self.num_heads), "qkv", strict=True)
+        for t, name in zip(heads_of(project(x, (self.qkv,)), self.num_heads), "qkv", strict=True)
     )
     bias, first = None, int(self.has_cls_token)
     if self.rel_pos_type == "spatial":
@@ -132,10 +132,10 @@ def _mvit_distances(self: Foreign, name: str, n: int, m: int) -> Tensor:
 
 
 @fused_body("timm.models.volo.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
-def volo_parts(self: Foreign) -> ProjectedParts | str:
+def volo_parts(self: Foreign) -> ComposedParts | str:
     """Parts of VOLO's attention among the tokens of a map."""
     between = partial(attend_all, num_heads=self.num_heads, scale=self.scale)
-    return dropped(self) or ProjectedParts(
+    return dropped(self) or ComposedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
 
@@ -151,8 +151,8 @@ def volo_class_attention(self: Foreign, x: Tensor) -> Tensor:
     """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
     if not is_fusable(self, x) or dropped(self) is not None:
         return original(self, x)
-    (q,) = heads_of(project(x[:, :1], (self.q,)), 1, self.num_heads)
-    k, v = heads_of(project(x, (self.kv,)), 2, self.num_heads)
+    (q,) = heads_of(project(x[:, :1], (self.q,)), self.num_heads, 1)
+    k, v = heads_of(project(x, (self.kv,)), self.num_heads, 2)
     return finish(merged_heads(attention(q, k, v, scale=self.scale), (1,)), self.proj, drop=self.proj_drop)
 
 

@@ -13,11 +13,11 @@ from ...kernels.attention import attention
 from ...kernels.attention_qkv import rotate
 from ...layers.body import AttentionParts, normalize
 from ...layers.branch import Branch, add_branches
+from ...layers.composed import ComposedParts, heads_of, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import has_hooks
 from ...layers.module_parts import Foreign
 from ..forwards import fused_body, fused_forward, original
-from ..projected import ProjectedParts, heads_of, merged_heads
 from ..third_party import four_axes, head_norms, is_fusable
 from .attention import dropped
 from .blocks import both_norms
@@ -93,10 +93,10 @@ def rel_pos_post_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None =
     needs="qkv num_heads scale rel_pos head_first attn_drop proj proj_drop",
     takes="shared_rel_pos",
 )
-def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> ProjectedParts | str:
+def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> ComposedParts | str:
     """Parts of MaxViT's attention among the tokens of a window or grid."""
     between = partial(_maxvit_heads, self, shared=shared_rel_pos)
-    return _reason(self) or ProjectedParts(
+    return _reason(self) or ComposedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
 
@@ -107,7 +107,7 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
     if self.head_first:
         q, k, v = qkv.flatten(1, -2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(3, -1)
     else:
-        q, k, v = heads_of(qkv, 3, self.num_heads)
+        q, k, v = heads_of(qkv, self.num_heads)
     return merged_heads(attention(q, k, v, bias, self.scale), qkv.shape[1:-1])
 
 
@@ -116,10 +116,10 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
     needs="qkv num_heads scale rel_pos use_global attn_drop proj proj_drop",
     takes="q_global",
 )
-def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> ProjectedParts | str:
+def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> ComposedParts | str:
     """Parts of GCViT's attention in windows [B · windows, N, D], with queries of the windows or of the whole image."""
     between = partial(_gcvit_heads, self, given=q_global)
-    return _reason(self) or ProjectedParts(
+    return _reason(self) or ComposedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
 
@@ -127,11 +127,11 @@ def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> ProjectedParts
 def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
     """Packed projections [B · windows, N, 2 or 3 · H · D] → [B · windows, N, H · D]; given queries are [B, h, w, C]."""
     if self.use_global and given is not None:
-        k, v = heads_of(qkv, 2, self.num_heads)
+        k, v = heads_of(qkv, self.num_heads, 2)
         q = given.repeat_interleave(len(qkv) // len(given), 0).flatten(1, 2)
         q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).to(k.dtype)
     else:
-        q, k, v = heads_of(qkv, 3, self.num_heads)
+        q, k, v = heads_of(qkv, self.num_heads)
     return merged_heads(attention(q, k, v, module_bias(self.rel_pos), self.scale), qkv.shape[1:-1])
 
 
@@ -140,17 +140,17 @@ def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
     needs="qkv num_heads logit_scale meta_mlp relative_coordinates_log attn_drop proj proj_drop window_size",
     takes="mask",
 )
-def swin_cr_parts(self: Foreign, mask: Tensor | None = None) -> ProjectedParts | str:
+def swin_cr_parts(self: Foreign, mask: Tensor | None = None) -> ComposedParts | str:
     """Parts of Swin V2 CR's cosine attention in windows; group g of the bias is window g, with the mask added."""
     between = partial(_swin_cr_heads, self, mask=mask)
-    return dropped(self) or ProjectedParts(
+    return dropped(self) or ComposedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
 
 
 def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
     """Packed projections of windows [B · windows, N, 3 · H · D] → [B · windows, N, H · D]."""
-    q, k, v = heads_of(qkv, 3, self.num_heads)
+    q, k, v = heads_of(qkv, self.num_heads)
     scale = self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()[:, None, None]
     q, k = (F.normalize(q, dim=-1) * scale).to(v.dtype), F.normalize(k, dim=-1).to(v.dtype)
     bias = self._relative_positional_encodings()  # [1, H, N, N]
@@ -163,10 +163,10 @@ def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
     needs="qkv q_norm k_norm num_heads scale use_rel_pos rope attn_drop proj proj_drop",
     takes="",
 )
-def sam_parts(self: Foreign) -> ProjectedParts | str:
+def sam_parts(self: Foreign) -> ComposedParts | str:
     """Parts of SAM's attention on a map, with decomposed relative positions or rotary ones."""
     between = partial(_sam_heads, self)
-    return dropped(self) or ProjectedParts(
+    return dropped(self) or ComposedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
 
@@ -174,7 +174,7 @@ def sam_parts(self: Foreign) -> ProjectedParts | str:
 def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
     """Packed projections of a map [B, h, w, 3 · H · D] → [B, h, w, H · D]."""
     grid = qkv.shape[1:3]
-    q, k, v = heads_of(qkv, 3, self.num_heads)
+    q, k, v = heads_of(qkv, self.num_heads)
     q, k = normalize(q, self.q_norm), normalize(k, self.k_norm)
     bias = None
     if self.use_rel_pos:

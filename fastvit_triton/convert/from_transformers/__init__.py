@@ -1,3 +1,17 @@
 """Fused forwards for transformers' models, which register on import, and our attention as functions of transformers."""
 
-from . import attention_interface, beit, blocks, packed, pyramids, swin, towers, vit  # noqa: F401
+from . import (  # noqa: F401
+    attention_interface,
+    beit,
+    blocks,
+    hierarchical,
+    packed,
+    plain,
+    pyramids,
+    qformer,
+    relative,
+    rotary,
+    swin,
+    towers,
+    vit,
+)

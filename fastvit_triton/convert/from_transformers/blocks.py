@@ -62,6 +62,8 @@ BLOCKS = {
     "mllama.MllamaVisionEncoderLayer": Names(
         "input_layernorm", "self_attn", "post_attention_layernorm", "mlp", gates=("gate_attn", "gate_ffn")
     ),
+    "phi4_multimodal.Phi4MultimodalVisionEncoderLayer": CLIP,
+    "pixtral.PixtralAttentionLayer": Names("attention_norm", "attention", "ffn_norm", "feed_forward"),
     "aimv2.Aimv2EncoderLayer": Names("rms_norm1", "attention", "rms_norm2", "ffn"),
     "pixio.PixioLayer": VIT._replace(drops=("dropout", "dropout"), drop_paths=("drop_path", "drop_path")),
 }  # block → names of its parts

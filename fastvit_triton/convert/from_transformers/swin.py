@@ -1,6 +1,6 @@
-"""Fused forwards for transformers' Swin: Swin, Swin V2, and the copies of Swin in Donut, MaskFormer and CLAP.
+"""Fused forwards for transformers' Swin: Swin, Swin V2, Swin2SR, and the copies of Swin in Donut, MaskFormer and CLAP.
 
-The copies, Swin V2, and Swin before release 5.10 nest their submodules: `attention.self`, `attention.output`,
+The copies, Swin V2, Swin2SR, and Swin before release 5.10 nest their submodules: `attention.self`, `attention.output`,
 `intermediate`, `output`. A layer lowers its own window and shift for a grid that is no larger than its window.
 
 transformers subtracts 200 from the scores between regions of a shifted window of Swin V2, all others 100, as here. The
@@ -24,9 +24,9 @@ from ..third_party import is_fusable
 from ..windows import continuous_bias, cosine_scale, merge, table_bias
 from .vit import attention_reason, checkpointed, classes
 
-SWIN, V2 = classes("swin.Swin", "swinv2.Swinv2")
+SWIN, *V2 = classes("swin.Swin", "swinv2.Swinv2", "swin2sr.Swin2SR")
 COPIES = classes("clap.ClapAudio", "donut.donut_swin.DonutSwin", "maskformer.maskformer_swin.MaskFormerSwin")
-FAMILIES = (SWIN, V2, *COPIES)
+FAMILIES = (SWIN, *V2, *COPIES)
 NESTED = "self.query self.key self.value self.num_attention_heads self.dropout self.relative_position_index "
 NESTED += "output.dense output.dropout "
 PASSED = ("output_hidden_states", "return_dict", "use_cache")  # arguments that a layer ignores
@@ -43,7 +43,7 @@ STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
     after=(),
 )
 @fused_body(
-    f"{V2}Attention",
+    *(f"{family}Attention" for family in V2),
     needs=NESTED + "self.logit_scale self.continuous_position_bias_mlp self.relative_coords_table",
     takes="attention_mask head_mask output_attentions",
     after=(),
@@ -123,7 +123,7 @@ def _projections(attention: Foreign) -> tuple[nn.Module, ...]:
 
 def _folds(self: Foreign) -> list[tuple[nn.Module, nn.Module]]:
     """The norms of a layer and what reads them; the norms of Swin V2 come last."""
-    if type_name(self).startswith(V2):
+    if type_name(self).startswith(tuple(V2)):
         return []
     mlp = self.mlp if hasattr(self, "mlp") else self.intermediate.dense
     return [(self.layernorm_before, _projections(self.attention)[0]), (self.layernorm_after, mlp)]

@@ -87,7 +87,7 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
 
 @fused_body(
     *classes("mllama.MllamaVisionAttention", "molmo2.Molmo2VisionAttention", "sapiens2.Sapiens2Attention"),
-    *classes("step3p7.Step3p7VisionAttention"),
+    *classes("step3p7.Step3p7VisionAttention", "pixtral.PixtralAttention"),
     needs="q_proj k_proj v_proj o_proj|out_proj head_dim scaling|scale config",
     takes="attention_mask position_embeddings encoder_hidden_states",
     after=(None,),
@@ -159,7 +159,7 @@ def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **mor
 
 @fused_body(
     *classes("sam.SamMLPBlock", "seggpt.SegGptMlp", "qwen2_vl.VisionMlp", "qwen3_vl.Qwen3VLVisionMLP"),
-    *classes("vjepa2.VJEPA2MLP", "janus.JanusVisionMLP", "mgp_str.MgpstrMlp"),
+    *classes("vjepa2.VJEPA2MLP", "janus.JanusVisionMLP", "mgp_str.MgpstrMlp", "vitdet.VitDetMlp"),
     *classes("inkling2.Inkling2VisionMerger", "llava.LlavaMultiModalProjector"),
     needs="fc1|lin1|linear_fc1|linear_1 act|act_fn|activation|activation_fn fc2|lin2|linear_fc2|linear_2",
     takes="",

@@ -1,4 +1,7 @@
-"""Parts of a body of which the first and the last linear layers are fused, with any computation between them."""
+"""A body with any function between its linear layers, such as attention whose bias depends on the queries.
+
+Like `AttentionParts` and `MlpParts`, it describes modules of any library by their submodules, see `layers.body.Body`.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,18 +10,18 @@ from torch import Tensor, nn
 
 from ..kernels.attention_qkv import attention_qkv
 from ..kernels.cost import Branch
-from ..layers.body import Before, Given, Output, finish, fold_or_normalize, project, width_of
-from ..layers.module_parts import Layer
+from .body import Before, Given, Output, finish, fold_or_normalize, project
+from .module_parts import Layer, width_of
 
 
-class ProjectedParts(NamedTuple):
-    """Submodules and settings of such a body.
+class ComposedParts(NamedTuple):
+    """Submodules and settings of such a body, and what runs between them.
 
     Attributes:
         name: what it is, in reports.
         projections: the linear layers that read x.
         between: maps their concatenated outputs [B, ..., F] to the inputs of `proj`, [B, ..., K].
-        proj: last linear layer.
+        proj: last linear layer; None for none.
         num_heads: heads of attention; 0 for an MLP.
         keys: keys of each query; 0 if these are all tokens.
         first: norm inside the module, before the projections.
@@ -29,7 +32,7 @@ class ProjectedParts(NamedTuple):
     name: str
     projections: tuple[Layer, ...]
     between: Callable[[Tensor], Tensor]
-    proj: Layer
+    proj: Layer | None
     num_heads: int = 0
     keys: int = 0
     first: nn.Module | None = None
@@ -61,7 +64,7 @@ class ProjectedParts(NamedTuple):
         return finish(h, self.proj, self.last, *self.drops, way=way, **end)
 
 
-def heads_of(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
+def heads_of(x: Tensor, num_heads: int, parts: int = 3) -> tuple[Tensor, ...]:
     """Packed projections [B, ..., parts · H · D] as tensors [B, H, N, D], views where N is one axis."""
     return x.flatten(1, -2).unflatten(-1, (parts, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
