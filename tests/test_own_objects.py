@@ -132,15 +132,18 @@ def test_batches_do_not_depend_on_workers(folder: Path):
     assert pickle.loads(pickle.dumps(custom)).name == custom.name
 
 
-def test_a_run_keeps_its_transform(folder: Path, tmp_path: Path):
-    """Oracle: an uninterrupted run, bit for bit, of random crops, resumed by the name in the state."""
+def test_a_run_keeps_its_transform(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: an uninterrupted run, bit for bit, of random crops; a state alone imports nothing."""
     options = ["--data", str(folder), "--model", "vit_digits_patch2_8", "--img-size", "8", "--batch-size", "4"]
     options += ["--workers", "0", "--device", "cpu", "--transform", "test_own_objects:crop", "--optimizer", "muon"]
     # two epochs of a schedule for two, in one go, and stopped within the second
     assert main(["train", "--out", str(tmp_path / "whole"), "--epochs", "2", *options]) == 0
     assert main(["train", "--out", str(tmp_path / "parts"), "--epochs", "2", "--save-every", "1", *options]) == 0
     (tmp_path / "parts" / STATE).unlink()
-    assert main(["train", "--out", str(tmp_path / "parts"), "--resume"]) == 0
+    resumed = ["train", "--out", str(tmp_path / "parts"), "--resume"]
+    assert main(resumed) == 2
+    assert "imports test_own_objects:crop; give --transform test_own_objects:crop again" in capsys.readouterr().err
+    assert main([*resumed, "--transform", "test_own_objects:crop"]) == 0
     states = [checkpoint.load_state(tmp_path / name / STATE) for name in ("whole", "parts")]
     assert all(torch.equal(tensor, states[1]["model"][name]) for name, tensor in states[0]["model"].items())
     assert states[1]["settings"]["transform"] == "test_own_objects:crop"

@@ -215,6 +215,7 @@ def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save
     from ..train.checkpoint import PREVIOUS, STATE
     from ..train.outputs import log_row, summary
     from ..train.progress import show_progress
+    from ..train.settings import imported
     from ..train.trackers import Run, tracking
     from ..train.trainer import run
     from ..weights import save_weights
@@ -238,7 +239,8 @@ def _run(trainer: "Trainer", out: Path, settings: dict, state: dict | None, save
     except KeyboardInterrupt:
         if not any((out / name).exists() for name in (STATE, PREVIOUS)):
             return print_error("stopped before the first state was saved", 130)
-        command = f"fastvit-triton train --out {quote(str(out))} --resume"
+        again = [f" --{name} {quote(value)}" for name, value in imported(settings).items()]
+        command = f"fastvit-triton train --out {quote(str(out))} --resume{''.join(again)}"
         return print_error(f"stopped; {out} holds everything up to the last saved state; resume with: {command}", 130)
     if world.is_main:
         print_line(summary(out, trainer.data))

@@ -59,6 +59,11 @@ def resolve_settings(given: dict, state: dict | None = None, accept_changes: boo
     return _override(SETTINGS | asdict(RECIPES[name]) | {"recipe": name}, given)
 
 
+def imported(settings: dict) -> dict[str, str]:
+    """Settings that name an object to import, `module:attribute`."""
+    return {name: settings[name] for name in ("transform", "optimizer") if ":" in (settings.get(name) or "")}
+
+
 def recipe_of(settings: dict) -> Recipe:
     """The recipe in the settings of a run.
 
@@ -110,6 +115,9 @@ def _resume(given: dict, state: dict, accept_changes: bool) -> dict:
         if name == "recipe" or not accept_changes:
             remedy = "leave it out" if name == "recipe" else "leave it out, or pass --accept-changes"
             raise ValueError(f"{name} is {value}, but the run to resume has {saved.get(name)}; {remedy}")
+    for name, value in imported(saved).items():  # a file does not name code to run
+        if given.get(name) is None:
+            raise ValueError(f"the run to resume imports {value}; give --{name} {value} again")
     return _override(saved, changed)
 
 
