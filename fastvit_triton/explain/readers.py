@@ -68,6 +68,8 @@ def _foreign(module: nn.Module, read: Callable, *inputs: Any, **named: Any):
     parts = read(module, *rest, **named)
     if isinstance(parts, str) and len(masks := [t for t in (*rest, *named.values()) if isinstance(t, Tensor)]) == 1:
         parts = _with_mask(read(module), masks[0]) or parts
+    if isinstance(parts, AttentionParts) and parts.varlen is not None:
+        parts = "images of different sizes in one sequence"
     return parts if isinstance(parts, str) else (x, parts, None)
 
 
