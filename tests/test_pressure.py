@@ -115,7 +115,8 @@ def longer(case):
 
 
 @pytest.mark.parametrize(
-    "op, case", [c for c in CASES if "cu_seqlens" not in inspect.signature(c.values[0].run).parameters]
+    "op, case",
+    [c for c in CASES if "varlen" not in c.id],  # whose reference masks all pairs of tokens
 )
 def test_shapes_beyond_32_bits(op, case):
     """Oracle: the shapes of the reference for the same fake tensors, which have no memory."""
@@ -222,7 +223,9 @@ def test_large_inputs(op, case, dtype):
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")  # NumPy's, and meant
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("op, case", CASES)
+@pytest.mark.parametrize(  # the reference of packed images multiplies values of other images by 0, which spreads NaN
+    "op, case", [c for c in CASES if c.id != "attention_qkv-varlen"]
+)
 def test_nan_and_infinity_propagate(op, case, bad):
     """Oracle: the PyTorch path in float32: the same outputs are NaN or infinite, and so is part of each gradient."""
     arguments = {n: converted(v, torch.float32) for n, v in op.inputs(case, torch.float64, "cpu").items()}
@@ -255,7 +258,7 @@ MUTATIONS = {
     "attention_backward._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
     "attention_backward._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
     "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
-    "layer_norm_backward._bwd_kernel": ("- normed *", "+ normed *", layer_norm.OP, "ragged"),
+    "layer_norm_backward._bwd_kernel": ("t -= normed *", "t += normed *", layer_norm.OP, "ragged"),
     "layer_norm_backward._sum_kernel": ("total += tl.sum", "total -= tl.sum", layer_norm.OP, "ragged"),
     "layer_norm._stats_kernel": ("x - mean", "x + mean", linear.OP, "norm_gelu"),
     "fold._fold_rows": ("folded_bias += tl.sum", "folded_bias -= tl.sum", fold.OP, "one"),

@@ -264,8 +264,7 @@ def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
     if cu_seqlens is not None:
         max_seqlen = min(max_seqlen, q.shape[2])
-        o.zero_()  # for tokens that belong to no image
-        lse.fill_(-math.inf)
+        o.zero_()  # for tokens that belong to no image, whose L is not read
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if o.numel():
         tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, o=o, l=lse)

@@ -474,7 +474,7 @@ OP = Op(
     cases={
         "rope": dict(B=2, H=2, N=7, D=4, prefix=2, norms=1),
         "plain": dict(B=2, H=3, N=17, D=6),
-        "varlen": dict(B=1, H=2, N=9, D=4, prefix=0, halves=1, norms=6, gap=2),
+        "varlen": dict(B=1, H=2, N=9, D=4, prefix=0, halves=1, norms=6, gap=0),
     },
     inputs=_inputs,
     ragged={
