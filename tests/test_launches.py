@@ -124,7 +124,7 @@ def test_launches_outside_operators_are_counted():
     """Oracle: the same call through the registered operator."""
     with launch.targeting("sm_90"), using_backend("triton"), torch.no_grad():
         body, counts = REGISTERED["layer_norm_fwd"][0], []
-        given = torch.empty(2, 3, 32), None, torch.empty(32), torch.empty(32), 1e-6, None, None, False
+        given = torch.empty(2, 3, 32), None, torch.empty(32), torch.empty(32), 1e-6, None, None, False, False
         for call in (torch.ops.fastvit_triton.layer_norm_fwd, body):
             with tracing() as found:
                 call(*given)
