@@ -111,7 +111,8 @@ def _apply(
     cos, sin, interleaved = rope or (None, None, False)
     o, lse = _Fn.apply(
         packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
-        interleaved, prefix_tokens, q_eps, k_eps, q_norm is not None and _is_rms(q_norm), k_norm is not None and _is_rms(k_norm),
+        interleaved, prefix_tokens, q_eps, k_eps,
+        q_norm is not None and _is_rms(q_norm), k_norm is not None and _is_rms(k_norm),
         packed.shape[-1] ** -0.5 if scale is None else scale, max_seqlen,
     )  # fmt: skip
     return o.transpose(1, 2).flatten(2), lse

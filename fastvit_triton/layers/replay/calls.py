@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import launch, plan
-from .. import ways
+from .. import packing, ways
 from ..freeze import PROGRAMS
 from ..hooks import has_global_hooks
-from ..packing import known_lengths
 from .guard import Uncompared
 from .record import Record, record
 
@@ -110,7 +109,8 @@ def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object,
         with torch.cuda.device(device):
             return call(settings, forward, module, *inputs, **named)
     addresses = [t.data_ptr() for t in tensors]
-    key = settings, launch.run, known_lengths(tensors), *given, *named, *_layouts(tensors), *[a % 16 for a in addresses]
+    lengths = packing.known_lengths(tensors) if packing.state.lengths else ()
+    key = settings, launch.run, lengths, *given, *named, *_layouts(tensors), *[a % 16 for a in addresses]
     programs = module.__dict__.get(PROGRAMS)
     if programs is None or programs.owner is None or programs.owner() is not module:
         programs = module.__dict__[PROGRAMS] = Programs(module)
