@@ -250,7 +250,7 @@ def test_a_norm_equals_the_plain_tuple():
             assert torch.equal(function(**{name: (*parameters, "layer_norm")}), want)
             with pytest.raises(ValueError, match=f"kind of {name} is 'batch_norm'; use 'layer_norm'"):
                 function(**{name: Norm(*parameters, "batch_norm")})
-            with pytest.raises(ValueError, match="is an RMSNorm with a bias|kind of norm is 'rms_norm'"):
+            with pytest.raises(ValueError, match=r"is an RMSNorm with a bias|kind of norm is 'rms_norm'"):
                 function(**{name: Norm(*parameters, "rms_norm")})
 
 
