@@ -91,6 +91,7 @@ TOWERS |= PACKED
 ROUNDED = (
     "HunYuanVLVisionTransformer",
     "InternVLVisionModel",
+    "Sapiens2Model",
     "MLCDVisionModel",
     "Step3p7VisionModel",
     "Aimv2VisionModel",
