@@ -13,6 +13,7 @@ from fastvit_triton.convert.counting.trace import tracing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.models import model_config
 
 WAYS = ("default", "mixed", "fused")
 DTYPES = {"bf16": torch.bfloat16, "autocast": torch.float32, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,9 +35,10 @@ def selected(names: list[str], sample: list[str]) -> list:
 
 
 def catalogued(name: str) -> tuple[nn.Module, Tensor]:
-    """Our model of that name with two blocks and uninitialised parameters, and two images."""
+    """Our model of that name with two blocks, or five of a pyramid, uninitialised parameters, and two images."""
+    pyramid = hasattr(model_config(name), "depths")
     with torch.device("meta"):
-        model = fastvit_triton.create_model(name, depth=2)
+        model = fastvit_triton.create_model(name, **(dict(depths=(2, 1, 1, 1)) if pyramid else dict(depth=2)))
     return model.to_empty(device="cpu"), torch.empty(2, model.config.in_chans, *model.config.img_size)
 
 
