@@ -333,7 +333,7 @@ OP = Op(
         "plain": dict(B=1, H=2, W=6, heads=1, D=3, h=2, w=3),
         "moved": dict(B=2, H=5, W=4, heads=2, D=3, h=2, w=3, sy=1, bias=1, pad=1, pad_first=1),
         "cosine": dict(B=1, H=3, W=5, heads=2, D=4, h=2, w=2, sy=1, sx=1, bias=1, cosine=1, pad=1, pad_first=0),
-        "large": dict(B=1, H=5, W=14, heads=1, D=2, h=5, w=13, sx=4, bias=1, pad=1, cosine=1),
+        "large": dict(B=1, H=5, W=14, heads=2, D=3, h=5, w=13, sx=4, bias=1, pad=1, cosine=1),
     },
     inputs=_inputs,
     ragged={
