@@ -141,7 +141,7 @@ def test_unusable_data_are_refused_in_one_sentence(tmp_path: Path, capsys: pytes
     assert "has no column of type ClassLabel, but id, photo" in refused(capsys, *train, bare)
     hidden = saved(tmp_path / "hidden", train=rows(4), test=rows(4, kind=[0, 1, -1, 0]))
     assert "has no label for image 2 of its val split" in refused(capsys, *train, hidden)
-    assert "cannot be opened: " in refused(capsys, *train, "hf:nobody/has-this-0")
+    assert "cannot be loaded: " in refused(capsys, *train, "hf:nobody/has-this-0")
     with pytest.raises(ValueError, match="has classes blue, red, the model cat"):
         load_test(f"{only}:train", ("cat",), Transform((8, 8), (0.5,) * 3, (0.5,) * 3), 4)
     assert not (tmp_path / "out").exists()

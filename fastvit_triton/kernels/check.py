@@ -218,11 +218,8 @@ def varlen(
 ) -> tuple[Tensor, int]:
     """Returns (cu_seqlens, max_seqlen); raises ValueError or TypeError unless they fit qkv [T, 3·H·D] of `varlen`."""
     pair("varlen", value, "a Varlen or a tuple (cu_seqlens, max_seqlen)")
-    for name, given, default in (("bias", bias, None), ("kv_lens", kv_lens, None)):
-        if given is not default:
-            raise ValueError(f"{name} is not supported with varlen; give {default}")
-    if prefix_tokens or return_lse:
-        raise ValueError("prefix_tokens and return_lse are not supported with varlen; leave them out")
+    if prefix_tokens or return_lse or bias is not None or kv_lens is not None:
+        raise ValueError("prefix_tokens, bias, kv_lens and return_lse are not supported with varlen; leave them out")
     expect("qkv", qkv, T=None, **{"3·H·D": None})
     images(value[0], qkv, value[1])
     return value[0], value[1]

@@ -136,4 +136,4 @@ def _one_sentence(data: str) -> Iterator[None]:
         yield
     except (OSError, LookupError, ValueError, RuntimeError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"data {data!r} cannot be opened: {first}") from error
+        raise ValueError(f"data {data!r} cannot be loaded: {first}") from error
