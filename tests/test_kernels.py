@@ -333,6 +333,13 @@ def test_depthwise_equals_the_modules_of_other_packages():
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(1, 2, 3, 2)), "axis Nk of bias must be 3, got 2"),
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(2)), "axis B of kv_lens must be 1, got 2"),
         (lambda: attention_qkv(randn(1, 2, 10), 2), "multiple of 3·num_heads = 6, got 10"),
+        (lambda: attention_qkv(randn(2, 12), 2, varlen=(torch.tensor([0, 2]), 1)), "max_seqlen must be at least 2"),
+        (lambda: attention_qkv(randn(2, 12), 2, varlen=(torch.tensor([0, 3]), 3)), "end with at most T = 2, got 3"),
+        (
+            lambda: attention_qkv(randn(2, 12), 2, varlen=(torch.tensor([0, 2]), 2), return_lse=True),
+            "return_lse are not supported with varlen",
+        ),
+        (lambda: attention_qkv(randn(1, 2, 12), 2, varlen=(torch.tensor([0, 2]), 2)), "qkv must have axes"),
         (
             lambda: attention_qkv(randn(1, 4, 12), 2, rope=(*[randn(4, 2)] * 2, True), prefix_tokens=1),
             "axis N - prefix_tokens of cos must be 3, got 4",
