@@ -23,6 +23,7 @@ from fastvit_triton import (
     varlen_attention,
     window_attention,
 )
+from fastvit_triton.kernels.argument import Norm
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers.attention import Attention
 from fastvit_triton.layers.block import Block, Blocks
@@ -250,22 +251,35 @@ def _linears() -> Iterator[Case]:
     def narrow(D: int):
         return mlp, (new(*M, D), *layers(4 * D, 1, D)), branch(D) | dict(recompute=True, return_stats=True)
 
-    def with_stats():
+    def rms(D: int):
+        return Norm(new(D), None, 1e-6, "rms_norm")
+
+    def gated(activation: str):
+        norm = None if activation == "swiglu" else rms(D)
+        return mlp, (new(*M, D), *layers(2048, 2)), dict(activation=activation, norm=norm)
+
+    def with_stats(norm: tuple):
         stats = torch.empty(BATCH * 197, 6, 2)
-        return linear, (new(*M, D), new(3 * D, D), new(3 * D)), dict(norm=(new(D), new(D), 1e-6), stats=stats)
+        return linear, (new(*M, D), new(3 * D, D), new(3 * D)), dict(norm=norm, stats=stats)
 
     def stem(P: int, image: torch.Tensor, **options):
         T = (image.shape[2] // P) ** 2
         return patch_embed, (image, new(D, 3, P, P), new(D), new(1, T, D)), options
 
     made = {
-        "swiglu": ("mlp", lambda: (mlp, (new(*M, D), *layers(2048, 2)), dict(activation="swiglu"))),
+        "swiglu": ("mlp", lambda: gated("swiglu")),
+        "rms_norm, geglu": ("mlp", lambda: gated("geglu")),
+        "rms_norm, geglu_tanh": ("mlp", lambda: gated("geglu_tanh")),
+        "hardswish": ("mlp", lambda: (mlp, (new(*M, D), *layers(2 * D)), dict(activation="hardswish"))),
+        "relu6": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), dict(activation="relu6"))),
+        "rms_norm, D=192": ("mlp", lambda: (mlp, (new(*M, 192), *layers(768, 1, 192)), dict(norm=rms(192)))),
         "gelu_tanh": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), dict(activation="gelu_tanh"))),
         "branch": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(return_stats=True))),
         "recompute": ("mlp", lambda: (mlp, (new(*M, D), *layers(4 * D)), branch() | dict(recompute=True))),
         "recompute, D=128": ("mlp", lambda: narrow(128)),
         "recompute, D=192": ("mlp", lambda: narrow(192)),
-        "given statistics": ("linear", with_stats),
+        "given statistics": ("linear", lambda: with_stats((new(D), new(D), 1e-6))),
+        "given statistics, rms_norm": ("linear", lambda: with_stats(rms(D))),
         "head": ("linear", lambda: (linear, (new(BATCH, D), new(1000, D), new(1000)), {})),
         "patch 14, D=768": ("patch_embed", lambda: stem(14, torch.empty(BATCH, 3, 224, 224, dtype=torch.bfloat16))),
         "patch 32": ("patch_embed", lambda: stem(32, torch.empty(BATCH, 3, 224, 224, dtype=torch.bfloat16))),

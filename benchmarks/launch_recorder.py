@@ -208,7 +208,7 @@ def work(launch: Launch) -> Work:
         return _window_work(launch)
     if name == "linear._fwd_kernel":
         passes = math.ceil(a["K"] / a["BLOCK_K"])
-        products = 2 if a["ACTIVATION"] == "swiglu" else 1
+        products = 2 if a["GATED"] else 1
         tile = 2 * a["BLOCK_M"] * a["BLOCK_F"] * products
         return Work(2 * a["M"] * a["F"] * a["K"] * products, tile * passes * a["BLOCK_K"], passes)
     if name == "mlp._fwd_kernel":

@@ -28,8 +28,10 @@ from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels import backend, fold, mlp
+from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import hooks
+from fastvit_triton.layers.module_parts import activation_of
 
 ROUNDINGS = 84  # as in test_models.py
 
@@ -468,6 +470,19 @@ def test_report_lists_each_candidate():
     assert "forward" not in model.left.__dict__ and "need a CUDA or ROCm GPU, this is cpu" in report.device
 
 
+def test_hard_activations_are_read():
+    """Oracle: the module's own output, and its type's name in our table; others are called."""
+    from timm.layers.activations import HardSwish
+    from timm.layers.activations_me import HardSwishMe
+
+    x = torch.linspace(-8, 8, 101, dtype=torch.float64)
+    pairs = {HardSwish: "hardswish", HardSwishMe: "hardswish", nn.Hardswish: "hardswish", nn.ReLU6: "relu6"}
+    for module, name in ((made(), name) for made, name in pairs.items()):
+        assert activation_of(module) == name
+        torch.testing.assert_close(ACTIVATIONS[name](x), module(x))
+    assert isinstance(activation_of(nn.Hardtanh()), nn.Hardtanh)
+
+
 def test_report_prints_a_table():
     """Oracle: the text; blocks with identical rows share a line."""
     model = MODELS["timm_cait"]()
@@ -481,7 +496,7 @@ def test_report_prints_a_table():
         "blocks.*.norm2 ×2 LayerNorm fused LayerNorm (inside blocks.*)",
     ]
     device = "Triton kernels need a CUDA or ROCm GPU, this is cpu; own forwards run here."
-    norms = "3 LayerNorms run our kernel, which saves no launch"
+    norms = "3 norms run our kernel, each in a launch of its own"
     assert lines[-1] == f"19 of 19 candidates are fused; {norms}. {device}"
     assert str(optimize(nn.Linear(2, 2))).endswith(f"0 of 0 candidates are fused. {device}")
 

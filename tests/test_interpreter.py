@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from triton.runtime.errors import InterpreterError
 
 from benchmarks.launch_recorder import record
 from fastvit_triton import fold, kernels
-from fastvit_triton.kernels import OPS, attention, layer_norm, linear, mlp
+from fastvit_triton.kernels import OPS, attention, depthwise, layer_norm, linear, mlp
+from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.launch import TUNED
 
 pytestmark = pytest.mark.usefixtures("always_folded")
@@ -23,7 +25,7 @@ STATS = dataclasses.replace(
     linear.OP,
     name="linear_with_statistics",
     run=lambda x, **rest: linear.linear(x, stats=layer_norm.row_stats(x), return_stats=True, **rest),
-    ragged={"odd": linear.OP.ragged["odd"]},
+    ragged={"odd": linear.OP.ragged["odd"], "rms": linear.OP.ragged["rms"]},
 )
 KERNELS = [op for op in (*OPS, STATS) if op.ragged]
 EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in KERNELS for name, case in op.ragged.items()]
@@ -82,6 +84,31 @@ def outside(op, arguments, dtype):
 def test_kernel_equals_float64(op, case, dtype):
     """Oracle: the reference in float64, within the budget of `outside`; new memory is filled with NaN."""
     assert outside(op, op.inputs(case, dtype, "cpu"), dtype) == []
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_activation_equals_float64(name, dtype):
+    """Oracle: as above, for pre-activations of magnitude 10, so that all pieces of an activation occur."""
+    arguments = depthwise.OP.inputs(dict(B=2, H=4, W=9, C=8, K=3), dtype, "cpu")
+    arguments["x"] = (arguments["x"].detach() * 5).requires_grad_()
+    assert outside(depthwise.OP, arguments | dict(activation=name), dtype) == []
+    x, weight, bias = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((9, 16), (8, 16), (8,)))
+    assert outside(linear.OP, dict(x=x, weight=weight, bias=bias, activation=name), dtype) == []
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of 0 · ∞
+def test_pieces_of_activations_meet_as_in_pytorch():
+    """Oracle: PyTorch's values and gradients at the ends of each piece, and of NaN and infinity."""
+    ends = torch.tensor([-3.0, 3.0, 0.0, 6.0, -2.9999998, 2.9999998, math.nan, math.inf, -math.inf])
+    for name in ("relu", "hardswish", "relu6"):
+        got, want = ends.clone().requires_grad_(), ends.clone().requires_grad_()
+        with interpreting():
+            y = depthwise.depthwise(got.view(1, 1, 1, 9), torch.ones(9, 1, 1, 1), activation=name)
+            y.sum().backward()
+        ACTIVATIONS[name](want).sum().backward()
+        torch.testing.assert_close(y.detach().flatten(), ACTIVATIONS[name](ends), equal_nan=True)
+        torch.testing.assert_close(got.grad, want.grad, equal_nan=True)
 
 
 def tables():

@@ -13,6 +13,7 @@ from fastvit_triton import (
     attention,
     attention_qkv,
     depthwise,
+    fold,
     layer_norm,
     linear,
     mlp,
@@ -20,7 +21,7 @@ from fastvit_triton import (
     varlen_attention,
 )
 from fastvit_triton.kernels import OPS
-from fastvit_triton.kernels.activation import ACTIVATIONS
+from fastvit_triton.kernels.activation import ACTIVATIONS, GATED
 from fastvit_triton.kernels.argument import Norm, can_read_values
 from fastvit_triton.kernels.backend import backend, set_backend, using_backend, why_not
 from fastvit_triton.kernels.layer_norm import row_stats
@@ -183,14 +184,16 @@ def test_add_layer_norm_equals_equation_3():
 
 
 def test_activations_equal_their_published_formulas():
-    """Oracle: arXiv:1606.08415, section 2, written out."""
-    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    """Oracle: arXiv:1606.08415, section 2, and arXiv:1905.02244, section 5.2, written out."""
+    x = torch.linspace(-8, 8, 101, dtype=torch.float64)
     formulas = {
         "gelu": x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
         "gelu_tanh": 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "quick_gelu": x / (1 + torch.exp(-1.702 * x)),
         "relu": x.clamp(min=0),
         "silu": x / (1 + torch.exp(-x)),
+        "hardswish": x * (x + 3).clamp(0, 6) / 6,
+        "relu6": x.clamp(0, 6),
     }
     assert formulas.keys() == ACTIVATIONS.keys()
     for name, want in formulas.items():
@@ -212,6 +215,24 @@ def test_linear_equals_equations_1_to_4():
         stats[:, 0].double(), torch.stack((rows.sum(-1), rows.var(-1, correction=0) * 4), -1), rtol=1e-5, atol=1e-5
     )
     assert not row_stats(y.requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("activation", GATED)
+def test_gated_activations_equal_equation_2(activation):
+    """Oracle: arXiv:2002.05202, equations 5 and 6, written out; the gate is the first half of the weight."""
+    x, gate, up, bg, bu = randn(2, 5), randn(4, 5), randn(4, 5), randn(4), randn(4)
+    want = ACTIVATIONS[GATED[activation]](x @ gate.T + bg) * (x @ up.T + bu)
+    assert close64(linear(x, torch.cat((gate, up)), torch.cat((bg, bu)), activation=activation), want)
+
+
+def test_rms_norm_before_a_matmul_equals_equation_1():
+    """Oracle: arXiv:1910.07467, equation 4, written out; without a weight, too."""
+    x, weight, bias, g = randn(2, 3, 5), randn(4, 5), randn(4), randn(5)
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert close64(linear(x, weight, bias, norm=Norm(g, None, 1e-5, "rms_norm")), normed * g @ weight.T + bias)
+    assert close64(linear(x, weight, norm=Norm(None, None, 1e-5, "rms_norm")), normed @ weight.T)
+    folded = fold((weight,), (bias,), g, None, x.dtype)
+    assert close64(linear(x, folded, norm=Norm(None, None, 1e-5, "rms_norm")), normed * g @ weight.T + bias)
 
 
 def test_swiglu_packed_equals_pair():
@@ -352,7 +373,7 @@ def test_depthwise_equals_the_modules_of_other_packages():
         (lambda: linear(randn(2, 4), randn(3, 4), randn(4)), "axis F of bias must be 3, got 4"),
         (lambda: linear(randn(2, 4), randn(3, 4), residual=randn(2, 4)), r"residual must have shape \[2, 3\]"),
         (lambda: linear(randn(2, 4), randn(3, 4), activation="tanh"), "activation is 'tanh'; use one of gelu"),
-        (lambda: linear(randn(2, 4), (randn(3, 4), randn(3, 4))), "only activation='swiglu' takes"),
+        (lambda: linear(randn(2, 4), (randn(3, 4), randn(3, 4))), "only activation='swiglu' or .* takes"),
         (lambda: mlp(randn(2, 4), (randn(6, 4), None), (randn(4, 5), None)), "axis F of fc2 weight must be 6, got 5"),
         (lambda: mlp(randn(2, 4), (randn(6, 4), None), (randn(4, 6), randn(1))), "axis D of fc2 bias must be 4, got 1"),
         (
@@ -382,7 +403,7 @@ def test_depthwise_equals_the_modules_of_other_packages():
             lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), stride=2, residual=True),
             "residual is True with a stride of 2",
         ),
-        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), activation="swiglu"), "swiglu', which needs a gate"),
+        (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), activation="swiglu"), "swiglu', which has a gate"),
         (lambda: depthwise(randn(2, 2, 3, 4), randn(4, 1, 3, 3), activation="tanh"), "use one of gelu"),
     ],
 )

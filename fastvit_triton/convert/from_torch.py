@@ -9,18 +9,21 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.layer_norm import layer_norm
 from ..kernels.patch_embed import patch_embed
+from ..kernels.rms_norm import rms_norm
 from ..layers.body import AttentionParts, MlpParts, finish, project
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import are_plain_tensors, has_hooks, type_name
 from ..layers.module_parts import (
     DROPOUTS,
     LAYER_NORMS,
+    RMS_NORMS,
     Foreign,
     Packed,
     activation_of,
     is_patch_conv,
     is_readable,
     last_axis_norm,
+    last_axis_rms_norm,
 )
 from .forwards import fused_body, fused_forward, original
 from .third_party import is_fusable, scores_mask
@@ -131,8 +134,8 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
 
 
 def _norm_reason(self: Foreign) -> str | None:
-    known = last_axis_norm(self) is not None
-    return None if known else "several axes, fast norm, or parameters of a tensor subclass"
+    known = last_axis_rms_norm(self) if type_name(self) in RMS_NORMS else last_axis_norm(self)
+    return None if known is not None else "several axes, fast norm, no ε, or parameters of a tensor subclass"
 
 
 @fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
@@ -141,9 +144,23 @@ def layer_norm_forward(self: Foreign, input: Tensor) -> Tensor:
     norm = last_axis_norm(self) if is_fusable(self, input) else None
     if norm is None:
         return original(self, input)
-    device = input.device.type
-    wide = device != "cpu" and torch.is_autocast_enabled(device) and input.dtype != torch.float64
-    return layer_norm(input.float() if wide else input, *norm[:3])
+    return layer_norm(_wide(input), *norm[:3])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in float32 if autocast is on for a GPU, which casts the inputs of norms."""
+    device = x.device.type
+    return x.float() if device != "cpu" and torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x
+
+
+@fused_forward("RMSNorm", *RMS_NORMS, reason=_norm_reason)
+def rms_norm_forward(self: Foreign, x: Tensor) -> Tensor:
+    """RMSNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
+    norm = last_axis_rms_norm(self) if is_fusable(self, x) else None
+    wide = _wide(x)
+    if norm is None or (norm.weight is not None and norm.weight.dtype != wide.dtype):
+        return original(self, x)
+    return rms_norm(wide, norm.weight, norm.eps)
 
 
 @fused_forward(

@@ -15,7 +15,7 @@ from ..layers.composed import ComposedParts
 from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
-from ..layers.module_parts import LAYER_NORMS, is_readable, norm_of
+from ..layers.module_parts import is_readable, norm_of
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
 from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
@@ -162,9 +162,10 @@ def _verified(model: nn.Module, rows: tuple[Row, ...], inputs: Any) -> tuple[Row
 
 
 def _named(row: Row, module: nn.Module, folded: set[int]) -> Row:
-    """The row, marked `bare` for a LayerNorm that remains a separate launch."""
-    bare = row.became is not None and type_name(module) in LAYER_NORMS and id(module) not in folded
-    return replace(row, became="LayerNorm kernel", bare=True) if bare else row
+    """The row, marked `bare` for a norm that remains a separate launch."""
+    if row.became not in ("fused LayerNorm", "fused RMSNorm") or id(module) in folded:
+        return row
+    return replace(row, became=f"{row.became.removeprefix('fused ')} kernel", bare=True)
 
 
 def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:

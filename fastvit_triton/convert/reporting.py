@@ -46,7 +46,7 @@ class Report:
 
     @property
     def norms(self) -> tuple[Row, ...]:
-        """LayerNorms that run our kernel as separate launches, which saves no launch."""
+        """Norms that run our kernel as separate launches; a LayerNorm saves none by that."""
         return tuple(row for row in self.rows if row.bare)
 
     @property
@@ -66,8 +66,8 @@ class Report:
         wide = [max(len(line[i]) for line in table) for i in (0, 1)]
         text = [f"{path:<{wide[0]}}  {name:<{wide[1]}}  {runs}".rstrip() for path, name, runs in table]
         total = f"{len(self.fused)} of {len(self.fused) + len(self.left)} candidates are fused"
-        several = f"{len(self.norms)} LayerNorms run" if len(self.norms) > 1 else "1 LayerNorm runs"
-        total += f"; {several} our kernel, which saves no launch" if self.norms else ""
+        several = f"{len(self.norms)} norms run our kernel, each" if len(self.norms) > 1 else "1 norm runs our kernel"
+        total += f"; {several} in a launch of its own" if self.norms else ""
         return "\n".join([*text, f"{total}. {self.device}; {self.unfused}s run here." if self.device else f"{total}."])
 
 

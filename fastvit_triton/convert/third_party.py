@@ -11,12 +11,15 @@ MASKED = -1e30  # scores below count as masked: rounding would lose the log-sum-
 _HF = "transformers.models"
 
 parts.LAYER_NORMS.update(("timm.layers.norm.LayerNorm", "timm.models.layers.norm.LayerNorm"))
+parts.RMS_NORMS["timm.layers.norm.RmsNorm"] = "eps"
 parts.ACTIVATIONS.update(
     {
         "timm.layers.activations.GELU": "gelu",
         "timm.models.layers.activations.GELU": "gelu",
         "timm.layers.activations.GELUTanh": "gelu_tanh",
         "timm.layers.activations.QuickGELU": "quick_gelu",
+        "timm.layers.activations.HardSwish": "hardswish",
+        "timm.layers.activations_me.HardSwishMe": "hardswish",
         "transformers.activations.GELUActivation": "gelu",
         "transformers.activations.GELUTanh": "gelu_tanh",
         "transformers.activations.QuickGELUActivation": "quick_gelu",

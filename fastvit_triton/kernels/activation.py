@@ -1,9 +1,10 @@
 """Activation functions: PyTorch versions by name, and device functions with derivatives.
 
-"swiglu" is silu(gate) · up for the two halves of a matmul's output; the functions here compute only silu(gate).
+A gated activation is act(gate) · up for the two halves of a matmul's output; the device functions compute act alone.
 
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
-          SwiGLU: Shazeer, arXiv:2002.05202, eq. 6.
+          SwiGLU and GEGLU: Shazeer, arXiv:2002.05202, eq. 5 and 6; hard swish x·relu6(x + 3) / 6: Howard et al.,
+          MobileNetV3, arXiv:1905.02244, section 5.2.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": _quick_gelu,
     "relu": F.relu,
     "silu": F.silu,
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
 }
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}  # gated activation → that of its gate
+NAMES = (*ACTIVATIONS, *GATED)
+
+
+def gate_of(activation: str | None) -> str | None:
+    """The activation of the gate if the activation is gated; else the activation itself."""
+    return activation if activation is None else GATED.get(activation, activation)
+
+
+def apply_activation(h: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
+    """The activation of h; act(gate) · up for a gated one, whose gate and up are the halves of h, or h and `up`."""
+    if activation not in GATED:
+        return ACTIVATIONS[activation](h)
+    gate, up = h.chunk(2, -1) if up is None else (h, up)
+    return ACTIVATIONS[GATED[activation]](gate) * up
 
 
 @jit
@@ -51,7 +69,7 @@ def _sigmoid(x):
 
 @jit
 def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """GELU (erf or tanh form), x·sigmoid(1.702 x), ReLU or SiLU of fp32 x; KIND "swiglu" gives the SiLU of the gate."""
+    """The activation KIND of fp32 x; None gives x."""
     if KIND == "gelu":
         return x * _normal_cdf(x, EXACT)
     if KIND == "gelu_tanh":
@@ -60,8 +78,12 @@ def activate(x, KIND: tl.constexpr, EXACT: tl.constexpr):
         return x * _sigmoid(1.702 * x)
     if KIND == "relu":
         return tl.where(x < 0, 0.0, x)  # tl.maximum would turn NaN into 0 on a GPU
-    if KIND == "silu" or KIND == "swiglu":
+    if KIND == "silu":
         return x * _sigmoid(x)
+    if KIND == "hardswish":
+        return x * tl.where(x <= -3, 0.0, tl.where(x >= 3, 1.0, x * 0.16666667 + 0.5))
+    if KIND == "relu6":
+        return tl.where(x < 0, 0.0, tl.where(x > 6, 6.0, x))
     return x
 
 
@@ -78,7 +100,11 @@ def activate_grad(x, KIND: tl.constexpr, EXACT: tl.constexpr):
         return s + 1.702 * x * s * (1.0 - s)
     if KIND == "relu":
         return tl.where(x <= 0, 0.0, 1.0)
-    if KIND == "silu" or KIND == "swiglu":
+    if KIND == "silu":
         s = _sigmoid(x)
         return s + x * s * (1.0 - s)
+    if KIND == "hardswish":
+        return tl.where(x <= -3, 0.0, tl.where(x < 3, x * 0.33333334 + 0.5, 1.0))
+    if KIND == "relu6":
+        return tl.where((x <= 0) | (x >= 6), 0.0, 1.0)
     return tl.full(x.shape, 1.0, tl.float32)

@@ -28,7 +28,7 @@ class Norm(NamedTuple):
         weight: γ [K], or None.
         bias: β [K], or None.
         eps: ε, added to the variance.
-        kind: "layer_norm"; for queries and keys also "rms_norm", which has no β and does not subtract the mean.
+        kind: "layer_norm" or "rms_norm", which has no β and does not subtract the mean.
     """
 
     weight: Tensor | None
@@ -51,6 +51,11 @@ class Varlen(NamedTuple):
 
 
 NormLike = Norm | tuple[Tensor | None, Tensor | None, float]
+
+
+def kind_of(norm: NormLike) -> str:
+    """ "layer_norm", also for a plain tuple, or "rms_norm"."""
+    return norm[3] if len(norm) == 4 else "layer_norm"
 
 
 class Normalized(NamedTuple):

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, check, layer_norm, rms_norm
-from .argument import NormLike, Rope, Varlen, expect_number
+from . import attention, check, rms_norm
+from .argument import NormLike, Rope, Varlen, expect_number, kind_of
 from .attention_launch import run
 from .backend import kernels_available
 from .launch import cdiv, power_of_2
@@ -112,14 +112,10 @@ def _apply(
     o, lse = _Fn.apply(
         packed, q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias, cos, sin, bias, kv_lens, cu_seqlens,
         interleaved, prefix_tokens, q_eps, k_eps,
-        q_norm is not None and _is_rms(q_norm), k_norm is not None and _is_rms(k_norm),
+        q_norm is not None and kind_of(q_norm) == "rms_norm", k_norm is not None and kind_of(k_norm) == "rms_norm",
         packed.shape[-1] ** -0.5 if scale is None else scale, max_seqlen,
     )  # fmt: skip
     return o.transpose(1, 2).flatten(2), lse
-
-
-def _is_rms(norm: NormLike) -> bool:
-    return len(norm) == 4 and norm[3] == "rms_norm"
 
 
 def reference(
@@ -140,9 +136,9 @@ def reference(
         qkv = qkv[None]
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
     if q_norm is not None:
-        q = _normalized(q, q_norm)
+        q = rms_norm.reference_either(q, q_norm)
     if k_norm is not None:
-        k = _normalized(k, k_norm)
+        k = rms_norm.reference_either(k, k_norm)
     if rope is not None:
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
     if varlen is not None:
@@ -150,11 +146,6 @@ def reference(
         return attention.reference_varlen(q, k, v, *varlen, scale).flatten(1)
     o = attention.reference(q, k, v, bias, scale, kv_lens, return_lse)
     return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
-
-
-def _normalized(x: Tensor, norm: NormLike) -> Tensor:
-    """Equation (1)."""
-    return rms_norm.reference(x, norm[0], norm[2]) if _is_rms(norm) else layer_norm.reference(x, *norm[:3])
 
 
 def rotate(x: Tensor, rope: Rope, prefix_tokens: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activation import ACTIVATIONS
+from .activation import GATED, NAMES
 from .argument import (
     NormLike,
     Pair,
@@ -35,7 +35,7 @@ from .fold import check as check_group
 from .launch import cdiv, power_of_2
 from .op import expect
 
-KINDS = "layer_norm", "rms_norm"  # of the norms of queries and keys
+KINDS = "layer_norm", "rms_norm"
 
 
 def projection(
@@ -44,7 +44,7 @@ def projection(
     """Raises ValueError or TypeError unless x [..., K], weight and bias fit each other and the activation is known."""
     expect_rows("x", x, "K")
     activation_name(activation)
-    if isinstance(weight, Tensor) and weight.dim() == 2 and activation != "swiglu":
+    if isinstance(weight, Tensor) and weight.dim() == 2 and activation not in GATED:
         rows = weight.shape[0]
         if rows and is_like(weight, x, rows, x.shape[-1]) and (bias is None or is_like(bias, x, rows)):
             return
@@ -58,8 +58,9 @@ def projection(
         weights, biases = (weight,), (bias,)
     else:
         pair(f"{name}weight", weight, "a tensor or a tuple of two")
-        if activation != "swiglu":
-            raise ValueError(f"{name}weight is a pair; only activation='swiglu' takes a (gate, up) pair")
+        if activation not in GATED:
+            gated = " or ".join(f"activation={kind!r}" for kind in GATED)
+            raise ValueError(f"{name}weight is a pair, which only {gated} takes, as (gate, up)")
         if bias is not None:
             pair(f"{name}bias", bias)
         weights, biases = weight, bias or (None, None)
@@ -77,8 +78,8 @@ def projection(
         expect(f"the column sums of the folded {name}weight", weight.colsum, x, F=F)
         if weight.source is not None:
             sources(f"the source of the folded {name}weight", weight.source, x, F)
-    if activation == "swiglu" and len(weights) == 1 and F % 2:
-        raise ValueError(f"axis F of {name}weight must be even, gate and up, for activation 'swiglu', got {F}")
+    if activation in GATED and len(weights) == 1 and F % 2:
+        raise ValueError(f"axis F of {name}weight must be even, gate and up, for activation {activation!r}, got {F}")
 
 
 def sources(argument: str, value: Group, x: Tensor, F: int) -> None:
@@ -97,24 +98,20 @@ def pair(argument: str, value: object, words: str = "a tuple of two") -> None:
 
 
 def activation_name(activation: str | None) -> None:
-    """Raises ValueError unless the activation is None or a name in ACTIVATIONS or "swiglu"."""
-    if activation is None or activation == "swiglu":
-        return
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; use one of {', '.join((*ACTIVATIONS, 'swiglu'))} or None")
+    """Raises ValueError unless the activation is None or one of `activation.NAMES`."""
+    if activation is not None and (not isinstance(activation, str) or activation not in NAMES):
+        raise ValueError(f"activation is {activation!r}; use one of {', '.join(NAMES)} or None")
 
 
-def norm_parameters(
-    argument: str, value: NormLike, x: Tensor, kinds: tuple[str, ...] = ("layer_norm",), **axis: int
-) -> None:
-    """Raises ValueError or TypeError unless the value is a `Norm` of these kinds or (weight, bias, eps) that fits x."""
+def norm_parameters(argument: str, value: NormLike, x: Tensor, **axis: int) -> None:
+    """Raises ValueError or TypeError unless the value is a `Norm` or (weight, bias, eps) that fits x."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {type(value).__name__}")
     if len(value) != 3:
         if len(value) != 4:
             raise ValueError(f"{argument} must be a Norm or a tuple (weight, bias, eps), got {len(value)} values")
-        if value[3] not in kinds:
-            raise ValueError(f"kind of {argument} is {value[3]!r}; use {' or '.join(map(repr, kinds))}")
+        if value[3] not in KINDS:
+            raise ValueError(f"kind of {argument} is {value[3]!r}; use {' or '.join(map(repr, KINDS))}")
         if value[3] == "rms_norm" and value[1] is not None:
             raise ValueError(f"{argument} is an RMSNorm with a bias; give None")
     expect_norm(x, x.dtype, value, f"{argument} ", **axis)
@@ -199,9 +196,9 @@ def packed(
         raise ValueError(f"axis 3·H·D of qkv must be a multiple of 3·num_heads = {3 * num_heads}, got {width}")
     D = width // (3 * num_heads)
     if q_norm is not None:
-        norm_parameters("q_norm", q_norm, qkv, KINDS, D=D)
+        norm_parameters("q_norm", q_norm, qkv, D=D)
     if k_norm is not None:
-        norm_parameters("k_norm", k_norm, qkv, KINDS, D=D)
+        norm_parameters("k_norm", k_norm, qkv, D=D)
     expect_int("prefix_tokens", prefix_tokens, 0, N)
     if rope is not None:
         rotation(rope, qkv, B, num_heads, N - prefix_tokens, D)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import check, plan
-from .activation import ACTIVATIONS, activate, activate_grad
+from .activation import ACTIVATIONS, GATED, activate, activate_grad
 from .argument import expect_bool, expect_floating, expect_int, expect_nonempty
 from .backend import kernels_available
 from .depthwise_backward import parameter_sums
@@ -62,7 +62,7 @@ def depthwise(
         weight: [C, 1, K, K] for an odd K, as in a convolution with C groups.
         bias: [C], or None.
         stride: 1 or 2.
-        activation: "gelu" (erf), "gelu_tanh", "quick_gelu", "relu" or "silu"; or None.
+        activation: a name in `activation.ACTIVATIONS`, or None.
         residual: add x at the end; with a stride of 1 only.
 
     Returns:
@@ -85,8 +85,8 @@ def depthwise(
         expect_floating("bias", bias, x)
     expect_int("stride", stride, 1, 2)
     check.activation_name(activation)
-    if activation == "swiglu":
-        raise ValueError(f"activation is 'swiglu', which needs a gate; use one of {', '.join(ACTIVATIONS)} or None")
+    if activation in GATED:
+        raise ValueError(f"activation is {activation!r}, which has a gate; use one of {', '.join(ACTIVATIONS)} or None")
     expect_bool("residual", residual)
     if residual and stride != 1:
         raise ValueError(f"residual is True with a stride of {stride}; only a stride of 1 keeps the shape of x")

@@ -52,9 +52,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return reference(x, weight, bias, eps)
 
 
-def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm` by our kernel, without argument checks or plan; the kernels must be available."""
-    return _Fn.apply(x, None, weight, bias, eps, None, None, False)[1]
+def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool = False) -> Tensor:
+    """`layer_norm`, or `rms_norm`, by our kernel, without argument checks or plan; the kernels must be available."""
+    return _Fn.apply(x, None, weight, bias, eps, None, None, rms)[1]
 
 
 def add_layer_norm(
@@ -135,23 +135,32 @@ def row_stats(y: Tensor) -> Tensor:
 
 
 @jit(do_not_specialize=["M"])
-def _stats_kernel(x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One program: BLOCK_M rows. Stores μ and 1/√(σ² + ε)."""
+def _stats_kernel(
+    x_ptr, mean_ptr, rstd_ptr, M, eps, K: tl.constexpr, RMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """One program: BLOCK_M rows. Stores μ and 1/√(σ² + ε); with RMS 0 and 1/√(mean(x²) + ε)."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     inside = (m < M)[:, None] & (k < K)[None, :]
     x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_K]
-    mean = tl.sum(x, 1) / K
-    centred = tl.where(inside, x - mean[:, None], 0.0)
+    mean = tl.zeros([BLOCK_M], tl.float32)
+    centred = x
+    if not RMS:
+        mean = tl.sum(x, 1) / K
+        centred = tl.where(inside, x - mean[:, None], 0.0)
     tl.store(mean_ptr + m, mean, mask=m < M)
     tl.store(rstd_ptr + m, 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / K + eps), mask=m < M)
 
 
 @jit
 def merge_stats(
-    stats_ptr, m, in_m, eps, K: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr
+    stats_ptr, m, in_m, eps, K: tl.constexpr, RMS: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """μ and 1/√(σ² + ε) of rows m, from statistics of TILES tiles of WIDTH columns (Chan et al., 1979)."""
+    """μ and 1/√(σ² + ε) of rows m, from statistics of TILES tiles of WIDTH columns (Chan et al., 1979).
+
+    RMS: 0 and 1/√(mean(x²) + ε) instead.
+    """
     t = tl.arange(0, BLOCK_T)
     inside = in_m[:, None] & (t < TILES)[None, :]
     at = stats_ptr + (m[:, None] * TILES + t[None, :]) * 2
@@ -159,6 +168,8 @@ def merge_stats(
     m2 = tl.load(at + 1, mask=inside, other=0.0)
     count = tl.minimum(WIDTH, K - t * WIDTH).to(tl.float32)[None, :]
     mean = tl.sum(row_sum, 1) / K
+    if RMS:
+        mean *= 0.0
     between = row_sum / count - mean[:, None]
     m2 += tl.where(inside, count * between * between, 0.0)
     return mean, 1.0 / tl.sqrt(tl.sum(m2, 1) / K + eps)
@@ -211,10 +222,10 @@ def _fwd_kernel(
             tl.store(rstd_ptr + m, rstd, mask=in_m)
 
 
-def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float) -> None:
-    """Writes μ and 1/√(σ² + ε) of every row of x [M, K] to mean and rstd [M]."""
+def write_stats(x: Tensor, mean: Tensor, rstd: Tensor, eps: float, rms: bool) -> None:
+    """Writes μ and 1/√(σ² + ε), or for an RMSNorm 0 and 1/√(mean(x²) + ε), of each row of x [M, K] to [M] each."""
     rows, block, options = whole_row_blocks(x.shape[1])
-    fixed = dict(K=x.shape[1], BLOCK_M=rows, BLOCK_K=block, **options)
+    fixed = dict(K=x.shape[1], RMS=rms, BLOCK_M=rows, BLOCK_K=block, **options)
     launch(_stats_kernel, (cdiv(len(x), rows),), x, mean, rstd, len(x), eps, **fixed)
 
 
@@ -260,15 +271,15 @@ def add_and_normalize(
     save: bool,
     late_bias: Tensor | None = None,
 ) -> tuple[Tensor, Normalized | None]:
-    """Equation (3) in one launch, without gradients: (s + late_bias, LN(s)), or (s, None) without a norm.
+    """Equation (3) in one launch, without gradients: (s + late_bias, norm(s)), or (s, None) without a norm.
 
     Args:
         x: [B, ..., D], the branch; without a residual, the input of the norm.
         residual: [B, ..., D], or None.
         layer_scale: [D], or None.
         sample_scale: [B], or None.
-        norm: weight, bias and eps of the LayerNorm, or None.
-        dtype: of LN(s).
+        norm: the LayerNorm or RMSNorm, or None.
+        dtype: of norm(s).
         save: return row statistics for a backward pass.
         late_bias: [D], see `Normalized`; or None.
     """
@@ -287,8 +298,8 @@ def add_and_normalize(
             x, residual, layer_scale, sample_scale, weight, bias, late_bias, s, normed, mean, rstd,
             M, cdiv(M, x.shape[0]), eps,
             D=D, HAS_RESIDUAL=residual is not None, HAS_LAYER_SCALE=layer_scale is not None,
-            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, RMS=False,
-            **blocks,
+            HAS_SCALE=sample_scale is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+            RMS=norm is not None and norm.kind == "rms_norm", **blocks,
         )  # fmt: skip
     return s, None if normed is None else Normalized(normed, mean, rstd, late_bias)
 

@@ -148,7 +148,7 @@ def _bwd_fake(dy, dsum, s, x, weight, layer_scale, sample_scale, mean, rstd, dx_
 def input_grads(
     dy: Tensor,
     x: Tensor,
-    norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None, str],
     dsum: Tensor | None,
     need_x: bool,
     dtype: torch.dtype | None,
@@ -158,7 +158,7 @@ def input_grads(
     Args:
         dy: [M, D], gradient of LN(x).
         x: [M, D].
-        norm: mean [M], rstd [M], weight [D] or None, bias [D] or None.
+        norm: mean [M], rstd [M], weight [D] or None, bias [D] or None, and "layer_norm" or "rms_norm".
         dsum: [M, D], another gradient of x to add, or None.
         need_x: dx is needed.
         dtype: of LN(x); None if it is not needed.
@@ -167,7 +167,7 @@ def input_grads(
         (dx [M, D] or None, LN(x) [M, D] or None, dweight and dbias [2, D] in their dtype).
     """
     dy, x, dsum = dy.contiguous(), x.contiguous(), None if dsum is None else dsum.contiguous()
-    (M, D), blocks, (mean, rstd, weight, bias) = x.shape, row_blocks(x.shape[1]), norm
+    (M, D), blocks, (mean, rstd, weight, bias, kind) = x.shape, row_blocks(x.shape[1]), norm
     blocks["num_warps"] *= 2 if blocks["BLOCK_M"] == 1 else 1  # LN(x) is in registers, too
     dx, normed = torch.empty_like(x) if need_x else None, None if dtype is None else torch.empty_like(x, dtype=dtype)
     programs = min(PROGRAMS, cdiv(M, blocks["BLOCK_M"]))
@@ -177,7 +177,7 @@ def input_grads(
             _bwd_kernel, (programs,),
             dy, dsum, x, None, None, None, weight, bias, mean, rstd, dx, None, normed, partial, M, 1,
             D=D, HAS_RESIDUAL=dsum is not None, HAS_LAYER_SCALE=False, HAS_SCALE=False, HAS_WEIGHT=weight is not None,
-            RMS=False, **blocks,
+            RMS=kind == "rms_norm", **blocks,
         )  # fmt: skip
     return dx, normed, sum_programs(partial, grads_dtype(weight, bias))
 

@@ -1,12 +1,13 @@
 """Linear layer with fused LayerNorm prologue and activation, LayerScale, drop-path and residual epilogue.
 
-Math      x̂ = LN(x) when `norm` is given, else x                                 [M, K]      (1)
+Math      x̂ = LN(x) or RMSNorm(x) when `norm` is given, else x                   [M, K]      (1)
           h = act(x̂ Wᵀ + b)                                                     [M, F]      (2)
-          h = silu(x̂ W_gᵀ + b_g) ∘ (x̂ W_uᵀ + b_u)    for activation "swiglu"                (2')
+          h = act(x̂ W_gᵀ + b_g) ∘ (x̂ W_uᵀ + b_u)    for a gated activation                  (2')
           y = sample_scale · layer_scale · h + residual                          [M, F]      (3)
           stats = (Σ y, Σ (y − mean y)²) over each tile of columns           [M, tiles, 2]   (4)
 Folded    W' = W·diag(γ), column sums s and bias c, as in `fold`                             (5)
           LN(x) Wᵀ + b = r·(x W'ᵀ) − r·μ·s + c,  r = 1/√(σ² + ε), μ and σ² of each row       (6)
+          RMSNorm(x) Wᵀ + b = r·(x W'ᵀ) + c,  r = 1/√(mean(x²) + ε)                         (6')
 Backward  equations (7) to (10) of `linear_backward`.
 Kernels   The matmul with its epilogue, row statistics, folding, (7) and (9) are Triton; the matmuls of the backward
           pass are torch.matmul. LN is folded if x has the dtype of the matmul (not if autocast casts a float32 x) and
@@ -15,7 +16,7 @@ Kernels   The matmul with its epilogue, row statistics, folding, (7) and (9) are
 Saved     x, the pre-activation if there is an activation, μ and r in fp32.
 Cost      2·M·K·F flops; bytes = x + W + y (+ residual).
 Sources   GELU: Hendrycks & Gimpel, arXiv:1606.08415, section 2 (erf and tanh forms, and x·sigmoid(1.702 x));
-          SwiGLU: Shazeer, arXiv:2002.05202, eq. 6.
+          SwiGLU and GEGLU: Shazeer, arXiv:2002.05202, eq. 5 and 6.
 """
 
 import math
@@ -25,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import check, fold, layer_norm, mixed, plan
-from .activation import ACTIVATIONS, activate
-from .argument import NextNorm, Norm, Normalized, NormLike, Pair, expect_bool
+from . import check, fold, layer_norm, mixed, plan, rms_norm
+from .activation import GATED, activate, apply_activation, gate_of
+from .argument import NextNorm, Norm, Normalized, NormLike, Pair, expect_bool, kind_of
 from .backend import kernels_available
 from .fold import Folded
 from .launch import cdiv, config, launch, power_of_2, precision
@@ -73,12 +74,14 @@ def linear(
 
     Args:
         x: [..., K].
-        weight: [F, K]; for "swiglu" [2F, K] with the gate first, or a pair (gate, up) of [F, K]. Or the result of
-            `fold`, which includes bias and the norm's weight and bias; then `norm` is (None, None, eps).
-        bias: [F]; for "swiglu" [2F] or a pair; None for no bias.
-        norm: (weight [K], bias [K], eps) or `Norm`, a LayerNorm of x before the matmul.
+        weight: [F, K]; for a gated activation [2F, K] with the gate first, or a pair (gate, up) of [F, K]. Or the
+            result of `fold`, which includes bias and the norm's weight and bias; then `norm` is (None, None, eps), or
+            `Norm(None, None, eps, "rms_norm")`.
+        bias: [F]; for a gated activation [2F] or a pair; None for no bias.
+        norm: (weight [K], bias [K], eps) or `Norm`, a LayerNorm or RMSNorm of x before the matmul.
         stats: [M, tiles, 2] fp32, row statistics of x from the call that produced x; saves a pass over x for the norm.
-        activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swiglu" or None.
+        activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "hardswish" or "relu6"; gated: "swiglu",
+            "geglu" or "geglu_tanh"; None for none.
         layer_scale: [F], LayerScale.
         sample_scale: [B] for x [B, ..., K], drop-path factor of each image.
         residual: [..., F], added last; the output has the promoted dtype.
@@ -143,7 +146,8 @@ def run(
         call, (operand, norm) = None, apply_or_keep_norm(x, norm, weight)
         eps, stats = (0.0, None) if norm is None else (norm[2], stats)
     is_input = residual is operand
-    settings = Settings(activation, norm is not None, eps, is_input, grad, bool(return_stats), call=call)
+    kind = None if norm is None else kind_of(norm)
+    settings = Settings(activation, kind, eps, is_input, grad, bool(return_stats), call=call)
     y, *left = _Fn.apply(
         operand,
         *operands(weight, bias, norm),
@@ -184,17 +188,13 @@ def reference(
     if isinstance(weight, Folded) and weight.source is not None:
         assert norm is not None  # `check.norm`
         (weight,), (bias,), norm_weight, norm_bias = weight.source
-        norm = norm_weight, norm_bias, norm[2]
+        norm = Norm(norm_weight, norm_bias, norm[2], kind_of(norm))
     if norm is not None:
-        x = layer_norm.reference(x, *norm[:3])  # (1)
+        x = rms_norm.reference_either(x, norm)  # (1)
     if isinstance(weight, Folded):
         bias, weight = weight.bias.to(x.dtype), weight.weight
     y = F.linear(x, *_concatenated(weight, bias))
-    if activation == "swiglu":
-        gate, up = y.chunk(2, -1)
-        y = F.silu(gate) * up  # (2')
-    else:
-        y = y if activation is None else ACTIVATIONS[activation](y)  # (2)
+    y = y if activation is None else apply_activation(y, activation)  # (2)
     y = layer_norm.scaled(y, layer_scale, sample_scale)
     y = y if residual is None else y + residual  # (3)
     return (y, layer_norm.row_stats(y)) if return_stats else y
@@ -205,8 +205,8 @@ class Settings(NamedTuple):
 
     Attributes:
         activation: name, or None.
-        has_norm: True if a LayerNorm is folded into the (first) matmul.
-        eps: of that LayerNorm; 0.0 without one.
+        norm: kind of the norm that is folded into the (first) matmul, "layer_norm" or "rms_norm"; or None.
+        eps: of that norm; 0.0 without one.
         residual_is_input: True if the residual is x, which the Function must not receive twice.
         grad_enabled: grad mode of the caller; inside the Function it is always off.
         return_stats: also return the row statistics of the output.
@@ -215,7 +215,7 @@ class Settings(NamedTuple):
     """
 
     activation: str | None
-    has_norm: bool
+    norm: str | None
     eps: float
     residual_is_input: bool
     grad_enabled: bool
@@ -264,7 +264,7 @@ def apply_or_keep_norm(
     if norm is not None and not (
         can_fold_norm(x) and (isinstance(weight, Folded) or fold.pays(x, product_shape(weight)[1]))
     ):
-        return cast(layer_norm.run(x, *norm[:3]))[0], None
+        return cast(rms_norm.run_either(x, norm))[0], None
     return cast(x)[0], norm
 
 
@@ -312,7 +312,7 @@ def output_channels(weight: Tensor | Pair | Folded, activation: str | None) -> i
         weight = weight.weight
     if not isinstance(weight, Tensor):
         return weight[0].shape[0]
-    return weight.shape[0] // 2 if activation == "swiglu" else weight.shape[0]
+    return weight.shape[0] // 2 if activation in GATED else weight.shape[0]
 
 
 @jit
@@ -347,11 +347,13 @@ def _products(x_ptr, w_ptr, m, f, M, F, x_stride, K, PAIR: tl.constexpr, PRECISI
 
 
 @jit
-def apply_norm_and_bias(acc, colsum_ptr, bias_ptr, mean, rstd, f, F, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Equation (6) for acc = x W'ᵀ with HAS_NORM, else acc plus bias; outputs f past the end are clamped."""
+def apply_norm_and_bias(acc, colsum_ptr, bias_ptr, mean, rstd, f, F, NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Equation (6) or (6') for acc = x W'ᵀ with a NORM, else acc plus bias; outputs f past the end are clamped."""
     f = tl.minimum(f, F - 1)
-    if HAS_NORM:
+    if NORM == "layer_norm":
         acc = rstd[:, None] * (acc - mean[:, None] * tl.load(colsum_ptr + f)[None, :])
+    if NORM == "rms_norm":
+        acc = rstd[:, None] * acc
     if HAS_BIAS:
         acc += tl.load(bias_ptr + f).to(tl.float32)[None, :]
     return acc
@@ -361,16 +363,17 @@ def apply_norm_and_bias(acc, colsum_ptr, bias_ptr, mean, rstd, f, F, HAS_NORM: t
 def apply_epilogue(
     y, up, bias_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr, mean, rstd, scale, count, row_sum,
     m2, m, f, M, F,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
+    STATS: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of columns f of a tile, equations (2) to (4) and (6). Stores y; returns the updated row statistics."""
     in_m, in_f = m < M, f < F
     inside = in_m[:, None] & in_f[None, :]
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
-    y = apply_norm_and_bias(y, colsum_ptr, bias_ptr, mean, rstd, f, F, HAS_NORM, HAS_BIAS)
-    if ACTIVATION == "swiglu":  # y is the gate; outputs F + f are the up projection
-        up = apply_norm_and_bias(up, colsum_ptr, bias_ptr, mean, rstd, F + f, 2 * F, HAS_NORM, HAS_BIAS)
+    y = apply_norm_and_bias(y, colsum_ptr, bias_ptr, mean, rstd, f, F, NORM, HAS_BIAS)
+    if GATED:  # y is the gate; outputs F + f are the up projection
+        up = apply_norm_and_bias(up, colsum_ptr, bias_ptr, mean, rstd, F + f, 2 * F, NORM, HAS_BIAS)
         if SAVE:
             tl.store(pre_ptr + m[:, None] * 2 * F + f[None, :], y.to(pre_ptr.dtype.element_ty), mask=inside)
             tl.store(pre_ptr + m[:, None] * 2 * F + F + f[None, :], up.to(pre_ptr.dtype.element_ty), mask=inside)
@@ -396,8 +399,9 @@ def apply_epilogue(
 def _fwd_kernel(
     x_ptr, w_ptr, bias_ptr, colsum_ptr, stats_ptr, mean_ptr, rstd_ptr, layer_scale_ptr, scale_ptr, residual_ptr,
     y_ptr, pre_ptr, y_stats_ptr, M, F, K, x_stride, rows_per_image, tiles_m, tiles_f, eps,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr, STATS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SAVE: tl.constexpr,
+    STATS: tl.constexpr,
     PRECISION: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, WGMMA_WARPS: tl.constexpr,
@@ -418,22 +422,21 @@ def _fwd_kernel(
     in_m = m < M
     mean = m
     rstd = m
-    if HAS_NORM and TILES > 0:
-        mean, rstd = merge_stats(stats_ptr, m, in_m, eps, K, WIDTH, TILES, BLOCK_T)
+    if NORM is not None and TILES > 0:
+        mean, rstd = merge_stats(stats_ptr, m, in_m, eps, K, NORM == "rms_norm", WIDTH, TILES, BLOCK_T)
         if SAVE:
             first_tile = m < tl.where(tile_f == 0, M, 0)
             tl.store(mean_ptr + m, mean, mask=first_tile)
             tl.store(rstd_ptr + m, rstd, mask=first_tile)
-    elif HAS_NORM:
+    elif NORM is not None:
         mean = tl.load(mean_ptr + m, mask=in_m, other=0.0)
         rstd = tl.load(rstd_ptr + m, mask=in_m, other=0.0)
-    PAIR: tl.constexpr = ACTIVATION == "swiglu"
     y, up = _products(
         x_ptr, w_ptr, first_m + wgmma_rows(BLOCK_M, WGMMA_WARPS), first_f + wgmma_columns(BLOCK_F, WGMMA_WARPS),
-        M, F, x_stride, K, PAIR, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K,
+        M, F, x_stride, K, GATED, PRECISION, EVEN, BLOCK_M, BLOCK_F, BLOCK_K,
     )  # fmt: skip
     parts = split_columns(from_wgmma_order(y, WGMMA_WARPS), PARTS)
-    ups = split_columns(from_wgmma_order(up, WGMMA_WARPS), PARTS) if PAIR else parts
+    ups = split_columns(from_wgmma_order(up, WGMMA_WARPS), PARTS) if GATED else parts
     scale = rstd
     if HAS_SCALE:
         scale = tl.load(scale_ptr + m.to(tl.int32) // rows_per_image, mask=in_m, other=0.0).to(tl.float32)
@@ -443,8 +446,8 @@ def _fwd_kernel(
         count, row_sum, m2 = apply_epilogue(
             parts[part], ups[part], bias_ptr, colsum_ptr, layer_scale_ptr, residual_ptr, y_ptr, pre_ptr,
             mean, rstd, scale, count, row_sum, m2, m, f, M, F,
-            ACTIVATION, HAS_NORM, HAS_BIAS, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, SAVE and ACTIVATION is not None,
-            STATS,
+            ACTIVATION, GATED, NORM, HAS_BIAS, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL,
+            SAVE and ACTIVATION is not None, STATS,
         )  # fmt: skip
     if STATS:
         store_stats(y_stats_ptr + (m * tiles_f + tile_f) * 2, in_m, count, row_sum, m2)
@@ -457,7 +460,7 @@ def tuned_row(x: Tensor, F: int, activation: str | None, layer_scale: Tensor | N
     rows, because both need more registers.
     """
     kind = "half" if output_dtype(x, layer_scale, residual) == x.dtype else "wide"
-    kind = "odd" if F % 16 else "gated" if activation == "swiglu" else kind
+    kind = "odd" if F % 16 else "gated" if activation in GATED else kind
     return f"linear.fwd.{'fp32' if x.dtype == torch.float32 else kind}"
 
 
@@ -482,10 +485,12 @@ def _stats_tiles(x, F, activation, layer_scale, residual):
     return cdiv(F, config(row, SPACE[row.removeprefix("linear.fwd.")], x.device)["BLOCK_F"])
 
 
-def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
-    """(y, pre, mean, rstd, stats); with `colsum`, LN is folded into weight and bias. Unneeded outputs are empty."""
+def _fwd(
+    x, weight, bias, colsum, stats, norm, eps, activation, layer_scale, sample_scale, residual, save, return_stats
+):
+    """(y, pre, mean, rstd, stats); `norm`: the kind of the norm folded into the weight. Unneeded outputs are empty."""
     y, pre, mean, rstd, y_stats = outputs = _fwd_fake(
-        x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats
+        x, weight, bias, colsum, stats, norm, eps, activation, layer_scale, sample_scale, residual, save, return_stats
     )
     F_, K, weight = y.shape[-1], x.shape[-1], weight.contiguous()
     rows = x.reshape(-1, K)
@@ -494,17 +499,17 @@ def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_sc
     M, blocks, tiles = len(rows), _blocks(x, F_, activation, layer_scale, residual, return_stats), 0
     if not M:
         return outputs
-    if colsum is not None and stats is None:
+    if norm is not None and stats is None:
         rows = rows.contiguous()
-        layer_norm.write_stats(rows, mean, rstd, eps)
-    elif colsum is not None:
+        layer_norm.write_stats(rows, mean, rstd, eps, norm == "rms_norm")
+    elif norm is not None:
         stats, tiles = stats.contiguous(), stats.shape[1]
     tiles_m, tiles_f = cdiv(M, blocks["BLOCK_M"]), cdiv(F_, blocks["BLOCK_F"])
     launch(
         _fwd_kernel, (tiles_m * tiles_f,),
         rows, weight, bias, colsum, stats, mean, rstd, layer_scale, sample_scale, residual,
         y, pre, y_stats, M, F_, K, rows.stride(0), cdiv(M, x.shape[0]), tiles_m, tiles_f, eps,
-        ACTIVATION=activation, HAS_NORM=colsum is not None, HAS_BIAS=bias is not None,
+        ACTIVATION=gate_of(activation), GATED=activation in GATED, NORM=norm, HAS_BIAS=bias is not None,
         HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None, HAS_RESIDUAL=residual is not None,
         SAVE=save, STATS=return_stats, PRECISION=precision(x), EVEN=K % blocks["BLOCK_K"] == 0,
         WIDTH=power_of_2(cdiv(K, tiles)) if tiles else 0, TILES=tiles, BLOCK_T=power_of_2(tiles), **blocks,
@@ -512,10 +517,12 @@ def _fwd(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_sc
     return outputs
 
 
-def _fwd_fake(x, weight, bias, colsum, stats, eps, activation, layer_scale, sample_scale, residual, save, return_stats):
-    F_ = len(weight) // 2 if activation == "swiglu" else len(weight)
+def _fwd_fake(
+    x, weight, bias, colsum, stats, norm, eps, activation, layer_scale, sample_scale, residual, save, return_stats
+):
+    F_ = len(weight) // 2 if activation in GATED else len(weight)
     M = math.prod(x.shape[:-1])
-    has_stats = colsum is not None and (save or stats is None)
+    has_stats = norm is not None and (save or stats is None)
     mean, rstd = (x.new_empty(M if has_stats else 0, dtype=torch.float32) for _ in range(2))
     shape = (0,)
     if return_stats:
@@ -532,7 +539,7 @@ def _fwd_fake(x, weight, bias, colsum, stats, eps, activation, layer_scale, samp
 
 fwd_op = register(
     "linear_fwd",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? colsum, Tensor? stats, float eps, str? activation, "
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? colsum, Tensor? stats, str? norm, float eps, str? activation, "
     "Tensor? layer_scale, Tensor? sample_scale, Tensor? residual, bool save, bool return_stats) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fwd,
@@ -553,11 +560,11 @@ class _Fn(torch.autograd.Function):
         ends = layer_scale, sample_scale, x if settings.residual_is_input else residual
         if settings.call is None:
             y, pre, mean, rstd, *left = fwd_op(
-                x, *fold_operands(x, given, settings.has_norm), stats, settings.eps, settings.activation, *ends,
-                save, settings.return_stats,
+                x, *fold_operands(x, given, settings.norm is not None), stats, settings.norm, settings.eps,
+                settings.activation, *ends, save, settings.return_stats,
             )  # fmt: skip
         else:
-            norm = Norm(norm_weight, norm_bias, settings.eps) if settings.has_norm else None
+            norm = settings.norm and Norm(norm_weight, norm_bias, settings.eps, settings.norm)
             y, pre, mean, rstd, *left = mixed.forward(
                 x, weight, bias, norm, settings.activation, *ends, settings.call, save
             )
@@ -582,7 +589,7 @@ class _Fn(torch.autograd.Function):
             return *[None] * 11, dresidual, None
         dx, dw, db, dlayer_scale, dnorm = bwd_op(
             dy, x, weight, bias, *saved, norm_weight, norm_bias,
-            settings.activation, settings.has_norm, settings.residual_is_input, settings.dtype(x), needs,
+            settings.activation, settings.norm, settings.residual_is_input, settings.dtype(x), needs,
         )  # fmt: skip
         return (
             dx if need_x else None,
@@ -601,12 +608,14 @@ class _Fn(torch.autograd.Function):
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, N, K, F_) = make_randn(device, dtype), (case[a] for a in ("B", "N", "K", "F"))
     arguments: dict[str, Any] = {"x": randn(B, N, K), "weight": randn(F_, K, scale=K**-0.5), "bias": randn(F_)}
-    if "swiglu" in case:
+    if "gated" in case:
         arguments["weight"] = (arguments["weight"], randn(F_, K, scale=K**-0.5))
         arguments["bias"] = (arguments["bias"], randn(F_))
-        arguments["activation"] = "swiglu"
+        arguments["activation"] = tuple(GATED)[case["gated"]]
     if "norm" in case:
         arguments |= {"norm": (randn(K), randn(K), 1e-6), "activation": "gelu"}
+    if "rms" in case:
+        arguments["norm"] = (randn(K), None, 1e-6, "rms_norm")
     if "branch" in case:
         keep = torch.tensor([b % 2 / 0.5 for b in range(B)], dtype=dtype, device=device)
         arguments |= {"layer_scale": randn(F_), "sample_scale": keep, "residual": randn(B, N, F_)}
@@ -620,14 +629,17 @@ OP = Op(
     cases={
         "norm_gelu": dict(B=2, N=3, K=5, F=7, norm=1),
         "branch": dict(B=2, N=3, K=5, F=4, branch=1),
-        "swiglu": dict(B=2, N=3, K=5, F=4, swiglu=1),
+        "swiglu": dict(B=2, N=3, K=5, F=4, gated=0),
+        "rms_geglu": dict(B=2, N=3, K=5, F=4, rms=1, gated=1),
     },
     inputs=_inputs,
     ragged={
         "norm_gelu": dict(B=2, N=49, K=48, F=96, norm=1),
         "odd": dict(B=3, N=5, K=33, F=70, norm=1),
         "branch": dict(B=4, N=17, K=40, F=64, branch=1),
-        "swiglu": dict(B=2, N=10, K=32, F=24, swiglu=1),
+        "swiglu": dict(B=2, N=10, K=32, F=24, gated=0),
+        "geglu_tanh": dict(B=2, N=10, K=32, F=24, gated=2),
+        "rms": dict(B=2, N=49, K=48, F=96, rms=1),
         "plain": dict(B=1, N=197, K=64, F=130),
         "empty": dict(B=0, N=3, K=8, F=4),
         "empty_norm": dict(B=0, N=3, K=8, F=4, norm=1),

@@ -2,7 +2,7 @@
 
 Math      dpre = sample_scale·layer_scale·dy ∘ act'(pre)                                          (7)
           dW = dpreᵀ x̂    db = Σ_rows dpre    dx̂ = dpre W                                         (8)
-          With a LayerNorm x̂ = LN(x) is recomputed, and dx̂ gives dx, dγ and dβ by equations (4) and (6) of
+          With a norm x̂ is recomputed, and dx̂ gives dx, dγ and dβ by equations (4) and (6) of
           `layer_norm_backward`; else x̂ = x                                                       (9)
           Without an activation dlayer_scale = Σ_k dW'_k ∘ W_k + db' ∘ b, with gradients dW' and db' without the
           factor layer_scale, so that pre need not be saved                                      (10)
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import fold, layer_norm_backward
-from .activation import activate, activate_grad
+from .activation import GATED, activate, activate_grad, gate_of
 from .launch import cdiv, launch, power_of_2
 from .layer_norm_backward import grads_dtype
 from .op import register
@@ -27,7 +27,8 @@ from .tile import jit, tl
 @jit(do_not_specialize=["M", "rows_per_image"])
 def _bwd_kernel(
     dy_ptr, pre_ptr, layer_scale_ptr, scale_ptr, dpre_ptr, h_ptr, partial_ptr, M, rows_per_image, F,
-    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HIDDEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HIDDEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of BLOCK_F outputs. Stores dpre of equation (7) and sums over rows.
@@ -37,7 +38,7 @@ def _bwd_kernel(
     f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     in_f = f < F
     start = tl.program_id(0).to(tl.int64) * ROWS
-    W = 2 * F if ACTIVATION == "swiglu" else F
+    W = 2 * F if GATED else F
     EXACT: tl.constexpr = dpre_ptr.dtype.element_ty == tl.float32
     layer_scale = tl.full([BLOCK_F], 1.0, tl.float32)
     if HAS_LAYER_SCALE:
@@ -57,14 +58,14 @@ def _bwd_kernel(
             pre = tl.load(pre_ptr + at, mask=inside, other=0.0).to(tl.float32)
             act = activate(pre, ACTIVATION, EXACT)
             up = tl.full([BLOCK_M, BLOCK_F], 1.0, tl.float32)
-            if ACTIVATION == "swiglu":
+            if GATED:
                 up = tl.load(pre_ptr + at + F, mask=inside, other=0.0).to(tl.float32)
             if HIDDEN:
                 tl.store(h_ptr + m[:, None] * F + f[None, :], (act * up).to(h_ptr.dtype.element_ty), mask=inside)
             if HAS_LAYER_SCALE:
                 dlayer_scale += tl.sum(g * act * up, 0)
                 g *= layer_scale[None, :]
-            if ACTIVATION == "swiglu":
+            if GATED:
                 dup = g * act
                 dbias_up += tl.sum(dup, 0)
                 tl.store(dpre_ptr + at + F, dup.to(dpre_ptr.dtype.element_ty), mask=inside)
@@ -75,7 +76,7 @@ def _bwd_kernel(
     tl.store(at, dbias, mask=in_f)
     if HAS_LAYER_SCALE:
         tl.store(at + W, dlayer_scale, mask=in_f)
-    if ACTIVATION == "swiglu":
+    if GATED:
         tl.store(at + F, dbias_up, mask=in_f)
 
 
@@ -126,7 +127,7 @@ def product_grad(
         dy: [..., F].
         dtype: of the matmul.
         images: B.
-        pre: [M, F], or [M, 2F] for "swiglu", the pre-activation; None without an activation.
+        pre: [M, F], or [M, 2F] for a gated activation, the pre-activation; None without an activation.
         layer_scale: [F], or None. Without an activation it is applied later, in equation (10).
         sample_scale: [B], or None.
         activation: name, or None.
@@ -148,7 +149,8 @@ def product_grad(
         launch(
             _bwd_kernel, (programs, cdiv(F, 64)),
             dy, pre, layer_scale, sample_scale, dpre, h, partial, M, cdiv(M, images), F,
-            ACTIVATION=activation, HAS_LAYER_SCALE=scaled, HAS_SCALE=sample_scale is not None, HIDDEN=hidden,
+            ACTIVATION=gate_of(activation), GATED=activation in GATED, HAS_LAYER_SCALE=scaled,
+            HAS_SCALE=sample_scale is not None, HIDDEN=hidden,
             ROWS=rows_per_program, BLOCK_M=32, BLOCK_F=64, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     return dpre, h, layer_norm_backward.sum_programs(partial)
@@ -227,7 +229,7 @@ def all_grads(
     bias: Tensor | None,
     layer_scale: Tensor | None,
     sums: Tensor | None,
-    norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None,
+    norm: tuple[Tensor, Tensor, Tensor | None, Tensor | None, str] | None,
     dsum: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
@@ -240,7 +242,7 @@ def all_grads(
         bias: [outputs], or None.
         layer_scale: [outputs] if dpre does not include it, else None.
         sums: from `product_grad`, or None.
-        norm: (mean [M], rstd [M], weight [K] or None, bias [K] or None) of the LayerNorm, or None for no norm.
+        norm: (mean [M], rstd [M], weight [K] or None, bias [K] or None, kind) of the norm, or None for no norm.
         dsum: [..., K], another gradient of x to add, or None.
         needs: whether gradients of (x, any parameter but the bias, the bias) are needed.
 
@@ -272,7 +274,7 @@ def _bwd(
     """(dx, dweight, dbias, dlayer_scale, dnorm [2, K]); `needs`: of x, of any parameter but bias, of bias."""
     dpre, _, sums = product_grad(dy, dtype, x.shape[0], pre, layer_scale, sample_scale, activation)
     late = layer_scale if activation is None else None
-    statistics = (mean, rstd, norm_weight, norm_bias) if norm else None
+    statistics = (mean, rstd, norm_weight, norm_bias, norm) if norm else None
     grads = list(
         all_grads(dpre, x, weight, bias, late, sums, statistics, dy if residual_is_input else None, tuple(needs))
     )
@@ -338,7 +340,7 @@ def weight_grad_like(
 bwd_op = register(
     "linear_bwd",
     "(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor pre, Tensor? layer_scale, Tensor? sample_scale, "
-    "Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, bool norm, "
+    "Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str? activation, str? norm, "
     "bool residual_is_input, ScalarType dtype, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import ACTIVATIONS
+from .activation import apply_activation
 from .argument import NextNorm, Norm, Normalized
 from .layer_norm import add_and_normalize, output_dtype, scaled
 
@@ -55,9 +55,9 @@ def forward(
 
     Args:
         x: [..., K].
-        weight: [F, K], or [2F, K] for "swiglu".
+        weight: [F, K], or [2F, K] for a gated activation.
         bias: [F] or [2F], or None.
-        norm: weight, bias and eps of the LayerNorm of x, or None.
+        norm: the LayerNorm or RMSNorm of x, or None.
         activation: as in `linear`.
         layer_scale: [F], or None.
         sample_scale: [B], or None.
@@ -78,11 +78,7 @@ def forward(
     with torch.autocast(x.device.type, enabled=False):
         operand = x.to(dtype) if norm is None else normed.y
         h = pre = F.linear(operand, weight.to(dtype), None if bias is None else bias.to(dtype))
-        if activation == "swiglu":
-            gate, up = h.chunk(2, -1)
-            h = F.silu(gate) * up
-        elif activation is not None:
-            h = ACTIVATIONS[activation](h)
+        h = h if activation is None else apply_activation(h, activation)
     left, pre = None, pre.flatten(0, -2) if save and activation is not None else h.new_empty(0)
     next_norm = call.next_norm
     if next_norm is not None and not torch.is_autocast_enabled(x.device.type):

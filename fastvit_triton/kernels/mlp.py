@@ -1,6 +1,6 @@
 """MLP of a Transformer block: LayerNorm, two linear layers with an activation between them, scales, residual.
 
-Math      h = act(LN(x) W₁ᵀ + b₁)                                   [M, F]      (1)
+Math      h = act(norm(x) W₁ᵀ + b₁)                                  [M, F]      (1)
           y = sample_scale · layer_scale · (h W₂ᵀ + b₂) + residual  [M, D]      (2)
 Backward  equation (3) of `mlp_backward`
 Kernels   Those of `linear`: two matmuls forward; with a norm also one launch that folds it into W₁, unless that was
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import check, layer_norm, linear, mixed, plan
-from .activation import activate
-from .argument import NextNorm, Norm, NormLike, Pair, expect_bool, expect_floating, expect_nonempty, is_like
+from .activation import GATED, activate
+from .argument import NextNorm, Norm, NormLike, Pair, expect_bool, expect_floating, expect_nonempty, is_like, kind_of
 from .attention_inner import dot_transposed, load_tiles, zero_tiles
 from .backend import kernels_available
 from .fold import Folded
@@ -58,9 +58,9 @@ def mlp(
 
     Args:
         x: [..., D].
-        fc1: (weight [F, D], bias [F]); pairs for "swiglu" and folded weights as in `linear`.
+        fc1: (weight [F, D], bias [F]); pairs for gated activations and folded weights as in `linear`.
         fc2: (weight [D, F], bias [D]).
-        norm: (weight [D], bias [D], eps) or `Norm`, a LayerNorm of x before fc1.
+        norm: (weight [D], bias [D], eps) or `Norm`, a LayerNorm or RMSNorm of x before fc1.
         stats: [M, tiles, 2] fp32, row statistics of x; see `linear`.
         activation: as in `linear`.
         layer_scale: [D], LayerScale.
@@ -137,7 +137,8 @@ def run(
         call, (operand, norm) = None, linear.apply_or_keep_norm(x, norm, fc1[0])
         eps, stats = (0.0, None) if norm is None else (norm[2], stats)
     is_input, grad = residual is operand, torch.is_grad_enabled()
-    settings = linear.Settings(activation, norm is not None, eps, is_input, grad, bool(return_stats), recompute, call)
+    kind = None if norm is None else kind_of(norm)
+    settings = linear.Settings(activation, kind, eps, is_input, grad, bool(return_stats), recompute, call)
     tensors = stats, layer_scale, sample_scale, None if is_input else residual
     y, *left = _Fn.apply(operand, *fc2, *linear.operands(*fc1, norm), *tensors, settings)
     return (y, linear.handed_on(left, call)) if return_stats else y
@@ -178,7 +179,7 @@ def reference(
 def _fwd_kernel(
     x_ptr, w1_ptr, b1_ptr, colsum_ptr, w2_ptr, b2_ptr, layer_scale_ptr, scale_ptr, residual_ptr, y_ptr, y_stats_ptr,
     M, F, x_stride, rows_per_image, eps,
-    ACTIVATION: tl.constexpr, HAS_NORM: tl.constexpr, HAS_B1: tl.constexpr, HAS_B2: tl.constexpr,
+    ACTIVATION: tl.constexpr, NORM: tl.constexpr, HAS_B1: tl.constexpr, HAS_B2: tl.constexpr,
     HAS_LAYER_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STATS: tl.constexpr,
     EVEN: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -189,15 +190,17 @@ def _fwd_kernel(
     x0, x1 = load_tiles(x_ptr, m, x_stride, M, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
     mean = m
     rstd = m
-    if HAS_NORM:
+    if NORM is not None:
         a, b = x0.to(tl.float32), x1.to(tl.float32)
-        mean = tl.sum(a, 1) / D
-        if D1 > 0:
-            mean += tl.sum(b, 1) / D
-        a = tl.where((tl.arange(0, D0) < D)[None, :], a - mean[:, None], 0.0)
+        if NORM == "layer_norm":
+            mean = tl.sum(a, 1) / D
+            if D1 > 0:
+                mean += tl.sum(b, 1) / D
+            a = tl.where((tl.arange(0, D0) < D)[None, :], a - mean[:, None], 0.0)
         m2 = tl.sum(a * a, 1)
         if D1 > 0:
-            b = tl.where((D0 + tl.arange(0, D1) < D)[None, :], b - mean[:, None], 0.0)
+            if NORM == "layer_norm":
+                b = tl.where((D0 + tl.arange(0, D1) < D)[None, :], b - mean[:, None], 0.0)
             m2 += tl.sum(b * b, 1)
         rstd = tl.rsqrt(m2 / D + eps)
     y0, y1 = zero_tiles(BLOCK_M, D0, D1)
@@ -205,7 +208,7 @@ def _fwd_kernel(
         f = first + tl.arange(0, BLOCK_F)
         a0, a1 = load_tiles(w1_ptr, f, D, F, D, D0, D1, not EVEN)  # [BLOCK_F, D0], [BLOCK_F, D1]
         h = dot_transposed(x0, x1, a0, a1, D1, "tf32")  # [BLOCK_M, BLOCK_F]
-        h = activate(apply_norm_and_bias(h, colsum_ptr, b1_ptr, mean, rstd, f, F, HAS_NORM, HAS_B1), ACTIVATION, False)
+        h = activate(apply_norm_and_bias(h, colsum_ptr, b1_ptr, mean, rstd, f, F, NORM, HAS_B1), ACTIVATION, False)
         h = h.to(x0.dtype)
         y0 = tl.dot(h, _load_w2(w2_ptr, f, F, 0, D, D0, EVEN), y0)
         if D1 > 0:
@@ -216,12 +219,13 @@ def _fwd_kernel(
     count, row_sum, m2 = zero_stats(BLOCK_M, (D1 if D1 > 0 else D0) // 8)
     count, row_sum, m2 = apply_epilogue(
         y0, y0, b2_ptr, None, layer_scale_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, row_sum, m2,
-        m, tl.arange(0, D0), M, D, None, False, HAS_B2, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, False, STATS,
+        m, tl.arange(0, D0), M, D, None, False, None, HAS_B2, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, False, STATS,
     )  # fmt: skip
     if D1 > 0:
         count, row_sum, m2 = apply_epilogue(
             y1, y1, b2_ptr, None, layer_scale_ptr, residual_ptr, y_ptr, None, mean, rstd, scale, count, row_sum, m2,
-            m, D0 + tl.arange(0, D1), M, D, None, False, HAS_B2, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, False, STATS,
+            m, D0 + tl.arange(0, D1), M, D, None, False, None, HAS_B2, HAS_LAYER_SCALE, HAS_SCALE, HAS_RESIDUAL, False,
+            STATS,
         )  # fmt: skip
     if STATS:
         store_stats(y_stats_ptr + m * 2, in_m, count, row_sum, m2)
@@ -237,10 +241,10 @@ def _load_w2(w_ptr, f, F, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.conste
     return tl.load(at, mask=(f < F)[:, None] & (d < D)[None, :], other=0.0)
 
 
-def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, activation, return_stats):
-    """(y, stats [M, 1, 2]) in one launch; with `colsum`, LN is folded into w1 and b1."""
+def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, norm, eps, activation, return_stats):
+    """(y, stats [M, 1, 2]) in one launch; `norm`: the kind of the norm that is folded into w1 and b1."""
     y, y_stats = outputs = _fwd_fake(
-        x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, activation, return_stats
+        x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, norm, eps, activation, return_stats
     )
     D, F = x.shape[-1], len(w1)
     rows = x.reshape(-1, D)
@@ -252,7 +256,7 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, ac
             _fwd_kernel, (cdiv(len(rows), blocks["BLOCK_M"]),),
             rows, w1.contiguous(), b1, colsum, w2.contiguous(), b2, layer_scale, sample_scale, residual, y, y_stats,
             len(rows), F, rows.stride(0), cdiv(len(rows), x.shape[0]), eps, ACTIVATION=activation,
-            HAS_NORM=colsum is not None, HAS_B1=b1 is not None, HAS_B2=b2 is not None,
+            NORM=norm, HAS_B1=b1 is not None, HAS_B2=b2 is not None,
             HAS_LAYER_SCALE=layer_scale is not None, HAS_SCALE=sample_scale is not None,
             HAS_RESIDUAL=residual is not None, STATS=return_stats, EVEN=F % blocks["BLOCK_F"] == 0, D=D, D0=D0, D1=D1,
             **blocks,
@@ -260,7 +264,7 @@ def _fwd(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, ac
     return outputs
 
 
-def _fwd_fake(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, eps, activation, return_stats):
+def _fwd_fake(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, norm, eps, activation, return_stats):
     M = math.prod(x.shape[:-1])
     y = x.new_empty(x.shape, dtype=layer_norm.output_dtype(x, layer_scale, residual))
     return y, x.new_empty((M, 1, 2) if return_stats else (0,), dtype=torch.float32)
@@ -269,7 +273,7 @@ def _fwd_fake(x, w1, b1, colsum, w2, b2, layer_scale, sample_scale, residual, ep
 def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] | None:
     """Launch parameters of the single launch for x [..., D], w2 [D, F]; None if unsupported or if BLOCK_F is 0."""
     D, size = x.shape[-1], sum(split_tiles(x.shape[-1])) * x.element_size()
-    if x.dtype == torch.float32 or activation == "swiglu" or len(w2) != D or size > SPACE[-1][0]:
+    if x.dtype == torch.float32 or activation in GATED or len(w2) != D or size > SPACE[-1][0]:
         return None
     limit, default = next(row for row in SPACE if size <= row[0])
     blocks = config(f"mlp.fwd.{limit}", default, x.device, D, w2.shape[1])
@@ -279,7 +283,8 @@ def one_launch_blocks(x: Tensor, w2: Tensor, activation: str) -> dict[str, int] 
 _fwd_op = register(
     "mlp_fwd",
     "(Tensor x, Tensor w1, Tensor? b1, Tensor? colsum, Tensor w2, Tensor? b2, Tensor? layer_scale, "
-    "Tensor? sample_scale, Tensor? residual, float eps, str activation, bool return_stats) -> (Tensor, Tensor)",
+    "Tensor? sample_scale, Tensor? residual, str? norm, float eps, str activation, bool return_stats) "
+    "-> (Tensor, Tensor)",
     _fwd,
     _fwd_fake,
 )
@@ -303,12 +308,13 @@ class _Fn(torch.autograd.Function):
             second = settings.call  # its norm is that of fc1, its late bias that of fc2
             y, _, _, _, *left = mixed.forward(h, w2, b2, None, None, *ends, second, learns)
         elif not save and one_launch_blocks(x, w2, settings.activation):
-            ends += settings.eps, settings.activation, settings.return_stats
-            y, *left = _fwd_op(x, *linear.fold_operands(x, given, settings.has_norm), w2.to(x.dtype), b2, *ends)
+            ends += settings.norm, settings.eps, settings.activation, settings.return_stats
+            folded = linear.fold_operands(x, given, settings.norm is not None)
+            y, *left = _fwd_op(x, *folded, w2.to(x.dtype), b2, *ends)
         else:
             h, pre, mean, rstd = _hidden(x, given, stats, settings, save)
             ends += False, settings.return_stats
-            y, _, _, _, *left = linear.fwd_op(h, w2.to(x.dtype), b2, None, None, 0.0, None, *ends)
+            y, _, _, _, *left = linear.fwd_op(h, w2.to(x.dtype), b2, None, None, None, 0.0, None, *ends)
         colsum = colsum if folded_weight is None else None  # with a source, `recompute` folds again
         ctx.save_for_backward(
             x, w2, b2, w1, b1, norm_weight, norm_bias, colsum, layer_scale, sample_scale, pre, mean, rstd
@@ -335,7 +341,7 @@ class _Fn(torch.autograd.Function):
             h, pre, mean, rstd = _hidden(x, given, None, settings, True)
         dx, dw1, db1, dnorm, dw2, db2, dlayer_scale = bwd_op(
             dy, x, w1, b1, w2, b2, pre, h, layer_scale, sample_scale, mean, rstd, norm_weight, norm_bias,
-            settings.activation, settings.has_norm, settings.residual_is_input, settings.dtype(x), needs,
+            settings.activation, settings.norm, settings.residual_is_input, settings.dtype(x), needs,
         )  # fmt: skip
         none = [None] * 4  # W', colsum and bias of a fold, and stats
         grads = dx, dw2, db2, dw1, db1, dnorm[:1], dnorm[1:], *none, dlayer_scale
@@ -347,24 +353,25 @@ class _Fn(torch.autograd.Function):
 def _hidden(x, given, stats, settings, save):
     """Equation (1): (h, pre, mean, rstd)."""
     if settings.call is not None:
-        norm = Norm(given.norm_weight, given.norm_bias, settings.eps) if settings.has_norm else None
+        norm = settings.norm and Norm(given.norm_weight, given.norm_bias, settings.eps, settings.norm)
         call = settings.call._replace(next_norm=None)
         first, ends = (given.weight, given.bias, norm, settings.activation), (None, None, None, call, save)
         return mixed.forward(x, *first, *ends)[:4]
-    first, ends = linear.fold_operands(x, given, settings.has_norm), (None, None, None, save, False)
-    return linear.fwd_op(x, *first, stats, settings.eps, settings.activation, *ends)[:4]
+    first, ends = linear.fold_operands(x, given, settings.norm is not None), (None, None, None, save, False)
+    return linear.fwd_op(x, *first, stats, settings.norm, settings.eps, settings.activation, *ends)[:4]
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, N, D, F) = make_randn(device, dtype), (case[a] for a in ("B", "N", "D", "F"))
     keep = torch.tensor([b % 2 / 0.5 for b in range(B)], dtype=dtype, device=device)
-    swiglu = "swiglu" in case
+    activation = tuple(GATED)[case["gated"]] if "gated" in case else "gelu"
+    width = 2 * F if "gated" in case else F
     return {
         "x": randn(B, N, D),
-        "fc1": (randn(2 * F if swiglu else F, D, scale=D**-0.5), randn(2 * F if swiglu else F)),
-        "activation": "swiglu" if swiglu else "gelu",
+        "fc1": (randn(width, D, scale=D**-0.5), randn(width)),
+        "activation": activation,
         "fc2": (randn(D, F, scale=F**-0.5), randn(D)),
-        "norm": (randn(D), randn(D), 1e-6),
+        "norm": (randn(D), None, 1e-6, "rms_norm") if "rms" in case else (randn(D), randn(D), 1e-6),
         "layer_scale": randn(D),
         "sample_scale": keep,
         "residual": randn(B, N, D),
@@ -382,7 +389,9 @@ OP = Op(
         "vit": dict(B=2, N=50, D=48, F=192),
         "small": dict(B=3, N=23, D=192, F=96, recompute=1),
         "odd_recompute": dict(B=3, N=5, D=33, F=70, recompute=1),
-        "swiglu": dict(B=2, N=10, D=32, F=24, swiglu=1),
+        "swiglu": dict(B=2, N=10, D=32, F=24, gated=0),
+        "rms": dict(B=2, N=23, D=48, F=96, rms=1),
+        "rms_geglu": dict(B=2, N=10, D=32, F=24, rms=1, gated=1, recompute=1),
         "empty": dict(B=0, N=3, D=8, F=16),
         "empty_recompute": dict(B=2, N=0, D=8, F=16, recompute=1),
     },

@@ -21,7 +21,7 @@ def _bwd(
     dpre1, h_again, sums1 = product_grad(dh, dtype, 1, pre, None, None, activation, h is None and need_2)  # (3)
     h = h_again if h is None else h.flatten(0, -2)
     grads2 = parameter_grads(dpre2, h, w2, b2, layer_scale, sums2) if need_2 else (None,) * 3
-    norm = (mean, rstd, norm_weight, norm_bias) if norm else None
+    norm = (mean, rstd, norm_weight, norm_bias, norm) if norm else None
     dsum, needs = dy if residual_is_input else None, (need_x, need_1, need_1)
     dx, dw1, db1, _, dnorm = all_grads(dpre1, x, w1, b1, None, sums1, norm, dsum, needs)
     return tuple(x.new_empty(0) if t is None else t.contiguous() for t in (dx, dw1, db1, dnorm, *grads2))
@@ -44,7 +44,7 @@ bwd_op = register(
     "mlp_bwd",
     "(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor pre, Tensor? h, Tensor? layer_scale, "
     "Tensor? sample_scale, Tensor mean, Tensor rstd, Tensor? norm_weight, Tensor? norm_bias, str activation, "
-    "bool norm, bool residual_is_input, ScalarType dtype, bool[] needs) "
+    "str? norm, bool residual_is_input, ScalarType dtype, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,

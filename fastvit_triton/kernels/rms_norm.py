@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import layer_norm, plan
-from .argument import expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on
+from .argument import NormLike, expect_addable, expect_norm, expect_rows, expect_scales, is_autocast_on, kind_of
 from .backend import kernels_available
 from .op import Op
 
@@ -44,8 +44,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         mixable = weight is None or weight.dtype == x.dtype
         rows = plan.rows_of(math.prod(x.shape[:-1]))
         if not mixable or plan.prefers_kernel(x, "layer_norm", rows, int(x.shape[-1])):
-            return layer_norm._Fn.apply(x, None, weight, None, eps, None, None, True)[1]
+            return layer_norm.run(x, weight, None, eps, rms=True)
     return reference(x, weight, eps)
+
+
+def run_either(x: Tensor, norm: NormLike) -> Tensor:
+    """LayerNorm or RMSNorm of x [..., D] by our kernel, without argument checks or plan."""
+    return layer_norm.run(x, *norm[:3], rms=kind_of(norm) == "rms_norm")
 
 
 def add_rms_norm(
@@ -87,6 +92,11 @@ def reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None or weight.dtype == x.dtype or is_autocast_on(x):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)  # a float32 weight for a 16-bit x
+
+
+def reference_either(x: Tensor, norm: NormLike) -> Tensor:
+    """LayerNorm or RMSNorm of x [..., D] in PyTorch."""
+    return reference(x, norm[0], norm[2]) if kind_of(norm) == "rms_norm" else layer_norm.reference(x, *norm[:3])
 
 
 def reference_add(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels import linear as linear_file
 from ..kernels import mlp as mlp_file
-from ..kernels.activation import ACTIVATIONS
+from ..kernels.activation import GATED, apply_activation
 from ..kernels.argument import NextNorm, Norm, Normalized, Varlen
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv, rotate
@@ -20,9 +20,10 @@ from ..kernels.fold import packed
 from ..kernels.layer_norm import layer_norm, scaled
 from ..kernels.linear import linear
 from ..kernels.mlp import mlp
+from ..kernels.rms_norm import rms_norm
 from .freeze import FoldedNorm, fold_norms, operands
 from .hooks import can_fuse
-from .module_parts import Layer, entry_of, head_norm_of, is_identity, is_inactive, is_readable, norm_of, width_of
+from .module_parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_of, width_of
 
 Before = FoldedNorm | Norm
 Given = Tensor | Normalized
@@ -115,7 +116,7 @@ class AttentionParts(NamedTuple):
 
     def _attend(self, qkv: Tensor) -> Tensor:
         """Attention without projections: [B, N, 3·H·d] → [B, N, H·d]."""
-        q_norm, k_norm = (None, None) if self.norms is None else map(head_norm_of, self.norms)
+        q_norm, k_norm = (None, None) if self.norms is None else map(norm_of, self.norms)
         if self.varlen is not None:
             return self._attend_packed(qkv.flatten(0, -2), q_norm, k_norm).view(*qkv.shape[:-1], -1)
         prefix = 0 if self.rope is None else qkv.shape[1] - self.rope[0].shape[-2]
@@ -141,7 +142,7 @@ class MlpParts(NamedTuple):
 
     Attributes:
         fc1: one layer, or the gate and value layers of a SwiGLU.
-        act: a name in `kernels.activation.ACTIVATIONS`, "swiglu", or a module to call.
+        act: a name in `kernels.activation.NAMES`, or a module to call.
         fc2: last layer.
         drops: dropouts after the activation and after fc2.
         first: norm inside the module, before fc1.
@@ -162,7 +163,7 @@ class MlpParts(NamedTuple):
     def sizes(self) -> Branch:
         """See `Body`."""
         width, channels = width_of(self.fc1)
-        return Branch("mlp", 0, 0, channels, width, width // 2 if self.act == "swiglu" else width)
+        return Branch("mlp", 0, 0, channels, width, width // 2 if self.act in GATED else width)
 
     def __call__(
         self,
@@ -178,7 +179,7 @@ class MlpParts(NamedTuple):
         inner, outer = self.drops
         if not (isinstance(self.act, str) and all(is_readable(fc) for fc in self.fc1)):
             hs = [project(x, (fc,)) for fc in self.fc1] if norm is None else [project(x, self.fc1, norm, stats, way)]
-            h = nn.functional.silu(hs[0]) * hs[1] if len(hs) == 2 else activate(hs[0], self.act)
+            h = activate(hs[0], self.act, *hs[1:])
         else:
             weight, bias, before = operands(*_pair(self.fc1), norm)
             bare = self.last is None or is_identity(self.last)
@@ -208,12 +209,9 @@ def _pair(layers: tuple[Layer, ...]) -> tuple[Any, Any]:
     return tuple(layer.weight for layer in layers), None if all(b is None for b in biases) else biases
 
 
-def activate(h: Tensor, act: str | nn.Module) -> Tensor:
-    """Applies an activation given by name or as a module."""
-    if act == "swiglu":
-        gate, value = h.chunk(2, -1)
-        return nn.functional.silu(gate) * value
-    return ACTIVATIONS[act](h) if isinstance(act, str) else act(h)
+def activate(h: Tensor, act: str | nn.Module, up: Tensor | None = None) -> Tensor:
+    """Applies an activation given by name, see `apply_activation`, or as a module."""
+    return apply_activation(h, act, up) if isinstance(act, str) else act(h)
 
 
 def project(
@@ -225,7 +223,7 @@ def project(
 ) -> Tensor:
     """Concatenated outputs of linear layers, [..., K] → [..., F]; one matmul if all their weights can be read."""
     if isinstance(norm, FoldedNorm):
-        return linear_file.run(x, norm.folded, None, (None, None, norm.eps), stats)
+        return linear_file.run(x, norm.folded, None, norm.bare, stats)
     if not all(is_readable(layer) for layer in layers):
         outputs = [layer(x) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -292,6 +290,8 @@ def fold_or_normalize(
 
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
-    """norm(x), with the LayerNorm kernel where it gives the same result; [..., D] → [..., D]."""
+    """norm(x), with the kernel of LayerNorm or RMSNorm where it gives the same result; [..., D] → [..., D]."""
     weights = norm_of(norm) if can_fuse(x) and "forward" not in norm.__dict__ else None
-    return norm(x) if weights is None else layer_norm(x, *weights[:3])
+    if weights is None:
+        return norm(x)
+    return layer_norm(x, *weights[:3]) if weights.kind == "layer_norm" else rms_norm(x, weights.weight, weights.eps)

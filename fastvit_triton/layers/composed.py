@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..kernels.activation import GATED
 from ..kernels.attention_qkv import attention_qkv
 from ..kernels.cost import Branch
-from .body import Before, Given, Output, finish, fold_or_normalize, project
-from .module_parts import Layer, width_of
+from .body import Before, Given, MlpParts, Output, activate, finish, fold_or_normalize, project
+from .module_parts import Layer, activation_of, width_of
 
 
 class ComposedParts(NamedTuple):
@@ -62,6 +63,37 @@ class ComposedParts(NamedTuple):
             x, norm = fold_or_normalize(x, self.first, self.projections, way)
         h = self.between(project(x, self.projections, norm, stats, way))
         return finish(h, self.proj, self.last, *self.drops, way=way, **end)
+
+
+def gated(
+    layers: tuple[Layer, ...],
+    act: nn.Module,
+    last: Layer,
+    drops: tuple[nn.Module | None, nn.Module | None] = (None, None),
+    first: nn.Module | None = None,
+    last_norm: nn.Module | None = None,
+) -> MlpParts | ComposedParts:
+    """Parts of a gated MLP, last(last_norm(drop(act(gate) · value))), where (gate, value) = layers(first(x)).
+
+    Args:
+        layers: gate and value, or one layer with both, gate first.
+        act: activation of the gate; if the kernels lack it, PyTorch multiplies gate and value.
+        last: last layer.
+        drops: dropouts after the product and after the last layer.
+        first: norm before the first layers.
+        last_norm: norm before the last layer.
+    """
+    known = activation_of(act)
+    name = next((name for name, gate in GATED.items() if gate == known), None)
+    if name is not None:
+        return MlpParts(layers, name, last, drops, first, last_norm)
+
+    def between(h: Tensor) -> Tensor:
+        gate, value = h.chunk(2, -1)
+        h = activate(gate, known) * value
+        return h if drops[0] is None else drops[0](h)
+
+    return ComposedParts("gated MLP", layers, between, last, first=first, last=last_norm, drops=drops[1:])
 
 
 def heads_of(x: Tensor, num_heads: int, parts: int = 3) -> tuple[Tensor, ...]:

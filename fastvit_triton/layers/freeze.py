@@ -21,31 +21,31 @@ _frozen: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module → w
 
 
 class FoldedNorm(NamedTuple):
-    """A LayerNorm folded into the projections after it."""
+    """A norm folded into the projections after it, and the norm without its parameters: ε and kind."""
 
     folded: Folded
-    eps: float
+    bare: Norm
 
 
 class Entry(NamedTuple):
-    """A LayerNorm and the projections after it.
+    """A LayerNorm or RMSNorm and the projections after it.
 
     Attributes:
         norm: the module.
         group: its parameters and those of the projections.
-        eps: of the norm.
+        bare: the norm without its parameters: ε and kind.
         sources: the tensors that the group is computed from.
     """
 
     norm: nn.Module
     group: Group
-    eps: float
+    bare: Norm
     sources: tuple[Tensor, ...]
 
     @property
     def parameters(self) -> Norm:
         """Weight, bias and eps of the norm."""
-        return Norm(self.group.norm_weight, self.group.norm_bias, self.eps)
+        return Norm(self.group.norm_weight, self.group.norm_bias, *self.bare[2:])
 
 
 class Kept(NamedTuple):
@@ -123,7 +123,7 @@ def operands(
     norm: FoldedNorm | Norm | None,
 ) -> tuple:
     """(weight, bias, norm) for `linear` and `mlp`: unchanged, or the folded weights."""
-    return (norm.folded, None, (None, None, norm.eps)) if isinstance(norm, FoldedNorm) else (weight, bias, norm)
+    return (norm.folded, None, norm.bare) if isinstance(norm, FoldedNorm) else (weight, bias, norm)
 
 
 def of_dtype(norm: FoldedNorm | Norm | None, x: Tensor) -> FoldedNorm | Norm | None:
@@ -132,7 +132,7 @@ def of_dtype(norm: FoldedNorm | Norm | None, x: Tensor) -> FoldedNorm | Norm | N
 
 
 def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
-    """Folds each LayerNorm of x [..., K] into its projections; None where a separate LayerNorm is to run.
+    """Folds each norm of x [..., K] into its projections; None where a separate norm is to run.
 
     Frozen folds are cached. Others are computed in one launch if x has at least as many rows as the widest packed
     projection has outputs; if the weights require gradients, the fold carries its source.
@@ -147,7 +147,7 @@ def fold_norms(x: Tensor, *entries: Entry | None) -> list[FoldedNorm | None]:
         made = [f._replace(source=_source(e.group)) if _learns(e) else f for f, e in zip(made, given, strict=True)]
     else:
         return [None] * len(entries)
-    found = {id(e): FoldedNorm(f, e.eps) for e, f in zip(given, made, strict=True)}
+    found = {id(e): FoldedNorm(f, e.bare) for e, f in zip(given, made, strict=True)}
     return [found.get(id(e)) for e in entries]
 
 

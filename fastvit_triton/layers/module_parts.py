@@ -4,6 +4,7 @@ The tables list the types of torch and this package; `convert` adds those of tim
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,15 @@ CONVOLUTIONS = {"torch.nn.modules.conv.Conv2d"}
 LINEARS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
 LAYER_NORMS = {"torch.nn.modules.normalization.LayerNorm"}
 RMS_NORMS = {"torch.nn.modules.normalization.RMSNorm": "eps"}  # type → the name of its ε
+RMS_FORWARDS: dict[Callable | None, str] = {}  # the same for the forwards that `optimize` binds to other types
 DROPOUTS = {"torch.nn.modules.dropout.Dropout"}
 DROP_PATHS = {"fastvit_triton.layers.drop_path.DropPath", "fastvit_triton.layers.drop_path.ConstantScale"}
 LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type → its parameter
 ACTIVATIONS = {  # type → its name in `kernels.activation.ACTIVATIONS`
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Hardswish": "hardswish",
+    "torch.nn.modules.activation.ReLU6": "relu6",
 }
 
 
@@ -61,18 +65,11 @@ def is_readable(layer: Layer) -> bool:
 
 
 def norm_of(norm: Foreign) -> Norm | None:
-    """(weight, bias, eps) of a LayerNorm over the last axis; None where the module must be called."""
-    return None if type_name(norm) not in LAYER_NORMS or has_hooks(norm) else last_axis_norm(norm)
-
-
-def head_norm_of(norm: Foreign) -> Norm | None:
-    """`norm_of`, also for an RMSNorm, which kernels apply to queries and keys only."""
-    eps = RMS_NORMS.get(type_name(norm))
-    if eps is None or has_hooks(norm) or not are_plain_tensors(norm.weight):
-        return norm_of(norm) if eps is None else None
-    axes = getattr(norm, "normalized_shape", None) or norm.weight.shape
-    eps = getattr(norm, eps)
-    return Norm(norm.weight, None, eps, "rms_norm") if len(axes) == 1 and eps is not None else None
+    """The parameters of a LayerNorm or RMSNorm over the last axis; None where the module must be called."""
+    if type_name(norm) in LAYER_NORMS:
+        return None if has_hooks(norm) else last_axis_norm(norm)
+    name = RMS_NORMS.get(type_name(norm)) or RMS_FORWARDS.get(getattr(norm.__dict__.get("forward"), "func", None))
+    return None if name is None or has_hooks(norm) else last_axis_rms_norm(norm, name)
 
 
 def last_axis_norm(norm: Foreign) -> Norm | None:
@@ -82,8 +79,16 @@ def last_axis_norm(norm: Foreign) -> Norm | None:
     return None if getattr(norm, "_fast_norm", False) else Norm(norm.weight, norm.bias, norm.eps)
 
 
+def last_axis_rms_norm(norm: Foreign, name: str = "eps") -> Norm | None:
+    """As `norm_of`, for a module known to be an RMSNorm whose ε has that name; hooks are not checked."""
+    eps, axes = getattr(norm, name), getattr(norm, "normalized_shape", (1,))
+    if eps is None or not are_plain_tensors(norm.weight) or len(axes) != 1 or getattr(norm, "_fast_norm", False):
+        return None
+    return Norm(norm.weight, None, eps, "rms_norm")
+
+
 def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
-    """A LayerNorm and the linear layers after it, for `fold_norms`; None if one of them must be called."""
+    """A norm and the linear layers after it, for `fold_norms`; None if one of them must be called."""
     if norm is None or (weights := norm_of(norm)) is None:
         return None
     if not layers or not all(is_readable(layer) for layer in layers):
@@ -91,7 +96,7 @@ def entry_of(norm: nn.Module | None, layers: tuple[Layer, ...]) -> Entry | None:
     group = Group(tuple(layer.weight for layer in layers), tuple(layer.bias for layer in layers), *weights[:2])
     read = (getattr(layer, "sources", None) or (layer.weight, layer.bias) for layer in layers)
     sources = tuple(t for t in (*itertools.chain(*read), *weights[:2]) if t is not None)
-    return Entry(norm, group, weights[2], sources)
+    return Entry(norm, group, Norm(None, None, *weights[2:]), sources)
 
 
 def activation_of(module: nn.Module) -> str | nn.Module:

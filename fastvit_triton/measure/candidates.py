@@ -172,7 +172,7 @@ def targets(dry: bool = False) -> list[Target]:
     patches = dict(
         B=B, C=3, H=shrink(224) // 8 * 8, W=shrink(224) // 8 * 8, P=16 if not dry else 8, D=C, T=1, pos_prefix=1
     )
-    found.append(Target("mlp", dict(B=B, N=N, D=C, F=shrink(2048), swiglu=1), "linear.fwd.gated"))
+    found.append(Target("mlp", dict(B=B, N=N, D=C, F=shrink(2048), gated=0), "linear.fwd.gated"))
     found.append(Target("mlp", dict(B=B, N=N, D=shrink(192), F=shrink(768), recompute=1), "mlp.fwd"))
     found.append(Target("patch_embed", patches, "patch_embed.fwd.half"))
     for side, window, kind in ((56, 7, ""), (48, 12, ".large")):

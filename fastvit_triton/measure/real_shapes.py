@@ -30,13 +30,16 @@ REAL = {
         "ViT-B qkv": dict(B=8, N=197, K=768, F=2304, norm=1),
         "ViT-B proj": dict(B=8, N=197, K=768, F=768, branch=1),
         "ViT-H qkv": dict(B=4, N=257, K=1280, F=3840, norm=1),
+        "Qwen2.5-VL qkv": dict(B=1, N=4096, K=1280, F=3840, rms=1),
         "head": dict(B=256, N=1, K=768, F=1000),
     },
     "mlp": {
         "ViT-B": dict(B=8, N=197, D=768, F=3072),
         "ViT-Ti": dict(B=8, N=197, D=192, F=768),
         "recompute": dict(B=4, N=197, D=768, F=3072, recompute=1),
-        "DINOv2-g": dict(B=2, N=257, D=1536, F=4096, swiglu=1),
+        "DINOv2-g": dict(B=2, N=257, D=1536, F=4096, gated=0),
+        "Qwen2.5-VL": dict(B=1, N=4096, D=1280, F=3420, gated=0, rms=1),
+        "Gemma 4": dict(B=1, N=2520, D=768, F=3072, gated=2, rms=1),
     },
     "depthwise": {
         "PVTv2-B1 stage 1": dict(B=8, H=56, W=56, C=512, K=3, gelu=1),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.attention_qkv import attention_qkv
 from ...layers.body import AttentionParts, MlpParts, finish, project
-from ...layers.composed import ComposedParts
+from ...layers.composed import ComposedParts, gated
 from ...layers.freeze import derived
 from ...layers.hooks import are_plain_tensors, has_hooks, type_name
 from ...layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
@@ -193,19 +193,18 @@ def mlp_parts(self: Foreign) -> MlpParts | str:
     needs="fc1 act gate_last chunk_dim drop1 fc2 drop2",
     takes="",
 )
-def glu_parts(self: Foreign) -> MlpParts | str:
-    """Parts of a SwiGLU with gate and value in one layer, gate first."""
-    if activation_of(self.act) != "silu" or self.gate_last or self.chunk_dim != -1:
-        return f"gated by {type(self.act).__name__}" + (" on the last half" if self.gate_last else "")
-    return MlpParts((self.fc1,), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
+def glu_parts(self: Foreign) -> MlpParts | ComposedParts | str:
+    """Parts of a gated MLP with gate and value in one layer, gate first."""
+    if self.gate_last or self.chunk_dim != -1:
+        return "gated by the last half" if self.gate_last else f"halves of axis {self.chunk_dim}"
+    return gated((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
 
 
 @fused_body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2", takes="")
-def swiglu_parts(self: Foreign) -> MlpParts | str:
-    """Parts of a SwiGLU with gate and value in two layers, and an optional norm before the last layer."""
-    if activation_of(self.act) != "silu":
-        return f"gated by {type(self.act).__name__}"
-    return MlpParts((self.fc1_g, self.fc1_x), "swiglu", self.fc2, (self.drop1, self.drop2), last=_present(self))
+def swiglu_parts(self: Foreign) -> MlpParts | ComposedParts:
+    """Parts of a gated MLP with gate and value in two layers, and an optional norm before the last layer."""
+    layers = self.fc1_g, self.fc1_x
+    return gated(layers, self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
 
 
 @fused_body("timm.models.metaformer.MlpHead", needs="fc1 act norm fc2 head_drop", takes="")

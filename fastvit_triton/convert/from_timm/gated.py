@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention import attention
-from ...layers.composed import ComposedParts
+from ...layers.body import MlpParts
+from ...layers.composed import ComposedParts, gated
 from ...layers.hooks import has_hooks
 from ...layers.module_parts import Foreign, is_readable
 from ..forwards import fused_body
@@ -14,18 +15,10 @@ from ..third_party import scores_mask
 from .attention import dropped
 
 
-def _gated(h: Tensor, act: nn.Module, drop: nn.Module | None = None) -> Tensor:
-    """act(first half) · second half, with optional dropout; [..., 2 · F] → [..., F]."""
-    gate, value = h.chunk(2, -1)
-    h = act(gate) * value
-    return h if drop is None else drop(h)
-
-
 @fused_body("timm.models.vitamin.GeGluMlp", needs="norm w0 act w1 drop1 w2 drop2", takes="")
-def vitamin_parts(self: Foreign) -> ComposedParts:
+def vitamin_parts(self: Foreign) -> MlpParts | ComposedParts:
     """Parts of ViTamin's gated MLP with its norm."""
-    between = partial(_gated, act=self.act, drop=self.drop1)
-    return ComposedParts("gated MLP", (self.w0, self.w1), between, self.w2, first=self.norm, drops=(self.drop2,))
+    return gated((self.w0, self.w1), self.act, self.w2, (self.drop1, self.drop2), first=self.norm)
 
 
 def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
@@ -34,12 +27,12 @@ def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
 
 
 @fused_body("timm.models.gemma4_vit.Gemma4GatedMlp", needs="gate_proj up_proj down_proj act drop", takes="")
-def gemma_mlp_parts(self: Foreign) -> ComposedParts | str:
+def gemma_mlp_parts(self: Foreign) -> MlpParts | ComposedParts | str:
     """Parts of Gemma 4's gated MLP."""
     layers = _linears(self.gate_proj, self.up_proj, self.down_proj)
     if not any(map(is_readable, layers)):
         return "its layers are called: they clip their inputs and outputs, were replaced or have a hook"
-    return ComposedParts("gated MLP", layers[:2], partial(_gated, act=self.act), layers[2], drops=(self.drop,))
+    return gated(layers[:2], self.act, layers[2], (None, self.drop))
 
 
 @fused_body(

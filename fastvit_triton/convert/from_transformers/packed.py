@@ -14,7 +14,7 @@ from ...kernels.rms_norm import rms_norm
 from ...layers import ways
 from ...layers.body import AttentionParts, MlpParts, normalize, project
 from ...layers.hooks import are_plain_tensors
-from ...layers.module_parts import RMS_NORMS, Foreign, activation_of
+from ...layers.module_parts import RMS_FORWARDS, Foreign, activation_of
 from ...layers.packing import longest, one_call
 from ..forwards import arguments, fused_body, fused_forward, known_type, original
 from ..third_party import is_fusable
@@ -22,9 +22,6 @@ from .blocks import CLIP, LAMBDAS, Names, register_blocks
 from .vit import attention_reason, classes
 
 PLAIN = Names("norm1", "attn", "norm2", "mlp")
-RMS_NORMS |= dict.fromkeys(
-    classes("glm_ocr.GlmOcrRMSNorm", "glm5_next.Glm5NextRMSNorm", "dots3_note.Dots3NoteRMSNorm"), "variance_epsilon"
-)
 INTERLEAVED = classes("inkling2.Inkling2VisionAttention")  # rotate channel pairs (2i, 2i + 1)
 TOWERS = classes(
     "cohere_compass.CohereCompassVisionModel",
@@ -205,3 +202,6 @@ def llama_norm(self: Foreign, hidden_states: Tensor) -> Tensor:
     if not is_fusable(self, hidden_states) or hidden_states.dtype != weight.dtype or not are_plain_tensors(weight):
         return original(self, hidden_states)
     return rms_norm(hidden_states, weight, self.variance_epsilon)
+
+
+RMS_FORWARDS[llama_norm] = "variance_epsilon"

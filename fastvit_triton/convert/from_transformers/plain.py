@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from ...kernels.attention_qkv import attention_qkv
 from ...layers.body import AttentionParts, MlpParts, normalize
 from ...layers.branch import Branch, add_branches
-from ...layers.composed import ComposedParts
+from ...layers.composed import ComposedParts, gated
 from ...layers.hooks import has_hooks, is_plain_module, type_name
 from ...layers.module_parts import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_inactive
 from ..forwards import INNER, fused_body, fused_forward, original
 from ..from_torch import multihead_parts, multihead_reason
 from ..third_party import is_fusable, scores_mask
 from .rotary import weights_reason
-from .vit import attention_reason, checkpointed, classes, gated
+from .vit import attention_reason, checkpointed, classes
 
 TIMESFORMER, MGP_STR = classes("timesformer.Timesformer", "mgp_str.Mgpstr")
 INNER |= {f"{TIMESFORMER}SelfAttention", f"{TIMESFORMER}SelfOutput", f"{MGP_STR}Attention"}
@@ -215,7 +215,7 @@ def pix2struct_mlp_parts(self: Foreign) -> Any:
     """Parts of T5's gated MLP."""
     if self.wo.weight.dtype != self.wi_0.weight.dtype:
         return "its last layer has another dtype"
-    return gated(self.wi_0, self.wi_1, activation_of(self.act), self.wo, self.dropout)
+    return gated((self.wi_0, self.wi_1), self.act, self.wo, (self.dropout, None))
 
 
 @fused_body(

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ...kernels.attention import attention
 from ...kernels.attention_qkv import attention_qkv, rotate
 from ...layers.body import AttentionParts, MlpParts
-from ...layers.composed import ComposedParts, merged_heads
+from ...layers.composed import ComposedParts, gated, merged_heads
 from ...layers.hooks import is_plain_module, type_name
 from ...layers.module_parts import Foreign, activation_of, is_inactive
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable, scores_mask
-from .vit import attention_reason, classes, gated
+from .vit import attention_reason, classes
 
 Tables = tuple[Tensor, Tensor] | None
 
@@ -223,4 +223,4 @@ def _rotated_by_axis(x: Tensor, tables: tuple[Tensor, Tensor], axes: int) -> Ten
 def gemma4_mlp_parts(self: Foreign) -> MlpParts | ComposedParts:
     """Parts of Gemma 4's gated MLP."""
     gate, up, down = (_unclipped(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj))
-    return gated(gate, up, activation_of(self.act_fn), down)
+    return gated((gate, up), self.act_fn, down)

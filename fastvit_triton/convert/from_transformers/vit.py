@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...layers.body import AttentionParts, MlpParts, activate
+from ...layers.body import AttentionParts, MlpParts
 from ...layers.branch import Branch, add_branches
-from ...layers.composed import ComposedParts
+from ...layers.composed import ComposedParts, gated
 from ...layers.hooks import has_hooks, is_plain_module, type_name
-from ...layers.module_parts import Foreign, Layer, activation_of
+from ...layers.module_parts import Foreign, activation_of
 from ..forwards import INNER, fused_body, fused_forward, known_type, original
 from ..from_torch import STEMS, cross_attend, multihead_reason
 from ..third_party import is_fusable, scores_mask
@@ -127,20 +127,7 @@ def up_down_parts(self: Foreign) -> MlpParts:
 )
 def gated_parts(self: Foreign) -> MlpParts | ComposedParts:
     """Parts of a gated MLP with gate and value in two layers."""
-    return gated(self.gate_proj, self.up_proj, activation_of(self.act_fn), self.down_proj)
-
-
-def gated(gate: Layer, value: Layer, act: str | nn.Module, last: Layer, drop: nn.Module | None = None) -> Any:
-    """Parts of last(drop(act(gate(x)) · value(x))): a SwiGLU, or the product by PyTorch."""
-    if act == "silu":
-        return MlpParts((gate, value), "swiglu", last, (drop, None))
-
-    def between(h: Tensor) -> Tensor:
-        first, second = h.chunk(2, -1)
-        h = activate(first, act) * second
-        return h if drop is None else drop(h)
-
-    return ComposedParts("gated MLP", (gate, value), between, last)
+    return gated((self.gate_proj, self.up_proj), self.act_fn, self.down_proj)
 
 
 @fused_body(

@@ -31,6 +31,7 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "expand": ("input",),
     "gelu": ("input", "approximate"),
     "getitem": ("input", "index"),
+    "hardswish": ("input", "inplace"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "linear": ("input", "weight", "bias"),
     "matmul": ("input", "other"),
@@ -38,6 +39,7 @@ ARGUMENTS: dict[str | None, tuple[str, ...]] = {
     "multi_head_attention": tuple(inspect.signature(F.multi_head_attention_forward).parameters),
     "permute": ("input",),
     "relu": ("input", "inplace"),
+    "relu6": ("input", "inplace"),
     "reshape": ("input",),
     "scaled_dot_product_attention": (
         *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
@@ -59,6 +61,7 @@ FUNCTIONS = {
     "encoder_layer": (torch._transformer_encoder_layer_fwd,),  # of nn.TransformerEncoderLayer in inference
     "gelu": (F.gelu,),
     "getitem": (operator.getitem,),
+    "hardswish": (F.hardswish,),
     "layer_norm": (F.layer_norm,),
     "linear": (F.linear,),
     "matmul": (operator.matmul, torch.matmul),
@@ -66,6 +69,7 @@ FUNCTIONS = {
     "multi_head_attention": (F.multi_head_attention_forward,),
     "permute": (torch.permute,),
     "relu": (F.relu, torch.relu),
+    "relu6": (F.relu6,),
     "reshape": (torch.reshape, torch.flatten, torch.unflatten),
     "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
     "sigmoid": (torch.sigmoid, F.sigmoid),

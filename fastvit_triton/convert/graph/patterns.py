@@ -6,16 +6,20 @@ match may be rewritten.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from ...kernels.activation import GATED
 from ...kernels.layer_norm import layer_norm
 from ...kernels.linear import linear
 from ...kernels.mlp import mlp
 from ...kernels.patch_embed import patch_embed
 from .nodes import Argument, equal, kind, known, order, read, shape, up, value
+
+GATES = {act: name for name, act in GATED.items()}
+SIMPLE = "silu", "relu", "hardswish", "relu6"  # activations whose names are those of the kernels
 
 
 class Call(NamedTuple):
@@ -39,7 +43,7 @@ class Match:
 
 def branch(anchor: fx.Node) -> Iterator[Match | str]:
     """Matches of a linear layer or MLP with a LayerNorm before it and LayerScale, drop-path and residual after it."""
-    if kind(anchor) not in ("add", "mul", "gelu", "silu", "relu", "linear"):
+    if kind(anchor) not in ("add", "mul", "gelu", *SIMPLE, "linear"):
         return
     for node, ends, passed in _ends(anchor):
         inner = [*passed, node]
@@ -144,16 +148,17 @@ def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
     if kind(node) == "gelu":
         name = {"none": "gelu", "tanh": "gelu_tanh"}[read(node).get("approximate", "none")]
         return name, read(node)["input"], [node]
-    if kind(node) in ("silu", "relu"):
+    if kind(node) in SIMPLE:
         return kind(node), read(node)["input"], [node]
     if kind(node) == "mul":
-        for gate, x in (node.args, node.args[::-1]):  # silu(first half) · second half
-            if kind(gate) == "silu" and kind(half := read(gate)["input"]) == kind(x) == "getitem":
-                whole = half.args[0]
+        for gate, x in (node.args, node.args[::-1]):  # act(first half) · second half
+            act, half, _ = _activated(gate) if kind(gate) in ("gelu", *SIMPLE) else (None, gate, [])
+            if act in GATES and kind(half) == kind(x) == "getitem":
+                whole: Any = half.args[0]
                 given = read(whole) if kind(whole) == "chunk" else {}
                 halves = given.get("chunks") == 2 and given.get("dim", 0) in (-1, len(shape(given["input"])) - 1)
                 if halves and (half.args[1], x.args[1], x.args[0]) == (0, 1, whole):
-                    return "swiglu", given["input"], [node, gate, half, x, whole]
+                    return GATES[act], given["input"], [node, gate, half, x, whole]
         for x, gate in (node.args, node.args[::-1]):  # x · sigmoid(1.702 x)
             if kind(gate) == "sigmoid" and kind(times := read(gate)["input"]) == "mul":
                 if times.args in ((x, 1.702), (1.702, x)):
