@@ -289,10 +289,8 @@ def operands(weight: Tensor | Pair | Folded, bias: Tensor | Pair | None, norm: N
 
 
 def _concatenated(weight: Tensor | Pair, bias: Any) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of one matmul; those of a gate and an up projection are concatenated."""
-    if isinstance(weight, Tensor):
-        return weight, bias
-    return torch.cat(weight), None if bias is None else torch.cat(bias)
+    """(weight, bias) of one matmul; those of a gate and an up projection are packed."""
+    return (weight, bias) if isinstance(weight, Tensor) else fold.packed(weight, bias or (None, None))
 
 
 def fold_operands(x: Tensor, given: Operands, has_norm: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -4,16 +4,19 @@ Their own forwards call attention once for each image or window, unless flash at
 the RMSNorm of these towers are here, too.
 """
 
+import itertools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...kernels.argument import Varlen
 from ...kernels.backend import kernels_available
+from ...kernels.linear import linear
 from ...kernels.rms_norm import rms_norm
 from ...layers import ways
 from ...layers.body import AttentionParts, MlpParts, normalize, project
-from ...layers.hooks import are_plain_tensors
+from ...layers.hooks import are_plain_tensors, is_plain_module
 from ...layers.module_parts import RMS_FORWARDS, Foreign, activation_of
 from ...layers.packing import longest, one_call
 from ..forwards import arguments, fused_body, fused_forward, known_type, original
@@ -61,6 +64,18 @@ def tower(self: Foreign, *inputs: Any, **named: Any) -> Any:
     """The tower's own forward, in which the lengths of the packed images are read once."""
     with one_call():
         return original(self, *inputs, **named)
+
+
+@fused_forward("", *classes("pixtral.PixtralVisionModel"), needs="patch_size config", takes="image_sizes")
+def pixtral(self: Foreign, pixel_values: Tensor, image_sizes: Any = None, **named: Any) -> Any:
+    """The tower's own forward, with the boundaries of images beside its mask of all pairs of tokens."""
+    if self.config._attn_implementation not in ("eager", "sdpa") or not is_fusable(self, pixel_values):
+        return original(self, pixel_values, image_sizes, **named)
+    (B, _, *shape), p = pixel_values.shape, self.patch_size
+    sizes = [shape] * B if image_sizes is None else [[int(n) for n in size] for size in image_sizes]
+    lengths = [min(h, shape[0]) // p * (min(w, shape[1]) // p) for h, w in sizes[:B]]
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(pixel_values.device)
+    return original(self, pixel_values, image_sizes, cu_seq_lens_q=ends, max_length_q=max(lengths), **named)
 
 
 NEEDS = "qkv|q_proj|q proj|out_proj|o_proj num_heads|head_dim scaling|scale config"
@@ -193,6 +208,28 @@ def gated_merger(self: Foreign, x: Tensor) -> Tensor:
         return original(self, x)
     y = self.act1(normalize(project(x, (self.proj,)), self.post_projection_norm))
     return _merged(self, x, MlpParts((self.gate_proj, self.up_proj), "swiglu", self.down_proj), y)
+
+
+def _volume_reason(self: Foreign) -> str | None:
+    conv = self.proj
+    plain = is_plain_module(conv, ("torch.nn.modules.conv.Conv3d",)) and conv.groups == 1 and not any(conv.padding)
+    plain = plain and conv.stride == conv.kernel_size == (self.temporal_patch_size, *[self.patch_size] * 2)
+    return None if plain and conv.dilation == (1, 1, 1) else "its convolution was replaced or is no patch projection"
+
+
+@fused_forward(
+    "patch projection",
+    *classes("qwen2_vl.PatchEmbed"),
+    needs="proj in_channels temporal_patch_size patch_size embed_dim",
+    takes="",
+    reason=_volume_reason,
+)
+def flat_patches(self: Foreign, hidden_states: Tensor) -> Tensor:
+    """A convolution with one output place for each patch, as a matmul; [T, K] → [T, D]."""
+    if not is_fusable(self, hidden_states) or _volume_reason(self) is not None:
+        return original(self, hidden_states)
+    weight = self.proj.weight.flatten(1)
+    return linear(hidden_states.view(-1, weight.shape[1]).to(weight.dtype), weight, self.proj.bias)
 
 
 @fused_forward("RMSNorm", *classes("llama.LlamaRMSNorm"), needs="weight variance_epsilon", takes="")

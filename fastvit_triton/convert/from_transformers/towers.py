@@ -1,7 +1,7 @@
 """Fused forwards for the vision towers of transformers' multimodal models: attention and MLPs; blocks are in a table.
 
 Most towers run the code of CLIP, SigLIP or ViT with other names of attributes; `from_transformers` has their readers.
-No reader here supports causal or grouped attention, or images of different sizes packed with cu_seqlens: then the
+No reader here supports causal or grouped attention, and only Pixtral's images packed with cu_seqlens: else the
 module's own forward runs.
 """
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...kernels.argument import Varlen
 from ...kernels.attention import attention
 from ...layers.body import AttentionParts, MlpParts, project
 from ...layers.hooks import has_hooks, type_name
@@ -101,11 +102,17 @@ def _head_dim_parts(
     self: Foreign,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
     **more: object,
 ) -> AttentionParts | str:
     drop = next((getattr(self, n) for n in ("attention_dropout", "dropout") if hasattr(self, n)), 0.0)
     if getattr(self, "num_key_value_groups", 1) != 1:
         return "grouped-query attention"
+    varlen, keys = None, more.pop("cu_seq_lens_k", cu_seq_lens_q)
+    if cu_seq_lens_q is not None and keys is cu_seq_lens_q:  # then a mask says the same
+        varlen = Varlen(cu_seq_lens_q, max_length_q)
+        more = {name: value for name, value in more.items() if name != "max_length_k"}
     why = attention_reason(self, drop, attention_mask, getattr(self, "is_causal", False), more)
     if why is not None:
         return why
@@ -118,9 +125,10 @@ def _head_dim_parts(
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
         self.q_proj.out_features // self.head_dim,
         self.scaling if hasattr(self, "scaling") else self.scale,
-        scores_mask(attention_mask),
+        None if varlen is not None else scores_mask(attention_mask),
         rope,
         head_norms(self.q_norm, self.k_norm) if hasattr(self, "q_norm") else None,
+        varlen=varlen,
     )
 
 
