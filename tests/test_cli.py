@@ -604,6 +604,23 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
     assert len(values(text, "expected ms of the blocks")) == 4
 
 
+def test_doctor_examines_a_tower_of_packed_images(tmp_path, capsys: pytest.CaptureFixture):
+    """Oracle: launches of a block counted by hand: statistics, qkv, rotation, zeros, attention, proj, fc1 and fc2."""
+    tower = dict(hidden_size=64, num_heads=4, intermediate_size=128, out_hidden_size=64)
+    counts = []
+    for depth in (1, 2):
+        held = dict(model_type="qwen2_5_vl", vision_config=tower | dict(depth=depth, fullatt_block_indexes=[0, 1]))
+        (tmp_path / "config.json").write_text(json.dumps(held))
+        with forcing("fused"):
+            words = "--image-size", "57x84", "--batch", "2"
+            assert main(["doctor", "--model", f"hf-config:{tmp_path}", *words]) == 0
+        text = capsys.readouterr().out
+        counts.append(values(text, "launches"))
+    assert "batch 2: images of 3 × 56 × 84, bfloat16, inference" in text  # rounded to tokens of 28 × 28 pixels
+    assert "\n12 of 12 candidates are fused" in text
+    assert counts[1][-1] - counts[0][-1] == 8
+
+
 @pytest.mark.parametrize("name", ["timm:resnet18", "torchvision:vgg11"])
 def test_doctor_on_a_model_without_blocks(name: str, capsys: pytest.CaptureFixture):
     """Oracle: one sentence, and no table of what does not change."""
@@ -702,6 +719,8 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
         ("vit_tiny_patch16_224 --img-size 97", "not a multiple of patch_size 16"),
         ("torchvision:vit_b_16 --img-size 97", "--img-size 97 does not fit"),
         ("timm:resnet18 --img-size 0", "--img-size is 0"),
+        ("timm:resnet18 --img-size 9x", "--img-size is 9x; use a side of at least 1 pixel, or HEIGHTxWIDTH"),
+        ("torchvision:vit_b_16 --img-size 64x32", "--img-size is 64x32, and torchvision's ViTs take square images"),
         ("timm:resnet18 --batch 0", "--batch is 0"),
         ("timm:resnet18 --gpu gtx970", "--gpu is gtx970; use one of h200, "),
         (" --img-size 32", "--img-size needs --model; name one"),

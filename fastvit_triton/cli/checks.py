@@ -16,6 +16,21 @@ def at_least(least: int) -> Callable[[str, int], None]:
     return check
 
 
+def image_size(text: str) -> tuple[int, int] | str:
+    """Height and width, from a side or "HEIGHTxWIDTH"; the text itself if it is neither, for `check_size`."""
+    words = text.lower().replace("×", "x").split("x")
+    if len(words) > 2 or not all(word.isdecimal() for word in words):
+        return text
+    return int(words[0]), int(words[-1])
+
+
+def check_size(option: str, size: tuple[int, int] | str) -> None:
+    """Raises ValueError unless the size is two positive integers."""
+    if isinstance(size, str) or min(size) < 1:
+        text = size if isinstance(size, str) else "x".join(map(str, dict.fromkeys(size)))
+        raise ValueError(f"{option} is {text}; use a side of at least 1 pixel, or HEIGHTxWIDTH")
+
+
 def check_model(option: str, name: str) -> None:
     """Raises ValueError if `create_model` knows no such name, or if the name has a tag."""
     from ..models import model_config

@@ -6,10 +6,11 @@ import importlib.metadata
 import importlib.util
 import platform
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from .checks import at_least
+from .checks import at_least, check_size, image_size
 from .console import print_line, select_device
 from .model_by_name import PREFIXES, NamedModel, build_model, check_name
 
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", check=check_name, help=PREFIXES)
     add("--gpu", check=_check_gpu, help="h200, a100, rtx4090, … (default: the GPU of this machine, else h200)")
-    add("--img-size", type=int, check=at_least(1), help="image side in pixels (default: the model's)")
+    text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
+    add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
     text = f"images per batch (default: {', '.join(map(str, BATCHES))})"
     add("--batch", type=int, check=at_least(1), help=text)
     add("--train", action="store_true", help="a training step without optimiser, not inference")
@@ -137,12 +139,11 @@ def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") 
 
     from ..convert.counting.count import predict
 
-    model, shape, image, _ = found
+    model, shape = found.model, found.shape
     model.to(torch.bfloat16)
     phase = "training step" if args.train else "inference"
     for batch in BATCHES if args.batch is None else (args.batch,):
-        images = torch.empty(batch, *shape, dtype=torch.bfloat16, device="meta")
-        positional, keywords = ((images,), {}) if image is None else ((), {image: images})
+        positional, keywords = found.inputs(batch, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
         try:
             prediction = predict(model, gpu, args.train, *positional, **keywords)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # some models need other inputs

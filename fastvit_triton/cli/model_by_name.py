@@ -1,7 +1,9 @@
 """Builds our models and those of other libraries by name, without downloading weights."""
 
+import contextlib
 import difflib
 import importlib
+import inspect
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +12,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .console import BENCH
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
+Size = tuple[int, int]  # height and width in pixels
+
 PREFIXES = "timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or a name that `fastvit-triton models` lists"
+
+
+class Patches(NamedTuple):
+    """How a tower takes images: as rows of patches, of all images in one sequence, and their grids.
+
+    Attributes:
+        names: of forward's arguments for the patches [T, K] and for the grids (frames, rows, columns) [B, 3].
+        side: pixels of a side of a patch.
+        frames: of a patch.
+        merged: patches of a side of a token; rows and columns of a grid are its multiples.
+    """
+
+    names: tuple[str, str]
+    side: int
+    frames: int
+    merged: int
 
 
 class NamedModel(NamedTuple):
@@ -24,12 +46,27 @@ class NamedModel(NamedTuple):
         shape: shape of an image, [C, H, W].
         input: name of forward's argument for images; None if it is the first positional argument.
         ours: the model is from `create_model` and calls the kernels without conversion.
+        patches: how it takes images if not as a tensor [B, C, H, W], else None.
     """
 
     model: "nn.Module"
     shape: tuple[int, int, int]
     input: str | None = None
     ours: bool = False
+    patches: Patches | None = None
+
+    def inputs(self, batch: int, make: "Callable[..., torch.Tensor]") -> "tuple[tuple[torch.Tensor, ...], dict]":
+        """(positional, named) arguments of a call; `make(*shape)` makes images [B, C, H, W], or rows of patches."""
+        import torch
+
+        (channels, height, width), patches = self.shape, self.patches
+        if patches is None:
+            images = make(batch, *self.shape)
+            return ((images,), {}) if self.input is None else ((), {self.input: images})
+        rows, columns = height // patches.side, width // patches.side
+        flat = make(batch * rows * columns, channels * patches.frames * patches.side**2)
+        grids = torch.tensor([[1, rows, columns]] * batch, device="cpu" if flat.is_meta else flat.device)
+        return (), dict(zip(patches.names, (flat, grids), strict=True))
 
 
 def check_name(option: str, name: str) -> None:
@@ -57,12 +94,12 @@ def check_name(option: str, name: str) -> None:
         raise ValueError(f"{option} {name} begins with {prefix!r}; use {PREFIXES}")
 
 
-def build_model(name: str, side: int | None = None, device: "torch.device | str" = "meta") -> NamedModel:
+def build_model(name: str, size: Size | None = None, device: "torch.device | str" = "meta") -> NamedModel:
     """Builds a model by name, without downloading weights.
 
     Args:
         name: timm:NAME, torchvision:NAME, hf-config:PATH_OR_CLASS, or one of `list_models()`.
-        side: image side in pixels; None means the model's own.
+        size: height and width of images in pixels; None means the model's own.
         device: device to build it on; on "meta" it has no weights.
 
     Raises:
@@ -74,52 +111,91 @@ def build_model(name: str, side: int | None = None, device: "torch.device | str"
     check_name("--model", name)
     build = {"timm": _timm, "torchvision": _torchvision, "hf-config": _transformers}.get(prefix, _ours)
     with torch.device(device):
-        found = build(rest if colon else name, side)
+        found = build(rest if colon else name, size)
     found.model.eval()
     return found
 
 
-def _ours(name: str, side: int | None) -> NamedModel:
+def _ours(name: str, size: Size | None) -> NamedModel:
     from ..models import create_model
     from ..models.config import sides
 
-    model = create_model(name, **({} if side is None else {"img_size": side}))
+    model = create_model(name, **({} if size is None else {"img_size": _side(size)}))
     return NamedModel(model, (model.config.in_chans, *sides(model.config.img_size)), ours=True)
 
 
-def _timm(name: str, side: int | None) -> NamedModel:
+def _side(size: Size) -> int | Size:
+    """The side of a square, or height and width."""
+    return size[0] if size[0] == size[1] else size
+
+
+def _timm(name: str, size: Size | None) -> NamedModel:
     model = _package("timm").create_model(name)
     channels, *sides = model.pretrained_cfg["input_size"]
-    if side is not None:
-        sides = side, side
+    if size is not None:
+        sides = size
         if hasattr(model, "set_input_size"):
-            _fit(model.set_input_size, side, img_size=(side, side))
+            _fit(model.set_input_size, size, img_size=size)
     return NamedModel(model, (channels, *sides))
 
 
-def _torchvision(name: str, side: int | None) -> NamedModel:
-    models = _package("torchvision").models
-    options = {"image_size": side} if side is not None and name.startswith("vit_") else {}
-    model = _fit(models.get_model, side, name, weights=None, **options)
-    pixels: Any = side or getattr(model, "image_size", 224)
-    return NamedModel(model, (3, pixels, pixels))
+def _torchvision(name: str, size: Size | None) -> NamedModel:
+    models, vit = _package("torchvision").models, name.startswith("vit_")
+    if vit and size is not None and size[0] != size[1]:
+        raise ValueError(f"--img-size is {_words(size)}, and torchvision's ViTs take square images; give one side")
+    model = _fit(models.get_model, size, name, weights=None, **({"image_size": size[0]} if size and vit else {}))
+    side: Any = getattr(model, "image_size", 224)
+    return NamedModel(model, (3, *(size or (side, side))))
 
 
-def _transformers(name: str, side: int | None) -> NamedModel:
+def _transformers(name: str, size: Size | None) -> NamedModel:
     transformers = _package("transformers")
     config, cls = _read_config(transformers, name)
     if hasattr(config, "vision_config"):
         config, cls = config.vision_config, None
-    if side is not None and hasattr(config, "image_size"):
-        config.image_size = side
-    if cls is None and type(config) not in transformers.AutoModel._model_mapping:
-        raise ValueError(f"transformers has no model for {type(config).__name__} alone; name the class of a model")
-    model = _fit(transformers.AutoModel.from_config if cls is None else cls._from_config, side, config)
+    known = transformers.AutoModel._model_mapping
+    cls = cls or (known[type(config)] if type(config) in known else _tower(config))
+    if "grid_thw" in inspect.signature(cls.forward).parameters:
+        return _packed(cls, config, size)
+    if size is not None and hasattr(config, "image_size"):
+        config.image_size = _side(size)
+    model = _fit(cls._from_config, size, config)
     if model.main_input_name != "pixel_values":
         raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not images; name a vision model")
-    size = getattr(config, "image_size", side or 224)
-    size = (size, size) if isinstance(size, int) else tuple(size)
-    return NamedModel(model, (getattr(config, "num_channels", 3), *size), "pixel_values")
+    held = getattr(config, "image_size", size or 224)
+    held = (held, held) if isinstance(held, int) else tuple(held)
+    return NamedModel(model, (getattr(config, "num_channels", 3), *held), "pixel_values")
+
+
+def _tower(config: Any) -> Any:
+    """The class of a tower that takes patches and their grids, by its configuration; raises ValueError without one."""
+    home = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    for cls in vars(home).values():
+        if isinstance(cls, type) and getattr(cls, "config_class", None) is type(config) and hasattr(cls, "forward"):
+            if "grid_thw" in inspect.signature(cls.forward).parameters:
+                return cls
+    raise ValueError(f"transformers has no model for {type(config).__name__} alone; name the class of a model")
+
+
+def _packed(cls: Any, config: Any, size: Size | None) -> NamedModel:
+    """A tower that takes rows of patches; sizes are rounded to whole tokens, as its image processor does."""
+    import torch
+
+    from ..convert.counting.values import weightless
+
+    on_meta = torch.empty(0).is_meta
+    with weightless() if on_meta else contextlib.nullcontext():  # its rotary positions are computed from values
+        model = cls._from_config(config)
+    model = model._apply(lambda t: t.to("meta") if on_meta and t.is_floating_point() else t)
+    rows = next(iter(list(inspect.signature(cls.forward).parameters)[1:]))
+    frames, merged = getattr(config, "temporal_patch_size", 1), getattr(config, "spatial_merge_size", 1)
+    side = merged * config.patch_size
+    held = getattr(config, "image_size", 448)
+    wanted = size or ((held, held) if isinstance(held, int) else tuple(held))
+    height, width = (max(round(pixels / side), 1) * side for pixels in wanted)
+    channels = getattr(config, "in_channels", getattr(config, "in_chans", getattr(config, "num_channels", 3)))
+    patches = Patches((rows, "grid_thw"), config.patch_size, frames, merged)
+    return NamedModel(model, (channels, height, width), patches=patches)
 
 
 def _read_config(transformers: ModuleType, name: str) -> tuple[Any, Any]:
@@ -152,12 +228,16 @@ def _package(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _fit(make, side: int | None, *inputs: object, **options: object) -> Any:
+def _words(size: Size) -> str:
+    return str(_side(size)) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+
+
+def _fit(make, size: Size | None, *inputs: object, **options: object) -> Any:
     """Calls make(*inputs, **options); if an image size is given, converts errors to ValueError."""
     try:
         return make(*inputs, **options)
     except (AssertionError, RuntimeError, ValueError) as error:
-        if side is None:
+        if size is None:
             raise
         why = str(error).splitlines()[0] if str(error) else "its patches do not divide it"
-        raise ValueError(f"--img-size {side} does not fit this model: {why}") from error
+        raise ValueError(f"--img-size {_words(size)} does not fit this model: {why}") from error

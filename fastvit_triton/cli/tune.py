@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .checks import at_least, check_output
+from .checks import at_least, check_output, check_size, image_size
 from .console import add_device_option, print_line, select_device
 from .model_by_name import PREFIXES, build_model, check_name
 
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"{PREFIXES} (default: vit_base_patch16_224)"
     add("--model", default="vit_base_patch16_224", check=check_name, help=text)
     add("--batch", type=int, default=64, check=at_least(1), help="images per batch (default: 64)")
-    add("--img-size", type=int, check=at_least(1), help="image side in pixels (default: the model's own)")
+    text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
+    add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and images (default: bf16)")
     add("--train", action="store_true", help="training steps instead of inference")
     add(
@@ -91,8 +93,8 @@ def _tune(args: argparse.Namespace) -> int:
     dtype = getattr(torch, DTYPES[args.dtype])
     built = build_model(args.model, args.img_size, device)
     model = randomized(built.model, dtype).to(dtype).train(args.train)
-    images = torch.randn(args.batch, *built.shape, device=device, dtype=dtype)
-    example = images if built.input is None else {built.input: images}
+    images, named = built.inputs(args.batch, partial(torch.randn, device=device, dtype=dtype))
+    example = images[0] if images else named
     columns = TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
