@@ -41,6 +41,8 @@ TEST = [
     "torchvision",  # oracle: vit_b_16; timm imports it
     "transformers>=5",  # oracle: ViT, DeiT, DINOv2, SigLIP, CLIP
     "vit-pytorch",  # oracle: SimpleViT
+    "accelerate",  # dispatches models by device_map
+    "peft",  # adapts language models whose vision tower is converted
     "einops",  # the survey's snippets use it
     "ruff",
     "mypy",  # .ci/run
