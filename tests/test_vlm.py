@@ -1,11 +1,12 @@
-"""Tests of whole vision-language models of transformers. Oracle: the original model with the same weights, in float64."""
+"""Tests of whole vision-language models of transformers. Oracle: the original model, in float64 with PyTorch."""
 
 import copy
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+import transformers
 from foreign import redraw
 from towers import unrounded
 
@@ -119,7 +120,7 @@ def test_attention_implementation_may_change_after_optimize(vlm):
 
 def test_gradient_checkpointing(vlm):
     """Gradients of all parameters equal those of the original without checkpointing."""
-    original, model, inputs, tower = vlm
+    original, model, inputs, _ = vlm
     optimize(model)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
@@ -132,7 +133,7 @@ def test_gradient_checkpointing(vlm):
 
 
 def test_lora_on_the_language_model(vlm):
-    """PEFT replaces layers of the language model only: the tower stays converted, and adapters get the same gradients."""
+    """PEFT replaces layers of the language model: the tower stays converted, adapters get the original's gradients."""
     peft = pytest.importorskip("peft")
     original, model, inputs, tower = vlm
     settings = peft.LoraConfig(r=2, target_modules=r".*language_model.*\.(q_proj|v_proj)", init_lora_weights=False)
