@@ -553,6 +553,61 @@ def test_folders_load_elsewhere(name: str, layout: str, tmp_path: Path):
     assert huggingface_hub.ModelCard(card).data.library_name == layout
 
 
+WINDOWED = dict(img_size=32, patch_size=2, embed_dim=12, depths=(2, 2), num_heads=(1, 2), window_size=4)
+OBLONG = dict(num_classes=7, img_size=(64, 32), depths=(2,), num_heads=(2,))
+REDUCED = dict(img_size=64, depths=(1, 2), embed_dims=(12, 24), num_heads=(2, 3), mlp_ratios=(2, 3), sr_ratios=(2, 1))
+PYRAMIDS = {
+    "swin": ("swin_tiny_patch4_window7_224", WINDOWED | dict(num_classes=7)),
+    "swin headless": ("swin_tiny_patch4_window7_224", WINDOWED | dict(num_classes=0, qkv_bias=False)),
+    "swin, oblong": ("swin_tiny_patch4_window7_224", WINDOWED | OBLONG),
+    "pvt": ("pvt_tiny", REDUCED | dict(num_classes=7)),
+    "pvt headless": ("pvt_tiny", REDUCED | dict(num_classes=0, in_chans=1, qkv_bias=False)),
+}
+
+
+@pytest.mark.parametrize("case", PYRAMIDS)
+def test_folders_of_pyramids_load_in_transformers(case: str, tmp_path: Path):
+    """Oracle: transformers' model from the folder, which has every tensor and no other; its output, and names."""
+    name, options = PYRAMIDS[case]
+    ours = randomize(create_model(name, **options))
+    ours.pretrained_cfg = {"label_names": tuple(LABELS.values()), "num_classes": 7, "mean": (0.5,) * 3}
+    save_pretrained(ours, tmp_path, layout="transformers")
+    auto = transformers.AutoModelForImageClassification if ours.num_classes else transformers.AutoModel
+    theirs, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    x = images(ours)
+    y = theirs.eval()(x)
+    if ours.num_classes:
+        assert_close(y.logits, ours(x))
+        assert theirs.config.id2label == LABELS
+    else:
+        assert_close(y.pooler_output if "swin" in case else y.last_hidden_state[:, 0], ours(x))
+    again, _ = load_model(tmp_path)
+    assert again.config == ours.config and data_config(again)["mean"] == data_config(ours)["mean"]
+    for key, tensor in again.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[key]), key
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("swin_tiny_patch4_window7_224", dict(img_size=256), "other windows of 7x7 on a map of 64x64"),
+        ("swin_tiny_patch4_window7_224", dict(img_size=(224, 448)), "other windows of 7x7 on a map of 7x14"),
+        ("swin_tiny_patch4_window7_224", dict(window_size=(7, 14)), "other windows of 7x14"),
+        ("swin_tiny_patch4_window7_224", dict(eps=1e-6), "transformers Swin needs eps=1e-05, not 1e-06"),
+        ("pvt_tiny", dict(img_size=(64, 32)), "transformers PVT needs square images, not 64x32"),
+        ("pvt_tiny", dict(patch_size=8), "transformers PVT needs patch_size=(4, 4), not (8, 8)"),
+        ("pvt_tiny", dict(mlp_ratios=(8, 8, 4, 2.5)), "needs whole numbers"),
+        ("twins_svt_small", {}, "layout is 'transformers'; for Twins use one of fastvit_triton, timm"),
+    ],
+)
+def test_pyramids_that_transformers_cannot_hold_are_refused(name: str, options: dict, words: str, tmp_path: Path):
+    """Oracle: one sentence that says what differs; nothing is written."""
+    model = create_model(name, **options)
+    assert words in failure(model, tmp_path / "a", layout="transformers", of=save_pretrained)
+    assert not (tmp_path / "a").exists()
+
+
 def test_timm_is_refused_what_it_cannot_build(tmp_path: Path):
     """Oracle: an epsilon that no config.json of timm can hold; nothing is written."""
     model = create_model(NAME, **SMALL, eps=1e-12)

@@ -12,7 +12,18 @@ from typing import Any
 from ..files import replacing
 from ..models.base import ImageModel
 from ..preparation import data_config
-from . import SPELLINGS, describe, load_model, places, save_weights, timm_config, transformers_config, vit
+from . import (
+    SPELLINGS,
+    check_layout,
+    describe,
+    load_model,
+    places,
+    pyramid,
+    save_weights,
+    timm_config,
+    transformers_config,
+    vit,
+)
 from .adapt import WeightsError, variant
 from .create import build_pretrained
 from .pretrained import class_names
@@ -81,9 +92,7 @@ def save_pretrained(
         WeightsError: the layout does not support the model, or a file cannot be written.
     """
     folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
-    saved = SPELLINGS[model.layout].saved
-    if layout not in ("fastvit_triton", *saved):
-        raise WeightsError(f"layout is {layout!r}; use one of {', '.join(('fastvit_triton', *saved))}")
+    saved = check_layout(model, layout).saved
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
     cfg = {key: value for key, value in cfg.items() if not key.startswith(("hf_hub_", "label_"))}
@@ -91,9 +100,9 @@ def save_pretrained(
     cfg |= {"label_names": list(names)} if names and len(names) == model.num_classes else {}
     files = {"config.json": _config(model, cfg, layout)}
     if layout == "transformers":
-        chosen = vit.choose(model, saved[layout])  # type: ignore[arg-type]
-        plain: Any = model
-        files["config.json"], files["preprocessor_config.json"] = transformers_config.write(plain, chosen.name, cfg)
+        any_model: Any = model
+        chosen = (vit if model.layout == "vit" else pyramid).choose(any_model, saved[layout])
+        files["config.json"], files["preprocessor_config.json"] = transformers_config.write(any_model, chosen.name, cfg)
     title = repo or folder.resolve().name
     try:
         folder.mkdir(parents=True, exist_ok=True)
