@@ -188,6 +188,8 @@ def save_weights(
     path = Path(path)
     if path.suffix != ".safetensors":
         raise WeightsError(f"weights are saved as safetensors; name the file {path.with_suffix('.safetensors').name}")
+    if not path.parent.is_dir():
+        raise WeightsError(f"{path} is in a folder that does not exist; create {path.parent} first")
     model = _backbone(model)
     spelling = check_layout(model, layout)
     state = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}

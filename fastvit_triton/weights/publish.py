@@ -91,7 +91,12 @@ def save_pretrained(
     Raises:
         WeightsError: the layout does not support the model, or a file cannot be written.
     """
-    folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
+    try:
+        folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
+    except ValueError as error:
+        raise WeightsError(
+            f"metadata's training is no JSON ({error}); give the header that load_model returns"
+        ) from error
     saved = check_layout(model, layout).saved
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
@@ -184,6 +189,8 @@ def push_to_hub(
             repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
             save_pretrained(model, folder, metadata, repo=repository)
             return str(api.upload_folder(repo_id=repository, folder_path=folder, **commit))
-        except (*errors.HfHubHTTPError.__bases__, errors.HFValidationError, OSError) as error:
+        except errors.HFValidationError as error:
+            raise WeightsError(f"repo_id is {repo_id!r}; use 'org/name', or 'name' for your own") from error
+        except (*errors.HfHubHTTPError.__bases__, OSError) as error:
             login = "check the name, and set HF_TOKEN to a token that may write, or run hf auth login"
             raise WeightsError(f"{repo_id} was not published: {places.reason(error)}; {login}") from error

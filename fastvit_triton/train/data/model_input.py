@@ -34,6 +34,13 @@ def transforms(model: nn.Module, train: bool = False) -> Callable[[Image.Image],
     return own if not train else lambda image: own(image, int(torch.randint(2**31, ())), min_area=MIN_AREA)
 
 
+def check_image(image: Image.Image | Tensor) -> Image.Image | Tensor:
+    """The image; raises TypeError for what torchvision would return as it is, such as a path or an array."""
+    if not isinstance(image, Image.Image | Tensor):
+        raise TypeError(f"image is of type {type(image).__name__}; give a PIL image, as PIL.Image.open returns it")
+    return image
+
+
 def transform_of(config: Mapping[str, Any]) -> Transform:
     """Our transform for a configuration with timm's keys.
 
@@ -61,6 +68,6 @@ def _torchvision(config: Mapping[str, Any], train: bool) -> Callable[[Image.Imag
         steps = [v2.Resize(tall, mode), v2.CenterCrop(size)]
     else:
         return None
-    first = [v2.Grayscale() if channels == 1 else v2.RGB()] if channels in (1, 3) else []
+    first = [check_image, *([v2.Grayscale() if channels == 1 else v2.RGB()] if channels in (1, 3) else [])]
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])]
     return v2.Compose([*first, *steps, *last])
