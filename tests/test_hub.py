@@ -534,6 +534,19 @@ def test_transforms_are_timms(mode: str, monkeypatch: pytest.MonkeyPatch):
     assert own == transform_of(config) and transforms(model, train=True)(picture(300, 200)).shape == (3, 96, 160)
 
 
+def test_transforms_without_torchvision(monkeypatch: pytest.MonkeyPatch):
+    """Oracle: our own transform; the import of a torchvision for another PyTorch raises RuntimeError."""
+    model, loader = create_model(NAME, **SMALL), __import__
+
+    def load(name: str, *rest):
+        if name == "torchvision.transforms":
+            raise RuntimeError("operator torchvision::nms does not exist")
+        return loader(name, *rest)
+
+    monkeypatch.setattr("builtins.__import__", load)
+    assert transforms(model) == transform_of(data_config(model))
+
+
 def test_data_configurations_are_timms():
     """Oracle: timm's resolve_data_config for every tag; a model's own size and channels stay, as in timm's export."""
     for name in list_models(pretrained=True):

@@ -44,7 +44,9 @@ def create_model(
     """
     if not isinstance(name, str):
         kind = type(name).__name__
-        raise TypeError(f"name is of type {kind}; give text, such as 'vit_base_patch16_224' or 'local-dir:PATH' of a folder")
+        raise TypeError(
+            f"name is of type {kind}; give text, such as 'vit_base_patch16_224' or 'local-dir:PATH' of a folder"
+        )
     if pretrained not in (True, False):
         raise TypeError(f"pretrained is {pretrained!r}; use True or False, and give a tag as {name.split('.')[0]}.TAG")
     if pretrained and checkpoint_path is not None:

@@ -24,7 +24,7 @@ def transforms(model: nn.Module, train: bool = False) -> Callable[[Image.Image],
         train: for training.
 
     Returns:
-        A `torchvision.transforms.v2.Compose` if torchvision is installed and knows the mode of the crop, else our own
+        A `torchvision.transforms.v2.Compose` if torchvision can be imported and has such a crop, else our own
         `Transform`, or a function that calls it with random seeds.
     """
     config = data_config(model)
@@ -52,10 +52,10 @@ def transform_of(config: Mapping[str, Any]) -> Transform:
 
 
 def _torchvision(config: Mapping[str, Any], train: bool) -> Callable[[Image.Image], Tensor] | None:
-    """None if torchvision is not installed, or has no such crop."""
+    """None if torchvision is not installed or was built for another PyTorch, or has no such crop."""
     try:
         from torchvision.transforms import InterpolationMode, v2
-    except ImportError:
+    except (ImportError, RuntimeError):
         return None
     channels, *size = config["input_size"]
     mode = InterpolationMode(config["interpolation"])
