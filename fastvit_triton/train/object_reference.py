@@ -9,7 +9,6 @@ from typing import Any
 # what the code of a module raises when it is imported
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
 FAILURES += (NameError, OSError, RuntimeError)
-XX = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError)
 FAILURES += (SyntaxError, TypeError, ValueError)
 
 
