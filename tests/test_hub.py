@@ -484,6 +484,10 @@ def test_remedies(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         key: tensor.clone() for key, tensor in create_model(NAME, **SMALL | dict(embed_dim=96)).state_dict().items()
     }
     assert "create the model with embed_dim=96, or of another name" in failure(model, wide, of=load_weights)
+    deep = create_model(NAME, **SMALL | dict(depth=3)).state_dict()
+    assert failure(model, deep, of=load_weights).endswith(
+        "; create the model of the checkpoint, or give its sizes as options"
+    )
     message = failure(model, tmp_path / "none" / "a.safetensors", of=save_weights)
     assert message.endswith(f"is in a folder that does not exist; create {tmp_path / 'none'} first")
     assert "repo_id is 'a/b/c'; use 'org/name'" in failure("a/b/c", of=model.push_to_hub)
@@ -675,6 +679,13 @@ def test_timm_is_refused_what_it_cannot_build(tmp_path: Path):
     model = create_model(NAME, **SMALL, eps=1e-12)
     message = failure(model, tmp_path / "a", layout="timm", of=save_pretrained)
     assert "has eps=1e-06, not 1e-12; use --to fastvit_triton" in message and not (tmp_path / "a").exists()
+
+
+def test_a_readme_of_the_user_stays(tmp_path: Path):
+    """Oracle: huggingface_hub's mixin, which writes a model card only where there is none."""
+    (tmp_path / "README.md").write_text("mine")
+    create_model(NAME, **SMALL).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine" and (tmp_path / "model.safetensors").exists()
 
 
 def test_push_and_pull(hub: HubServer, tmp_path: Path):

@@ -83,7 +83,7 @@ def save_pretrained(
 
     Args:
         model: from `create_model`.
-        folder: is created.
+        folder: is created; its README.md stays as it is if it has one, as by huggingface_hub's mixin.
         metadata: header of the file from which the model was loaded.
         layout: "fastvit_triton" writes parameters under our names, which are timm's, and a config.json that both read.
         repo: name on the Hub, for the model card.
@@ -115,8 +115,9 @@ def save_pretrained(
         for name, held in files.items():
             with replacing(folder / name) as temporary:
                 temporary.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
-        with replacing(folder / "README.md") as temporary:
-            temporary.write_text(model_card(model, title, cfg, training, layout), encoding="utf-8")
+        if not (folder / "README.md").exists():  # it may be the user's
+            with replacing(folder / "README.md") as temporary:
+                temporary.write_text(model_card(model, title, cfg, training, layout), encoding="utf-8")
     except OSError as error:
         raise WeightsError(f"cannot write {folder}: {error.strerror or error}") from error
 
