@@ -115,6 +115,12 @@ def test_names_with_tags_are_timms():
     ]
 
 
+def test_the_readme_counts_the_checkpoints():
+    """Oracle: `list_models(pretrained=True)`."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    assert re.search(r"^(\d+) checkpoints of timm", text, re.MULTILINE)[1] == str(len(list_models(pretrained=True)))
+
+
 def test_a_tag_sets_the_number_of_classes():
     """Oracle: timm's models of the same names; an option of the user's stays."""
     small = dict(depth=1, embed_dim=48, num_heads=3)
