@@ -23,7 +23,7 @@ from ..files import replacing
 from ..layers.embed import INTERPOLATION
 from ..models.features import FeatureGetterNet
 from ..models.transformer import VisionTransformer
-from . import adapt, pyramid, vit
+from . import adapt, one_scale, pyramid, vit
 from .adapt import State, WeightsError, some, variant
 from .describe import describe, from_metadata
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
@@ -60,6 +60,7 @@ SPELLINGS = {
     "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, {"timm": (pyramid.TIMM_SWIN,)}, pyramid.write),
     "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
     "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
+    "cct": Spelling("a compact transformer", (one_scale.CCT,), one_scale.fit_cct, {}, pyramid.write),
 }
 
 

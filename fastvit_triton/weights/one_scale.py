@@ -1,0 +1,37 @@
+"""Weights of models with one scale that are no plain ViT: names, and positions of another grid.
+
+Our names are those of timm and, where it lacks the model, the authors'.
+
+Sources: state dicts of timm 1.0.31; SHI-Labs/Compact-Transformers (src/utils/transformers.py, helpers.py),
+zhoudaquan/dvit_repo (models/layers.py), zihangJiang/TokenLabeling (tlt/models/lvvit.py).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..layers import resize_pos_embed
+from .adapt import State, WeightsError
+from .layouts import Layout
+
+CCT = Layout(
+    name="CCT",
+    mark="classifier.blocks.0.pre_norm.weight",
+    beside="tokenizer.conv_layers.0.0.weight",
+    resize="bilinear",
+    home="classifier.blocks.{}",
+    blocks="classifier.blocks.{}",
+)
+
+
+def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of a compact transformer; for the arguments see `vit.fit`."""
+    key, T, grid = "classifier.positional_emb", model.num_prefix_tokens, model.grid_size
+    if key not in target or key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
+        return [], ""
+    rows = state[key].shape[1]
+    side = math.isqrt(max(rows - T, 0))
+    if not side or side * side != rows - T:
+        raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
+    state[key] = resize_pos_embed(state[key], (side, side), grid, T, mode)
+    return [], f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
