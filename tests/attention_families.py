@@ -6,6 +6,7 @@ BatchNorms are random, too.
 
 from typing import Any
 
+import timm
 from torch import Tensor, nn
 from vit_pytorch import cct
 
@@ -67,5 +68,14 @@ ROWS: dict[str, State] = {
         sizes=((12, 20), (16, 8)),
     ),
 }
+CAIT = dict(patch_size=4, embed_dim=12, num_heads=3, depth=2, mlp_ratio=2.0, init_values=0.5)
+ROWS["cait"] = dict(
+    name="cait_xxs24_224",
+    options=CAIT,
+    build=timm.models.cait.Cait,
+    sizes=((12, 20), (16, 8)),
+    zero=("proj_l.bias", "attn.k.bias"),
+)
 TRACED: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {name: (dict(), (12, 8)) for name in ROWS}
 UNDRAWN = ["cct", "compact_cvt", "vit_lite"]  # stochastic depth draws other numbers than the oracle
+TRACED["cait"] = dict(embed_dim=24), (16, 16)

@@ -1051,7 +1051,7 @@ def test_our_files_rebuild_hierarchical_models(family, tmp_path):
         assert torch.equal(again.eval()(x), model(x))
 
 
-@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt"])
+@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "cait"])
 def test_hierarchical_models_of_timm(family, tmp_path):
     """Oracle: timm's model: its weights give its logits here, and ours, saved in its layout, give ours there."""
     case, ours = CASES[family], pyramid(family)

@@ -28,12 +28,10 @@ class CompactTransformer(ImageModel):
         self.grad_checkpointing, self.num_prefix_tokens = config.grad_checkpointing, int(config.class_token)
         self.tokenizer = ConvTokenizer(config.in_chans, D, config.kernel_size, config.conv_layers)
         self.grid_size = self.grid_of(sides(config.img_size))
-        blocks = Blocks()
+        blocks, attn_drop, drop = Blocks(), config.attn_drop_rate, config.proj_drop_rate
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
-            attn = Attention(
-                D, config.num_heads, None, False, attn_drop=config.attn_drop_rate, proj_drop=config.proj_drop_rate
-            )
-            blocks.append(CompactBlock(D, attn, int(D * config.mlp_ratio), config.eps, config.proj_drop_rate, rate))
+            attn = Attention(D, config.num_heads, None, False, attn_drop=attn_drop, proj_drop=drop)
+            blocks.append(CompactBlock(D, attn, int(D * config.mlp_ratio), config.eps, drop, rate))
         rows = self.grid_size[0] * self.grid_size[1] + self.num_prefix_tokens
         self.classifier: Any = CompactClassifier(
             blocks,

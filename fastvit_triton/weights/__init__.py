@@ -61,6 +61,7 @@ SPELLINGS = {
     "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
     "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
     "cct": Spelling("a compact transformer", (one_scale.CCT,), one_scale.fit_cct, {}, pyramid.write),
+    "cait": Spelling("CaiT", (one_scale.CAIT,), one_scale.fit_cait, {"timm": (one_scale.CAIT,)}, pyramid.write),
 }
 
 

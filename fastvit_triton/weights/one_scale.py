@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..layers import resize_pos_embed
-from .adapt import State, WeightsError
+from . import vit
+from .adapt import State, WeightsError, split
 from .layouts import Layout
 
 CCT = Layout(
@@ -21,6 +22,14 @@ CCT = Layout(
     resize="bilinear",
     home="classifier.blocks.{}",
     blocks="classifier.blocks.{}",
+)
+CAIT = Layout(
+    name="timm",
+    mark="blocks_token_only.0.attn.q.weight",
+    beside="patch_embed.proj.weight",
+    resize="bicubic_antialias",
+    home="blocks_token_only.{}",
+    blocks="blocks_token_only.{}",
 )
 
 
@@ -35,3 +44,10 @@ def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str]
         raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
     state[key] = resize_pos_embed(state[key], (side, side), grid, T, mode)
     return [], f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
+
+
+def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit a CaiT, whose class attention has three projections; see `vit.fit`."""
+    for key in [key for key in state if key.startswith("blocks_token_only.") and ".attn.qkv." in key]:
+        state |= split({key: state.pop(key)}, "attn.qkv")
+    return vit.fit(model, target, state, metadata, mode)
