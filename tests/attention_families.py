@@ -7,6 +7,7 @@ BatchNorms are random, too.
 from typing import Any
 
 import timm
+import torch
 from torch import Tensor, nn
 from vit_pytorch import cct
 
@@ -44,6 +45,131 @@ class Compact(nn.Module):
         return self.classifier(self.tokenizer(images))
 
 
+class Stem(nn.Module):
+    """Convolutions 7 x 7 with stride 2 and 3 x 3, with BatchNorm and ReLU, and patches of half the size."""
+
+    def __init__(self, widths: tuple[int, ...], patch: int, D: int) -> None:
+        super().__init__()
+        channels = [3, *widths]
+        for i, width in enumerate(widths, 1):
+            kernel, stride, padding = (7, 2, 3) if i == 1 else (3, 1, 1)
+            conv = nn.Conv2d(channels[i - 1], width, kernel, stride, padding, bias=False)
+            self.add_module(f"conv{i}", conv)
+            self.add_module(f"bn{i}", nn.BatchNorm2d(width))
+        patch = patch // 2 if widths else patch
+        self.proj = nn.Conv2d(channels[-1], D, patch, patch)
+        self.steps = len(widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(1, self.steps + 1):
+            x = self.get_submodule(f"bn{i}")(self.get_submodule(f"conv{i}")(x)).relu()
+        return self.proj(x)
+
+
+class Probabilities(nn.Module):
+    """softmax(q kᵀ / √d) v, its maps changed by `change(maps)`, between a packed projection and another one."""
+
+    def __init__(self, D: int, heads: int, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (D // heads) ** -0.5
+        self.qkv, self.proj = nn.Linear(D, 3 * D, bias=bias), nn.Linear(D, D)
+
+    def change(self, maps: Tensor) -> Tensor:
+        return maps
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        maps = self.change((q @ k.transpose(2, 3) * self.scale).softmax(-1))
+        return self.proj((maps @ v).transpose(1, 2).flatten(2))
+
+
+class Mixed(Probabilities):
+    """DeepViT's re-attention (arXiv:2103.11886, equation 3), with the map itself and a BatchNorm2d of it."""
+
+    def __init__(self, D: int, heads: int, scaled: bool) -> None:
+        super().__init__(D, heads, True)
+        self.reatten_matrix, self.var_norm = nn.Conv2d(heads, heads, 1), nn.BatchNorm2d(heads)
+        self.factor = self.scale if scaled else 1.0
+
+    def change(self, maps: Tensor) -> Tensor:
+        return self.var_norm(self.reatten_matrix(maps)) * self.factor
+
+
+class Feed(nn.Module):
+    """fc2(GELU(fc1))."""
+
+    def __init__(self, D: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(D, hidden), nn.Linear(hidden, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+class Residuals(nn.Module):
+    """x + f(LN(a x)) / b for attention, then MLP."""
+
+    def __init__(self, D: int, attn: nn.Module, mlp: nn.Module, eps: float, inner: float, outer: float) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(D, eps=eps), attn
+        self.norm2, self.mlp = nn.LayerNorm(D, eps=eps), mlp
+        self.inner, self.outer = inner, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x * self.inner)) / self.outer
+        return x + self.mlp(self.norm2(x * self.inner)) / self.outer
+
+
+class Tokens(nn.Module):
+    """A class token, positions and blocks on the tokens of a stem; with `dense` LV-ViT's second head.
+
+    Equations of LV-ViT (arXiv:2104.10858, section 3): logits are those of the class token, plus half the largest of the
+    patches'. With a `box` (top, bottom, left, right) tokens are mixed after the stem and logits of patches mixed back.
+    """
+
+    def __init__(self, img_size: tuple[int, int], patch: int, D: int, classes: int, widths=(), eps=1e-6, dense=False):
+        super().__init__()
+        self.patch_embed = Stem(widths, patch, D)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, D))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + img_size[0] // patch * (img_size[1] // patch), D))
+        self.blocks = nn.ModuleList()
+        self.norm, self.head = nn.LayerNorm(D, eps=eps), nn.Linear(D, classes)
+        if dense:
+            self.aux_head = nn.Linear(D, classes)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, images: Tensor, box: tuple[int, int, int, int] | None = None) -> Any:
+        x = self.patch_embed(images)
+        (h, w), (top, bottom, left, right) = x.shape[2:], box or (0, 0, 0, 0)
+        inside = torch.zeros(h, w, dtype=torch.bool)
+        inside[top:bottom, left:right] = True
+        x = torch.where(inside, x.flip(0), x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls_token.expand(len(x), -1, -1), x), 1) + self.pos_embed
+        x = self.norm(self.run(x))
+        logits = self.head(x[:, 0])
+        if not hasattr(self, "aux_head"):
+            return logits
+        dense = self.aux_head(x[:, 1:])
+        if box is None:
+            return logits + 0.5 * dense.max(1)[0]
+        return logits, torch.where(inside.flatten()[:, None], dense.flip(0), dense)
+
+
+def deepvit(img_size: tuple[int, int], stem_widths=(), adjust=1.0, plain_depth=0, **o: Any) -> nn.Module:
+    """DeepViT by its equations. The authors' modules (dvit_repo, models/layers.py) have the same names and values."""
+    D, heads = o["embed_dim"], o["num_heads"]
+    model = Tokens(img_size, o["patch_size"], D, o["num_classes"], stem_widths)
+    for i in range(o["depth"]):
+        scaled = o.get("scale_maps", False)
+        attn = Probabilities(D, heads, True) if i < plain_depth else Mixed(D, heads, scaled)
+        model.blocks.append(Residuals(D, attn, Feed(D, int(D * o["mlp_ratio"])), 1e-6, adjust, adjust))
+    return drawn(model)
+
+
 COMPACT = dict(embed_dim=12, num_heads=2, mlp_ratio=2.0, depth=2, attn_drop_rate=0.0)
 ROWS: dict[str, State] = {
     "cct": dict(
@@ -76,6 +202,20 @@ ROWS["cait"] = dict(
     sizes=((12, 20), (16, 8)),
     zero=("proj_l.bias", "attn.k.bias"),
 )
-TRACED: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {name: (dict(), (12, 8)) for name in ROWS}
-UNDRAWN = ["cct", "compact_cvt", "vit_lite"]  # stochastic depth draws other numbers than the oracle
-TRACED["cait"] = dict(embed_dim=24), (16, 16)
+DEEP = dict(patch_size=4, embed_dim=12, num_heads=3, depth=2, mlp_ratio=2.0)
+ROWS["deepvit"] = dict(
+    name="deepvit_16b",
+    options=DEEP,
+    build=deepvit,
+    sizes=((12, 20), (8, 16)),
+    zero=("reatten_matrix.bias",),
+)
+ROWS["deepvit_stem"] = dict(
+    name="deepvit_s",
+    options=DEEP | dict(plain_depth=1, scale_maps=True, adjust=0.5, stem_widths=(4, 6)),
+    build=deepvit,
+    sizes=((12, 20), (8, 16)),
+    zero=("reatten_matrix.bias",),
+)
+UNDRAWN = [name for name in ROWS if name != "cait"]  # stochastic depth draws other numbers than the oracle
+TRACED: dict[str, tuple[State, tuple[int, int]]] = {name: (dict(embed_dim=24), (16, 16)) for name in ROWS}

@@ -6,11 +6,14 @@ fused into the linear layers as for other attention; the maps [B, H, N, N] are f
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cost import Branch as Sizes
 from .body import Before, Given, Output
 from .composed import ComposedParts, heads_of, merged_heads
+from .hooks import has_hooks
+from .module_parts import Packed
 from .ways import way_alone
 
 
@@ -85,11 +88,48 @@ class TalkingHeads(MixedAttention):
     The arguments are those of `MixedAttention`.
     """
 
-    def __init__(self, dim: int, num_heads: int, *options: Any, **named: Any) -> None:
-        super().__init__(dim, num_heads, *options, **named)
+    def __init__(self, dim: int, num_heads: int, *options: Any) -> None:
+        super().__init__(dim, num_heads, *options)
         self.proj_l = nn.Linear(num_heads, num_heads)
         self.proj_w = nn.Linear(num_heads, num_heads)
 
     def maps(self, scores: Tensor) -> Tensor:
         maps = self.proj_l(scores.movedim(1, -1)).movedim(-1, 1).softmax(-1)
         return self.attn_drop(self.proj_w(maps.movedim(1, -1)).movedim(-1, 1))
+
+
+class ReAttention(MixedAttention):
+    """A linear map over the heads after the softmax, and a BatchNorm of the maps (DeepViT, arXiv:2103.11886, eq. 3).
+
+        P' = s · BatchNorm(Θ softmax(q kᵀ / √d) + b),   one channel a head
+
+    In evaluation mode Θ and the BatchNorm are one map.
+
+    Args:
+        dim: D, channels per token.
+        num_heads: H.
+        factor: s.
+        options: the further arguments of `MixedAttention`, in their order.
+    """
+
+    def __init__(self, dim: int, num_heads: int, factor: float = 1.0, *options: Any) -> None:
+        super().__init__(dim, num_heads, *options)
+        self.factor = factor
+        self.reatten_matrix = nn.Conv2d(num_heads, num_heads, 1)
+        self.var_norm = nn.BatchNorm2d(num_heads)
+
+    def maps(self, scores: Tensor) -> Tensor:
+        maps, norm = self.attn_drop(scores.softmax(-1)), self.var_norm
+        if norm.training or has_hooks(norm) or has_hooks(self.reatten_matrix):
+            return self.factor * norm(self.reatten_matrix(maps))
+        weight, bias, _ = self.folded()
+        return F.conv2d(maps, weight[:, :, None, None], bias)
+
+    def folded(self) -> Packed:
+        """Θ, b, BatchNorm with its running statistics, and s as one map over the heads: weight [H, H], bias [H]."""
+        norm, conv = self.var_norm, self.reatten_matrix
+        mean, variance, bias = norm.running_mean, norm.running_var, conv.bias
+        assert mean is not None and variance is not None and bias is not None
+        gain = norm.weight * (variance + norm.eps).rsqrt()  # [H]
+        weight = gain[:, None] * conv.weight[..., 0, 0]
+        return Packed(self.factor * weight, self.factor * (gain * (bias - mean) + norm.bias))

@@ -62,6 +62,7 @@ SPELLINGS = {
     "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
     "cct": Spelling("a compact transformer", (one_scale.CCT,), one_scale.fit_cct, {}, pyramid.write),
     "cait": Spelling("CaiT", (one_scale.CAIT,), one_scale.fit_cait, {"timm": (one_scale.CAIT,)}, pyramid.write),
+    "deepvit": Spelling("DeepViT", (one_scale.DEEPVIT,), vit.fit, {}, pyramid.write),
 }
 
 

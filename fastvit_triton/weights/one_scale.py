@@ -31,6 +31,8 @@ CAIT = Layout(
     home="blocks_token_only.{}",
     blocks="blocks_token_only.{}",
 )
+AUTHORS: dict[str, Any] = dict(mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
+DEEPVIT = Layout(name="DeepViT", **AUTHORS)
 
 
 def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
