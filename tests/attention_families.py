@@ -170,6 +170,81 @@ def deepvit(img_size: tuple[int, int], stem_widths=(), adjust=1.0, plain_depth=0
     return drawn(model)
 
 
+def lvvit(img_size: tuple[int, int], skip_lam=1.0, **o: Any) -> nn.Module:
+    """LV-ViT by its equations. The authors' modules (TokenLabeling, tlt/models) have the same names and values."""
+    D, heads = o["embed_dim"], o["num_heads"]
+    model = Tokens(img_size, o["patch_size"], D, o["num_classes"], o["stem_widths"], 1e-5, True)
+    for _ in range(o["depth"]):
+        attn = Probabilities(D, heads, False)
+        model.blocks.append(Residuals(D, attn, Feed(D, int(D * o["mlp_ratio"])), 1e-5, 1.0, skip_lam))
+    return drawn(model)
+
+
+class Refinement(nn.Module):
+    """A + BN(W₂ ReLU6(BN(depthwise(ReLU6(BN(W₁ A))))))."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.conv_exp, self.bn1 = nn.Conv2d(heads, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.depth_sep_conv = nn.Conv2d(width, width, 3, 1, 1, groups=width, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv_pro, self.bn3 = nn.Conv2d(width, heads, 1, bias=False), nn.BatchNorm2d(heads)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        x = self.bn1(self.conv_exp(maps)).clamp(0, 6)
+        return maps + self.bn3(self.conv_pro(self.bn2(self.depth_sep_conv(x)).clamp(0, 6)))
+
+
+class Sharing(nn.Module):
+    """Refiner's two kinds of attention (arXiv:2106.03714): maps of its own plus a part of the last, or refined ones."""
+
+    def __init__(self, D: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (D // heads) ** -0.5
+        self.qkv, self.proj = nn.Linear(D, D if width else 3 * D), nn.Linear(D, D)
+        if width:
+            self.DLA, self.adapt_bn = Refinement(heads, width), nn.BatchNorm2d(heads)
+
+    def forward(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+        *qk, v = self.qkv(x).unflatten(-1, (-1, self.heads, x.shape[2] // self.heads)).permute(2, 0, 3, 1, 4)
+        if qk:
+            maps = (qk[0] @ qk[1].transpose(2, 3) * self.scale).softmax(-1)
+            last = maps = maps if last is None else maps + last * self.scale
+        else:
+            maps = self.adapt_bn(self.DLA(last)) * self.scale
+        return self.proj((maps @ v).transpose(1, 2).flatten(2)), last
+
+
+class Refined(Residuals):
+    """x + f(LN(x/2)) · 2, with factors of the MLP's channels."""
+
+    def forward(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, last = self.attn(self.norm1(x * self.inner), last)
+        x = x + y / self.outer
+        return x + self.mlp.scale_channel * self.mlp(self.norm2(x * self.inner)) / self.outer, last
+
+
+class Chained(Tokens):
+    """Blocks that pass a map on."""
+
+    def run(self, x: Tensor) -> Tensor:
+        last = None
+        for block in self.blocks:
+            x, last = block(x, last)
+        return x
+
+
+def refiner(img_size: tuple[int, int], **o: Any) -> nn.Module:
+    """Refiner by its equations."""
+    D, heads = o["embed_dim"], o["num_heads"]
+    model = Chained(img_size, o["patch_size"], D, o["num_classes"], o["stem_widths"], 1e-6, True)
+    for i in range(o["depth"]):
+        attn, mlp = Sharing(D, heads, o["expansion"] * heads * (i % 2)), Feed(D, int(D * o["mlp_ratio"]))
+        mlp.scale_channel = nn.Parameter(torch.ones(D))
+        model.blocks.append(Refined(D, attn, mlp, 1e-6, 0.5, 0.5))
+    return drawn(model)
+
+
 COMPACT = dict(embed_dim=12, num_heads=2, mlp_ratio=2.0, depth=2, attn_drop_rate=0.0)
 ROWS: dict[str, State] = {
     "cct": dict(
@@ -217,5 +292,15 @@ ROWS["deepvit_stem"] = dict(
     sizes=((12, 20), (8, 16)),
     zero=("reatten_matrix.bias",),
 )
+LV = dict(patch_size=4, embed_dim=12, num_heads=3, depth=2, mlp_ratio=2.0, skip_lam=2.0, stem_widths=(4, 6, 4))
+ROWS["lvvit"] = dict(name="lvvit_small", options=LV, build=lvvit, sizes=((12, 20), (8, 16)))
+ROWS["refiner"] = dict(
+    name="refiner_vit_small",
+    options=LV | dict(depth=4, skip_lam=0.5, expansion=2),
+    build=refiner,
+    sizes=((12, 20), (8, 16)),
+)
 UNDRAWN = [name for name in ROWS if name != "cait"]  # stochastic depth draws other numbers than the oracle
 TRACED: dict[str, tuple[State, tuple[int, int]]] = {name: (dict(embed_dim=24), (16, 16)) for name in ROWS}
+TRACED["cct"] = dict(), (12, 8)
+TRACED["refiner"] = dict(embed_dim=24, depth=2), (12, 12)

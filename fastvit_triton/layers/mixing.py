@@ -4,7 +4,8 @@ Parameter names are timm's and the authors'. The norm before, and LayerScale, st
 fused into the linear layers as for other attention; the maps [B, H, N, N] are formed.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -133,3 +134,111 @@ class ReAttention(MixedAttention):
         gain = norm.weight * (variance + norm.eps).rsqrt()  # [H]
         weight = gain[:, None] * conv.weight[..., 0, 0]
         return Packed(self.factor * weight, self.factor * (gain * (bias - mean) + norm.bias))
+
+
+class RefinedAttention(MixedAttention):
+    """Attention that adds the map before it, or refines that map instead of computing its own.
+
+    Source: Refiner, arXiv:2106.03714, section 3, in the order of the authors' models, with s = 1 / √d:
+
+        own:      A = softmax(s q kᵀ) + s A'      A' = the map that the block before passed on, 0 in the first block
+                  y = A v                         passes on A
+        refined:  y = s · BatchNorm(DLA(A')) v    passes on A'
+
+    Args:
+        dim: D, channels per token.
+        num_heads: H.
+        refines: has no queries and keys, and refines A'.
+        expansion: see `LocalAttention`.
+        options: the further arguments of `MixedAttention`, in their order.
+    """
+
+    def __init__(self, dim: int, num_heads: int, refines: bool, expansion: int, qkv_bias: bool, *options: Any) -> None:
+        super().__init__(dim, num_heads, qkv_bias, *options)
+        self.refines = refines
+        if refines:
+            self.qkv = nn.Linear(dim, dim, bias=qkv_bias)
+            self.DLA = LocalAttention(num_heads, expansion)
+            self.adapt_bn = nn.BatchNorm2d(num_heads)
+
+    def attend_with(self, previous: Tensor | None, passed: list[Tensor], qkv: Tensor) -> Tensor:
+        """Projections [B, N, 3·H·d], or values [B, N, H·d] → the heads' outputs; appends the map that is passed on."""
+        if self.refines:
+            assert previous is not None
+            (v,) = heads_of(qkv, self.num_heads, 1)
+            maps, own = self.scale * self.adapt_bn(self.DLA(previous)), previous
+        else:
+            q, k, v = heads_of(qkv, self.num_heads)
+            own = ((q * self.scale) @ k.mT).softmax(-1)
+            maps = own = self.attn_drop(own if previous is None else own + self.scale * previous)
+        passed.append(own)
+        return merged_heads(maps @ v, qkv.shape[1:-1])
+
+    def forward(  # type: ignore[override]  # a map comes with x
+        self, x: Tensor, previous: Tensor | None = None, passed: list[Tensor] | None = None
+    ) -> Tensor:
+        """x [B, N, D] → [B, N, D]; the map that is passed on is appended to the list."""
+        passed = [] if passed is None else passed
+        return self.proj_drop(self.proj(self.attend_with(previous, passed, self.qkv(x))))
+
+
+class LocalAttention(nn.Module):
+    """Distributed local attention: a convolution of maps over queries and keys (Refiner, arXiv:2106.03714, sec. 3.2).
+
+        DLA(A) = A + BN(W₂ f(W₁ A)),   f = ReLU6 BN, a depthwise 3 x 3 convolution, ReLU6 BN
+
+    Args:
+        num_heads: H.
+        expansion: channels of the convolution divided by H.
+    """
+
+    def __init__(self, num_heads: int, expansion: int) -> None:
+        super().__init__()
+        width = expansion * num_heads
+        self.conv_exp, self.bn1 = nn.Conv2d(num_heads, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.depth_sep_conv = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv_pro, self.bn3 = nn.Conv2d(width, num_heads, 1, bias=False), nn.BatchNorm2d(num_heads)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """[B, H, N, N] → [B, H, N, N]."""
+        x = F.relu6(self.bn1(self.conv_exp(maps)))
+        x = F.relu6(self.bn2(self.depth_sep_conv(x)))
+        return maps + self.bn3(self.conv_pro(x))
+
+
+class RefinedParts(NamedTuple):
+    """A `RefinedAttention` as a `layers.body.Body`, for one call.
+
+    Attributes:
+        attention: the module.
+        previous: the map that the block before passed on.
+        passed: takes the map that this one passes on.
+    """
+
+    attention: RefinedAttention
+    previous: Tensor | None
+    passed: list[Tensor]
+
+    def entering(self) -> tuple[nn.Linear, ...]:
+        """The linear layers applied to x."""
+        return self.attention.entering()
+
+    def sizes(self) -> Sizes:
+        """See `layers.body.Body`."""
+        return self.attention.sizes()
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: Before | None = None,
+        stats: Given | None = None,
+        way: str = "plain",
+        **end: Any,
+    ) -> Output:
+        """x [B, N, D] → [B, N, D], see `layers.body.Body`."""
+        if way == "plain":
+            return self.attention(x, self.previous, self.passed)
+        between = partial(self.attention.attend_with, self.previous, self.passed)
+        return self.attention.parts()._replace(between=between)(x, norm, stats, way, **end)

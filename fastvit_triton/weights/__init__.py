@@ -63,6 +63,8 @@ SPELLINGS = {
     "cct": Spelling("a compact transformer", (one_scale.CCT,), one_scale.fit_cct, {}, pyramid.write),
     "cait": Spelling("CaiT", (one_scale.CAIT,), one_scale.fit_cait, {"timm": (one_scale.CAIT,)}, pyramid.write),
     "deepvit": Spelling("DeepViT", (one_scale.DEEPVIT,), vit.fit, {}, pyramid.write),
+    "lvvit": Spelling("LV-ViT", (one_scale.LVVIT,), vit.fit, {}, pyramid.write),
+    "refiner": Spelling("Refiner", (one_scale.REFINER,), vit.fit, {}, pyramid.write),
 }
 
 

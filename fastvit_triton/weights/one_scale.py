@@ -32,7 +32,7 @@ CAIT = Layout(
     blocks="blocks_token_only.{}",
 )
 AUTHORS: dict[str, Any] = dict(mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
-DEEPVIT = Layout(name="DeepViT", **AUTHORS)
+DEEPVIT, LVVIT, REFINER = (Layout(name=name, **AUTHORS) for name in ("DeepViT", "LV-ViT", "Refiner"))
 
 
 def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
