@@ -301,6 +301,6 @@ ROWS["refiner"] = dict(
     sizes=((12, 20), (8, 16)),
 )
 UNDRAWN = [name for name in ROWS if name != "cait"]  # stochastic depth draws other numbers than the oracle
-TRACED: dict[str, tuple[State, tuple[int, int]]] = {name: (dict(embed_dim=24), (16, 16)) for name in ROWS}
-TRACED["cct"] = dict(), (12, 8)
+TRACED: dict[str, tuple[State, tuple[int, int]]] = {name: (dict(embed_dim=24), (12, 12)) for name in ROWS}
+TRACED["cait"] = TRACED["deepvit"] = TRACED["deepvit_stem"] = dict(embed_dim=24), (16, 16)
 TRACED["refiner"] = dict(embed_dim=24, depth=2), (12, 12)

@@ -60,12 +60,8 @@ SPELLINGS = {
     "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, {"timm": (pyramid.TIMM_SWIN,)}, pyramid.write),
     "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
     "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
-    "cct": Spelling("a compact transformer", (one_scale.CCT,), one_scale.fit_cct, {}, pyramid.write),
-    "cait": Spelling("CaiT", (one_scale.CAIT,), one_scale.fit_cait, {"timm": (one_scale.CAIT,)}, pyramid.write),
-    "deepvit": Spelling("DeepViT", (one_scale.DEEPVIT,), vit.fit, {}, pyramid.write),
-    "lvvit": Spelling("LV-ViT", (one_scale.LVVIT,), vit.fit, {}, pyramid.write),
-    "refiner": Spelling("Refiner", (one_scale.REFINER,), vit.fit, {}, pyramid.write),
 }
+SPELLINGS |= {name: Spelling(*row, pyramid.write) for name, row in one_scale.ROWS.items()}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Our names are those of timm and, where it lacks the model, the authors'.
 
 Sources: state dicts of timm 1.0.31; SHI-Labs/Compact-Transformers (src/utils/transformers.py, helpers.py),
-zhoudaquan/dvit_repo (models/layers.py), zihangJiang/TokenLabeling (tlt/models/lvvit.py).
+zhoudaquan/dvit_repo (models/layers.py), zihangJiang/TokenLabeling (tlt/models/lvvit.py, tlt/utils/utils.py).
 """
 
 import math
@@ -53,3 +53,13 @@ def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str
     for key in [key for key in state if key.startswith("blocks_token_only.") and ".attn.qkv." in key]:
         state |= split({key: state.pop(key)}, "attn.qkv")
     return vit.fit(model, target, state, metadata, mode)
+
+
+# of `weights.SPELLINGS`: name, layouts, `fit`, layouts that are written
+ROWS: dict[str, Any] = {
+    "cct": ("a compact transformer", (CCT,), fit_cct, {}),
+    "cait": ("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)}),
+    "deepvit": ("DeepViT", (DEEPVIT,), vit.fit, {}),
+    "lvvit": ("LV-ViT", (LVVIT,), vit.fit, {}),
+    "refiner": ("Refiner", (REFINER,), vit.fit, {}),
+}
