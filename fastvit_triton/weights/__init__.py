@@ -61,7 +61,7 @@ SPELLINGS = {
     "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
     "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
 }
-SPELLINGS |= {name: Spelling(*row, pyramid.write) for name, row in one_scale.ROWS.items()}
+SPELLINGS |= {name: Spelling(**row, write=pyramid.write) for name, row in one_scale.ROWS.items()}
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,10 @@ def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str
     return vit.fit(model, target, state, metadata, mode)
 
 
-# of `weights.SPELLINGS`: name, layouts, `fit`, layouts that are written
-ROWS: dict[str, Any] = {
-    "cct": ("a compact transformer", (CCT,), fit_cct, {}),
-    "cait": ("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)}),
-    "deepvit": ("DeepViT", (DEEPVIT,), vit.fit, {}),
-    "lvvit": ("LV-ViT", (LVVIT,), vit.fit, {}),
-    "refiner": ("Refiner", (REFINER,), vit.fit, {}),
+ROWS: dict[str, dict[str, Any]] = {  # of `weights.SPELLINGS`
+    "cct": dict(name="a compact transformer", layouts=(CCT,), fit=fit_cct, saved={}),
+    "cait": dict(name="CaiT", layouts=(CAIT,), fit=fit_cait, saved={"timm": (CAIT,)}),
+    "deepvit": dict(name="DeepViT", layouts=(DEEPVIT,), fit=vit.fit, saved={}),
+    "lvvit": dict(name="LV-ViT", layouts=(LVVIT,), fit=vit.fit, saved={}),
+    "refiner": dict(name="Refiner", layouts=(REFINER,), fit=vit.fit, saved={}),
 }
