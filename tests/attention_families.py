@@ -303,5 +303,9 @@ ROWS["refiner"] = dict(
 )
 UNDRAWN = [name for name in ROWS if name != "cait"]  # stochastic depth draws other numbers than the oracle
 TRACED: dict[str, tuple[State, tuple[int, int]]] = {name: (dict(embed_dim=24), (12, 12)) for name in ROWS}
-TRACED["cait"] = TRACED["deepvit"] = TRACED["deepvit_stem"] = dict(embed_dim=24), (16, 16)
-TRACED["refiner"] = dict(embed_dim=24, depth=2), (12, 12)
+TRACED["cct"] = dict(embed_dim=24), (12, 8)
+TRACED["cait"] = dict(embed_dim=24), (20, 16)
+TRACED["deepvit"] = dict(embed_dim=24), (16, 16)
+NO_STEM = dict(embed_dim=24, stem_widths=())  # it is PyTorch's, and its ReLU turns a rounding into another gradient
+TRACED["deepvit_stem"] = TRACED["lvvit"] = NO_STEM, (16, 16)
+TRACED["refiner"] = NO_STEM | dict(depth=2), (12, 12)

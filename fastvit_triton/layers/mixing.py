@@ -7,6 +7,7 @@ fused into the linear layers as for other attention; the maps [B, H, N, N] are f
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from ..kernels.cost import Branch as Sizes
 from .body import Before, Given, Output
 from .composed import ComposedParts, heads_of, merged_heads
 from .hooks import has_hooks
-from .module_parts import Packed
+from .module_parts import Layer, Packed, is_readable
 from .ways import way_alone
 
 
@@ -81,6 +82,14 @@ class MixedAttention(nn.Module):
         return f"num_heads={self.num_heads}"
 
 
+def mix_heads(layer: Layer, maps: Tensor) -> Tensor:
+    """A linear layer H → H over the heads of maps [B, H, N, N]."""
+    if type(layer) is not Packed and not is_readable(layer):
+        return layer(maps.movedim(1, -1)).movedim(-1, 1)
+    weight = layer.weight.expand(maps.shape[0], -1, -1)
+    return torch.baddbmm(layer.bias[None, :, None], weight, maps.flatten(2)).view_as(maps)
+
+
 class TalkingHeads(MixedAttention):
     """Linear maps over the heads before and after the softmax (arXiv:2003.02436; CaiT, arXiv:2103.17239, section 5.1).
 
@@ -95,8 +104,7 @@ class TalkingHeads(MixedAttention):
         self.proj_w = nn.Linear(num_heads, num_heads)
 
     def maps(self, scores: Tensor) -> Tensor:
-        maps = self.proj_l(scores.movedim(1, -1)).movedim(-1, 1).softmax(-1)
-        return self.attn_drop(self.proj_w(maps.movedim(1, -1)).movedim(-1, 1))
+        return self.attn_drop(mix_heads(self.proj_w, mix_heads(self.proj_l, scores).softmax(-1)))
 
 
 class ReAttention(MixedAttention):
@@ -123,8 +131,7 @@ class ReAttention(MixedAttention):
         maps, norm = self.attn_drop(scores.softmax(-1)), self.var_norm
         if norm.training or has_hooks(norm) or has_hooks(self.reatten_matrix):
             return self.factor * norm(self.reatten_matrix(maps))
-        weight, bias, _ = self.folded()
-        return F.conv2d(maps, weight[:, :, None, None], bias)
+        return mix_heads(self.folded(), maps)
 
     def folded(self) -> Packed:
         """Θ, b, BatchNorm with its running statistics, and s as one map over the heads: weight [H, H], bias [H]."""

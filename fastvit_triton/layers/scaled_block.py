@@ -65,7 +65,8 @@ class ScaledBlock(Block):
 
     def branches(self, x: Tensor) -> tuple[Branch, Branch]:
         """Attention and MLP with their norms and factors."""
-        first, second = self.scale(x, self.gamma_1), self.scale(x, self.gamma_2)
+        first = self.scale(x, self.gamma_1)
+        second = first if self.gamma_2 is None else self.scale(x, self.gamma_2)
         return (
             Branch(self.attn, self.norm1, drop_path=self.drop_path1, layer_scale=first),
             Branch(self.mlp, self.norm2, drop_path=self.drop_path2, layer_scale=second),
