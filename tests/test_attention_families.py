@@ -3,14 +3,18 @@
 Oracles: those of attention_families.py, with the same random weights, in float64.
 """
 
+import copy
+
 import pytest
 import torch
+from interpreter import interpreting
 from pyramids import CASES, pair
 from torch import nn
 
 from fastvit_triton import create_model, explain, load_weights
 from fastvit_triton.layers.boxes import draw_box, mix_box
 from fastvit_triton.layers.mixing import ReAttention
+from fastvit_triton.layers.one_query import sequence_pool
 from fastvit_triton.train import mix_tokens
 from fastvit_triton.weights import WeightsError
 
@@ -84,6 +88,18 @@ def test_folded_batch_norms_equal_the_modules():
         handle.remove()
         layer.train()(x)  # moves the running statistics
         assert not torch.equal(layer.eval()(x), folded)
+
+
+@torch.no_grad()
+def test_sequence_pooling_is_attention_of_one_query():
+    """Oracle: softmax(x w + b)ᵀ x in float64; the kernel's error is at most twice PyTorch's and one rounding."""
+    score, x = nn.Linear(24, 1), torch.randn(3, 17, 24)
+    plain, truth = sequence_pool(x, score), sequence_pool(x.double(), copy.deepcopy(score).double())
+    with interpreting():
+        fused = sequence_pool(x, score)
+    rounding = torch.finfo(torch.float32).eps * truth.abs().max()
+    assert not torch.equal(fused, plain)
+    assert (fused - truth).abs().max() <= 2 * ((plain - truth).abs().max() + rounding)
 
 
 def softmaxes(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
