@@ -34,6 +34,7 @@ class ScaledBlock(Block):
 
     gamma_1: nn.Parameter | None
     gamma_2: nn.Parameter | None
+    chains = True
 
     def __init__(
         self,
