@@ -12,7 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from foreign import redraw
-from timm.models import swin_transformer, twins
+from timm.models import pit, swin_transformer, twins
 from torch import Tensor, nn
 from transformers import PvtConfig, PvtForImageClassification
 
@@ -149,6 +149,21 @@ CASES = {
         ((12, 20), (16, 8)),
         cpvt_names,
     ),
+}
+
+TIMM = {"depths": "depth", "num_heads": "heads"}  # our option → timm's
+
+
+def of_timm(cls: type[nn.Module], names: dict[str, str], **fixed: Any) -> Callable[..., nn.Module]:
+    """Builds timm's class from our options; `names` has those that differ."""
+    return lambda **options: cls(**{names.get(key, key): value for key, value in options.items()}, **fixed)
+
+
+PIT = dict(patch_size=6, stride=3, base_dims=(6, 6), depths=(2, 1), num_heads=(2, 4), mlp_ratio=2.0)
+PITS = [("pit", "pit_ti_224", {}), ("pit_distilled", "pit_ti_distilled_224", dict(distilled=True))]
+CASES |= {
+    kind: Case(name, PIT, of_timm(pit.PoolingVisionTransformer, TIMM, **fixed), ((20, 27), (24, 18)))
+    for kind, name, fixed in PITS
 }
 
 

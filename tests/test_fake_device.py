@@ -36,9 +36,11 @@ def selected(names: list[str], sample: list[str]) -> list:
 
 def catalogued(name: str) -> tuple[nn.Module, Tensor]:
     """Our model of that name with two blocks, or five of a pyramid, uninitialised parameters, and two images."""
-    pyramid = hasattr(model_config(name), "depths")
+    depths = getattr(model_config(name), "depths", ())
     with torch.device("meta"):
-        model = fastvit_triton.create_model(name, **(dict(depths=(2, 1, 1, 1)) if pyramid else dict(depth=2)))
+        model = fastvit_triton.create_model(
+            name, **(dict(depths=(2, *(1,) * len(depths[1:]))) if depths else dict(depth=2))
+        )
     return model.to_empty(device="cpu"), torch.empty(2, model.config.in_chans, *model.config.img_size)
 
 

@@ -1051,7 +1051,7 @@ def test_our_files_rebuild_hierarchical_models(family, tmp_path):
         assert torch.equal(again.eval()(x), model(x))
 
 
-@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt"])
+@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "pit", "pit_distilled"])
 def test_hierarchical_models_of_timm(family, tmp_path):
     """Oracle: timm's model: its weights give its logits here, and ours, saved in its layout, give ours there."""
     case, ours = CASES[family], pyramid(family)
@@ -1174,6 +1174,27 @@ def test_files_of_ours_say_the_grid(tmp_path):
     ours, larger = pyramid("pvt", img_size=(16, 32)), pyramid("pvt", img_size=(48, 32))
     save_weights(ours, tmp_path / "a.safetensors")
     assert "4x8 resized to 12x8 (bilinear)" in load_weights(larger, tmp_path / "a.safetensors").positions
+    x = images(larger)
+    with torch.no_grad():
+        assert distance(larger(x), ours(x)) <= TOLERANCE
+
+
+def renamed(state: dict[str, Tensor], *rows: tuple[str, str]) -> dict[str, Tensor]:
+    """The tensors under names in which each pattern is replaced."""
+    for old, new in rows:
+        state = {re.sub(old, new, key): tensor for key, tensor in state.items()}
+    return state
+
+
+def test_official_pit_at_another_size():
+    """Oracle: timm's converter of the authors' names, and antialiased interpolation of positions."""
+    ours, larger = pyramid("pit"), pyramid("pit", img_size=(27, 33))
+    state = renamed(ours.state_dict(), (r"^transformers\.1\.pool", "pools.0"))
+    converted = timm.models.pit.checkpoint_filter_fn(state, None)
+    report = load_weights(larger, state)
+    assert report.family == "PiT" and report.positions == "7x5 resized to 8x10 (bicubic_antialias)"
+    for key, tensor in larger.state_dict().items():
+        assert key == "pos_embed" or torch.equal(tensor, converted[key]), key
     x = images(larger)
     with torch.no_grad():
         assert distance(larger(x), ours(x)) <= TOLERANCE

@@ -157,8 +157,12 @@ class PyramidTransformer(ImageModel):
         config = self.config
         self.norm = nn.LayerNorm(self.num_features, eps=config.eps) if config.final_norm else nn.Identity()
         self.head_drop = nn.Dropout(config.drop_rate)
-        self.head = nn.Linear(self.num_features, config.num_classes) if config.num_classes else nn.Identity()
+        self.head = self.make_head()
         self.init_weights()
+
+    def make_head(self) -> nn.Module:
+        """A classifier, an Identity for no classes."""
+        return nn.Linear(self.num_features, self.num_classes) if self.num_classes else nn.Identity()
 
     def stage(self, x: Tensor, i: int) -> Tensor:
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
@@ -193,7 +197,7 @@ class PyramidTransformer(ImageModel):
         x = image
         for i in range(self.num_stages):
             x = self.stage(x, i)
-        return normalize(x.flatten(1, 2) if self.flattens else x, self.norm)
+        return self.stage_features(x.flatten(1, 2) if self.flattens else x, self.num_stages - 1)
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
