@@ -12,7 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from foreign import redraw
-from timm.models import pit, swin_transformer, twins
+from timm.models import pit, swin_transformer, tnt, twins
 from torch import Tensor, nn
 from transformers import PvtConfig, PvtForImageClassification
 
@@ -165,6 +165,10 @@ CASES |= {
     kind: Case(name, PIT, of_timm(pit.PoolingVisionTransformer, TIMM, **fixed), ((20, 27), (24, 18)))
     for kind, name, fixed in PITS
 }
+
+TNT = dict(patch_size=8, embed_dim=12, inner_dim=6, depth=3, num_heads_inner=2, num_heads_outer=3, mlp_ratio=2.0)
+TNTS = [("tnt", "tnt_s_patch16_224", {}), ("tnt_legacy", "tnt_s_legacy_patch16_224", dict(legacy=True))]
+CASES |= {kind: Case(name, TNT, of_timm(tnt.TNT, {}, **fixed), ((16, 24), (24, 8))) for kind, name, fixed in TNTS}
 
 
 def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.Module]:

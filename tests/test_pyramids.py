@@ -22,13 +22,13 @@ from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers import (
     Attention,
-    Block,
     ReducedAttention,
     Window,
     WindowAttention,
     resize_pos_embed,
     resize_table,
 )
+from fastvit_triton.layers.inner import SplitAttention
 from fastvit_triton.models import FeatureGetterNet
 from fastvit_triton.train.build import build_masked_model
 from fastvit_triton.train.settings import RECIPES
@@ -36,6 +36,7 @@ from fastvit_triton.train.settings import RECIPES
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
 HALF = [(torch.float32, "mixed"), (torch.bfloat16, "fused"), (torch.bfloat16, "mixed")]
+ATTENTIONS = Attention, ReducedAttention, SplitAttention, WindowAttention
 SIZES = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 
@@ -194,7 +195,7 @@ def test_frozen_models_follow_their_weights(name, always_folded):
                     parameter.mul_(1.125)
 
 
-@pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt", "pit"])
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt", "pit", "tnt"])
 @torch.no_grad()
 def test_maps_equal_those_of_the_oracle(name):
     """Oracle: the maps captured from the converted oracle, which are tested against its own softmax elsewhere."""
@@ -207,7 +208,7 @@ def test_maps_equal_those_of_the_oracle(name):
             model(images)
         maps.append([layer.map() for layer in seen.layers])
         assert not seen.left
-    assert len(maps[0]) == len(maps[1]) == sum(isinstance(m, Block) for m in ours.modules())
+    assert len(maps[0]) == len(maps[1]) == sum(isinstance(m, ATTENTIONS) for m in ours.modules())
     assert all(distance(a, b) <= 1e-6 for a, b in zip(*maps, strict=True))  # maps are float32
 
 
@@ -272,8 +273,9 @@ def within_budget(model: nn.Module, images: Tensor, dtype: torch.dtype, way: str
 SHORT = dict(depths=(2, 1)), (10, 14)
 TRACED = dict(swin=SHORT, twins_svt=SHORT, twins_pcpvt=SHORT, pvt=(dict(depths=(1, 1)), (8, 32)))
 TRACED |= dict(pit=(dict(depths=(1, 1)), (15, 9)), pit_distilled=(dict(depths=(1, 1)), (12, 9)))
+TRACED |= dict.fromkeys(("tnt", "tnt_legacy"), (dict(depth=1), (16, 8)))
 TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))
-INTERPRETED = [(name, torch.float32, "fused") for name in ("swin", "twins_svt", "pvt", "cpvt", "pit")]
+INTERPRETED = [(name, torch.float32, "fused") for name in ("swin", "twins_svt", "pvt", "cpvt", "pit", "tnt")]
 INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
 
 
@@ -377,7 +379,7 @@ INTERMEDIATES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["swin", "twins_svt", "twins_pcpvt", "pit", "pit_distilled"])
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "twins_pcpvt", "pit", "pit_distilled", "tnt", "tnt_legacy"])
 @torch.no_grad()
 def test_features_equal_timms(name):
     """Oracle: timm's methods: intermediates, information, layers of the parameters, backbones, other heads."""

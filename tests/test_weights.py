@@ -23,7 +23,7 @@ from timm.models.vision_transformer import _load_weights, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights, weights
-from fastvit_triton.weights import WeightsError
+from fastvit_triton.weights import WeightsError, stems
 
 # 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks in another order.
 TOLERANCE = 1e-5
@@ -1051,7 +1051,7 @@ def test_our_files_rebuild_hierarchical_models(family, tmp_path):
         assert torch.equal(again.eval()(x), model(x))
 
 
-@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "pit", "pit_distilled"])
+@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "pit", "pit_distilled", "tnt"])
 def test_hierarchical_models_of_timm(family, tmp_path):
     """Oracle: timm's model: its weights give its logits here, and ours, saved in its layout, give ours there."""
     case, ours = CASES[family], pyramid(family)
@@ -1198,6 +1198,24 @@ def test_official_pit_at_another_size():
     x = images(larger)
     with torch.no_grad():
         assert distance(larger(x), ours(x)) <= TOLERANCE
+
+
+def test_official_tnt_at_another_size():
+    """Oracle: timm's converter of the authors' names, which also resizes positions, antialiased."""
+    case, larger = CASES["tnt"], pyramid("tnt", img_size=(24, 32))
+    theirs = randomize(case.build(img_size=(16, 16), **case.options, num_classes=7))
+    names = {ours: official for official, ours in stems.TNT_NAMES.items()}
+    state = {".".join(names.get(part, part) for part in key.split(".")): t for key, t in theirs.state_dict().items()}
+    state["inner_pos"] = state["inner_pos"].flatten(2).transpose(1, 2)
+    state["outer_tokens"] = torch.zeros(1, 4, 12)
+    report = load_weights(larger, state, resize="bicubic_antialias")
+    assert report.family == "TNT" and report.positions == "2x2 resized to 3x4 (bicubic_antialias)"
+    assert report.dropped == ("outer_tokens",)
+    built = case.build(img_size=(24, 32), **case.options, num_classes=7)
+    built.load_state_dict(timm.models.tnt.checkpoint_filter_fn(state, built))
+    x = images(larger)
+    with torch.no_grad():
+        assert distance(larger(x), built.eval()(x)) <= TOLERANCE
 
 
 def test_checkpoints_of_another_architecture_are_refused():

@@ -13,6 +13,7 @@ from ..convert.from_torch import multihead_parts
 from ..convert.third_party import head_norms
 from ..layers.body import AttentionParts, project
 from ..layers.hooks import type_name
+from ..layers.inner import SplitAttention
 from ..layers.module_parts import Foreign
 from ..layers.spatial import ReducedParts, WindowParts
 from .heads import Heads, Parts, plain, split
@@ -25,7 +26,7 @@ def reader(module: nn.Module) -> Callable[..., tuple[Tensor, Parts, nn.Module | 
     """A function from an attention layer's arguments to (x, parts, position) or a reason; None for other modules."""
     if type(module) is layers.Attention:
         return partial(own, module)
-    if type(module) in (layers.WindowAttention, layers.ReducedAttention):
+    if type(module) in (layers.WindowAttention, layers.ReducedAttention, SplitAttention):
         return partial(_spatial, module)
     if type_name(module) == MULTIHEAD:
         return partial(_multihead, module)
@@ -58,7 +59,7 @@ def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, 
 
 
 def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, None]:
-    """Input and parts of our attention over a feature map."""
+    """Input and parts of our attention that describes itself."""
     return x, module.parts(), None
 
 

@@ -2,15 +2,18 @@
 
 Our names are timm's, and the authors' of families that timm has not.
 
-Sources: state dicts of timm 1.0.31; naver-ai/pit (pit.py).
+Sources: state dicts of timm 1.0.31; naver-ai/pit (pit.py); huawei-noah/Efficient-AI-Backbones
+(tnt_pytorch/tnt.py).
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..layers import resize_pos_embed
 from ..layers.pooling import resize_map
-from .adapt import State
+from .adapt import State, WeightsError
 from .layouts import Layout
 from .pyramid import write
 
@@ -34,4 +37,46 @@ def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str]
     return [], f"{pos.shape[2]}x{pos.shape[3]} resized to {new[0]}x{new[1]} ({mode})"
 
 
-ROWS: dict[str, tuple] = {"pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}, write)}  # see `Spelling`
+def fit_tnt(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of a TNT; for the arguments see `vit.fit`."""
+    useless = ["outer_tokens"] * ("outer_tokens" in state)
+    for key in useless:  # zeros, which the authors' code does not train
+        del state[key]
+    return useless, fit_table(state, target, "patch_pos", model.pixel_embed.grid_size, 1, mode)
+
+
+def fit_table(state: State, target: State, key: str, grid: tuple[int, int], prefix: int, mode: str) -> str:
+    """Makes the positions [1, T + h · w, D] under a key fit a grid; returns a description of the change."""
+    pos = state.get(key)
+    if pos is None or pos.dim() != 3 or pos.shape == target[key].shape:
+        return ""
+    side = math.isqrt(max(pos.shape[1] - prefix, 0))
+    if not side or side * side != pos.shape[1] - prefix:
+        raise WeightsError(f"{key} has {pos.shape[1]} rows, no square grid; create the model with its img_size")
+    state[key] = resize_pos_embed(pos, (side, side), grid, prefix, mode)
+    return f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
+
+
+def _from_tnt(key: str) -> str:
+    for theirs, ours in TNT_NAMES.items():
+        key = key.replace(theirs, ours)
+    return key
+
+
+def _read_tnt(state: State) -> State:
+    """The authors' positions of pixels [1, h · w, c], which are square, as [1, c, h, w]."""
+    pos = state["inner_pos"]
+    return {**state, "inner_pos": pos.transpose(1, 2).unflatten(2, (math.isqrt(pos.shape[1]), -1))}
+
+
+TNT_NAMES = {"outer_pos": "patch_pos", "inner_pos": "pixel_pos", "patch_embed": "pixel_embed"}
+TNT_NAMES |= {"proj_norm1": "norm1_proj", "proj_norm2": "norm2_proj", "inner_norm1": "norm_in"}
+TNT_NAMES |= {"inner_attn": "attn_in", "inner_norm2": "norm_mlp_in", "inner_mlp": "mlp_in", "outer_norm1": "norm_out"}
+TNT_NAMES |= {"outer_attn": "attn_out", "outer_norm2": "norm_mlp", "outer_mlp": "mlp"}
+TIMM_TNT = Layout(name="timm", mark="patch_pos", resize="bicubic_antialias")
+TNT_LAYOUTS = Layout(name="TNT", mark="inner_pos", resize="bicubic", number=_from_tnt, read=_read_tnt), TIMM_TNT
+
+ROWS: dict[str, tuple] = {  # see `Spelling`
+    "pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}, write),
+    "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}, write),
+}
