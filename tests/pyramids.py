@@ -12,7 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from foreign import redraw
-from timm.models import pit, swin_transformer, tnt, twins
+from timm.models import crossvit, pit, swin_transformer, tnt, twins
 from torch import Tensor, nn
 from transformers import PvtConfig, PvtForImageClassification
 
@@ -169,6 +169,12 @@ CASES |= {
 TNT = dict(patch_size=8, embed_dim=12, inner_dim=6, depth=3, num_heads_inner=2, num_heads_outer=3, mlp_ratio=2.0)
 TNTS = [("tnt", "tnt_s_patch16_224", {}), ("tnt_legacy", "tnt_s_legacy_patch16_224", dict(legacy=True))]
 CASES |= {kind: Case(name, TNT, of_timm(tnt.TNT, {}, **fixed), ((16, 24), (24, 8))) for kind, name, fixed in TNTS}
+
+CROSS = dict(embed_dim=(12, 18), num_heads=(2, 3), mlp_ratio=(2.0, 1.5, 1.0), depth=((1, 2, 0), (1, 1, 0)))
+CROSS |= dict(patch_size=(6, 4), img_scale=(1.0, 2 / 3))
+DAGGER = CROSS | dict(patch_size=(12, 16), img_scale=(1.0, 2 / 3), depth=((1, 1, 2),), multi_conv=True, crop_scale=True)
+CASES["crossvit"] = Case("crossvit_tiny_240", CROSS, crossvit.CrossVit, ((24, 36), (12, 12)))
+CASES["crossvit_dagger"] = Case("crossvit_9_dagger_240", DAGGER, crossvit.CrossVit, ((48, 48), (48, 96)))
 
 
 def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.Module]:

@@ -23,6 +23,7 @@ from timm.models.vision_transformer import _load_weights, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights, weights
+from fastvit_triton.layers import resize_pos_embed
 from fastvit_triton.weights import WeightsError, stems
 
 # 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks in another order.
@@ -1051,7 +1052,7 @@ def test_our_files_rebuild_hierarchical_models(family, tmp_path):
         assert torch.equal(again.eval()(x), model(x))
 
 
-@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "pit", "pit_distilled", "tnt"])
+@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "pit", "pit_distilled", "tnt", "crossvit"])
 def test_hierarchical_models_of_timm(family, tmp_path):
     """Oracle: timm's model: its weights give its logits here, and ours, saved in its layout, give ours there."""
     case, ours = CASES[family], pyramid(family)
@@ -1216,6 +1217,19 @@ def test_official_tnt_at_another_size():
     x = images(larger)
     with torch.no_grad():
         assert distance(larger(x), built.eval()(x)) <= TOLERANCE
+
+
+def test_official_crossvit_at_another_size():
+    """Oracle: the same model built for another size, with tables resized by hand."""
+    ours, larger = pyramid("crossvit", img_size=(24, 24)), pyramid("crossvit", img_size=(36, 24))
+    state = renamed(ours.state_dict(), (r"^(pos_embed|cls_token)_", r"\1."))
+    report = load_weights(larger, state)
+    sizes = "4x4 resized to 6x4 (bicubic_antialias)"
+    assert report.family == "CrossViT" and report.positions == f"{sizes}, {sizes}"
+    for key, tensor in larger.state_dict().items():
+        want = ours.state_dict()[key]
+        want = resize_pos_embed(want, (4, 4), (6, 4), 1) if key.startswith("pos_embed") else want
+        assert torch.equal(tensor, want), key
 
 
 def test_checkpoints_of_another_architecture_are_refused():

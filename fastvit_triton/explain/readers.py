@@ -106,6 +106,11 @@ def _class_attention(module: Foreign) -> Parts | str:
     return dropped(module) or partial(_first_token, module)
 
 
+def _first_token_parts(module: Foreign) -> Parts:
+    """Our class attention, which has no dropout on its probabilities."""
+    return partial(_first_token, module)
+
+
 def _first_token(module: Foreign, x: Tensor) -> Heads:
     q, k, v = (getattr(module, name if hasattr(module, name) else f"w{name}") for name in "qkv")
     tokens = (project(x[:, :1], (q,)), *project(x, (k, v)).chunk(2, -1))
@@ -142,6 +147,7 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
 READERS: dict[str, Callable[[Foreign], Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
+    "fastvit_triton.layers.cross.CrossAttention": _first_token_parts,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,

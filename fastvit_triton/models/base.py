@@ -157,14 +157,9 @@ class ImageModel(HubMethods, nn.Module):
         Raises:
             ValueError: an index is out of range, or the model has no such format.
         """
-        take, last = feature_take_indices(len(self.feature_info), indices)
+        take, _ = feature_take_indices(len(self.feature_info), indices)
         check_format(output_fmt, self.feature_formats)
-        found, features, i = [], x, 0
-        for i, features in enumerate(self.stages(x)):
-            if i in take:
-                found.append(self.normalize_stage(features, i) if norm else features)
-            if stop_early and i == last:
-                break
+        found, features, i = self.collect(x, take, norm, stop_early)
         pairs = [self.to_map(y, x, output_fmt) for y in found]
         maps, prefixes = [y for y, _ in pairs], [prefix for _, prefix in pairs if prefix is not None]
         paired = return_prefix_tokens and bool(prefixes)
@@ -173,6 +168,16 @@ class ImageModel(HubMethods, nn.Module):
             return parts if intermediates_only else parts | {"image_features": self.stage_features(features, i)}
         outputs = pairs if paired else maps
         return outputs if intermediates_only else (self.stage_features(features, i), outputs)
+
+    def collect(self, image: Tensor, take: list[int], norm: bool, stop_early: bool) -> tuple[list[Any], Any, int]:
+        """(outputs of the stages to take, output of the last one that ran, its number), see `forward_intermediates`."""
+        found, x, i = [], image, 0
+        for i, x in enumerate(self.stages(image)):
+            if i in take:
+                found.append(self.normalize_stage(x, i) if norm else x)
+            if stop_early and i == max(take):
+                break
+        return found, x, i
 
     def get_intermediate_layers(
         self,

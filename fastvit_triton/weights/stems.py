@@ -3,7 +3,7 @@
 Our names are timm's, and the authors' of families that timm has not.
 
 Sources: state dicts of timm 1.0.31; naver-ai/pit (pit.py); huawei-noah/Efficient-AI-Backbones
-(tnt_pytorch/tnt.py).
+(tnt_pytorch/tnt.py); IBM/CrossViT (models/crossvit.py).
 """
 
 import math
@@ -76,7 +76,30 @@ TNT_NAMES |= {"outer_attn": "attn_out", "outer_norm2": "norm_mlp", "outer_mlp": 
 TIMM_TNT = Layout(name="timm", mark="patch_pos", resize="bicubic_antialias")
 TNT_LAYOUTS = Layout(name="TNT", mark="inner_pos", resize="bicubic", number=_from_tnt, read=_read_tnt), TIMM_TNT
 
+
+def fit_branches(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grids of a CrossViT; for the arguments see `vit.fit`."""
+    grids = [embed.grid_size for embed in model.patch_embed]
+    notes = [fit_table(state, target, f"pos_embed_{i}", grid, 1, mode) for i, grid in enumerate(grids)]
+    return [], ", ".join(note for note in notes if note)
+
+
+CROSS: dict[str, Any] = dict(beside="blocks.0.revert_projs.0.0.weight", resize="bicubic_antialias")
+TIMM_CROSS = Layout(name="timm", mark="pos_embed_0", **CROSS)
+CROSS_LAYOUTS = (
+    TIMM_CROSS,
+    Layout(
+        name="CrossViT",
+        mark="pos_embed.0",
+        number=lambda key: re.sub(r"^(pos_embed|cls_token)\.", r"\1_", key),
+        **CROSS,
+    ),
+)
+
 ROWS: dict[str, tuple] = {  # see `Spelling`
     "pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}, write),
+    "crossvit": ("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)}, write),
     "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}, write),
 }
