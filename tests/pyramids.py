@@ -12,7 +12,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from foreign import redraw
-from timm.models import crossvit, pit, swin_transformer, tnt, twins
+from timm.models import crossvit, levit, pit, swin_transformer, tnt, twins
 from torch import Tensor, nn
 from transformers import PvtConfig, PvtForImageClassification
 
@@ -31,6 +31,7 @@ class Case(NamedTuple):
         sizes: of images; the first is that of the model, the others need dynamic_img_size.
         convert: renames the oracle's tensors, and joins those that are one in ours.
         logits: the oracle's logits of images.
+        batch: number of images; a BatchNorm of two images has gradients that cancel.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
     convert: Callable[[State], State] = dict
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, images: model(images)
+    batch: int = 2
 
 
 def pvt(img_size: tuple[int, int], embed_dims=(12, 24), num_heads=(2, 3), **o: Any) -> nn.Module:
@@ -176,11 +178,26 @@ DAGGER = CROSS | dict(patch_size=(12, 16), img_scale=(1.0, 2 / 3), depth=((1, 1,
 CASES["crossvit"] = Case("crossvit_tiny_240", CROSS, crossvit.CrossVit, ((24, 36), (12, 12)))
 CASES["crossvit_dagger"] = Case("crossvit_9_dagger_240", DAGGER, crossvit.CrossVit, ((48, 48), (48, 96)))
 
+LEVIT = dict(patch_size=8, embed_dim=(16, 24), key_dim=4, depths=(2, 1), num_heads=(2, 3), mlp_ratio=1.5)
+
+
+def any_levit(patch_size: int, **options: Any) -> nn.Module:
+    """timm's LeViT with two heads."""
+    return of_timm(levit.LevitDistilled, {"depths": "depth"}, stem_type=f"s{patch_size}")(**options)
+
+
+CASES["levit"] = Case("levit_128s", LEVIT, any_levit, ((40, 56), (32, 24)), batch=8)
+
 
 def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.Module]:
     """Our model and its oracle for images of this size, in float64 with the same random weights."""
     options = case.options | dict(num_classes=5) | more
     theirs = redraw(case.build(img_size=size, **options)).double()
+    for name, statistics in theirs.named_buffers():
+        if name.endswith("running_var"):
+            statistics.uniform_(0.5, 2.0)
+        elif name.endswith("running_mean"):
+            statistics.normal_()
     ours = create_model(case.name, img_size=size, **options).double()
     ours.load_state_dict(case.convert(theirs.state_dict()))
     return ours, theirs

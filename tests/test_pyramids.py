@@ -30,6 +30,8 @@ from fastvit_triton.layers import (
 )
 from fastvit_triton.layers.cross import CrossAttention
 from fastvit_triton.layers.inner import SplitAttention
+from fastvit_triton.layers.levit import DistanceAttention, DistanceDownsample
+from fastvit_triton.layers.normed import LinearNorm, folded_linear
 from fastvit_triton.models import FeatureGetterNet
 from fastvit_triton.train.build import build_masked_model
 from fastvit_triton.train.settings import RECIPES
@@ -37,7 +39,8 @@ from fastvit_triton.train.settings import RECIPES
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
 HALF = [(torch.float32, "mixed"), (torch.bfloat16, "fused"), (torch.bfloat16, "mixed")]
-ATTENTIONS = Attention, CrossAttention, ReducedAttention, SplitAttention, WindowAttention
+ATTENTIONS = Attention, CrossAttention, DistanceAttention, DistanceDownsample, ReducedAttention, SplitAttention
+ATTENTIONS += (WindowAttention,)
 SIZES = [(name, size) for name, case in CASES.items() for size in case.sizes]
 
 
@@ -54,20 +57,30 @@ def assert_equal(found: object, wanted: object) -> None:
 
 
 def assert_same(case, ours: nn.Module, theirs: nn.Module, images: Tensor, seed: int = 0) -> None:
-    """Asserts that logits and every gradient agree; both models draw the same random numbers."""
-    found = []
-    for model, logits in ((ours, type(ours).__call__), (theirs, case.logits)):
+    """Asserts that logits and every gradient agree; both models draw the same random numbers.
+
+    A BatchNorm of few images, or before a softmax, amplifies roundings; how much is seen from the oracle, with images
+    that differ by a rounding.
+    """
+    runs = [(ours, type(ours).__call__, images), (theirs, case.logits, images)]
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in theirs.modules()):
+        runs.append((copy.deepcopy(theirs), case.logits, images * (1 + 2 * EPS64)))
+    found, grads = [], []
+    for model, logits, given in runs:
         torch.manual_seed(seed)
         model.zero_grad()
-        found.append(logits(model, images))
+        found.append(logits(model, given))
         loss(found[-1]).backward()
-    assert distance(*found) <= ROUNDINGS * EPS64
-    own, wanted = gradients(ours), gradients(theirs, case.convert)
+        grads.append(gradients(model, dict if model is ours else case.convert))
+    own, wanted, other = grads[0], grads[1], grads[-1]
+    assert distance(*found[:2]) <= ROUNDINGS * max(EPS64, distance(found[1], found[-1]))
     least = 1e-3 * max(float(g.norm()) for g in wanted.values())  # key biases have gradient 0 in exact arithmetic
     assert own.keys() == wanted.keys()
     for name, gradient in own.items():
         terms = wanted[name.replace(".wk.bias", ".wv.bias")]  # of a key bias alone, which cancel
-        assert distance(gradient, wanted[name], max(least, float(terms.norm()))) <= ROUNDINGS * EPS64, name
+        size = max(least, float(terms.norm()))
+        amplified = distance(other[name], wanted[name], size) if other is not wanted else 0.0
+        assert distance(gradient, wanted[name], size) <= ROUNDINGS * max(EPS64, amplified), name
 
 
 @pytest.mark.parametrize("name, size", SIZES, ids=str)
@@ -76,7 +89,9 @@ def test_logits_and_gradients_equal_the_oracles(name, size):
     case = CASES[name]
     ours, theirs = pair(case, size, drop_path_rate=0.0)
     for mode in (False, True):
-        assert_same(case, ours.train(mode), theirs.train(mode), torch.randn(2, 3, *size).double())
+        assert_same(case, ours.train(mode), theirs.train(mode), torch.randn(case.batch, 3, *size).double())
+    statistics = case.convert(dict(theirs.named_buffers()))  # of BatchNorm, after one step
+    assert all(distance(t.double(), statistics[name].double()) <= ROUNDINGS * EPS64 for name, t in ours.named_buffers())
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "pvt"])  # transformers draws other numbers
@@ -84,7 +99,7 @@ def test_stochastic_depth_equals_timms(name):
     """Oracle: the family's in training mode, with the same seed."""
     case = CASES[name]
     ours, theirs = pair(case, case.sizes[0], drop_path_rate=0.5)
-    images = torch.randn(4, 3, *case.sizes[0]).double()
+    images = torch.randn(max(4, case.batch), 3, *case.sizes[0]).double()
     assert_same(case, ours.train(), theirs.train(), images, seed=3)
     torch.manual_seed(4)
     assert distance(ours(images), ours(images)) > 0.01  # it drops
@@ -96,7 +111,7 @@ def test_twenty_steps_equal_the_oracles(name):
     case = CASES[name]
     models = pair(case, case.sizes[1], drop_path_rate=0.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
-    images = torch.randn(20, 2, 3, *case.sizes[1]).double()
+    images = torch.randn(20, case.batch, 3, *case.sizes[1]).double()
     start = {name: parameter.clone() for name, parameter in models[0].state_dict().items()}
     for batch in images:
         for model, logits, optimizer in zip(models, (type(models[0]).__call__, case.logits), optimizers, strict=True):
@@ -197,7 +212,33 @@ def test_frozen_models_follow_their_weights(name, always_folded):
                     parameter.mul_(1.125)
 
 
-@pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt", "pit", "tnt", "crossvit"])
+@torch.no_grad()
+def test_folded_norms_equal_the_layers():
+    """Oracle: the layer and then its BatchNorm, in float64; none is folded while it is training."""
+    model, _ = pair(CASES["levit"], CASES["levit"].sizes[0])
+    for module in (m for m in model.eval().modules() if isinstance(m, LinearNorm)):
+        x = torch.randn(2, 3, module.linear.in_features).double()
+        fold = folded_linear(module)
+        assert distance(nn.functional.linear(x, fold.weight, fold.bias), module(x)) <= ROUNDINGS * EPS64
+        assert folded_linear(module.train()) is module
+
+
+@torch.no_grad()
+def test_frozen_folds_follow_training():
+    """Oracle: the model that is not frozen, after a training forward has changed running statistics, uncounted."""
+    model, _ = pair(CASES["levit"], (24, 16), depths=(1, 1))
+    model, images = model.float().eval(), torch.randn(4, 3, 24, 16)
+    frozen = copy.deepcopy(model)
+    freeze(frozen)
+    with interpreting(), forcing("fused"):
+        for _ in range(2):
+            assert torch.equal(frozen(images[:1]), model(images[:1]))
+            for twin in (frozen, model):
+                twin.train()(images)
+                twin.eval()
+
+
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "cpvt", "pvt", "pit", "tnt", "crossvit", "levit"])
 @torch.no_grad()
 def test_maps_equal_those_of_the_oracle(name):
     """Oracle: the maps captured from the converted oracle, which are tested against its own softmax elsewhere."""
@@ -276,6 +317,7 @@ SHORT = dict(depths=(2, 1)), (10, 14)
 TRACED = dict(swin=SHORT, twins_svt=SHORT, twins_pcpvt=SHORT, pvt=(dict(depths=(1, 1)), (8, 32)))
 TRACED |= dict(pit=(dict(depths=(1, 1)), (15, 9)), pit_distilled=(dict(depths=(1, 1)), (12, 9)))
 TRACED |= dict(crossvit=(dict(depth=((1, 1, 0),)), (18, 12)), crossvit_dagger=(dict(depth=((1, 1, 2),)), (48, 48)))
+TRACED |= dict(levit=(dict(depths=(1, 1)), (24, 16)))
 TRACED |= dict.fromkeys(("tnt", "tnt_legacy"), (dict(depth=1), (16, 8)))
 TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))
 INTERPRETED = [

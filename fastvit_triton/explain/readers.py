@@ -126,7 +126,7 @@ def _talking_heads(module: Foreign) -> Parts | str:
 
 def _levit(module: Foreign) -> Parts | str:
     """LeViT's attention, whose projections have a BatchNorm; fewer queries than keys between stages."""
-    if module.use_conv:
+    if getattr(module, "use_conv", False):
         return "its projections are convolutions"
     if module.training:
         return "the BatchNorm of its projections is in training mode"
@@ -149,6 +149,8 @@ READERS: dict[str, Callable[[Foreign], Parts | str]] = {  # types whose heads ar
     "timm.models.crossvit.CrossAttention": _class_attention,
     "fastvit_triton.layers.cross.CrossAttention": _first_token_parts,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
+    "fastvit_triton.layers.levit.DistanceAttention": _levit,
+    "fastvit_triton.layers.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
 }

@@ -9,12 +9,46 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-from . import clip, cpvt, crossvit, deit, dinov2, hybrid, naflex, pit, pvt, siglip, simplevit, swin, tnt, twins, vit
+from . import (
+    clip,
+    cpvt,
+    crossvit,
+    deit,
+    dinov2,
+    hybrid,
+    levit,
+    naflex,
+    pit,
+    pvt,
+    siglip,
+    simplevit,
+    swin,
+    tnt,
+    twins,
+    vit,
+)
 from .config import ViTConfig
 from .features import FeatureGetterNet
 from .transformer import VisionTransformer
 
-FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt, pit, tnt, crossvit)
+FAMILIES = (
+    vit,
+    hybrid,
+    simplevit,
+    deit,
+    dinov2,
+    clip,
+    siglip,
+    naflex,
+    cpvt,
+    swin,
+    twins,
+    pvt,
+    pit,
+    tnt,
+    crossvit,
+    levit,
+)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

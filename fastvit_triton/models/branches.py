@@ -1,5 +1,6 @@
 """Models of two branches of tokens, each with its own width, norm and head."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -115,10 +116,12 @@ class BranchModel(ImageModel):
         """Tokens of each branch after their norms."""
         return [normalize(tokens, norm) for tokens, norm in zip(x, self.norm, strict=True)]
 
-    def collect(self, image: Tensor, take: list[int], norm: bool, stop_early: bool) -> tuple[list[Any], Any, int]:
+    def collect(
+        self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
+    ) -> tuple[list[Any], Any, int]:
         """See `ImageModel.collect`; an output is (tokens, branch)."""
         found, xs, i = {}, None, 0
-        for i, xs in enumerate(self.stages(image)):
+        for i, xs in enumerate(self.stages(image) if stages is None else stages):
             for branch, x in enumerate(self.stage_features(xs, i) if norm else xs):
                 found[branch * self.num_blocks + i] = x, branch
             if stop_early and i == max(index % self.num_blocks for index in take):

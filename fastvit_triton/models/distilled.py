@@ -1,9 +1,12 @@
-"""Hierarchical models with a class token in every stage, or with a second head that learns from a teacher."""
+"""Hierarchical models with a class token in every stage, with a BatchNorm in the head, or with a second head."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ..layers.normed import NormLinear
 from ..layers.pooling import Tokens
 from .pyramid import PyramidTransformer
 
@@ -29,6 +32,68 @@ class TokenPyramid(PyramidTransformer):
     def pool(self, x: Tensor) -> Tensor:
         """Class token [B, 1, D] → [B, D]; as it is for global_pool="none"."""
         return x if self.config.global_pool == "none" else x[:, 0]
+
+
+class NormedHead(PyramidTransformer):
+    """A hierarchical model without final norm, whose heads have a BatchNorm; its features are tokens [B, N, D].
+
+    The list of its stages has the name `stages` in timm, which is that of a method here; see `collect`.
+    """
+
+    head_names: tuple[str, ...] = ("head.linear",)
+
+    @property
+    def stages(self) -> Any:
+        """The modules of the stages, with timm's name; see `collect`."""
+        return self._modules["stages"]
+
+    def collect(
+        self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
+    ) -> tuple[list[Any], Any, int]:
+        """See `ImageModel.collect`."""
+        return super().collect(image, take, norm, stop_early, super().stages(image))
+
+    def build_head(self) -> None:
+        """Creates the classifier, which has the dropout within it, and initialises all weights."""
+        super().build_head()
+        self.head_drop = nn.Dropout(0.0)
+
+    def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
+        """The map as it is: there is no final norm."""
+        return x
+
+    def stage_features(self, x: Tensor, stage: int) -> Tensor:
+        """A map [B, H, W, D] as tokens."""
+        return x.flatten(1, 2)
+
+    def get_classifier(self) -> Any:
+        """Returns the head, or a tuple of heads."""
+        heads = tuple(getattr(self, name.partition(".")[0]) for name in self.head_names)
+        return heads[0] if len(heads) == 1 else heads
+
+    def make_head(self) -> nn.Module:
+        """A classifier with its BatchNorm, an Identity for no classes."""
+        classes = self.num_classes
+        return NormLinear(self.num_features, classes, self.config.drop_rate) if classes else nn.Identity()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replaces the heads by new ones, whose linear layers are zero; 0 removes them."""
+        like, names = next(self.parameters()), [name.partition(".")[0] for name in self.head_names]
+        self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool or self.config.global_pool)
+        self.num_classes = num_classes
+        for name in names:
+            setattr(self, name, self.make_head().to(like).train(self.training))
+            for parameter in getattr(getattr(self, name), "linear", nn.Identity()).parameters():
+                nn.init.zeros_(parameter)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Features → logits [B, num_classes], or the pooled features with `pre_logits`."""
+        x = self.pool(x)
+        return x if pre_logits else self.head(x)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Keeps the layers' own initial values, as in timm."""
 
 
 class Distilled(PyramidTransformer):

@@ -66,6 +66,10 @@ class PyramidConfig(BaseConfig):
         for axis, side, least in zip(("height", "width"), sides(self.img_size), self.smallest, strict=True):
             if side < least:
                 raise ValueError(f"img_size {axis} is {side}; this model needs at least {least}")
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Raises ValueError unless the channels of each stage are a multiple of its heads."""
         for width, heads in zip(self.widths, self.num_heads, strict=True):
             if width % heads:
                 raise ValueError(f"a stage has {width} channels, which is no multiple of its {heads} heads")

@@ -86,6 +86,24 @@ def fit_branches(
     return [], ", ".join(note for note in notes if note)
 
 
+def fit_levit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Drops heads that the model has not, and tables of indices; for the arguments see `vit.fit`."""
+    absent = [key for key in state if key.startswith(("head.", "head_dist.")) and key not in target]
+    useless = [key for key in state if key.endswith("attention_bias_idxs")] + absent
+    for key in useless:
+        del state[key]
+    counts = [key for key in target if key.endswith("num_batches_tracked") and key not in state]
+    state |= {key: target[key] for key in counts}
+    return useless, ""
+
+
+def _flat(state: State) -> State:
+    """Convolutions of 1 x 1 pixels, but in the stem, as linear layers."""
+    return {k: t.flatten(1) if t.dim() == 4 and not k.startswith("stem.") else t for k, t in state.items()}
+
+
+TIMM_LEVIT = Layout(name="timm", mark="stem.conv1.linear.weight", resize="bicubic", read=_flat)
+
 CROSS: dict[str, Any] = dict(beside="blocks.0.revert_projs.0.0.weight", resize="bicubic_antialias")
 TIMM_CROSS = Layout(name="timm", mark="pos_embed_0", **CROSS)
 CROSS_LAYOUTS = (
@@ -101,5 +119,6 @@ CROSS_LAYOUTS = (
 ROWS: dict[str, tuple] = {  # see `Spelling`
     "pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}, write),
     "crossvit": ("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)}, write),
+    "levit": ("LeViT", (TIMM_LEVIT,), fit_levit, {"timm": (TIMM_LEVIT,)}, write),
     "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}, write),
 }
