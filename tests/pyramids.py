@@ -6,6 +6,7 @@ authors'; for CPVT timm's DeiT with a torch convolution between the blocks.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import timm
@@ -189,6 +190,80 @@ def any_levit(patch_size: int, **options: Any) -> nn.Module:
 CASES["levit"] = Case("levit_128s", LEVIT, any_levit, ((40, 56), (32, 24)), batch=8)
 
 
+class TokenLayer(nn.Module):
+    """T2T-ViT's equations 1 to 3: attention of one head, exact or by random features, and an MLP, with the authors'
+    names of parameters; values are added to what attention gives."""
+
+    def __init__(self, dim: int, out: int, exact: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(out)
+        if exact:
+            self.attn = nn.Module()
+            self.attn.qkv, self.attn.proj = nn.Linear(dim, 3 * out, bias=False), nn.Linear(out, out)
+            self.mlp = nn.ModuleDict(dict(fc1=nn.Linear(out, out), fc2=nn.Linear(out, out)))
+        else:
+            self.kqv, self.proj = nn.Linear(dim, 3 * out), nn.Linear(out, out)
+            self.mlp = nn.ModuleDict({"0": nn.Linear(out, out), "2": nn.Linear(out, out)})
+            self.w = nn.Parameter(torch.empty(out // 2, out), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "attn"):
+            q, k, v = self.attn.qkv(self.norm1(x)).chunk(3, -1)
+            weights = (q @ k.mT / x.shape[-1] ** 0.5).softmax(-1)
+        else:
+            k, q, v = self.kqv(self.norm1(x)).chunk(3, -1)
+            products = [torch.einsum("bnd,md->bnm", t, self.w) - (t * t).sum(-1, keepdim=True) / 2 for t in (q, k)]
+            q, k = (product.exp() / len(self.w) ** 0.5 for product in products)
+            weights = q @ k.mT
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-8)
+        x = v + (self.attn.proj if hasattr(self, "attn") else self.proj)(weights @ v)
+        first, last = self.mlp.values()
+        return x + last(F.gelu(first(self.norm2(x))))
+
+
+class SoftSplits(nn.Module):
+    """T2T-ViT: soft splits by convolutions with one-hot kernels, token layers, and timm's blocks."""
+
+    def __init__(self, img_size, embed_dim, depth, num_heads, mlp_ratio, tokens_type, token_dim, num_classes, **o):
+        super().__init__()
+        D, rates = embed_dim, [o["drop_path_rate"] * i / (depth - 1) for i in range(depth)]
+        self.tokens_to_token = nn.Module()
+        for i, width in ((1, 3 * 49), (2, token_dim * 9)):
+            setattr(self.tokens_to_token, f"attention{i}", TokenLayer(width, token_dim, tokens_type == "transformer"))
+        self.tokens_to_token.project = nn.Linear(token_dim * 9, D)
+        self.cls_token, self.head = nn.Parameter(torch.empty(1, 1, D)), nn.Linear(D, num_classes)
+        n = self.tokens(torch.zeros(1, 3, *img_size)).shape[1]
+        at = torch.arange(n + 1)[:, None] / 10000 ** (torch.arange(D)[None] // 2 * 2 / D)
+        self.pos_embed = nn.Parameter(
+            torch.where(torch.arange(D) % 2 == 0, at.sin(), at.cos())[None], requires_grad=False
+        )
+        block = partial(timm.models.vision_transformer.Block, D, num_heads, mlp_ratio, norm_layer=nn.LayerNorm)
+        self.blocks, self.norm = nn.Sequential(*(block(drop_path=p) for p in rates)), nn.LayerNorm(D)
+        for each in self.blocks:
+            each.attn.scale, each.attn.fused_attn = o["qk_scale"], False  # which ignores the scale
+
+    def tokens(self, x: Tensor) -> Tensor:
+        layers = self.tokens_to_token
+        for kernel, stride, layer in ((7, 4, layers.attention1), (3, 2, layers.attention2), (3, 2, layers.project)):
+            C, pad = x.shape[1], 2 if kernel == 7 else 1
+            cut = torch.eye(C * kernel**2, dtype=x.dtype).view(-1, C, kernel, kernel)
+            x = F.conv2d(x, cut, stride=stride, padding=pad)
+            grid = x.shape[2:]
+            x = layer(x.flatten(2).mT)
+            x = x if layer is layers.project else x.mT.unflatten(2, grid)
+        return x
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.cat((self.cls_token.expand(len(images), -1, -1), self.tokens(images)), 1) + self.pos_embed
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+T2T = dict(embed_dim=12, depth=2, num_heads=2, mlp_ratio=1.5, token_dim=6, qk_scale=12**-0.5, token_drop_rate=0.0)
+T2T |= dict(drop_path_rate=0.0)
+for kind, name in (("performer", "t2t_vit_7"), ("transformer", "t2t_vit_t_14")):
+    CASES[f"t2t_{kind}"] = Case(name, T2T | dict(tokens_type=kind), SoftSplits, ((32, 48), (40, 16)))
+
+
 def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.Module]:
     """Our model and its oracle for images of this size, in float64 with the same random weights."""
     options = case.options | dict(num_classes=5) | more
@@ -205,7 +280,7 @@ def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.
 
 def gradients(model: nn.Module, convert: Callable[[State], State] = dict) -> State:
     """The gradient of every parameter."""
-    return convert({name: parameter.grad for name, parameter in model.named_parameters()})
+    return convert({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
 
 
 def loss(logits: Tensor) -> Tensor:

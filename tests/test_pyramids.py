@@ -213,6 +213,18 @@ def test_frozen_models_follow_their_weights(name, always_folded):
 
 
 @torch.no_grad()
+def test_t2t_starts_with_its_fixed_tables():
+    """Oracle: the formula of the sinusoids; random features are orthogonal, of norm √m."""
+    case = CASES["t2t_performer"]
+    options = case.options | dict(num_classes=5, img_size=(32, 48))
+    model, truth = create_model(case.name, **options), case.build(**options)
+    assert torch.allclose(model.pos_embed, truth.pos_embed, atol=torch.finfo(torch.float32).eps * 8)
+    features = model.tokens_to_token.attention1.w
+    assert torch.allclose(features @ features.T, len(features) * torch.eye(len(features)), atol=1e-5)
+    assert not model.pos_embed.requires_grad and not features.requires_grad
+
+
+@torch.no_grad()
 def test_folded_norms_equal_the_layers():
     """Oracle: the layer and then its BatchNorm, in float64; none is folded while it is training."""
     model, _ = pair(CASES["levit"], CASES["levit"].sizes[0])
@@ -296,7 +308,7 @@ def within_budget(model: nn.Module, images: Tensor, dtype: torch.dtype, way: str
         twin = copy.deepcopy(model).to(dtype)
         logits = twin(images.to(dtype))
         (logits.double() * weights).sum().backward()
-        found = {name: parameter.grad for name, parameter in twin.named_parameters()} | {"logits": logits.detach()}
+        found = {name: p.grad for name, p in twin.named_parameters() if p.requires_grad} | {"logits": logits.detach()}
         return {name: tensor.double() for name, tensor in found.items()}
 
     weights = torch.randn(len(images), 5).double()
@@ -317,6 +329,7 @@ SHORT = dict(depths=(2, 1)), (10, 14)
 TRACED = dict(swin=SHORT, twins_svt=SHORT, twins_pcpvt=SHORT, pvt=(dict(depths=(1, 1)), (8, 32)))
 TRACED |= dict(pit=(dict(depths=(1, 1)), (15, 9)), pit_distilled=(dict(depths=(1, 1)), (12, 9)))
 TRACED |= dict(crossvit=(dict(depth=((1, 1, 0),)), (18, 12)), crossvit_dagger=(dict(depth=((1, 1, 2),)), (48, 48)))
+TRACED |= dict.fromkeys(("t2t_performer", "t2t_transformer"), (dict(depth=1), (32, 16)))
 TRACED |= dict(levit=(dict(depths=(1, 1)), (24, 16)))
 TRACED |= dict.fromkeys(("tnt", "tnt_legacy"), (dict(depth=1), (16, 8)))
 TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))

@@ -1236,6 +1236,17 @@ def test_official_crossvit_at_another_size():
         assert torch.equal(tensor, want), key
 
 
+def test_official_t2t_at_another_size():
+    """Oracle: the weights themselves; fixed positions are those of the model."""
+    ours, larger = pyramid("t2t_performer"), pyramid("t2t_performer", img_size=(48, 32))
+    positions = larger.pos_embed.clone()
+    report = load_weights(larger, {"state_dict_ema": ours.state_dict()})
+    assert report.family == "T2T-ViT (state_dict_ema)"
+    assert report.positions == "sinusoids for 4 tokens replaced by those for 7"
+    for key, tensor in larger.state_dict().items():
+        assert torch.equal(tensor, positions if key == "pos_embed" else ours.state_dict()[key]), key
+
+
 def test_checkpoints_of_another_architecture_are_refused():
     """Oracle: the architecture and its layouts, in one sentence."""
     with pytest.raises(WeightsError, match=r"this is not a checkpoint of Swin: .* known are torchvision Swin"):

@@ -23,6 +23,7 @@ from . import (
     siglip,
     simplevit,
     swin,
+    t2t,
     tnt,
     twins,
     vit,
@@ -48,6 +49,7 @@ FAMILIES = (
     tnt,
     crossvit,
     levit,
+    t2t,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 

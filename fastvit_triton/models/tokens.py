@@ -70,7 +70,7 @@ class TokenModel(ImageModel):
         self.config, self.num_classes = config, config.num_classes
         self.num_features = self.embed_dim = config.embed_dim
         self.grad_checkpointing = config.grad_checkpointing
-        self.blocks = nn.ModuleList()
+        self.blocks: Any = nn.ModuleList()
 
     def build_head(self) -> None:
         """Creates the final norm, the dropout and the classifier, and initialises all weights."""

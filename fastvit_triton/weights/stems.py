@@ -104,6 +104,18 @@ def _flat(state: State) -> State:
 
 TIMM_LEVIT = Layout(name="timm", mark="stem.conv1.linear.weight", resize="bicubic", read=_flat)
 
+
+def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Takes the model's fixed positions where those of `state` are for another size; see `vit.fit`."""
+    pos = state.get("pos_embed")
+    if pos is None or pos.shape == target["pos_embed"].shape or pos.shape[2:] != target["pos_embed"].shape[2:]:
+        return [], ""
+    state["pos_embed"] = target["pos_embed"]
+    return [], f"sinusoids for {pos.shape[1]} tokens replaced by those for {target['pos_embed'].shape[1]}"
+
+
+T2T = Layout(name="T2T-ViT", mark="tokens_to_token.project.weight", resize="bicubic")
+
 CROSS: dict[str, Any] = dict(beside="blocks.0.revert_projs.0.0.weight", resize="bicubic_antialias")
 TIMM_CROSS = Layout(name="timm", mark="pos_embed_0", **CROSS)
 CROSS_LAYOUTS = (
@@ -120,5 +132,6 @@ ROWS: dict[str, tuple] = {  # see `Spelling`
     "pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}, write),
     "crossvit": ("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)}, write),
     "levit": ("LeViT", (TIMM_LEVIT,), fit_levit, {"timm": (TIMM_LEVIT,)}, write),
+    "t2t": ("T2T-ViT", (T2T,), fit_t2t, {}, write),
     "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}, write),
 }
