@@ -264,6 +264,70 @@ for kind, name in (("performer", "t2t_vit_7"), ("transformer", "t2t_vit_t_14")):
     CASES[f"t2t_{kind}"] = Case(name, T2T | dict(tokens_type=kind), SoftSplits, ((32, 48), (40, 16)))
 
 
+class Enhanced(nn.Module):
+    """CeiT's equations 4 to 9, with the authors' names: timm's attention, and convolutions of the patches."""
+
+    def __init__(self, D, heads, hidden, grid, drop_path):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D, eps=1e-6), nn.LayerNorm(D, eps=1e-6)
+        self.attn = timm.models.vision_transformer.Attention(D, heads, qkv_bias=True)
+        self.leff, self.grid, self.drop_path = nn.Module(), grid, timm.layers.DropPath(drop_path)
+        shapes = ((D, hidden, 1, 1), (hidden, hidden, 3, hidden), (hidden, D, 1, 1))
+        for i, (inputs, outputs, kernel, groups) in enumerate(shapes, 1):
+            setattr(self.leff, f"conv{i}", nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups))
+            setattr(self.leff, f"bn{i}", nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        y, leff = self.norm2(x), self.leff
+        image = y[:, 1:].mT.unflatten(2, self.grid)
+        image = F.gelu(leff.bn1(leff.conv1(image)))
+        image = leff.bn3(leff.conv3(F.gelu(leff.bn2(leff.conv2(image)))))
+        return x + self.drop_path(torch.cat((y[:, :1], image.flatten(2).mT), 1))
+
+
+class Ceit(nn.Module):
+    """CeiT's stem, blocks, and attention of the last class token to those of all blocks (equation 10)."""
+
+    def __init__(self, img_size, patch_size, embed_dim, depth, num_heads, mlp_ratio, num_classes, drop_path_rate=0.0):
+        super().__init__()
+        D, grid, hidden = embed_dim, tuple(side // patch_size for side in img_size), int(embed_dim * mlp_ratio)
+        self.i2t = nn.Module()
+        self.i2t.backbone = nn.Sequential()
+        self.i2t.backbone.add_module("conv", nn.Conv2d(3, 64, 7, 2, 3, bias=False))
+        self.i2t.backbone.add_module("bn", nn.BatchNorm2d(64))
+        self.i2t.backbone.add_module("maxpool", nn.MaxPool2d(3, 2, 1))
+        self.i2t.proj = nn.Conv2d(64, D, patch_size // 4, patch_size // 4)
+        self.cls_token, self.pos_layer_embed = (
+            nn.Parameter(torch.empty(1, 1, D)),
+            nn.Parameter(torch.empty(1, depth, D)),
+        )
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + grid[0] * grid[1], D))
+        rates = [drop_path_rate * i / (depth - 1) for i in range(depth)] if depth > 1 else [0.0]
+        self.blocks = nn.ModuleList(Enhanced(D, num_heads, hidden, grid, rate) for rate in rates)
+        self.lca = nn.Module()
+        self.lca.attn = timm.models.vision_transformer.Attention(D, num_heads, qkv_bias=True)
+        self.lca.norm1, self.lca.norm2 = nn.LayerNorm(D, eps=1e-6), nn.LayerNorm(D, eps=1e-6)
+        self.lca.feedforward = timm.layers.Mlp(D, hidden)
+        self.norm, self.head = nn.LayerNorm(D, eps=1e-6), nn.Linear(D, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.i2t.proj(self.i2t.backbone(images)).flatten(2).mT
+        x, tokens = torch.cat((self.cls_token.expand(len(images), -1, -1), x), 1) + self.pos_embed, []
+        for block in self.blocks:
+            x = block(x)
+            tokens.append(x[:, 0])
+        t, attn = torch.stack(tokens, 1) + self.pos_layer_embed, self.lca.attn
+        q, k, v = attn.qkv(self.lca.norm1(t)).unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q[:, :, -1:] @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        last = t[:, -1] + attn.proj((weights @ v).transpose(1, 2).flatten(1))
+        return self.head(self.norm(last + self.lca.feedforward(self.lca.norm2(last))))
+
+
+CEIT = dict(patch_size=8, embed_dim=12, depth=2, num_heads=2, mlp_ratio=1.5)
+CASES["ceit"] = Case("ceit_tiny_224", CEIT, Ceit, ((24, 40), (32, 16)), batch=8)
+
+
 def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.Module]:
     """Our model and its oracle for images of this size, in float64 with the same random weights."""
     options = case.options | dict(num_classes=5) | more

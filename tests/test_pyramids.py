@@ -330,6 +330,7 @@ TRACED = dict(swin=SHORT, twins_svt=SHORT, twins_pcpvt=SHORT, pvt=(dict(depths=(
 TRACED |= dict(pit=(dict(depths=(1, 1)), (15, 9)), pit_distilled=(dict(depths=(1, 1)), (12, 9)))
 TRACED |= dict(crossvit=(dict(depth=((1, 1, 0),)), (18, 12)), crossvit_dagger=(dict(depth=((1, 1, 2),)), (48, 48)))
 TRACED |= dict.fromkeys(("t2t_performer", "t2t_transformer"), (dict(depth=1), (32, 16)))
+TRACED |= dict(ceit=(dict(depth=1), (16, 16)))
 TRACED |= dict(levit=(dict(depths=(1, 1)), (24, 16)))
 TRACED |= dict.fromkeys(("tnt", "tnt_legacy"), (dict(depth=1), (16, 8)))
 TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))
@@ -488,7 +489,7 @@ def test_backbones_agree_with_their_models(name):
     images = torch.randn(2, 3, *case.sizes[0]).double()
     features, maps = model.forward_intermediates(images, norm=True)
     assert_equal(features, model.forward_features(images))
-    if not name.startswith(("pit", "crossvit")):  # whose features are the class token, or lists
+    if not name.startswith(("pit", "crossvit", "ceit")):  # whose features are the class token, or lists
         tokens = maps[-1].flatten(2).transpose(1, 2)
         last = features.flatten(1, -2)
         assert torch.equal(tokens, last[:, last.shape[1] - tokens.shape[1] :])

@@ -1247,6 +1247,17 @@ def test_official_t2t_at_another_size():
         assert torch.equal(tensor, positions if key == "pos_embed" else ours.state_dict()[key]), key
 
 
+def test_official_ceit_at_another_size():
+    """Oracle: the weights themselves, with positions resized by hand."""
+    ours, larger = pyramid("ceit", img_size=16), pyramid("ceit", img_size=(24, 32))
+    report = load_weights(larger, {"model": ours.state_dict()})
+    assert report.family == "CeiT (model)" and report.positions == "2x2 resized to 3x4 (bicubic)"
+    for key, tensor in larger.state_dict().items():
+        want = ours.state_dict()[key]
+        want = resize_pos_embed(want, (2, 2), (3, 4), 1, "bicubic") if key == "pos_embed" else want
+        assert torch.equal(tensor, want), key
+
+
 def test_checkpoints_of_another_architecture_are_refused():
     """Oracle: the architecture and its layouts, in one sentence."""
     with pytest.raises(WeightsError, match=r"this is not a checkpoint of Swin: .* known are torchvision Swin"):

@@ -79,7 +79,7 @@ class NormLinear(nn.Module):
 
 
 def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
-    """A layer without bias and the BatchNorm after it as one map; None where they must be called.
+    """A layer and the BatchNorm after it as one map; None where they must be called.
 
     Args:
         owner: the module that has both; the fold is cached if it is frozen.
@@ -88,18 +88,23 @@ def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
     """
     if has_hooks(owner) or type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
         return None
-    if layer.bias is not None or not norm.affine or not norm.track_running_stats:
+    if not norm.affine or not norm.track_running_stats or not are_plain_tensors(layer.weight, layer.bias):
         return None
-    sources = layer.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
+    given = norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
+    sources: tuple[Tensor, ...] = (*given, layer.weight, *(() if layer.bias is None else (layer.bias,)))
     if not are_plain_tensors(*sources):
         return None
 
     def factor() -> Tensor:
         return norm.weight * (norm.running_var + norm.eps).rsqrt()
 
+    def shift() -> Tensor:
+        mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
+        return norm.bias - mean * factor()
+
     shape = (-1, *[1] * (layer.weight.dim() - 1))
     weight = derived(owner, "weight", sources, lambda: layer.weight * factor().view(shape))
-    bias = derived(owner, "bias", sources, lambda: norm.bias - norm.running_mean * factor())
+    bias = derived(owner, "bias", sources, shift)
     return Packed(weight, bias, sources)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from . import (
+    ceit,
     clip,
     cpvt,
     crossvit,
@@ -50,6 +51,7 @@ FAMILIES = (
     crossvit,
     levit,
     t2t,
+    ceit,
 )
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 

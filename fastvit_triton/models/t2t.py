@@ -72,11 +72,8 @@ class TokensToTokenViT(TokenModel):
 
     def grid_of(self, image: Tensor) -> tuple[int, int]:
         """(rows, columns) of tokens of image [B, C, H, W], which must have the model's size."""
-        config, shape = self.config, tuple(image.shape[1:])
-        if shape != (config.in_chans, *config.img_size):
-            raise ValueError(f"image has shape {list(image.shape)}; the model takes [B, {config.in_chans}, "
-                             f"{', '.join(map(str, config.img_size))}]; build it with img_size=")  # fmt: skip
-        return split_size(config.img_size, *SPLITS)
+        super().grid_of(image)
+        return split_size(self.config.img_size, *SPLITS)
 
     def stages(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, 1 + N, D] after each block."""

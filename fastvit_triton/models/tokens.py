@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..layers import normalize
 from ..layers.embed import sides
 from .base import BaseConfig, ImageModel
 from .config import ALIASES, check_types
@@ -55,8 +54,7 @@ class TokenConfig(BaseConfig):
 class TokenModel(ImageModel):
     """An image classifier whose blocks all have tokens [B, T + N, D].
 
-    A family creates `blocks`, calls `build_head`, and implements `grid_of` and `stages`, which yields the tokens after
-    each block.
+    A family creates `blocks`, calls `build_head`, and implements `stages`, which yields the tokens after each block.
     """
 
     config: Any  # of the family
@@ -81,13 +79,17 @@ class TokenModel(ImageModel):
         self.init_weights()
 
     def grid_of(self, image: Tensor) -> tuple[int, int]:
-        """(rows, columns) of patches of image [B, C, H, W]."""
-        raise NotImplementedError
+        """(rows, columns) of patches of image [B, C, H, W]; raises ValueError unless it has the model's size."""
+        config, (height, width) = self.config, self.config.img_size
+        if tuple(image.shape[1:]) != (config.in_chans, height, width):
+            size = f"[B, {config.in_chans}, {height}, {width}]"
+            raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}; build it with img_size=")
+        return height // config.patch_size[0], width // config.patch_size[1]
 
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
         *_, x = self.stages(image)
-        return normalize(x, self.norm)
+        return self.stage_features(x, len(self.blocks) - 1)
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:

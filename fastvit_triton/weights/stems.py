@@ -3,7 +3,8 @@
 Our names are timm's, and the authors' of families that timm has not.
 
 Sources: state dicts of timm 1.0.31; naver-ai/pit (pit.py); huawei-noah/Efficient-AI-Backbones
-(tnt_pytorch/tnt.py); IBM/CrossViT (models/crossvit.py).
+(tnt_pytorch/tnt.py); IBM/CrossViT (models/crossvit.py);
+yitu-opensource/T2T-ViT (models/t2t_vit.py); coeusguo/ceit (ceit_model.py).
 """
 
 import math
@@ -114,6 +115,15 @@ def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str]
     return [], f"sinusoids for {pos.shape[1]} tokens replaced by those for {target['pos_embed'].shape[1]}"
 
 
+def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of a CeiT; for the arguments see `vit.fit`."""
+    side, (height, width) = model.config.patch_size[0], model.config.img_size
+    counts = [key for key in target if key.endswith("num_batches_tracked") and key not in state]
+    state |= {key: target[key] for key in counts}
+    return [], fit_table(state, target, "pos_embed", (height // side, width // side), 1, mode)
+
+
+CEIT = Layout(name="CeiT", mark="i2t.proj.weight", resize="bicubic")
 T2T = Layout(name="T2T-ViT", mark="tokens_to_token.project.weight", resize="bicubic")
 
 CROSS: dict[str, Any] = dict(beside="blocks.0.revert_projs.0.0.weight", resize="bicubic_antialias")
@@ -133,5 +143,6 @@ ROWS: dict[str, tuple] = {  # see `Spelling`
     "crossvit": ("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)}, write),
     "levit": ("LeViT", (TIMM_LEVIT,), fit_levit, {"timm": (TIMM_LEVIT,)}, write),
     "t2t": ("T2T-ViT", (T2T,), fit_t2t, {}, write),
+    "ceit": ("CeiT", (CEIT,), fit_ceit, {}, write),
     "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}, write),
 }
