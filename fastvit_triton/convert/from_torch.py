@@ -14,9 +14,11 @@ from ..layers.body import AttentionParts, MlpParts, finish, project
 from ..layers.branch import Branch, add_branches
 from ..layers.hooks import are_plain_tensors, has_hooks, type_name
 from ..layers.module_parts import (
+    CONVOLUTIONS,
     DROPOUTS,
     LAYER_NORMS,
     RMS_NORMS,
+    VOLUME_CONVOLUTIONS,
     Foreign,
     Packed,
     activation_of,
@@ -25,10 +27,9 @@ from ..layers.module_parts import (
     last_axis_norm,
     last_axis_rms_norm,
 )
-from .forwards import fused_body, fused_forward, original
+from .forwards import Forward, forward_for, fused_body, fused_forward, original
 from .third_party import is_fusable, scores_mask
 
-CONV = "torch.nn.modules.conv.Conv2d"
 STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
 
 
@@ -214,7 +215,9 @@ def encoder_block(self: Foreign, input: Tensor) -> Tensor:
 
 
 @fused_forward(
-    "patch projection", CONV, reason=lambda self: None if is_patch_conv(self) else "not a projection of patches"
+    "patch projection",
+    *CONVOLUTIONS,
+    reason=lambda self: None if is_patch_conv(self) else "not a projection of patches",
 )
 def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
     """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
@@ -223,3 +226,37 @@ def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
         return original(self, input)
     tokens = patch_embed(input, self.weight, self.bias)
     return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))
+
+
+@fused_forward(
+    "patch projection",
+    *VOLUME_CONVOLUTIONS,
+    reason=lambda self: None if is_patch_conv(self, VOLUME_CONVOLUTIONS) else "not a projection of patches",
+)
+def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
+    """[B, C, T, H, W] → [B, D, t, h, w], stored as tokens [B, t·h·w, D].
+
+    The frames of a patch are channels of one image: no copy if `input` is a transposed video [B, T, C, H, W].
+    """
+    even = input.dim() == 5 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
+    if not (even and is_fusable(self, input) and is_patch_conv(self, VOLUME_CONVOLUTIONS)):
+        return original(self, input)
+    frames, height, _ = (n // side for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
+    images = input.transpose(1, 2).unflatten(1, (frames, -1)).flatten(2, 3).flatten(0, 1)  # [B·t, side·C, H, W]
+    tokens = patch_embed(images, self.weight.transpose(1, 2).flatten(1, 2), self.bias)  # [B·t, h·w, D]
+    return tokens.unflatten(0, (-1, frames)).unflatten(2, (height, -1)).permute(0, 4, 1, 2, 3)
+
+
+def stems_of(module: nn.Module) -> list[nn.Module]:
+    """Patch convolutions that this module calls on images or videos, and that are converted."""
+    if type_name(module) in STEMS:
+        return [getattr(module, STEMS[type_name(module)], module)]
+    if not type(module).__module__.startswith(("transformers.", "timm.")) or isinstance(forward_for(module), Forward):
+        return []
+    embeds = "embed" in type(module).__name__.lower()
+    convs = [conv for name, conv in module.named_children() if embeds or "patch" in name]
+    return [c for c in convs if isinstance(c, (nn.Conv2d, nn.Conv3d)) and c.in_channels <= 4 and _reads_patches(c)]
+
+
+def _reads_patches(conv: nn.Module) -> bool:
+    return is_patch_conv(conv) or is_patch_conv(conv, VOLUME_CONVOLUTIONS)

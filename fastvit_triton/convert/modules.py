@@ -15,12 +15,12 @@ from ..layers.composed import ComposedParts
 from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
-from ..layers.module_parts import is_readable, norm_of
+from ..layers.module_parts import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
 from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
 from .forwards import INNER, Forward, Parts, forward_for, known_type
-from .from_torch import CONV, STEMS
+from .from_torch import STEMS, stems_of
 from .recognition import foreign_code, forget, is_ours
 from .reporting import Report, Row
 from .verify import TOLERANCE, as_double, differences
@@ -117,13 +117,13 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
     inside: list[str] = []
     own: list[str] = []
     known = dict(model.named_modules(remove_duplicate=False))
-    stems = {id(getattr(m, STEMS[type_name(m)], None)) for m in known.values() if type_name(m) in STEMS}
+    stems = {id(conv) for module in known.values() for conv in stems_of(module)}
     for path, module in known.items():
         if id(module) in seen:  # shared module, at another path
             first = seen[id(module)]
             rows.append(Row(path, first.type, first.became, why=f"the same module as {first.path}"))
             continue
-        if type_name(module) == CONV and id(module) not in stems:
+        if type_name(module) in CONVOLUTIONS | VOLUME_CONVOLUTIONS and id(module) not in stems:
             continue
         if is_ours(path, known):
             if not any(f"{path}.".startswith(p + "." if p else "") for p in own):

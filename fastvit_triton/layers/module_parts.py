@@ -4,7 +4,7 @@ The tables list the types of torch and this package; `convert` adds those of tim
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from .hooks import are_plain_tensors, has_hooks, is_plain_module, type_name
 
 IDENTITIES = {"torch.nn.modules.linear.Identity"}
 CONVOLUTIONS = {"torch.nn.modules.conv.Conv2d"}
+VOLUME_CONVOLUTIONS = {"torch.nn.modules.conv.Conv3d"}
 LINEARS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
 LAYER_NORMS = {"torch.nn.modules.normalization.LayerNorm"}
 RMS_NORMS = {"torch.nn.modules.normalization.RMSNorm": "eps"}  # type → the name of its ε
@@ -114,14 +115,14 @@ def is_identity(module: nn.Module) -> bool:
     return is_plain_module(module, IDENTITIES)
 
 
-def is_patch_conv(conv: Foreign) -> bool:
-    """True for a convolution that may be read and is a patch projection (stride equal to kernel size)."""
+def is_patch_conv(conv: Foreign, types: Collection[str] = CONVOLUTIONS) -> bool:
+    """True for a convolution of these types that may be read and is a patch projection: its stride is its size."""
     return (
-        is_plain_module(conv, CONVOLUTIONS)
+        is_plain_module(conv, types)
         and conv.kernel_size == conv.stride
-        and conv.padding in ((0, 0), "valid")
+        and (conv.padding == "valid" or not any(conv.padding))
         and conv.groups == 1
-        and conv.dilation == (1, 1)
+        and set(conv.dilation) == {1}
     )
 
 

@@ -16,8 +16,8 @@ from ...kernels.linear import linear
 from ...kernels.rms_norm import rms_norm
 from ...layers import ways
 from ...layers.body import AttentionParts, MlpParts, normalize, project
-from ...layers.hooks import are_plain_tensors, is_plain_module
-from ...layers.module_parts import RMS_FORWARDS, Foreign, activation_of
+from ...layers.hooks import are_plain_tensors
+from ...layers.module_parts import RMS_FORWARDS, VOLUME_CONVOLUTIONS, Foreign, activation_of, is_patch_conv
 from ...layers.packing import longest, one_call
 from ..forwards import arguments, fused_body, fused_forward, known_type, original
 from ..third_party import is_fusable
@@ -211,10 +211,9 @@ def gated_merger(self: Foreign, x: Tensor) -> Tensor:
 
 
 def _volume_reason(self: Foreign) -> str | None:
-    conv = self.proj
-    plain = is_plain_module(conv, ("torch.nn.modules.conv.Conv3d",)) and conv.groups == 1 and not any(conv.padding)
-    plain = plain and conv.stride == conv.kernel_size == (self.temporal_patch_size, *[self.patch_size] * 2)
-    return None if plain and conv.dilation == (1, 1, 1) else "its convolution was replaced or is no patch projection"
+    sides = (self.temporal_patch_size, self.patch_size, self.patch_size)
+    plain = is_patch_conv(self.proj, VOLUME_CONVOLUTIONS) and self.proj.kernel_size == sides
+    return None if plain else "its convolution was replaced or is no patch projection"
 
 
 @fused_forward(
