@@ -11,7 +11,7 @@ from ...layers.composed import ComposedParts, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import has_hooks, is_our_forward, type_name
 from ...layers.module_parts import Foreign, Layer, Packed, activation_of
-from ..batch_norm import folded_or
+from ..batch_norm import UNFOLDED, folded_mlp, folded_or
 from ..forwards import Reader, fused_body, fused_forward, original
 from ..third_party import is_fusable
 
@@ -82,8 +82,7 @@ def _levit_reason(self: Foreign) -> str | None:
     if hooked:
         return "q or proj has a hook"
     layers = (self.q.ln, self.kv, self.proj.ln) if hasattr(self, "q") else (self.qkv, self.proj.ln)
-    replaced = self.use_conv and not all(type(_linear(layer)) is Packed for layer in layers)
-    return "its layers are convolutions with a BatchNorm in training mode, or were replaced" if replaced else None
+    return UNFOLDED if self.use_conv and not all(type(_linear(layer)) is Packed for layer in layers) else None
 
 
 def _activated(self: Foreign, qkv: Tensor) -> Tensor:
@@ -134,10 +133,7 @@ def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpParts | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
     if not (tokens or type_name(self.ln1).endswith("LinearNorm")):
         return "a map"
-    fc1, fc2 = _linear(self.ln1), _linear(self.ln2)
-    if type(fc1) is not Packed or type(fc2) is not Packed:
-        return "its layers have a BatchNorm in training mode, or were replaced"
-    return MlpParts((fc1,), activation_of(self.act), fc2, (self.drop, None))
+    return folded_mlp(_linear(self.ln1), self.act, _linear(self.ln2), (self.drop, None))
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -196,8 +192,9 @@ def levit_block(self: Foreign, x: Tensor) -> Tensor:
 )
 def levit_transition(self: Foreign, x: Tensor) -> Tensor:
     """LeViT's attention between stages and the MLP after it; [B, N, D] → [B, N', D'], or maps."""
-    branches = _branches((self.mlp, levit_mlp_parts, self.drop_path), maps=x.dim() == 4)
-    if branches is None or not is_fusable(self, x):
+    mlp = self.mlp, levit_mlp_parts, self.drop_path
+    branches = _branches(mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
+    if branches is None:
         return original(self, x)
     x = self.attn_downsample(x)
     return _map(add_branches(_tokens(x), *branches), x.shape[2:] if x.dim() == 4 else None)
