@@ -14,7 +14,11 @@ from .from_torch import CONV
 
 BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
 UNFOLDED = "its BatchNorms are folded in evaluation after `freeze`, if no layer was replaced"
-NORMED = {"timm.models.levit.LinearNorm"}  # types of a linear layer with a BatchNorm
+NORMED = {  # modules of a linear layer and the BatchNorm after it → their names
+    "timm.models.levit.LinearNorm": ("linear", "bn"),
+    "timm.models.levit.ConvNorm": ("linear", "bn"),
+    "transformers.models.levit.modeling_levit.MLPLayerWithBN": ("linear", "batch_norm"),
+}
 Sources = tuple[Tensor | None, ...]
 
 
@@ -36,9 +40,12 @@ def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
     return Packed(*made, tuple(t for t in sources if t is not None))
 
 
-def folded_or(owner: nn.Module, layer: Foreign, norm: Foreign) -> Layer:
-    """As `folded`, but the owner, to be called, instead of None; its hooks are respected."""
-    return (None if has_hooks(owner) else folded(owner, layer, norm)) or owner
+def normed(module: Foreign) -> Layer:
+    """A module of NORMED as one linear map, see `folded`; the module itself if it is to be called, or is another."""
+    names = NORMED.get(type_name(module))
+    if names is None or has_hooks(module):
+        return module
+    return folded(module, *(getattr(module, name) for name in names)) or module
 
 
 def folded_mlp(
@@ -78,3 +85,15 @@ def shift(layer: Foreign, norm: Foreign) -> Tensor:
     """What the BatchNorm adds to each channel of the layer's output without its bias, [C]."""
     mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
     return norm.bias - mean * factor(norm)
+
+
+def folded_taps(owner: nn.Module, conv: Foreign, norm: Foreign) -> tuple[Tensor, Tensor] | None:
+    """Weight [C, 1, K, K] and bias [C] of a depthwise convolution with the BatchNorm after it, as `folded`.
+
+    The weight has the memory layout that `depthwise` reads without a copy.
+    """
+    if (sources := sources_of(owner, conv, norm)) is None:
+        return None
+    taps = derived(owner, "taps", sources, lambda: (conv.weight.flatten(1) * factor(norm)[:, None]).t())
+    bias = derived(owner, "bias", sources, lambda: shift(conv, norm))
+    return taps.t().unflatten(1, conv.kernel_size).unsqueeze(1), bias

@@ -10,8 +10,8 @@ from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import has_hooks, is_our_forward, type_name
-from ...layers.module_parts import Foreign, Layer, Packed, activation_of
-from ..batch_norm import UNFOLDED, folded_mlp, folded_or
+from ...layers.module_parts import Foreign, Packed, activation_of
+from ..batch_norm import UNFOLDED, folded_mlp, normed
 from ..forwards import Reader, fused_body, fused_forward, original
 from ..third_party import is_fusable
 
@@ -22,11 +22,22 @@ def distance_bias(attn: Foreign) -> Tensor:
     return derived(attn, "bias", (table, index), lambda: table[:, index])[None]
 
 
+def attend_narrow(attn: Foreign, qkv: Tensor, num_heads: int, value_dim: int) -> Tensor:
+    """Attention of projections [B, N, H · (2 · D + Dv)], packed for each head, → [B, N, H · Dv]."""
+    sizes: list[int] = [attn.key_dim, attn.key_dim, value_dim]
+    q, k, v = qkv.unflatten(-1, (num_heads, -1)).transpose(1, 2).split(sizes, -1)
+    return merged_heads(attention(q, k, v, distance_bias(attn), attn.scale), qkv.shape[1:-1])
+
+
+def attend_fewer(attn: Foreign, q: Tensor, kv: Tensor, num_heads: int, value_dim: int) -> Tensor:
+    """Attention of queries [B, Nq, H · D] to keys and values [B, Nk, H · (D + Dv)], → [B, Nq, H · Dv]."""
+    q, kv = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, kv))
+    k, v = kv.split([attn.key_dim, value_dim], -1)
+    return attention(q, k, v, distance_bias(attn), attn.scale).transpose(1, 2).flatten(2)
+
+
 def _heads(self: Foreign, qkv: Tensor) -> Tensor:
-    """Projections [B, N, H · (2 · D + Dv)], packed for each head, → [B, N, H · Dv]."""
-    sizes: list[int] = [self.key_dim, self.key_dim, self.val_dim]
-    q, k, v = qkv.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).split(sizes, -1)
-    return merged_heads(attention(q, k, v, distance_bias(self), self.scale), qkv.shape[1:-1])
+    return attend_narrow(self, qkv, self.num_heads, self.val_dim)
 
 
 @fused_body(
@@ -71,18 +82,13 @@ def tiny_vit_mlp_parts(self: Foreign) -> MlpParts:
     return MlpParts((self.fc1,), activation_of(self.act), self.fc2, (self.drop1, self.drop2), first=self.norm)
 
 
-def _linear(layer: Foreign) -> Layer:
-    """LeViT's linear layer with the BatchNorm after it as one linear map; the layer itself where it must be called."""
-    return folded_or(layer, layer.linear, layer.bn) if hasattr(layer, "linear") and hasattr(layer, "bn") else layer
-
-
 def _levit_reason(self: Foreign) -> str | None:
     """Why LeViT's attention must run its own forward now, or None."""
     hooked = has_hooks(self.proj) or (hasattr(self, "q") and has_hooks(self.q))
     if hooked:
         return "q or proj has a hook"
     layers = (self.q.ln, self.kv, self.proj.ln) if hasattr(self, "q") else (self.qkv, self.proj.ln)
-    return UNFOLDED if self.use_conv and not all(type(_linear(layer)) is Packed for layer in layers) else None
+    return UNFOLDED if self.use_conv and not all(type(normed(layer)) is Packed for layer in layers) else None
 
 
 def _activated(self: Foreign, qkv: Tensor) -> Tensor:
@@ -103,7 +109,7 @@ def levit_parts(self: Foreign, tokens: bool = False) -> ComposedParts | str:
     """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
     if self.use_conv and not tokens:
         return "a map"
-    between, layers = partial(_activated, self), (_linear(self.qkv), _linear(self.proj.ln))
+    between, layers = partial(_activated, self), (normed(self.qkv), normed(self.proj.ln))
     return _levit_reason(self) or ComposedParts("attention", layers[:1], between, layers[1], self.num_heads)
 
 
@@ -121,11 +127,9 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
         return original(self, x)
     few = self.q.down(x)
     grid = few.shape[2:] if self.use_conv else None
-    q, kv = project(_tokens(few), (_linear(self.q.ln),)), project(_tokens(x), (_linear(self.kv),))
-    q, kv = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, kv))
-    k, v = kv.split([self.key_dim, self.val_dim], -1)
-    o = attention(q, k, v, distance_bias(self), self.scale).transpose(1, 2).flatten(2)
-    return _map(finish(self.proj.act(o), _linear(self.proj.ln)), grid)
+    q, kv = project(_tokens(few), (normed(self.q.ln),)), project(_tokens(x), (normed(self.kv),))
+    o = attend_fewer(self, q, kv, self.num_heads, self.val_dim)
+    return _map(finish(self.proj.act(o), normed(self.proj.ln)), grid)
 
 
 @fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="", call=_as_tokens)
@@ -133,7 +137,7 @@ def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpParts | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
     if not (tokens or type_name(self.ln1).endswith("LinearNorm")):
         return "a map"
-    return folded_mlp(_linear(self.ln1), self.act, _linear(self.ln2), (self.drop, None))
+    return folded_mlp(normed(self.ln1), self.act, normed(self.ln2), (self.drop, None))
 
 
 def _tokens(x: Tensor) -> Tensor:
