@@ -16,8 +16,7 @@ from torchvision.models import VisionTransformer
 
 from fastvit_triton import ViTConfig, create_model, list_models
 from fastvit_triton.models import CATALOGUE, FAMILIES, model_config
-from fastvit_triton.models.base import BaseConfig
-from fastvit_triton.models.config import CHOICES
+from fastvit_triton.models.config import CHOICES, BaseConfig
 
 ROUNDINGS = 84  # 1e-5 in float32: sums through many blocks, in another order
 TOLERANCE = ROUNDINGS * torch.finfo(torch.float32).eps
@@ -223,7 +222,7 @@ def test_every_drop_acts_in_training_only(family, rate):
     model, images = randomize(create_model(name, **options | {rate: 0.5})), torch.randn(8, *shape)
     assert not torch.equal(model(images), model(images))
     model(images).square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
     model.eval()
     assert torch.equal(model(images), model(images))
 
@@ -311,7 +310,7 @@ def test_checkpointing_is_bitwise_equal(family):
         model, images = smallest(family, drop_path_rate=0.3, proj_drop_rate=0.1)
         model.train().set_grad_checkpointing(enable)
         model(images).sum().backward()
-        grads.append([p.grad for p in model.parameters()])
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
@@ -328,7 +327,7 @@ def test_compiles_as_one_graph(family, options, dynamic):
     for batch in (3, 5) if dynamic else (3,):
         images = torch.randn(batch, *images.shape[1:])
         got, want = compiled(images), model(images)
-        parameters = list(model.parameters())
+        parameters = [p for p in model.parameters() if p.requires_grad]
         pairs = zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (got, want)), strict=True)
         assert distance(got, want) <= TOLERANCE and all(distance(a, b) <= TOLERANCE for a, b in pairs)
     torch._dynamo.reset()
@@ -375,6 +374,13 @@ HOOKED = [("vit", f"blocks.0.{part}") for part in PARTS]
 HOOKED += [("swin", "layers.1"), ("swin", "layers.1.downsample"), *(("swin", f"layers.0.blocks.1.{p}") for p in PARTS)]
 HOOKED += [("twins_svt", "pos_block.0"), *(("twins_svt", f"blocks.0.1.{p}") for p in (*REDUCED, "attn.sr"))]
 HOOKED += [("pvt", "patch_embed2"), *(("pvt", f"block2.0.{p}") for p in REDUCED), ("cpvt", "pos_block.0")]
+HOOKED += [("cct", f"classifier.blocks.0.{p}") for p in ("pre_norm", "self_attn.qkv", "norm1", "linear1", "linear2")]
+HOOKED += [("cct", "classifier.attention_pool"), ("cct", "tokenizer.conv_layers.0.0"), ("compact_cvt", "tokenizer")]
+HOOKED += [("cait", f"blocks.0.attn.{p}") for p in ("qkv", "proj_l", "proj_w", "proj")] + [("cait", "blocks.0.attn")]
+HOOKED += [("cait", f"blocks_token_only.0.{p}") for p in ("norm1", "attn", "attn.k", "mlp", "mlp.fc2")]
+HOOKED += [("deepvit", f"blocks.0.attn.{p}") for p in ("qkv", "reatten_matrix", "var_norm", "proj")]
+HOOKED += [("lvvit", p) for p in ("patch_embed.bn1", "patch_embed.proj", "blocks.0.attn", "blocks.0.mlp", "aux_head")]
+HOOKED += [("refiner", f"blocks.1.{p}") for p in ("norm1", "attn.DLA", "attn.adapt_bn", "attn.proj", "mlp.fc1")]
 
 
 @pytest.mark.parametrize("family, part", HOOKED)

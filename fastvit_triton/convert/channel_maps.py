@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..kernels.layer_norm import layer_norm
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import DROPOUTS, Foreign, Packed, is_inactive
-from .batch_norm import is_pointwise
+from ..layers.normed import is_pointwise
 from .forwards import fused_forward, original
 from .third_party import is_fusable
 
@@ -40,7 +40,7 @@ def packed(conv: Foreign) -> Packed | None:
 
 
 def dropped(*drops: Foreign) -> str | None:
-    """Why modules with these dropouts run their own forwards now, with random numbers in the order of a map; or None."""
+    """Why modules with these dropouts run their own forwards now (random numbers in the order of a map), or None."""
     drop = next((drop for drop in drops if not is_inactive(drop)), None)
     if drop is None:
         return None

@@ -19,8 +19,8 @@ from ..layers.composed import ComposedParts, heads_of, merged_heads
 from ..layers.freeze import derived
 from ..layers.hooks import has_hooks, is_our_forward, is_plain_module, type_name
 from ..layers.module_parts import Foreign, Packed, activation_of, is_depthwise_conv, is_identity, is_patch_conv
+from ..layers.normed import folded_linear, folded_taps
 from ..layers.spatial import reduced_map, taps_of
-from .batch_norm import folded, folded_taps
 from .channel_maps import REPLACED, Grid, dropped, is_norm, layers_of, map_of, normalized, packed, tokens_of
 from .forwards import fused_forward, original
 from .third_party import is_fusable
@@ -51,7 +51,7 @@ def _levit_attention(self: Foreign, grid: Grid) -> Parts:
     if has_hooks(self.attend) or not is_plain_module(self.pos_bias, ("torch.nn.modules.sparse.Embedding",)):
         return "attend or pos_bias was replaced or has a hook"
     end, between = layers_of(self.to_out, 4), partial(_levit_attended, self, grid=grid)
-    last = None if end is None else folded(self, end[1], end[2])
+    last = None if end is None else folded_linear(self, end[1], end[2])
     act = None if end is None else activation_of(end[0])
     if end is None or last is None or not isinstance(act, str) or dropped(end[3]) is not None:
         return ComposedParts("attention", (), partial(_levit_called, self, grid=grid), None, self.heads)
@@ -80,7 +80,7 @@ def _levit_called(self: Foreign, x: Tensor, grid: Grid) -> Tensor:
 def _levit_projected(layer: Foreign, x: Tensor, grid: Grid) -> Tensor:
     """A 1×1 convolution and BatchNorm of tokens x, on every other row and column for a stride of 2."""
     found = layers_of(layer, 2)
-    both = None if found is None else folded(layer, *found)
+    both = None if found is None else folded_linear(layer, *found)
     if found is None or both is None:
         return tokens_of(layer(map_of(x, grid)))
     step = found[0].stride[0]

@@ -16,10 +16,10 @@ from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import is_readable, norm_of
+from ..layers.normed import NORMED
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
 from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch, from_vit_pytorch_maps  # noqa: F401
-from .batch_norm import NORMED
 from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import CONV, STEMS
 from .recognition import foreign_code, forget, is_ours

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
+import torch
 from torch import Tensor, nn
 
 from .. import layers
@@ -13,7 +14,8 @@ from ..convert.from_torch import multihead_parts
 from ..convert.third_party import head_norms
 from ..layers.body import AttentionParts, project
 from ..layers.hooks import type_name
-from ..layers.module_parts import Foreign
+from ..layers.inner import SplitAttention
+from ..layers.module_parts import Foreign, Packed
 from ..layers.spatial import ReducedParts, WindowParts
 from .heads import Heads, Parts, plain, split
 
@@ -25,7 +27,7 @@ def reader(module: nn.Module) -> Callable[..., tuple[Tensor, Parts, nn.Module | 
     """A function from an attention layer's arguments to (x, parts, position) or a reason; None for other modules."""
     if type(module) is layers.Attention:
         return partial(own, module)
-    if type(module) in (layers.WindowAttention, layers.ReducedAttention):
+    if type(module) in (layers.WindowAttention, layers.ReducedAttention, SplitAttention):
         return partial(_spatial, module)
     if type_name(module) == MULTIHEAD:
         return partial(_multihead, module)
@@ -57,8 +59,11 @@ def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, 
     return x, parts, module.position
 
 
-def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, None]:
-    """Input and parts of our attention over a feature map."""
+def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, None] | str:
+    """Input and parts of our attention that describes itself, or a reason."""
+    drop = getattr(module, "attn_drop", None)
+    if module.training and drop is not None and drop.p > 0:
+        return f"attention dropout {drop.p}"
     return x, module.parts(), None
 
 
@@ -105,6 +110,11 @@ def _class_attention(module: Foreign) -> Parts | str:
     return dropped(module) or partial(_first_token, module)
 
 
+def _first_token_parts(module: Foreign) -> Parts:
+    """Our class attention, which has no dropout on its probabilities."""
+    return partial(_first_token, module)
+
+
 def _first_token(module: Foreign, x: Tensor) -> Heads:
     q, k, v = (getattr(module, name if hasattr(module, name) else f"w{name}") for name in "qkv")
     tokens = (project(x[:, :1], (q,)), *project(x, (k, v)).chunk(2, -1))
@@ -118,9 +128,23 @@ def _talking_heads(module: Foreign) -> Parts | str:
     return dropped(module) or (lambda x: plain(parts, x, None, None)._replace(mixes=(module.proj_l, module.proj_w)))
 
 
+def _re_attention(module: Foreign) -> Parts | str:
+    """DeepViT's attention, whose heads mix their probabilities; its BatchNorm is part of that map."""
+    if module.var_norm.training:
+        return "the BatchNorm of its maps is in training mode"
+    parts = AttentionParts((module.qkv,), module.proj, module.num_heads, module.scale, drops=(module.proj_drop,))
+    mixes = Packed(torch.eye(module.num_heads).to(module.qkv.weight), None), module.folded()
+    return dropped(module) or (lambda x: plain(parts, x, None, None)._replace(mixes=mixes))
+
+
+def _refined(module: Foreign, *maps: object, **named: object) -> str:
+    """Refiner's attention."""
+    return "its maps are those of other blocks, too, or refine them by convolutions"
+
+
 def _levit(module: Foreign) -> Parts | str:
     """LeViT's attention, whose projections have a BatchNorm; fewer queries than keys between stages."""
-    if module.use_conv:
+    if getattr(module, "use_conv", False):
         return "its projections are convolutions"
     if module.training:
         return "the BatchNorm of its projections is in training mode"
@@ -138,10 +162,17 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
     return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
 
 
-READERS: dict[str, Callable[[Foreign], Parts | str]] = {  # types whose heads are not those of a fused body
+READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
+    "fastvit_triton.layers.cross.CrossAttention": _first_token_parts,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
+    "fastvit_triton.layers.levit.DistanceAttention": _levit,
+    "fastvit_triton.layers.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
+    f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
+    f"{layers.__name__}.one_query.ClassAttention": _class_attention,
+    f"{layers.__name__}.mixing.ReAttention": _re_attention,
+    f"{layers.__name__}.mixing.RefinedAttention": _refined,
 }

@@ -9,12 +9,38 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-from . import clip, cpvt, deit, dinov2, hybrid, naflex, pvt, siglip, simplevit, swin, twins, vit
+from . import (
+    cait,
+    cct,
+    ceit,
+    clip,
+    cpvt,
+    crossvit,
+    deepvit,
+    deit,
+    dinov2,
+    hybrid,
+    levit,
+    lvvit,
+    naflex,
+    pit,
+    pvt,
+    refiner,
+    siglip,
+    simplevit,
+    swin,
+    t2t,
+    tnt,
+    twins,
+    vit,
+)
 from .config import ViTConfig
 from .features import FeatureGetterNet
 from .transformer import VisionTransformer
 
-FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
+FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
+FAMILIES += (cct, cait, deepvit, lvvit, refiner)
+FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

@@ -11,7 +11,8 @@ from ...layers.composed import ComposedParts, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import has_hooks, is_our_forward, type_name
 from ...layers.module_parts import Foreign, Packed, activation_of
-from ..batch_norm import UNFOLDED, folded_mlp, normed
+from ...layers.normed import normed
+from ..batch_norm import UNFOLDED, folded_mlp
 from ..forwards import Reader, fused_body, fused_forward, original
 from ..third_party import is_fusable
 

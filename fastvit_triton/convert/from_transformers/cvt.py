@@ -15,8 +15,8 @@ from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, heads_of, merged_heads
 from ...layers.hooks import is_plain_module
 from ...layers.module_parts import DROPOUTS, Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive
+from ...layers.normed import folded_taps
 from ...layers.spatial import taps_of
-from ..batch_norm import folded_taps
 from ..forwards import INNER, fused_body, fused_forward, original
 from ..third_party import is_fusable
 from .vit import classes

@@ -8,7 +8,8 @@ from ...layers.body import MlpParts, finish, project
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts
 from ...layers.module_parts import Foreign
-from ..batch_norm import folded_mlp, normed
+from ...layers.normed import normed
+from ..batch_norm import folded_mlp
 from ..forwards import INNER, fused_body, fused_forward, original
 from ..from_timm.levit import attend_fewer, attend_narrow
 from ..third_party import is_fusable

@@ -1,0 +1,156 @@
+"""Linear layers and convolutions with a BatchNorm, which is folded into them in inference after `freeze`.
+
+To fold it in each call would take more launches than it saves. PyTorch does not count the writes of a training forward
+to the running statistics, but counts those to `num_batches_tracked`, which is therefore one of the fold's sources.
+Parameter names are timm's.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .freeze import derived, keeps
+from .hooks import are_plain_tensors, can_fuse, has_hooks, type_name
+from .module_parts import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
+
+BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
+NORMED = {  # modules of a linear layer and the BatchNorm after it → their names; `convert` adds those of others
+    "fastvit_triton.layers.normed.LinearNorm": ("linear", "bn"),
+}
+
+
+class LinearNorm(nn.Module):
+    """A linear layer without bias, and a BatchNorm over all tokens (LeViT, arXiv:2104.01136, section 4.2).
+
+    Args:
+        inputs, outputs: features.
+        scale: initial weight of the norm; 0 for the last layer of a residual branch.
+    """
+
+    def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, bias=False)
+        self.bn = nn.BatchNorm1d(outputs)
+        nn.init.constant_(self.bn.weight, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, ..., K] → [B, ..., F]."""
+        x = self.linear(x)
+        return self.bn(x.flatten(0, -2)).view_as(x)
+
+
+class ConvNorm(nn.Module):
+    """A convolution without bias, and a BatchNorm.
+
+    Args:
+        inputs, outputs: channels.
+        kernel, stride, padding: of the convolution.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1, padding: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, C', H', W']."""
+        conv: Any = self.linear
+        if can_fuse(x) and is_plain_module(conv, CONVOLUTIONS) and (fold := folded(self, conv, self.bn)) is not None:
+            return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding)
+        return self.bn(conv(x))
+
+
+class NormLinear(nn.Module):
+    """A BatchNorm, dropout and a linear layer: the head of LeViT.
+
+    Args:
+        inputs, outputs: features.
+        drop: dropout.
+    """
+
+    def __init__(self, inputs: int, outputs: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(inputs)
+        self.drop = nn.Dropout(drop)
+        self.linear = nn.Linear(inputs, outputs)
+        nn.init.trunc_normal_(self.linear.weight, std=0.02)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, K] → [B, F]; [B, N, K] → [B, N, F]."""
+        return self.linear(self.drop(self.bn(x.flatten(0, -2)).view_as(x)))
+
+
+def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
+    """A layer and the BatchNorm after it as one map, whose weight has the layer's shape; None if they are to be called.
+
+    Args:
+        owner: the module that contains both; the folded tensors are kept for it.
+        layer: a linear layer or a convolution, whose weight may be read.
+        norm: BatchNorm1d or BatchNorm2d.
+    """
+    if (sources := sources_of(owner, layer, norm)) is None:
+        return None
+    shape = (-1, *[1] * (layer.weight.dim() - 1))
+    weight = derived(owner, "weight", sources, lambda: layer.weight * factor(norm).view(shape))
+    bias = derived(owner, "bias", sources, lambda: shift(layer, norm))
+    return Packed(weight, bias, tuple(t for t in sources if t is not None))
+
+
+def folded_linear(owner: Foreign, layer: Foreign, norm: Foreign) -> Packed | None:
+    """As `folded`, for a linear layer or a 1×1 convolution with any stride: one linear map."""
+    if not (is_readable(layer) or is_pointwise(layer)) or (fold := folded(owner, layer, norm)) is None:
+        return None
+    return fold._replace(weight=fold.weight.flatten(1))
+
+
+def folded_taps(owner: nn.Module, conv: Foreign, norm: Foreign) -> tuple[Tensor, Tensor] | None:
+    """As `folded`, for a depthwise convolution: weight [C, 1, K, K] and bias [C].
+
+    The weight has the memory layout that `depthwise` reads without a copy.
+    """
+    if (sources := sources_of(owner, conv, norm)) is None:
+        return None
+    taps = derived(owner, "taps", sources, lambda: (conv.weight.flatten(1) * factor(norm)[:, None]).t())
+    bias = derived(owner, "bias", sources, lambda: shift(conv, norm))
+    return taps.t().unflatten(1, conv.kernel_size).unsqueeze(1), bias
+
+
+def normed(module: Foreign) -> Layer:
+    """A module of a linear layer and a BatchNorm (NORMED) as one linear map; the module itself if it must be called."""
+    names = NORMED.get(type_name(module))
+    if names is None or has_hooks(module):
+        return module
+    return folded_linear(module, *(getattr(module, name) for name in names)) or module
+
+
+def sources_of(owner: nn.Module, layer: Foreign, norm: Foreign) -> tuple[Tensor | None, ...] | None:
+    """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
+    if type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
+        return None
+    if not (norm.affine and norm.track_running_stats):
+        return None
+    found = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
+    return found if are_plain_tensors(*found) and keeps(owner, *found) else None
+
+
+def factor(norm: Foreign) -> Tensor:
+    """What the BatchNorm multiplies each channel by, [C]."""
+    return norm.weight * (norm.running_var + norm.eps).rsqrt()
+
+
+def shift(layer: Foreign, norm: Foreign) -> Tensor:
+    """What the BatchNorm adds to each channel of the layer's output without its bias, [C]."""
+    mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
+    return norm.bias - mean * factor(norm)
+
+
+def is_pointwise(conv: Foreign) -> bool:
+    """True for a 1×1 convolution with any stride that may be read."""
+    return (
+        is_plain_module(conv, CONVOLUTIONS)
+        and conv.kernel_size == (1, 1)
+        and conv.padding in ((0, 0), "valid", "same")
+        and conv.groups == 1
+    )
