@@ -27,6 +27,12 @@ def map_of(tokens: Tensor, grid: Grid) -> Tensor:
     return tokens.transpose(1, 2).unflatten(2, grid)
 
 
+def map_like(x: Tensor, tokens: Tensor, grid: Grid, training: bool) -> Tensor:
+    """The map of tokens; in training with the layout of the map x, as dropout draws numbers in the order of memory."""
+    y = map_of(tokens, grid)
+    return y.contiguous() if training and x.is_contiguous() else y
+
+
 def layers_of(sequence: Foreign, count: int) -> list[Foreign] | None:
     """The modules of a Sequential of this length without hooks; None for any other module."""
     plain = type(sequence) is nn.Sequential and len(sequence) == count and not has_hooks(sequence)
@@ -62,4 +68,4 @@ def channel_norm(self: Foreign, x: Tensor) -> Tensor:
     """LayerNorm of the channels of a map; [B, C, H, W] → [B, C, H, W]."""
     if not is_fusable(self, x) or not is_norm(self):
         return original(self, x)
-    return map_of(normalized(self, tokens_of(x)), (x.shape[2], x.shape[3]))
+    return map_like(x, normalized(self, tokens_of(x)), (x.shape[2], x.shape[3]), self.training)

@@ -21,7 +21,7 @@ from ..layers.hooks import has_hooks, is_our_forward, is_plain_module, type_name
 from ..layers.module_parts import Foreign, Packed, activation_of, is_depthwise_conv, is_identity, is_patch_conv
 from ..layers.normed import folded_linear, folded_taps
 from ..layers.spatial import reduced_map, taps_of
-from .channel_maps import REPLACED, Grid, dropped, is_norm, layers_of, map_of, normalized, packed, tokens_of
+from .channel_maps import REPLACED, Grid, dropped, is_norm, layers_of, map_like, map_of, normalized, packed, tokens_of
 from .forwards import fused_forward, original
 from .third_party import is_fusable
 
@@ -184,18 +184,26 @@ def _body_reason(self: Foreign) -> str | None:
     return parts if isinstance(parts, str) else None
 
 
-def _body(self: Foreign, x: Tensor) -> Tensor:
-    """Attention or an MLP of a map; [B, C, H, W] → [B, C', H', W'], a view of tokens."""
+def _run(self: Foreign, x: Tensor) -> Tensor:
     grid = x.shape[2], x.shape[3]
     parts = READERS[type_name(self)](self, grid) if is_fusable(self, x) else ""
     if isinstance(parts, str):
         return original(self, x)
-    return map_of(parts(tokens_of(x)), _fewer(self, grid) if hasattr(self, "pos_indices") else grid)
+    return map_like(x, parts(tokens_of(x)), _fewer(self, grid) if hasattr(self, "pos_indices") else grid, self.training)
 
 
-for name in READERS:
-    became = "attention of a map" if name.endswith("Attention") else "MLP of a map"
-    fused_forward(became, name, takes="", reason=_body_reason, by_name=True)(_body)
+@fused_forward(
+    "attention of a map", *(n for n in READERS if "Attention" in n), takes="", reason=_body_reason, by_name=True
+)
+def map_attention(self: Foreign, x: Tensor) -> Tensor:
+    """Attention of a map; [B, C, H, W] → [B, C', H', W'], a view of tokens."""
+    return _run(self, x)
+
+
+@fused_forward("MLP of a map", *(n for n in READERS if "Feed" in n), takes="", reason=_body_reason, by_name=True)
+def map_mlp(self: Foreign, x: Tensor) -> Tensor:
+    """MLP of a map; [B, C, H, W] → [B, C, H, W], a view of tokens."""
+    return _run(self, x)
 
 
 def _branches(bodies: list[Foreign], grid: Grid) -> list[Branch] | None:
@@ -215,7 +223,7 @@ def _added(self: Foreign, x: Tensor, bodies: list[Foreign]) -> Tensor | None:
     """The map x with the branches of these modules added; None if one of them must be called."""
     grid = x.shape[2], x.shape[3]
     branches = _branches(bodies, grid) if is_fusable(self, x) else None
-    return None if branches is None else map_of(add_branches(tokens_of(x), *branches), grid)
+    return None if branches is None else map_like(x, add_branches(tokens_of(x), *branches), grid, self.training)
 
 
 @fused_forward("blocks", f"{CVT}Transformer", f"{LEVIT}Transformer", needs="layers", takes="", by_name=True)
@@ -247,4 +255,5 @@ def positions(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x) or _position_reason(self) is not None:
         return original(self, x)
     conv = self.proj.fn
-    return depthwise(x.permute(0, 2, 3, 1), taps_of(conv), conv.bias, residual=True).permute(0, 3, 1, 2)
+    y = depthwise(x.permute(0, 2, 3, 1), taps_of(conv), conv.bias, residual=True)
+    return map_like(x, y.flatten(1, 2), (x.shape[2], x.shape[3]), self.training)
