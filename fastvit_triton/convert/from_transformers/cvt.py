@@ -1,6 +1,6 @@
 """Fused forwards for transformers' CvT: queries, keys and values are projections of depthwise convolutions.
 
-A depthwise convolution is one launch, into which its BatchNorm is folded as `convert.batch_norm` says.
+A depthwise convolution is one launch, into which its BatchNorm is folded as `layers.normed` says.
 """
 
 from functools import partial
