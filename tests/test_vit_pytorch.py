@@ -16,9 +16,12 @@ from test_towers_timm import BATCHED
 from towers import outputs
 
 from fastvit_triton import optimize, revert
+from fastvit_triton.kernels import plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers import ways
 from fastvit_triton.layers.freeze import kept_folds
+from fastvit_triton.layers.replay import calls
 
 TINY = dict(image_size=32, patch_size=16, dim=24, depth=2, heads=2, mlp_dim=48, dim_head=12, num_classes=5)
 CCT = dict(img_size=16, kernel_size=3, stride=2, padding=1, embedding_dim=24, num_layers=2, num_heads=2, mlp_ratio=2)
@@ -30,7 +33,7 @@ CROSS |= {
     for name, value in dict(depth=1, heads=2, mlp_dim=32, dim_head=12).items()
     if (which, name) != ("cross_attn", "mlp_dim")
 }
-STAGES = dict(emb_dim=(16, 24, 32), emb_stride=(2, 2, 1), depth=(1, 1, 2), heads=(1, 2, 2), kv_proj_stride=(2, 1, 2))
+STAGES = dict(emb_dim=(16, 24, 32), emb_stride=(2, 2, 1), depth=(1, 1, 1), heads=(1, 1, 2), kv_proj_stride=(2, 1, 2))
 CVT = {f"s{i + 1}_{name}": values[i] for name, values in STAGES.items() for i in range(3)}
 STAGES = dict(emb_dim=(8, 16, 16, 8), patch_size=(2, 1, 1, 2), local_patch_size=(2, 2, 2, 1), global_k=(2, 2, 1, 1))
 TWINS = {f"s{i + 1}_{name}": values[i] for name, values in STAGES.items() for i in range(4)}
@@ -41,7 +44,7 @@ MAPS = {  # models of maps → paths of modules to which a hook is attached, one
     "2.layers.1.1.net 2.layers.1.1.net.1 2.layers.1.1.net.3 2",
     "cvt": "1.2.layers.0.0 1.2.layers.0.0.norm 1.2.layers.0.0.attend 1.2.layers.0.0.to_q 1.2.layers.0.0.to_kv.net "
     "1.2.layers.0.0.to_kv.net.0 1.2.layers.0.0.to_q.net.1 1.2.layers.0.0.to_q.net.2 1.2.layers.0.0.to_out.0 "
-    "2.2.layers.1.1.net.0 2.2.layers.1.1.net.4 2.1",
+    "2.2.layers.0.1.net.0 2.2.layers.0.1.net.4 2.1",
     "twins": "0.0.proj.0 0.1.layers.0.0 0.1.layers.0.0.fn 0.1.layers.0.0.fn.norm 0.1.layers.0.0.fn.to_kv "
     "1.1.layers.0.0.fn.to_out.0 1.1.layers.0.2.fn.to_q 1.1.layers.0.2.fn.to_kv 1.1.layers.0.3.fn.net.2 1.2.proj "
     "1.2.proj.fn 3.1.layers.0.0",
@@ -205,6 +208,24 @@ def test_frozen_kernels(name):
     with torch.no_grad():
         want, own = outputs(truth.eval(), {key: double(x) for key, x in single.items()}), outputs(plain, single)
     assert distance(got, want) <= SINGLE + 2 * distance(own, want)
+
+
+def test_replayed_blocks(monkeypatch):
+    """Oracle: the original. Each block is replayed if only replays are expected to take less time than PyTorch."""
+    monkeypatch.setattr(plan, "way_of", lambda *args: "fused" if args[-1] else "plain")
+    monkeypatch.setattr(ways, "_ways", {})
+    torch.manual_seed(1)
+    original = redraw(made("vit.ViT", **sizes(depth=1))).eval()
+    model = copy.deepcopy(original)
+    optimize(model)
+    for _ in range(3):
+        given = {"img": torch.randn(2, 3, 32, 32)}
+        want = run(original, given)
+        with interpreting():
+            got = run(model, given)
+        assert distance(got[0], want[0]) <= SINGLE and distance(joined(got[1]), joined(want[1])) <= SINGLE
+    for pair in model.transformer.layers:
+        assert any(type(found) is calls.Recorded for found in vars(pair)[calls.PROGRAMS].found.values())
 
 
 def test_mae():

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..layers.body import AttentionParts, MlpParts, normalize, project
-from ..layers.branch import Branch, add_branches
+from ..layers.branch import Branch, add_branches, runs_plain
 from ..layers.composed import ComposedParts, heads_of, merged_heads
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import DROPOUTS, IDENTITIES, Foreign, is_inactive
-from .forwards import fused_body, fused_forward, original
+from .forwards import fused_body, fused_forward, original, replayed
 from .from_torch import sequential_parts
 from .third_party import four_axes, is_fusable
 
@@ -181,7 +181,17 @@ def blocks(self: Foreign, x: Tensor) -> Tensor:
 
 
 def _blocks(self: Foreign, x: Tensor) -> Tensor:
-    return add_branches(x, *(Branch(body) for pair in self.layers for body in pair))
+    """All blocks, together; each for itself where only replays of a block are expected to save time."""
+    branches = [Branch(body) for pair in self.layers for body in pair]
+    if not runs_plain(x, *branches[:2]):
+        return add_branches(x, *branches)
+    for pair in self.layers:
+        x = replayed(_block, pair, x)
+    return x
+
+
+def _block(pair: Foreign, x: Tensor) -> Tensor:
+    return add_branches(x, *map(Branch, pair), block=pair)
 
 
 @fused_forward("blocks and last norm", "vit_pytorch.na_vit.Transformer", needs="layers norm", takes="mask attn_mask")
