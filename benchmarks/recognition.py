@@ -2,8 +2,8 @@
 
     python -m benchmarks.recognition
 
-Reads the installed timm and transformers, and adds their fingerprints to those of other releases in the file. A row
-names a registered class, the classes with the same code, and the releases in which they were seen; see
+Reads the installed timm, transformers and vit-pytorch, and adds their fingerprints to those of other releases in the
+file. A row names a registered class, the classes with the same code, and the releases in which they were seen; see
 fastvit_triton.convert.recognition. `python -m benchmarks.recognition --list` shows, for the installed transformers, the
 classes of vision models that are recognised, by registered class; it imports every model and takes minutes.
 """
@@ -24,7 +24,7 @@ from fastvit_triton.convert.forwards import FORWARDS, INNER
 from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint
 from fastvit_triton.files import replacing
 
-PACKAGES = ("timm", "transformers")
+PACKAGES = ("timm", "transformers", "vit_pytorch")
 assert modules.LEFT is not None
 
 

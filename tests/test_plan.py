@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
-from fastvit_triton.kernels import cost, launch, mixed, plan
+from fastvit_triton.kernels import cost, depthwise, launch, mixed, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
@@ -159,6 +159,17 @@ def test_products_in_ieee_float32_are_left_to_pytorch():
             assert plan.way_of(x, vit("S", 256), False, True) == "fused"
         finally:
             torch.set_float32_matmul_precision("highest")
+
+
+@torch.no_grad()
+def test_weights_stored_for_depthwise_are_not_copied():
+    """Oracle: by hand, one launch and PyTorch's convolution and bias; with the copy it is two, which save no time."""
+    x, stored = torch.empty(8, 56, 56, 64, dtype=torch.bfloat16), torch.empty(9, 64, dtype=torch.bfloat16)
+    stored = stored.t().unflatten(1, (3, 3)).unsqueeze(1)
+    with targeting("sm_90"):
+        for weight in (stored, stored.contiguous()):
+            chosen = depthwise._kernel_is_chosen(x, weight, x[0, 0, 0], 1, None, False)
+            assert chosen == (weight is stored)
 
 
 def test_small_batches_are_bound_by_the_host():

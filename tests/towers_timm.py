@@ -166,6 +166,7 @@ MODELS = {
     "mvit_avg": lambda: mvit(mode="avg", rel_pos_type="", kernel_qkv=(3, 3)),
     "volo": volo,
     "levit": levit,
+    "levit_conv": lambda: levit(use_conv=True),
     "efficientformer": efficientformer,
     "tiny_vit": tiny_vit,
     "xcit": xcit,
@@ -187,7 +188,8 @@ SIZES = {
     "gcvit": (32, 16), "swin_cr": (28, 20), "hiera": (64, 32), "hiera_widened": (64, 32), "csat": (64, 64),
     "maxvit": (16, 16), "maxvit_mlp": (16, 16), "tiny_vit": (40, 24), "davit": (40, 24), "davit_v2": (40, 24),
     "edgenext": (64, 32), "caformer": (32, 48), "sam2": (32, 48), "gemma4": (32, 16), "gemma4_grouped": (32, 16),
-    "levit": (64, 64), "efficientformer": (224, 224), "fastvit": (32, 48), "convnext_v2": (64, 32),
+    "levit": (64, 64), "levit_conv": (64, 64), "efficientformer": (224, 224), "fastvit": (32, 48),
+    "convnext_v2": (64, 32),
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from ..layers.module_parts import (
 from .forwards import Forward, forward_for, fused_body, fused_forward, original
 from .third_party import is_fusable, scores_mask
 
+OTHER_NORMS = {"vit_pytorch.na_vit.LayerNorm"}  # which are called
 STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
 
 
@@ -41,7 +42,7 @@ STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}
 def sequential_parts(self: nn.Sequential) -> MlpParts | str:
     """Parts of an MLP: [LayerNorm,] Linear, activation, [Dropout,] Linear, [Dropout]."""
     layers = list(self._modules.values())
-    first = layers.pop(0) if layers and type_name(layers[0]) in LAYER_NORMS else None
+    first = layers.pop(0) if layers and type_name(layers[0]) in (*LAYER_NORMS, *OTHER_NORMS) else None
     outer = layers.pop() if layers and type_name(layers[-1]) in DROPOUTS else None
     inner = layers.pop(2) if len(layers) == 4 and type_name(layers[2]) in DROPOUTS else None
     if len(layers) != 3 or not (isinstance(layers[0], nn.Linear) and isinstance(layers[2], nn.Linear)):

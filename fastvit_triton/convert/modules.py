@@ -16,9 +16,10 @@ from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
+from ..layers.normed import NORMED
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
-from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch  # noqa: F401  (they register)
+from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch, from_vit_pytorch_maps  # noqa: F401
 from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import STEMS, stems_of
 from .recognition import foreign_code, forget, is_ours
@@ -82,11 +83,11 @@ def optimize(
     from_transformers.attention_interface.register()
     forget()
     with _all_or_nothing(model):
+        if freeze:  # first, as only frozen BatchNorms are folded
+            freeze_weights(model)
         rows = _rows(model, filter_fn)
         if verify is not None:
             rows = _verified(model, rows, verify)
-    if freeze:
-        freeze_weights(model)
     parameter = next(model.parameters(), None)
     device = None if parameter is None or backend() == "torch" else why_not(parameter.device, parameter.dtype)
     if tune is not None and device is None and backend() != "torch":
@@ -98,7 +99,7 @@ def optimize(
 
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Context that restores the attributes of all instances if an exception is raised in it."""
+    """Context that restores the attributes of all instances, not frozen, if an exception is raised in it."""
     before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
         yield
@@ -107,6 +108,7 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
             for name in facts.keys() - earlier.keys():
                 del facts[name]
             facts.update(earlier)
+        unfreeze(model)
         raise
 
 
@@ -238,10 +240,10 @@ def _became(forward: Forward, parts: Parts | None) -> str:
 
 def _parts(forward: Forward, module: nn.Module) -> Parts | str | None:
     """The parts of a body, a reason (str) to run the module's own forward, or None."""
-    if forward.read is not None:
-        with torch.no_grad():
+    with torch.no_grad():
+        if forward.read is not None:
             return forward.read(module, **({} if forward.call is None else forward.call(module)))
-    return None if forward.reason is None else forward.reason(module)
+        return None if forward.reason is None else forward.reason(module)
 
 
 def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator[str]:
@@ -254,7 +256,9 @@ def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator
         first = (parts.q, *parts.kv) if isinstance(parts, ReducedParts) else parts.entering()
         for layer in (*first, getattr(parts, "proj", None), getattr(parts, "fc2", None)):
             if layer is not None and not is_readable(layer):
-                yield f"{type(layer).__name__} is called: replaced, quantised or hooked"
+                normed = type_name(layer) in NORMED and not has_hooks(layer)
+                cause = "its BatchNorm is folded after `freeze`" if normed else "replaced, quantised or hooked"
+                yield f"{type(layer).__name__} is called: {cause}"
         for norm in (getattr(parts, name, None) for name in ("first", "last", "norm")):
             if norm is not None and norm_of(norm) is None:
                 yield f"{type(norm).__name__} is called"

@@ -38,6 +38,7 @@ parts.LAYER_SCALES.update(
 HF_DROP_PATHS = (
     "beit.modeling_beit.Beit",
     "clap.modeling_clap.Clap",
+    "cvt.modeling_cvt.Cvt",
     "data2vec.modeling_data2vec_vision.Data2VecVision",
     "donut.modeling_donut_swin.Donut",
     "donut.modeling_donut_swin.DonutSwin",

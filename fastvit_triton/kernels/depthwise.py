@@ -99,8 +99,9 @@ def depthwise(
 def _kernel_is_chosen(x, weight, bias, stride, activation, residual):
     """True if the plan selects our kernels, not the reference."""
     rows = plan.rows_of(math.prod(_output_shape(x, stride)[:-1]))
-    kernel = int(weight.shape[0]), int(weight.shape[3])
-    sizes = rows, *kernel, stride, bias is not None, activation is not None, residual
+    C, K = int(weight.shape[0]), int(weight.shape[3])
+    copied = (weight.stride(0), *weight.stride()[2:]) != (1, K * C, C)
+    sizes = rows, C, K, stride, bias is not None, activation is not None, residual, copied
     return plan.prefers_kernel(x, "depthwise", *sizes)
 
 

@@ -60,15 +60,25 @@ def _layer_norm(size: int, training: bool, M: int, D: int) -> Pair:
 
 
 def _depthwise(
-    size: int, training: bool, M: int, C: int, K: int, stride: int, bias: bool, activation: bool, residual: bool
+    size: int,
+    training: bool,
+    M: int,
+    C: int,
+    K: int,
+    stride: int,
+    bias: bool,
+    activation: bool,
+    residual: bool,
+    copied: bool,
 ) -> Pair:
     """`depthwise` with M outputs of C channels; PyTorch adds the bias, activation and residual in passes of their own.
 
-    cuDNN reads and writes x [B, H, W, C] as it is; copies that it makes for views of tokens are not counted.
+    The weight is copied to [K², C], unless it is stored so (`copied` is False). cuDNN reads and writes x [B, H, W, C]
+    as it is; copies that it makes for views of tokens are not counted.
     """
     b, y, x = Branch("depthwise", 1, M, C, C, C, itemsize=size), M * C, M * C * stride**2
     small = one_pass(b, 2 * K * K * C)
-    ours = [small, one_pass(b, x + y)]  # the weight as [K², C]
+    ours = [small] * copied + [one_pass(b, x + y)]
     theirs = [one_pass(b, x + y)] + [one_pass(b, 2 * y)] * (bias + activation) + [one_pass(b, 3 * y)] * residual
     if training:
         ours += [one_pass(b, x + 2 * y)] * activation + [one_pass(b, x + y * (1 + residual)), one_pass(b, x + y), small]

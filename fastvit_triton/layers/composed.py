@@ -20,7 +20,7 @@ class ComposedParts(NamedTuple):
 
     Attributes:
         name: what it is, in reports.
-        projections: the linear layers that read x.
+        projections: the linear layers that read x; none if `between` reads x itself.
         between: maps their concatenated outputs [B, ..., F] to the inputs of `proj`, [B, ..., K].
         proj: last linear layer; None for none.
         num_heads: heads of attention; 0 for an MLP.
@@ -46,8 +46,9 @@ class ComposedParts(NamedTuple):
 
     def sizes(self) -> Branch:
         """See `layers.body.Body`."""
-        width, channels = width_of(self.projections)
-        kind, inner = "attention" if self.num_heads else "mlp", width_of((self.proj,))[1]
+        outer, inner = width_of((self.proj,))
+        width, channels = width_of(self.projections) if self.projections else (3 * inner, outer)
+        kind = "attention" if self.num_heads else "mlp"
         return Branch(kind, 0, 0, channels, width, inner, self.num_heads, keys=self.keys)
 
     def __call__(
@@ -61,7 +62,7 @@ class ComposedParts(NamedTuple):
         """The body of x [B, ..., D], see `layers.body.Body`."""
         if self.first is not None and norm is None:
             x, norm = fold_or_normalize(x, self.first, self.projections, way)
-        h = self.between(project(x, self.projections, norm, stats, way))
+        h = self.between(project(x, self.projections, norm, stats, way) if self.projections else x)
         return finish(h, self.proj, self.last, *self.drops, way=way, **end)
 
 

@@ -47,7 +47,7 @@ class ImageToTokens(nn.Module):
 class EnhancedFeedForward(nn.Module):
     """Linear layer, 3 x 3 depthwise convolution and linear layer on the patches, each with a BatchNorm (eq. 4-9).
 
-    The class token stays as it is. In inference the norms are folded into the layers.
+    The class token stays as it is. In inference after `freeze` the norms are folded into the layers.
 
     Args:
         dim: D, channels.

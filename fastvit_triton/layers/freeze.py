@@ -161,8 +161,7 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
         make: computes it.
     """
     given = tuple(t for t in sources if t is not None)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    if torch.compiler.is_compiling() or owner not in _frozen or owner.training or learns:
+    if not keeps(owner, *given):
         return make()
     kept, key = _frozen.get(owner, {}), (name, *map(id, given))
     if not _is_fresh(kept.get(key), given):
@@ -173,6 +172,12 @@ def derived(owner: nn.Module, name: str, sources: tuple[Tensor | None, ...], mak
         if given[0].is_cuda:
             torch.cuda.current_stream().synchronize()
     return kept[key].folded[0]
+
+
+def keeps(owner: nn.Module, *sources: Tensor | None) -> bool:
+    """True if `derived` caches a tensor computed from these: the owner is frozen, and they are not being trained."""
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in sources)
+    return owner in _frozen and not (torch.compiler.is_compiling() or owner.training or learns)
 
 
 def _same_dtype(x: Tensor, weights: tuple[Tensor, ...]) -> bool:

@@ -20,7 +20,7 @@ from .drop_path import DropPath
 from .freeze import derived
 from .hooks import can_fuse, has_hooks
 from .module_parts import activation_of
-from .normed import ConvNorm, LinearNorm, folded_linear
+from .normed import ConvNorm, LinearNorm, normed
 from .parted import Parted
 from .window import expand_table
 
@@ -58,8 +58,8 @@ class DistanceAttention(Parted):
         return Sizes("attention", 0, 0, weight.shape[1], len(weight), self.num_heads * self.val_dim, self.num_heads)
 
     def parts(self) -> ComposedParts:
-        """Its submodules as `ComposedParts`; a BatchNorm that is not training is folded into its layer."""
-        layers = (folded_linear(self.qkv),), lambda qkv: self.proj.act(self.attend(qkv)), folded_linear(self.proj.ln)
+        """Its submodules as `ComposedParts`; a BatchNorm is folded into its layer as `normed` says."""
+        layers = (normed(self.qkv),), lambda qkv: self.proj.act(self.attend(qkv)), normed(self.proj.ln)
         return ComposedParts("attention", *layers, self.num_heads)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ class DistanceDownsample(nn.Module):
         """[B, N, D] → [B, N', D']."""
         if not can_fuse(x) or has_hooks(self.q) or has_hooks(self.proj):
             return self.proj(self.attend(self.q(x), self.kv(x)))
-        q, kv = project(self.q.down(x), (folded_linear(self.q.ln),)), project(x, (folded_linear(self.kv),))
-        return finish(self.proj.act(self.attend(q, kv)), folded_linear(self.proj.ln))
+        q, kv = project(self.q.down(x), (normed(self.q.ln),)), project(x, (normed(self.kv),))
+        return finish(self.proj.act(self.attend(q, kv)), normed(self.proj.ln))
 
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
         """Queries [B, N', H · D], keys and values [B, N, H · (D + Dv)] → [B, N', H · Dv]."""
@@ -162,8 +162,8 @@ class NormedMlp(Parted):
         return Sizes("mlp", 0, 0, channels, hidden, hidden)
 
     def parts(self) -> MlpParts:
-        """Its submodules as `MlpParts`; a BatchNorm that is not training is folded into its layer."""
-        fc1, fc2 = folded_linear(self.ln1), folded_linear(self.ln2)
+        """Its submodules as `MlpParts`; a BatchNorm is folded into its layer as `normed` says."""
+        fc1, fc2 = normed(self.ln1), normed(self.ln2)
         return MlpParts((fc1,), activation_of(self.act), fc2, (self.drop, None))
 
     def plain(self, x: Tensor) -> Tensor:

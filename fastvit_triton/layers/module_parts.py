@@ -126,8 +126,8 @@ def is_patch_conv(conv: Foreign, types: Collection[str] = CONVOLUTIONS) -> bool:
     )
 
 
-def is_depthwise_conv(conv: Foreign) -> bool:
-    """True for a depthwise convolution that may be read and keeps the size of the map by zero padding."""
+def is_depthwise_conv(conv: Foreign, strides: tuple[int, ...] = (1,)) -> bool:
+    """True for a depthwise convolution with zero padding of half its size and such a stride, which may be read."""
     if not is_plain_module(conv, CONVOLUTIONS):
         return False
     height, width = conv.kernel_size
@@ -136,7 +136,8 @@ def is_depthwise_conv(conv: Foreign) -> bool:
         and height == width
         and height % 2 == 1
         and conv.padding in ((height // 2, height // 2), "same")
-        and conv.stride == conv.dilation == (1, 1)
+        and conv.stride in [(stride, stride) for stride in strides]
+        and conv.dilation == (1, 1)
         and conv.padding_mode == "zeros"
     )
 

@@ -1,7 +1,8 @@
-"""Linear layers and convolutions with a BatchNorm, which inference folds into them. Parameter names are timm's.
+"""Linear layers and convolutions with a BatchNorm, which is folded into them in inference after `freeze`.
 
-A training forward writes running statistics in ways that PyTorch does not count; it counts those to
-`num_batches_tracked`, which is therefore a source of every fold.
+To fold it in each call would take more launches than it saves. PyTorch does not count the writes of a training forward
+to the running statistics, but counts those to `num_batches_tracked`, which is therefore one of the fold's sources.
+Parameter names are timm's.
 """
 
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .freeze import derived
+from .freeze import derived, keeps
 from .hooks import are_plain_tensors, can_fuse, has_hooks, type_name
 from .module_parts import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
 
-BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{n}d" for n in (1, 2))
+BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
+NORMED = {  # modules of a linear layer and the BatchNorm after it → their names; `convert` adds those of others
+    "fastvit_triton.layers.normed.LinearNorm": ("linear", "bn"),
+}
 
 
 class LinearNorm(nn.Module):
@@ -79,37 +83,74 @@ class NormLinear(nn.Module):
 
 
 def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
-    """A layer and the BatchNorm after it as one map; None where they must be called.
+    """A layer and the BatchNorm after it as one map, whose weight has the layer's shape; None if they are to be called.
 
     Args:
-        owner: the module that has both; the fold is cached if it is frozen.
-        layer: a linear layer, or a convolution, whose weight may be read.
-        norm: the BatchNorm.
+        owner: the module that contains both; the folded tensors are kept for it.
+        layer: a linear layer or a convolution, whose weight may be read.
+        norm: BatchNorm1d or BatchNorm2d.
     """
-    if has_hooks(owner) or type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
+    if (sources := sources_of(owner, layer, norm)) is None:
         return None
-    if not norm.affine or not norm.track_running_stats or not are_plain_tensors(layer.weight, layer.bias):
-        return None
-    given = norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
-    sources: tuple[Tensor, ...] = (*given, layer.weight, *(() if layer.bias is None else (layer.bias,)))
-    if not are_plain_tensors(*sources):
-        return None
-
-    def factor() -> Tensor:
-        return norm.weight * (norm.running_var + norm.eps).rsqrt()
-
-    def shift() -> Tensor:
-        mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
-        return norm.bias - mean * factor()
-
     shape = (-1, *[1] * (layer.weight.dim() - 1))
-    weight = derived(owner, "weight", sources, lambda: layer.weight * factor().view(shape))
-    bias = derived(owner, "bias", sources, shift)
-    return Packed(weight, bias, sources)
+    weight = derived(owner, "weight", sources, lambda: layer.weight * factor(norm).view(shape))
+    bias = derived(owner, "bias", sources, lambda: shift(layer, norm))
+    return Packed(weight, bias, tuple(t for t in sources if t is not None))
 
 
-def folded_linear(layer: Foreign) -> Layer:
-    """A `LinearNorm`, ours or timm's, as one linear map; the layer itself where it must be called."""
-    if has_hooks(layer) or not hasattr(layer, "linear") or not is_readable(layer.linear):
-        return layer
-    return folded(layer, layer.linear, layer.bn) or layer
+def folded_linear(owner: Foreign, layer: Foreign, norm: Foreign) -> Packed | None:
+    """As `folded`, for a linear layer or a 1×1 convolution with any stride: one linear map."""
+    if not (is_readable(layer) or is_pointwise(layer)) or (fold := folded(owner, layer, norm)) is None:
+        return None
+    return fold._replace(weight=fold.weight.flatten(1))
+
+
+def folded_taps(owner: nn.Module, conv: Foreign, norm: Foreign) -> tuple[Tensor, Tensor] | None:
+    """As `folded`, for a depthwise convolution: weight [C, 1, K, K] and bias [C].
+
+    The weight has the memory layout that `depthwise` reads without a copy.
+    """
+    if (sources := sources_of(owner, conv, norm)) is None:
+        return None
+    taps = derived(owner, "taps", sources, lambda: (conv.weight.flatten(1) * factor(norm)[:, None]).t())
+    bias = derived(owner, "bias", sources, lambda: shift(conv, norm))
+    return taps.t().unflatten(1, conv.kernel_size).unsqueeze(1), bias
+
+
+def normed(module: Foreign) -> Layer:
+    """A module of a linear layer and a BatchNorm (NORMED) as one linear map; the module itself if it must be called."""
+    names = NORMED.get(type_name(module))
+    if names is None or has_hooks(module):
+        return module
+    return folded_linear(module, *(getattr(module, name) for name in names)) or module
+
+
+def sources_of(owner: nn.Module, layer: Foreign, norm: Foreign) -> tuple[Tensor | None, ...] | None:
+    """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
+    if type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
+        return None
+    if not (norm.affine and norm.track_running_stats):
+        return None
+    found = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
+    return found if are_plain_tensors(*found) and keeps(owner, *found) else None
+
+
+def factor(norm: Foreign) -> Tensor:
+    """What the BatchNorm multiplies each channel by, [C]."""
+    return norm.weight * (norm.running_var + norm.eps).rsqrt()
+
+
+def shift(layer: Foreign, norm: Foreign) -> Tensor:
+    """What the BatchNorm adds to each channel of the layer's output without its bias, [C]."""
+    mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
+    return norm.bias - mean * factor(norm)
+
+
+def is_pointwise(conv: Foreign) -> bool:
+    """True for a 1×1 convolution with any stride that may be read."""
+    return (
+        is_plain_module(conv, CONVOLUTIONS)
+        and conv.kernel_size == (1, 1)
+        and conv.padding in ((0, 0), "valid", "same")
+        and conv.groups == 1
+    )

@@ -2,7 +2,7 @@
 
 Differs from ViT:
   1. Four convolutions with stride 2 project the image; three stages, between which attention halves the map.
-  2. Every linear layer has a BatchNorm instead of a bias, which inference folds into it; there is no LayerNorm.
+  2. Every linear layer has a BatchNorm instead of a bias, folded in inference after `freeze`; there is no LayerNorm.
   3. Keys are narrower than values; a learned bias per head, |Δrow| and |Δcolumn| instead of positions; no class token.
   4. An activation (hard swish) also between attention and its last layer.
   5. Two heads on the mean of the tokens; the second learns from a teacher.

@@ -2,17 +2,18 @@
 
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.attention import attention
 from ...layers.body import MlpParts, finish, project
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, merged_heads
 from ...layers.freeze import derived
-from ...layers.hooks import has_hooks
+from ...layers.hooks import has_hooks, is_our_forward, type_name
 from ...layers.module_parts import Foreign, Packed, activation_of
-from ...layers.normed import folded_linear
-from ..forwards import fused_body, fused_forward, original
+from ...layers.normed import normed
+from ..batch_norm import UNFOLDED, folded_mlp
+from ..forwards import Reader, fused_body, fused_forward, original
 from ..third_party import is_fusable
 
 
@@ -22,11 +23,22 @@ def distance_bias(attn: Foreign) -> Tensor:
     return derived(attn, "bias", (table, index), lambda: table[:, index])[None]
 
 
+def attend_narrow(attn: Foreign, qkv: Tensor, num_heads: int, value_dim: int) -> Tensor:
+    """Attention of projections [B, N, H · (2 · D + Dv)], packed for each head, → [B, N, H · Dv]."""
+    sizes: list[int] = [attn.key_dim, attn.key_dim, value_dim]
+    q, k, v = qkv.unflatten(-1, (num_heads, -1)).transpose(1, 2).split(sizes, -1)
+    return merged_heads(attention(q, k, v, distance_bias(attn), attn.scale), qkv.shape[1:-1])
+
+
+def attend_fewer(attn: Foreign, q: Tensor, kv: Tensor, num_heads: int, value_dim: int) -> Tensor:
+    """Attention of queries [B, Nq, H · D] to keys and values [B, Nk, H · (D + Dv)], → [B, Nq, H · Dv]."""
+    q, kv = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, kv))
+    k, v = kv.split([attn.key_dim, value_dim], -1)
+    return attention(q, k, v, distance_bias(attn), attn.scale).transpose(1, 2).flatten(2)
+
+
 def _heads(self: Foreign, qkv: Tensor) -> Tensor:
-    """Projections [B, N, H · (2 · D + Dv)], packed for each head, → [B, N, H · Dv]."""
-    sizes: list[int] = [self.key_dim, self.key_dim, self.val_dim]
-    q, k, v = qkv.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).split(sizes, -1)
-    return merged_heads(attention(q, k, v, distance_bias(self), self.scale), qkv.shape[1:-1])
+    return attend_narrow(self, qkv, self.num_heads, self.val_dim)
 
 
 @fused_body(
@@ -73,24 +85,32 @@ def tiny_vit_mlp_parts(self: Foreign) -> MlpParts:
 
 def _levit_reason(self: Foreign) -> str | None:
     """Why LeViT's attention must run its own forward now, or None."""
-    if self.use_conv:
-        return "its projections are convolutions"
     hooked = has_hooks(self.proj) or (hasattr(self, "q") and has_hooks(self.q))
-    return "q or proj has a hook" if hooked else None
+    if hooked:
+        return "q or proj has a hook"
+    layers = (self.q.ln, self.kv, self.proj.ln) if hasattr(self, "q") else (self.qkv, self.proj.ln)
+    return UNFOLDED if self.use_conv and not all(type(normed(layer)) is Packed for layer in layers) else None
 
 
 def _activated(self: Foreign, qkv: Tensor) -> Tensor:
     return self.proj.act(_heads(self, qkv))
 
 
+def _as_tokens(self: Foreign) -> dict[str, object]:
+    return {"tokens": True}
+
+
 @fused_body(
     "timm.models.levit.Attention",
     needs="qkv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs use_conv",
     takes="",
+    call=_as_tokens,
 )
-def levit_parts(self: Foreign) -> ComposedParts | str:
-    """Parts of LeViT's attention, with an activation before the last layer."""
-    between, layers = partial(_activated, self), (folded_linear(self.qkv), folded_linear(self.proj.ln))
+def levit_parts(self: Foreign, tokens: bool = False) -> ComposedParts | str:
+    """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
+    if self.use_conv and not tokens:
+        return "a map"
+    between, layers = partial(_activated, self), (normed(self.qkv), normed(self.proj.ln))
     return _levit_reason(self) or ComposedParts("attention", layers[:1], between, layers[1], self.num_heads)
 
 
@@ -103,20 +123,83 @@ def levit_parts(self: Foreign) -> ComposedParts | str:
     reason=_levit_reason,
 )
 def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
-    """LeViT's attention between stages; [B, N, D] → [B, N', D']."""
+    """LeViT's attention between stages; [B, N, D] → [B, N', D'], or [B, D, H, W] → [B, D', H', W']."""
     if not is_fusable(self, x) or _levit_reason(self) is not None:
         return original(self, x)
-    q, kv = project(self.q.down(x), (folded_linear(self.q.ln),)), project(x, (folded_linear(self.kv),))
-    q, kv = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, kv))
-    k, v = kv.split([self.key_dim, self.val_dim], -1)
-    o = attention(q, k, v, distance_bias(self), self.scale).transpose(1, 2).flatten(2)
-    return finish(self.proj.act(o), folded_linear(self.proj.ln))
+    few = self.q.down(x)
+    grid = few.shape[2:] if self.use_conv else None
+    q, kv = project(_tokens(few), (normed(self.q.ln),)), project(_tokens(x), (normed(self.kv),))
+    o = attend_fewer(self, q, kv, self.num_heads, self.val_dim)
+    return _map(finish(self.proj.act(o), normed(self.proj.ln)), grid)
 
 
-@fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="")
-def levit_mlp_parts(self: Foreign) -> MlpParts | str:
-    """Parts of LeViT's MLP, with the BatchNorms folded into its layers."""
-    fc1, fc2 = folded_linear(self.ln1), folded_linear(self.ln2)
-    if type(fc1) is not Packed or type(fc2) is not Packed:
-        return "its layers are convolutions, or have a BatchNorm in training mode, or were replaced"
-    return MlpParts((fc1,), activation_of(self.act), fc2, (self.drop, None))
+@fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="", call=_as_tokens)
+def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpParts | str:
+    """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
+    if not (tokens or type_name(self.ln1).endswith("LinearNorm")):
+        return "a map"
+    return folded_mlp(normed(self.ln1), self.act, normed(self.ln2), (self.drop, None))
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Tokens [B, N, D] of a map [B, D, H, W], or as they are."""
+    return x.flatten(2).transpose(1, 2) if x.dim() == 4 else x
+
+
+def _map(x: Tensor, grid: tuple[int, ...] | None) -> Tensor:
+    """The reverse of `_tokens`; a map is a view in which channels are the last axis in memory."""
+    return x if grid is None else x.transpose(1, 2).unflatten(2, grid)
+
+
+def _branches(*bodies: tuple[Foreign, Reader, nn.Module], maps: bool) -> list[Branch] | None:
+    """A branch of tokens for each (module, its reader, drop path); None if one of them must be called with a map."""
+    if not maps:
+        return [Branch(body, drop_path=drop_path) for body, _, drop_path in bodies]
+    if not all(is_our_forward(body.__dict__.get("forward")) and not has_hooks(body) for body, *_ in bodies):
+        return None
+    found = []
+    for body, read, drop_path in bodies:
+        parts = read(body, tokens=True)
+        if isinstance(parts, str):
+            return None
+        found.append(Branch(parts, drop_path=drop_path))
+    return found
+
+
+def _block_reason(self: Foreign) -> str | None:
+    """Why a block must run its own forward now, or None."""
+    attn = self.attn_downsample if hasattr(self, "attn_downsample") else self.attn
+    return _levit_reason(attn) if attn.use_conv else None
+
+
+@fused_forward(
+    "block",
+    "timm.models.levit.LevitBlock",
+    needs="attn.use_conv drop_path1 mlp drop_path2",
+    takes="",
+    reason=_block_reason,
+)
+def levit_block(self: Foreign, x: Tensor) -> Tensor:
+    """LeViT's block, whose norms are BatchNorms inside its branches; shape as x: tokens [B, N, D] or a map."""
+    attn, mlp = (self.attn, levit_parts, self.drop_path1), (self.mlp, levit_mlp_parts, self.drop_path2)
+    branches = _branches(attn, mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
+    if branches is None:
+        return original(self, x)
+    return _map(add_branches(_tokens(x), *branches, block=self), x.shape[2:] if x.dim() == 4 else None)
+
+
+@fused_forward(
+    "stage transition",
+    "timm.models.levit.LevitDownsample",
+    needs="attn_downsample.use_conv mlp drop_path",
+    takes="",
+    reason=_block_reason,
+)
+def levit_transition(self: Foreign, x: Tensor) -> Tensor:
+    """LeViT's attention between stages and the MLP after it; [B, N, D] → [B, N', D'], or maps."""
+    mlp = self.mlp, levit_mlp_parts, self.drop_path
+    branches = _branches(mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
+    if branches is None:
+        return original(self, x)
+    x = self.attn_downsample(x)
+    return _map(add_branches(_tokens(x), *branches), x.shape[2:] if x.dim() == 4 else None)

@@ -1,0 +1,22 @@
+"""Layers of other libraries that have a BatchNorm, which `layers.normed` folds in evaluation after `freeze`."""
+
+from torch import nn
+
+from ..layers.body import MlpParts
+from ..layers.module_parts import Layer, Packed, activation_of
+from ..layers.normed import NORMED
+
+NORMED |= {
+    "timm.models.levit.LinearNorm": ("linear", "bn"),
+    "timm.models.levit.ConvNorm": ("linear", "bn"),
+    "transformers.models.levit.modeling_levit.MLPLayerWithBN": ("linear", "batch_norm"),
+}
+UNFOLDED = "its BatchNorms are folded in evaluation after `freeze`, if no layer was replaced"
+
+
+def folded_mlp(
+    fc1: Layer, act: nn.Module, fc2: Layer, drops: tuple[nn.Module | None, nn.Module | None]
+) -> MlpParts | str:
+    """Parts of an MLP whose BatchNorms are folded into its layers; a reason (str) if they are not."""
+    is_folded = type(fc1) is Packed and type(fc2) is Packed
+    return MlpParts((fc1,), activation_of(act), fc2, drops) if is_folded else UNFOLDED
