@@ -25,6 +25,7 @@ import torch
 import fastvit_triton
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import OPS
+from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.fold import fold
 from fastvit_triton.kernels.layer_norm import row_stats
@@ -83,10 +84,10 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
         mask, lens = torch.rand(1, 1, N, N) < 0.7, torch.randint(0, N + 1, (B,), dtype=torch.int32)
         found = dict(bias=mask, scale=-0.3, return_lse=True, kv_lens=lens)
     elif op == "linear" and "activation" not in given:
-        activation = draw.choice(("gelu_tanh", "quick_gelu", "relu", "silu", None))
+        activation = draw.choice((*ACTIVATIONS, None))
         found = dict(return_stats=True, activation=activation, residual=None, layer_scale=None)
     elif op == "depthwise":
-        activation = draw.choice(("gelu", "gelu_tanh", "relu", None))
+        activation = draw.choice((*ACTIVATIONS, None))
         found = dict(bias=None, activation=activation, residual=given["stride"] == 1)
     elif op == "window_attention":
         (h, w), heads = given["window_size"], given["num_heads"]
@@ -105,10 +106,10 @@ def _more(op: str, given: dict, draw: random.Random) -> dict:
     if op in ("linear", "mlp") and "norm" in given and draw.random() < 0.5:
         found["stats"] = row_stats(given["x"])
         weight, bias = (given["weight"], given.get("bias")) if op == "linear" else given["fc1"]
-        norm_weight, norm_bias, eps = given["norm"]
+        norm_weight, norm_bias, *kind = given["norm"]
         if isinstance(weight, torch.Tensor) and draw.random() < 0.5:
             made = fold((weight,), (bias,), norm_weight, norm_bias, weight.dtype)
-            found |= dict(norm=(None, None, eps))
+            found |= dict(norm=(None, None, *kind))
             found |= dict(weight=made, bias=None) if op == "linear" else dict(fc1=(made, None))
     return found
 

@@ -40,12 +40,12 @@ def main() -> None:
     """Runs the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a name on the Hub, or a folder (default: small, with random weights)")
-    parser.add_argument("--side", type=int, default=448, help="of two images, a multiple of 28 (default: %(default)s)")
+    parser.add_argument("--side", type=int, default=448, help="of two images, in steps of 28 (default: %(default)s)")
     args = parser.parse_args()
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     vlm = (Qwen.from_pretrained(args.model) if args.model else small()).to(device, dtype).eval()
-    tower, sides = vlm.model.visual, (args.side // 14, args.side // 14)
+    tower, sides = vlm.model.visual, [args.side // 28 * 2] * 2
     grids = torch.tensor([[1, *sides], [1, *sides]], device=device)
     patches = torch.randn(2 * sides[0] ** 2, 3 * 2 * 14 * 14, device=device, dtype=dtype)
     want, eager = run(tower, patches, grids)

@@ -18,7 +18,12 @@ def data_config(model: nn.Module) -> dict[str, Any]:
     Returns:
         input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode. If the weights were made for another
         number of channels, mean and std are the averages of theirs, as in timm.
+
+    Raises:
+        TypeError: the model is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}; give a model, such as create_model returns")
     if not hasattr(model, "pretrained_cfg"):  # a feature extractor holds its model
         model = getattr(model, "model", model)
     known: Any = getattr(model, "pretrained_cfg", None) or {}

@@ -10,7 +10,7 @@ from foreign import redraw
 from interpreter import interpreting
 from test_explain import hooks, within
 
-from fastvit_triton import explain, optimize
+from fastvit_triton import create_model, explain, optimize
 
 
 def timm(name, size=(32, 32), **options):
@@ -197,3 +197,14 @@ def test_unknown_attention_is_named():
         rest = model[1:]
         with explain.capture(rest):
             rest(x)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "twins_svt_small"])
+def test_dropped_attention_is_not_recorded(name):
+    """Oracle: the reason, as for a plain ViT; in evaluation mode nothing is dropped."""
+    model = create_model(name, img_size=32, attn_drop_rate=0.5)
+    image = torch.randn(1, 3, 32, 32)
+    with pytest.raises(ValueError, match=r"\.0\.attn: attention dropout 0\.5"), explain.capture(model):
+        model(image)
+    with explain.capture(model.eval()):
+        model(image)

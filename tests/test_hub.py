@@ -115,6 +115,12 @@ def test_names_with_tags_are_timms():
     ]
 
 
+def test_the_readme_counts_the_checkpoints():
+    """Oracle: `list_models(pretrained=True)`."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    assert re.search(r"^(\d+) checkpoints of timm", text, re.MULTILINE)[1] == str(len(list_models(pretrained=True)))
+
+
 def test_a_tag_sets_the_number_of_classes():
     """Oracle: timm's models of the same names; an option of the user's stays."""
     small = dict(depth=1, embed_dim=48, num_heads=3)
@@ -343,7 +349,7 @@ def test_cache_offline_and_revisions(hub: HubServer, tmp_path: Path, monkeypatch
         return download(*words, **options)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", track)
-    assert "is not in the cache and cannot be downloaded" in failure("me/other")
+    assert re.search("is not in the cache and cannot be downloaded: .*Connection refused", failure("me/other"))
     assert tried[0] is None and all(tried[1:])  # one file is tried, for as long as the client wants
 
 
@@ -452,6 +458,59 @@ def test_what_names_no_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "there is no folder nowhere" in failure("local-dir:nowhere")
 
 
+def test_arguments_of_another_type(tmp_path: Path):
+    """Oracle: TypeError of one sentence with the argument's name; before, some raised Python's own errors, a tag as
+    `pretrained` loaded the default, and `transforms` returned a path as it was."""
+    model = create_model(NAME, **SMALL)
+    image = images(model)
+    for call, words in (
+        (lambda: create_model(3), "name is of type int; give text"),
+        (lambda: create_model(tmp_path), "'local-dir:PATH' of a folder"),
+        (lambda: create_model(NAME, pretrained="augreg_in21k"), f"give a tag as {NAME}.TAG"),
+        (lambda: create_model(NAME, checkpoint_path=3), "the checkpoint is of type int; give a file"),
+        (lambda: load_model(None), "the checkpoint is of type NoneType"),
+        (lambda: data_config(3), "model is of type int; give a model"),
+        (lambda: transforms(None), "model is of type NoneType"),
+        (lambda: transforms(model)("photo.png"), "image is of type str; give a PIL image"),
+        (lambda: model.forward_intermediates(image, indices="last"), "indices is 'last'; give an integer, or"),
+        (lambda: create_model(NAME, features_only=True, out_indices=(0.5,)), "out_indices is (0.5,); give an integer"),
+        (lambda: create_model(NAME, features_only=True, out_indices=1.0), "out_indices is 1.0; give an integer"),
+    ):
+        with pytest.raises(TypeError) as error:
+            call()
+        assert words in str(error.value) and "\n" not in str(error.value)
+    model.forward_intermediates(image, indices=list(np.array([0, -1])))
+
+
+def test_remedies(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: the cause and what would help; before, the reason of the second file replaced that of the first."""
+    model = create_model(NAME, **SMALL)
+    assert failure("").startswith("the checkpoint's name is empty; give a file")
+    wide = {
+        key: tensor.clone() for key, tensor in create_model(NAME, **SMALL | dict(embed_dim=96)).state_dict().items()
+    }
+    assert "create the model with embed_dim=96, or of another name" in failure(model, wide, of=load_weights)
+    deep = create_model(NAME, **SMALL | dict(depth=3)).state_dict()
+    assert failure(model, deep, of=load_weights).endswith(
+        "; create the model of the checkpoint, or give its sizes as options"
+    )
+    message = failure(model, tmp_path / "none" / "a.safetensors", of=save_weights)
+    assert message.endswith(f"is in a folder that does not exist; create {tmp_path / 'none'} first")
+    assert "repo_id is 'a/b/c'; use 'org/name'" in failure("a/b/c", of=model.push_to_hub)
+    assert "metadata's training is no JSON" in failure(
+        tmp_path / "b", of=model.save_pretrained, metadata={"training": "{"}
+    )
+    hub.repositories["me/cut"] = {"main": {"model.safetensors": b"0123456789"}}
+    assert re.search(r"; delete \S+models--me--cut and load it again$", failure("me/cut"))
+    (tmp_path / "cut.safetensors").write_bytes(b"0123456789")
+    assert failure(tmp_path / "cut.safetensors").endswith("; copy or download it again")
+    asked = "hf-hub:me/other is not in the cache and cannot be downloaded: "
+    assert failure("me/other", hub=dict(local_files_only=True)) == asked + "local_files_only is True"
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert failure("me/other") == asked + "HF_HUB_OFFLINE is set"
+
+
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch):
     """Oracle: setup.py's extra."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -483,6 +542,19 @@ def test_transforms_are_timms(mode: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
     own = transforms(model)
     assert own == transform_of(config) and transforms(model, train=True)(picture(300, 200)).shape == (3, 96, 160)
+
+
+def test_transforms_without_torchvision(monkeypatch: pytest.MonkeyPatch):
+    """Oracle: our own transform; the import of a torchvision for another PyTorch raises RuntimeError."""
+    model, loader = create_model(NAME, **SMALL), __import__
+
+    def load(name: str, *rest):
+        if name == "torchvision.transforms":
+            raise RuntimeError("operator torchvision::nms does not exist")
+        return loader(name, *rest)
+
+    monkeypatch.setattr("builtins.__import__", load)
+    assert transforms(model) == transform_of(data_config(model))
 
 
 def test_data_configurations_are_timms():
@@ -553,11 +625,73 @@ def test_folders_load_elsewhere(name: str, layout: str, tmp_path: Path):
     assert huggingface_hub.ModelCard(card).data.library_name == layout
 
 
+WINDOWED = dict(img_size=32, patch_size=2, embed_dim=12, depths=(2, 2), num_heads=(1, 2), window_size=4)
+OBLONG = dict(num_classes=7, img_size=(64, 32), depths=(2,), num_heads=(2,))
+REDUCED = dict(img_size=64, depths=(1, 2), embed_dims=(12, 24), num_heads=(2, 3), mlp_ratios=(2, 3), sr_ratios=(2, 1))
+PYRAMIDS = {
+    "swin": ("swin_tiny_patch4_window7_224", WINDOWED | dict(num_classes=7)),
+    "swin headless": ("swin_tiny_patch4_window7_224", WINDOWED | dict(num_classes=0, qkv_bias=False)),
+    "swin, oblong": ("swin_tiny_patch4_window7_224", WINDOWED | OBLONG),
+    "pvt": ("pvt_tiny", REDUCED | dict(num_classes=7)),
+    "pvt headless": ("pvt_tiny", REDUCED | dict(num_classes=0, in_chans=1, qkv_bias=False)),
+}
+
+
+@pytest.mark.parametrize("case", PYRAMIDS)
+def test_folders_of_pyramids_load_in_transformers(case: str, tmp_path: Path):
+    """Oracle: transformers' model from the folder, which has every tensor and no other; its output, and names."""
+    name, options = PYRAMIDS[case]
+    ours = randomize(create_model(name, **options))
+    ours.pretrained_cfg = {"label_names": tuple(LABELS.values()), "num_classes": 7, "mean": (0.5,) * 3}
+    save_pretrained(ours, tmp_path, layout="transformers")
+    auto = transformers.AutoModelForImageClassification if ours.num_classes else transformers.AutoModel
+    theirs, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    x = images(ours)
+    y = theirs.eval()(x)
+    if ours.num_classes:
+        assert_close(y.logits, ours(x))
+        assert theirs.config.id2label == LABELS
+    else:
+        assert_close(y.pooler_output if "swin" in case else y.last_hidden_state[:, 0], ours(x))
+    again, _ = load_model(tmp_path)
+    assert again.config == ours.config and data_config(again)["mean"] == data_config(ours)["mean"]
+    for key, tensor in again.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[key]), key
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("swin_tiny_patch4_window7_224", dict(img_size=256), "other windows of 7x7 on a map of 64x64"),
+        ("swin_tiny_patch4_window7_224", dict(img_size=(224, 448)), "other windows of 7x7 on a map of 7x14"),
+        ("swin_tiny_patch4_window7_224", dict(window_size=(7, 14)), "other windows of 7x14"),
+        ("swin_tiny_patch4_window7_224", dict(eps=1e-6), "transformers Swin needs eps=1e-05, not 1e-06"),
+        ("pvt_tiny", dict(img_size=(64, 32)), "transformers PVT needs square images, not 64x32"),
+        ("pvt_tiny", dict(patch_size=8), "transformers PVT needs patch_size=(4, 4), not (8, 8)"),
+        ("pvt_tiny", dict(mlp_ratios=(8, 8, 4, 2.5)), "needs whole numbers"),
+        ("twins_svt_small", {}, "layout is 'transformers'; for Twins use one of fastvit_triton, timm"),
+    ],
+)
+def test_pyramids_that_transformers_cannot_hold_are_refused(name: str, options: dict, words: str, tmp_path: Path):
+    """Oracle: one sentence that says what differs; nothing is written."""
+    model = create_model(name, **options)
+    assert words in failure(model, tmp_path / "a", layout="transformers", of=save_pretrained)
+    assert not (tmp_path / "a").exists()
+
+
 def test_timm_is_refused_what_it_cannot_build(tmp_path: Path):
     """Oracle: an epsilon that no config.json of timm can hold; nothing is written."""
     model = create_model(NAME, **SMALL, eps=1e-12)
     message = failure(model, tmp_path / "a", layout="timm", of=save_pretrained)
-    assert message.endswith("has eps=1e-06, not 1e-12") and not (tmp_path / "a").exists()
+    assert "has eps=1e-06, not 1e-12; use --to fastvit_triton" in message and not (tmp_path / "a").exists()
+
+
+def test_a_readme_of_the_user_stays(tmp_path: Path):
+    """Oracle: huggingface_hub's mixin, which writes a model card only where there is none."""
+    (tmp_path / "README.md").write_text("mine")
+    create_model(NAME, **SMALL).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine" and (tmp_path / "model.safetensors").exists()
 
 
 def test_push_and_pull(hub: HubServer, tmp_path: Path):

@@ -72,6 +72,16 @@ def test_predict_answers_as_timm(snapshot: Path, capsys: pytest.CaptureFixture):
     assert "--std is 0; use" in run(capsys, "predict", image, "--std", "0", code=2)
 
 
+def test_what_commands_refuse(snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Oracle: one sentence that names the option or the word as it was typed."""
+    assert "no pretrained weights match 'nothing';" in run(capsys, "models", "--pretrained", "nothing", code=2)
+    written = run(capsys, "convert", snapshot, tmp_path / "x.pt", "--to", "timm", code=2)
+    assert "x.pt; name a file that ends in .safetensors, or a folder" in written and not (tmp_path / "x.pt").exists()
+    (tmp_path / "file").write_text("")
+    refused = run(capsys, "train", "--out", tmp_path / "file", "--epochs", 1, code=1)
+    assert f"--out {tmp_path / 'file'} cannot be written: File exists; give another folder" in refused
+
+
 def test_models_with_tags(capsys: pytest.CaptureFixture):
     """Oracle: list_models(pretrained=True), and timm's classes and licences."""
     for words, pattern in (((), "*"), (("dinov2",), "*dinov2*")):

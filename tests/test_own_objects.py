@@ -52,6 +52,25 @@ def broken(image: Image.Image) -> None:
     raise KeyError("mask")
 
 
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ("x = 1\nraise RuntimeError('no\\nyes')", "RuntimeError: no (broken_module.py, line 2)"),
+        ("def f(:", "invalid syntax (broken_module.py, line 1)"),
+        ("import nowhere", "No module named 'nowhere'"),
+        ("1 / 0", "ZeroDivisionError: division by zero (broken_module.py, line 1)"),
+    ],
+)
+def test_modules_that_fail_are_named_in_one_sentence(code, words, tmp_path, monkeypatch):
+    """Oracle: the error of the module's code and where it is; before, most of them were tracebacks of a command."""
+    (tmp_path / "broken_module.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError) as error:
+        resolve("--transform", "broken_module:f")
+    assert str(error.value) == f"--transform is broken_module:f, and broken_module cannot be imported: {words}"
+
+
 class Halved(torch.optim.SGD):
     """An optimiser without weight decay, with half the rate."""
 

@@ -87,6 +87,39 @@ def test_stochastic_depth_equals_timms(name):
     assert distance(ours(images), ours(images)) > 0.01  # it drops
 
 
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "twins_pcpvt"])
+def test_dropout_on_attention_equals_timms(name):
+    """Oracle: the family's in training mode, with the same seed: logits and gradients; without training, no dropout."""
+    case = CASES[name]
+    ours, theirs = pair(case, case.sizes[0], drop_path_rate=0.0, attn_drop_rate=0.4)
+    images = torch.randn(2, 3, *case.sizes[0]).double()
+    assert_same(case, ours.train(), theirs.train(), images, seed=3)
+    torch.manual_seed(4)
+    assert distance(ours(images), ours(images)) > 0.01  # it drops
+    assert_same(case, ours.eval(), theirs.eval(), images)
+
+
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "pvt"])
+def test_fused_blocks_drop_the_same(name):
+    """Oracle: the plain way with the same seed; projections and MLPs run our kernels."""
+    case = CASES[name]
+    options, size = TRACED[name]
+    ours, _ = pair(case, size, drop_path_rate=0.0, **options)
+    dropping = create_model(
+        case.name, img_size=size, **case.options | options | dict(num_classes=5, attn_drop_rate=0.4, drop_path_rate=0.0)
+    )
+    dropping.load_state_dict(ours.state_dict())
+    dropping, images = dropping.float().train(), torch.randn(1, 3, *size)
+    torch.manual_seed(3)
+    wanted = dropping(images)
+    torch.manual_seed(3)
+    with interpreting(), forcing("fused"):
+        found = dropping(images)
+    assert not torch.equal(found, wanted)  # the kernels ran
+    assert distance(found, wanted) <= 84 * torch.finfo(torch.float32).eps
+    assert distance(wanted, ours.float().eval()(images)) > 0.01
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps_equal_the_oracles(name):
     """Oracle: the family's parameters after the same steps of SGD, to 1e-9."""

@@ -148,3 +148,9 @@ def test_nothing_is_tracked_unless_asked():
     """Oracle: the function accepts a row without any tracker."""
     with tracking(None, Run(Path("none"), "", {})) as log:
         log({"epoch": 1}, 1)
+
+
+def test_a_tracker_is_named_once():
+    """Oracle: the tracker that would write each row twice."""
+    with pytest.raises(ValueError, match="--log-to is 'wandb,wandb'; name wandb once"):
+        check_trackers("--log-to", "wandb,wandb")

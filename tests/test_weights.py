@@ -990,7 +990,12 @@ def test_files_that_do_not_name_their_model(tmp_path):
         ("vit_base_patch16_siglip_224", dict(num_classes=7), "transformers", "SigLIP needs head_after_map=False"),
         ("vit_base_patch32_clip_quickgelu_224", {}, "transformers", "CLIP needs head_bias=False"),
         ("vit_tiny_r_s16_p8_224", {}, "transformers", "needs hybrid=False"),
-        ("vit_tiny_patch16_224", {}, "flax", "layout is 'flax'; use one of fastvit_triton, timm, transformers"),
+        (
+            "vit_tiny_patch16_224",
+            {},
+            "flax",
+            "layout is 'flax'; for a plain ViT use one of fastvit_triton, timm, transformers",
+        ),
     ],
 )
 def test_unsupported_layouts_raise(name, options, layout, message, tmp_path):

@@ -27,6 +27,8 @@ def _check_new(option: str, path: Path) -> None:
     """Raises ValueError if the file or folder exists already, or cannot be written."""
     if path.exists():
         raise ValueError(f"{path} exists already; name another file or folder")
+    if path.suffix in {".pt", ".pth", ".bin", ".npz"}:
+        raise ValueError(f"{option} is {path}; name a file that ends in .safetensors, or a folder")
     check_output(option, path)
 
 

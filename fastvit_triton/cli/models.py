@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
 
     whole = set(args.pattern) & set("*?[")
     if args.pretrained:
-        return _list_pretrained(args.pattern if whole else f"*{args.pattern}*")
+        return _list_pretrained(args.pattern, args.pattern if whole else f"*{args.pattern}*")
     names = list_models(args.pattern if whole else f"*{args.pattern}*")
     if not names:
         raise ValueError(f"no model matches {args.pattern!r}; leave it out to list all {len(CATALOGUE)}")
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _list_pretrained(pattern: str) -> int:
-    """Lists the pretrained weights, the default of a name first."""
+def _list_pretrained(typed: str, pattern: str) -> int:
+    """Lists the pretrained weights, the default of a name first; errors name the pattern as it was typed."""
     from ..weights.pretrained import list_models, pretrained_cfg
 
     rows: list[tuple[str, ...]] = [("name", "image", "classes", "licence")]
@@ -49,7 +49,7 @@ def _list_pretrained(pattern: str) -> int:
         cfg = pretrained_cfg(name)
         rows.append((name, "×".join(map(str, cfg["input_size"][1:])), str(cfg["num_classes"]), cfg["license"] or "-"))
     if len(rows) == 1:
-        raise ValueError(f"no pretrained weights match {pattern!r}; leave it out to list all")
+        raise ValueError(f"no pretrained weights match {typed!r}; leave it out to list all")
     _print_table(rows)
     return 0
 

@@ -57,8 +57,10 @@ def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, 
     return x, parts, module.position
 
 
-def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, None]:
-    """Input and parts of our attention over a feature map."""
+def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, None] | str:
+    """Input and parts of our attention over a feature map, or a reason."""
+    if module.training and module.attn_drop.p > 0:
+        return f"attention dropout {module.attn_drop.p}"
     return x, module.parts(), None
 
 

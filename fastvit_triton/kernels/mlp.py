@@ -390,7 +390,7 @@ OP = Op(
         "small": dict(B=3, N=23, D=192, F=96, recompute=1),
         "odd_recompute": dict(B=3, N=5, D=33, F=70, recompute=1),
         "swiglu": dict(B=2, N=10, D=32, F=24, gated=0),
-        "rms": dict(B=2, N=23, D=48, F=96, rms=1),
+        "rms": dict(B=2, N=23, D=80, F=96, rms=1, recompute=1),
         "rms_geglu": dict(B=2, N=10, D=32, F=24, rms=1, gated=1, recompute=1),
         "empty": dict(B=0, N=3, D=8, F=16),
         "empty_recompute": dict(B=2, N=0, D=8, F=16, recompute=1),

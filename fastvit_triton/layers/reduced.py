@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cost import Branch as Sizes
-from .body import Before, Given, Output
+from .body import Before, Given, Output, finish, project
 from .spatial import ReducedParts
 from .ways import way_alone
 
@@ -22,16 +22,26 @@ class ReducedAttention(nn.Module):
         ratio: R; with 1 there is no reduction, and this is plain self-attention.
         qkv_bias: biases on the projections of queries, keys and values.
         proj_drop: dropout after the output projection.
+        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
     """
 
     sr: nn.Conv2d | None
     norm: nn.LayerNorm | None
 
-    def __init__(self, dim: int, num_heads: int, ratio: int = 1, qkv_bias: bool = True, proj_drop: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        ratio: int = 1,
+        qkv_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+    ) -> None:
         super().__init__()
         self.num_heads, self.ratio, self.scale = num_heads, ratio, (dim // num_heads) ** -0.5
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
         self.sr = nn.Conv2d(dim, dim, ratio, ratio) if ratio > 1 else None
@@ -58,7 +68,14 @@ class ReducedAttention(nn.Module):
         if way is None:
             way = way_alone(self, x)
         if way == "plain":
-            return self.proj_drop(self.proj(self._attend(x)))
+            small = self._reduce(x)
+            return self.proj_drop(self.proj(self._attend(self.q(x), self.kv(small))))
+        if self.attn_drop.training and self.attn_drop.p > 0:
+            if self.sr is None:
+                q, kv = project(x, (self.q, self.kv), norm, stats, way).split((x.shape[-1], 2 * x.shape[-1]), -1)
+            else:
+                q, kv = project(x, (self.q,), None, None, way), project(self._reduce(x), (self.kv,), None, None, way)
+            return finish(self._attend(q, kv), self.proj, None, self.proj_drop, way=way, **end)
         return self.parts()(x, norm, stats, way, **end)
 
     def parts(self) -> ReducedParts:
@@ -66,16 +83,21 @@ class ReducedAttention(nn.Module):
         layers = self.q, (self.kv,), self.proj, self.num_heads, self.scale
         return ReducedParts(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,))
 
-    def _attend(self, x: Tensor) -> Tensor:
-        small = x
-        if self.sr is not None and self.norm is not None:
-            small = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+    def _reduce(self, x: Tensor) -> Tensor:
+        """The smaller map of x [B, H, W, D], or x."""
+        if self.sr is None or self.norm is None:
+            return x
+        return self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+    def _attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention of q [B, H, W, D] to kv [B, H', W', 2·D], by PyTorch."""
+        grid = q.shape[1:3]
         q, k, v = (
-            t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for t in (self.q(x), *self.kv(small).chunk(2, -1))
+            t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
         )  # [B, heads, N or M, d]
-        o = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return o.transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3])
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
+        return o.transpose(1, 2).flatten(2).unflatten(1, grid)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, ratio={self.ratio}"

@@ -97,11 +97,11 @@ class WindowParts(NamedTuple):
         [B, H, W, 3·heads·D] → [B, H, W, heads·D].
         """
         size, shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
-        pad = self._pad(qkv, channels) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
+        pad = self.padded_token(qkv, channels) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
         run = window_attention if fused else reference
         return run(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, self.window.pad_first)
 
-    def _pad(self, qkv: Tensor, channels: int) -> Tensor | None:
+    def padded_token(self, qkv: Tensor, channels: int) -> Tensor | None:
         """The projections of a padded token, which is zero after the norm: [3·heads·D]."""
         if all(is_readable(layer) for layer in self.projections):
             return packed(*zip(*((layer.weight, layer.bias) for layer in self.projections), strict=True))[1]

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import window
 from ..kernels.cost import Branch as Sizes
 from . import ways
-from .body import Before, Given, Output, fold_or_normalize, project
+from .body import Before, Given, Output, finish, fold_or_normalize, project
 from .freeze import derived
 from .hooks import can_fuse
 from .spatial import Window, WindowParts
@@ -25,6 +26,7 @@ class WindowAttention(nn.Module):
         qkv_bias: bias on the packed projection.
         relative_bias: add a learned bias per head and offset between two tokens (eq. 4).
         proj_drop: dropout after the output projection.
+        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class WindowAttention(nn.Module):
         qkv_bias: bool = True,
         relative_bias: bool = True,
         proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_heads, self.window = num_heads, window
         self.scale = (dim // num_heads) ** -0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
         self.relative_position_bias_table = None
@@ -73,6 +77,14 @@ class WindowAttention(nn.Module):
         if way is None:
             way = way_alone(self, x)
         parts = self.parts()
+        if self.attn_drop.training and self.attn_drop.p > 0:
+            qkv = self.qkv(x) if way == "plain" else project(x, (self.qkv,), norm, stats, way)
+            o = attend_with_dropout(parts, qkv, x.shape[-1], self.scale, self.attn_drop.p)
+            return (
+                self.proj_drop(self.proj(o))
+                if way == "plain"
+                else finish(o, self.proj, None, *parts.drops, way=way, **end)
+            )
         if way == "plain":
             fused = can_fuse(x) and not ways.state.inside_plain
             return self.proj_drop(self.proj(parts.attend(self.qkv(x), x.shape[-1], fused)))
@@ -93,6 +105,27 @@ class WindowAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, size={self.window.size}, shift={self.window.shift}"
+
+
+def attend_with_dropout(parts: WindowParts, qkv: Tensor, channels: int, scale: float, p: float) -> Tensor:
+    """`WindowParts.attend`, with dropout on the probabilities, by PyTorch: rolls, then pads, as timm.
+
+    [B, H, W, 3·heads·D] → [B, H, W, heads·D].
+    """
+    (B, H, W, _), heads, (h, w) = qkv.shape, parts.num_heads, parts.window.size
+    sy, sx = parts.window.shift_on(qkv.shape[1:3])
+    x = window._padded(qkv.roll((-sy, -sx), (1, 2)), -H % h, -W % w, parts.padded_token(qkv, channels))
+    rows, columns = x.shape[1] // h, x.shape[2] // w
+    split = x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).unflatten(-1, (3, heads, -1))
+    q, k, v = split.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(1, 3).unbind()  # [B·windows, heads, h·w, D]
+    mask = parts.bias
+    if sy or sx:
+        apart = window._apart(x, (h, w), (sy, sx)).repeat(B, 1, 1).unsqueeze(1)
+        mask = apart if mask is None else mask + apart
+    mask = None if mask is None else mask.to(q.dtype)
+    o = F.scaled_dot_product_attention(q, k, v, mask, p, scale=scale)
+    o = o.unflatten(2, (h, w)).unflatten(0, (B, rows, columns)).permute(0, 1, 4, 2, 5, 3, 6)
+    return o.flatten(5).flatten(3, 4).flatten(1, 2)[:, :H, :W].roll((sy, sx), (1, 2))
 
 
 class PatchMerging(nn.Module):

@@ -267,6 +267,7 @@ def feature_take_indices(
 
     Raises:
         ValueError: an index is out of range.
+        TypeError: the indices are no integers.
     """
     if indices is None:
         indices = stages
@@ -274,6 +275,8 @@ def feature_take_indices(
         if not 0 < indices <= stages:
             raise ValueError(f"{argument} is {indices}; the model has {stages} stages, so use 1 to {stages}")
         return list(range(stages - indices, stages)), stages - 1
+    if not hasattr(indices, "__iter__") or not all(hasattr(i, "__index__") for i in indices):
+        raise TypeError(f"{argument} is {indices!r}; give an integer, or a sequence of integers")
     if not indices or not all(-stages <= i < stages for i in indices):
         raise ValueError(
             f"{argument} is {list(indices)}; the model has {stages} stages, so give some of {-stages} to {stages - 1}"

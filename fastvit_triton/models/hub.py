@@ -61,7 +61,7 @@ class HubMethods:
         """Writes model.safetensors, config.json and a model card, README.md, which `from_pretrained` and timm read.
 
         Args:
-            save_directory: a folder, which is created.
+            save_directory: a folder, which is created; its README.md stays as it is if it has one.
             metadata: header of the file from which the model was loaded, for its classes, metrics and recipe.
             repo_id: repository to publish to, by default the name of the folder.
             push_to_hub: publish, too.

@@ -26,10 +26,12 @@ class PvtConfig(ReducedConfig):
     Attributes:
         class_token: prepend a learned token in the last stage, whose `sr_ratios` must be 1.
         qkv_bias: bias on the query, key and value projections.
+        attn_drop_rate: dropout on attention probabilities.
     """
 
     class_token: bool = True
     qkv_bias: bool = True
+    attn_drop_rate: float = 0.0
     global_pool: str = "token"
     pools = ("token", "avg", "none")
 
@@ -104,7 +106,8 @@ class PyramidVisionTransformer(PyramidTransformer):
 def build_block(config: PvtConfig, stage: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
     D, drop = config.widths[stage], config.proj_drop_rate
-    attn = ReducedAttention(D, config.num_heads[stage], config.sr_ratios[stage], config.qkv_bias, drop)
+    sizes = D, config.num_heads[stage], config.sr_ratios[stage]
+    attn = ReducedAttention(*sizes, config.qkv_bias, drop, config.attn_drop_rate)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
 
 

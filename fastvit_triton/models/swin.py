@@ -31,6 +31,7 @@ class SwinConfig(PyramidConfig):
         always_partition: keep that size and the shift on smaller maps, which are padded.
         mlp_ratio: hidden channels of the MLP divided by the channels.
         qkv_bias: bias on the query, key and value projections.
+        attn_drop_rate: dropout on attention probabilities.
     """
 
     embed_dim: int = 96
@@ -38,6 +39,7 @@ class SwinConfig(PyramidConfig):
     always_partition: bool = False
     mlp_ratio: float = 4.0
     qkv_bias: bool = True
+    attn_drop_rate: float = 0.0
     dynamic_img_size: bool = False
     num_heads: tuple[int, ...] = (3, 6, 12, 24)
     drop_path_rate: float = 0.1  # as in timm
@@ -96,7 +98,7 @@ class SwinTransformer(PyramidTransformer):
 def build_block(config: SwinConfig, stage: int, window: Window, drop_path: float) -> Block:
     """Builds one block of a stage."""
     D, drop = config.widths[stage], config.proj_drop_rate
-    attn = WindowAttention(D, config.num_heads[stage], window, config.qkv_bias, proj_drop=drop)
+    attn = WindowAttention(D, config.num_heads[stage], window, config.qkv_bias, True, drop, config.attn_drop_rate)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 
@@ -114,6 +116,5 @@ VARIANTS = {
     "swin_large_patch4_window12_384": LARGE.replace(window_size=12, img_size=384),
 }
 ORACLE = dict.fromkeys(VARIANTS, "timm")
-
 # Counted by timm 1.0.31.
 PARAMS = dict(zip(VARIANTS, (28_288_354, 49_606_258, 87_768_224, 87_903_584, 196_532_476, 196_735_516), strict=True))

@@ -27,9 +27,11 @@ class TwinsConfig(ReducedConfig):
 
     Attributes:
         wss: window sides of every other block, one per stage; None for no windows.
+        attn_drop_rate: dropout on attention probabilities.
     """
 
     wss: tuple[int, ...] | None = None
+    attn_drop_rate: float = 0.0
 
 
 class Twins(PyramidTransformer):
@@ -82,11 +84,12 @@ class Twins(PyramidTransformer):
 def build_block(config: TwinsConfig, stage: int, block: int, drop_path: float) -> Block:
     """Builds one block of a stage."""
     D, heads, drop = config.widths[stage], config.num_heads[stage], config.proj_drop_rate
+    drops: Any = dict(proj_drop=drop, attn_drop=config.attn_drop_rate)
     if config.wss is None or block % 2:
-        attn: nn.Module = ReducedAttention(D, heads, config.sr_ratios[stage], proj_drop=drop)
+        attn: nn.Module = ReducedAttention(D, heads, config.sr_ratios[stage], **drops)
     else:
         window = Window((config.wss[stage], config.wss[stage]))
-        attn = WindowAttention(D, heads, window, relative_bias=False, proj_drop=drop)
+        attn = WindowAttention(D, heads, window, relative_bias=False, **drops)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratios[stage]), drop=drop), config.eps, drop_path=drop_path)
 
 

@@ -3,7 +3,13 @@
 import importlib
 import os
 import sys
+import traceback
 from typing import Any
+
+# what the code of a module raises when it is imported
+FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
+FAILURES += (NameError, OSError, RuntimeError)
+FAILURES += (SyntaxError, TypeError, ValueError)
 
 
 def resolve(option: str, reference: str) -> Any:
@@ -23,8 +29,12 @@ def resolve(option: str, reference: str) -> Any:
         sys.path.append(folder)
     try:
         found = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{option} is {reference}, and {module_name} cannot be imported: {error}") from error
+    except FAILURES as error:
+        why = str(error).partition("\n")[0]
+        if not isinstance(error, (ImportError, SyntaxError)):  # which say where
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"{type(error).__name__}: {why} ({os.path.basename(place.filename)}, line {place.lineno})"
+        raise ValueError(f"{option} is {reference}, and {module_name} cannot be imported: {why}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise ValueError(f"{option} is {reference}, but {module_name} has no attribute {attribute}")

@@ -13,7 +13,7 @@ from shlex import quote
 import filelock
 from torch import nn
 
-from ..files import replacing
+from ..files import replacing, write_failure
 from .checkpoint import PREVIOUS, STATE, checksum, write_errors
 from .data import Data
 from .data.transform import join_names, save_image
@@ -42,14 +42,17 @@ def locked(out: Path) -> Iterator[None]:
 
     Raises:
         ValueError: another process holds the lock, also after ten seconds.
+        OSError: the folder cannot be created or written.
     """
     created = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(out / LOCK)
     try:
+        out.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=LOCK_SECONDS)
     except filelock.Timeout:
         raise ValueError(f"another process trains in {out}; wait until it ends, or give another --out") from None
+    except OSError as error:
+        raise OSError(f"--out {out} cannot be written: {write_failure(error)}; give another folder") from error
     try:
         yield
     finally:

@@ -36,7 +36,10 @@ Log = Callable[[dict[str, float], int], object]
 
 def check_trackers(option: str, text: str) -> None:
     """Raises ValueError unless the text has known trackers, separated by commas, whose packages are installed."""
-    for name in text.split(","):
+    names = text.split(",")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{option} is {text!r}; name {twice} once")
+    for name in names:
         if name not in TRACKERS:
             raise ValueError(f"{option} is {text!r}; use some of {', '.join(TRACKERS)}, separated by commas")
         # without a server, MLflow writes a data base, which mlflow-skinny alone cannot

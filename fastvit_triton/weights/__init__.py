@@ -57,9 +57,9 @@ class Spelling(NamedTuple):
 
 SPELLINGS = {
     "vit": Spelling("a plain ViT", LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write),
-    "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, {"timm": (pyramid.TIMM_SWIN,)}, pyramid.write),
+    "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, pyramid.SWIN_SAVED, pyramid.write),
     "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
-    "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, {}, pyramid.write),
+    "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, pyramid.PVT_SAVED, pyramid.write),
 }
 
 
@@ -188,10 +188,10 @@ def save_weights(
     path = Path(path)
     if path.suffix != ".safetensors":
         raise WeightsError(f"weights are saved as safetensors; name the file {path.with_suffix('.safetensors').name}")
+    if not path.parent.is_dir():
+        raise WeightsError(f"{path} is in a folder that does not exist; create {path.parent} first")
     model = _backbone(model)
-    spelling = _spelling(model)
-    if layout not in ("fastvit_triton", *spelling.saved):
-        raise WeightsError(f"layout is {layout!r}; use one of {', '.join(('fastvit_triton', *spelling.saved))}")
+    spelling = check_layout(model, layout)
     state = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
     if layout != "fastvit_triton":
         state = spelling.write(model, state, spelling.saved[layout])
@@ -199,14 +199,8 @@ def save_weights(
     ours: Any = model  # as `_spelling` checks
     config = json.dumps(dataclasses.asdict(ours.config))
     facts = {"pretrained_cfg": json.dumps(dict(ours.pretrained_cfg))} if ours.pretrained_cfg else {}
-    header = {
-        **(metadata or {}),
-        **facts,
-        "format": "pt",
-        "layout": layout,
-        "variant": variant(model),
-        "config": config,
-    }
+    header = {**(metadata or {}), **facts, "format": "pt", "layout": layout}
+    header |= {"variant": variant(model), "config": config}
     header[CHECKSUM] = checksum(state, header)
     try:
         with replacing(path) as temporary:
@@ -257,6 +251,15 @@ def _spelling(model: Any) -> Spelling:
     if getattr(model, "layout", None) not in SPELLINGS:
         raise WeightsError(f"model is {type(model).__name__}; give a model from create_model")
     return SPELLINGS[model.layout]
+
+
+def check_layout(model: Any, layout: str) -> Spelling:
+    """The layouts of a model's architecture; raises WeightsError if it cannot be written in this one."""
+    spelling = _spelling(model)
+    if layout not in ("fastvit_triton", *spelling.saved):
+        names = ", ".join(("fastvit_triton", *spelling.saved))
+        raise WeightsError(f"layout is {layout!r}; for {spelling.name} use one of {names}")
+    return spelling
 
 
 def _recognise(keys: Collection[str], layouts: tuple[Layout, ...]) -> tuple[Layout, str] | None:

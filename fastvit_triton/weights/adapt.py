@@ -144,11 +144,14 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
     if missing or unknown:
         parts = [f"it lacks {some(missing, 1)}"] * bool(missing)
         parts += [f"it has {some(unknown, 1)}, which the model does not have"] * bool(unknown)
-        raise WeightsError(f"a {family} checkpoint does not fit {variant(model)}: {' and '.join(parts)}")
+        why = f"a {family} checkpoint does not fit {variant(model)}: {' and '.join(parts)}"
+        raise WeightsError(f"{why}; create the model of the checkpoint, or give its sizes as options")
     for key, wanted in target.items():
         if state[key].shape != wanted.shape:
             name, theirs, ours = spelled.get(key, key), list(state[key].shape), list(wanted.shape)
-            hint = ""
+            hint = "; create the model of the checkpoint, or give its sizes as options"
+            if key in (*TOKENS, "pos_embed") and theirs[-1] != ours[-1]:
+                hint = f"; create the model with embed_dim={theirs[-1]}, or of another name"
             if key == "patch_embed.proj.weight" and len(theirs) == len(ours) == 4:
                 hint = f"; create the model with in_chans={theirs[1]}, patch_size={theirs[2]}, embed_dim={theirs[0]}"
             raise WeightsError(

@@ -39,9 +39,16 @@ def create_model(
 
     Raises:
         ValueError: the name or its tag is unknown (the message suggests others), or an option's value is invalid.
-        TypeError: an option is unknown.
+        TypeError: an option is unknown, or an argument has another type.
         WeightsError: there are no such weights, they cannot be downloaded, or they do not fit the model.
     """
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise TypeError(
+            f"name is of type {kind}; give text, such as 'vit_base_patch16_224' or 'local-dir:PATH' of a folder"
+        )
+    if pretrained not in (True, False):
+        raise TypeError(f"pretrained is {pretrained!r}; use True or False, and give a tag as {name.split('.')[0]}.TAG")
     if pretrained and checkpoint_path is not None:
         raise WeightsError(f"pretrained is True and checkpoint_path is {checkpoint_path}; give one of them")
     place, found = _resolve(name, pretrained)

@@ -36,7 +36,7 @@ class Layout:
         blocks: their paths of a block.
         block: our name → theirs, inside a block.
         read: converts their tensors to our shapes, under their names.
-        write: the inverse of `read`.
+        write: the inverse of `read` and `number`.
         base: prefix of all keys except the classifier's in the class with a classifier.
         needs: settings of the models that this library supports; a tuple lists alternatives.
     """
@@ -68,11 +68,18 @@ class Layout:
 
     def theirs(self, key: str) -> str:
         """Converts our key to theirs, without prefix; uses the first of several names."""
-        if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", key):
-            return (
-                f"{self.blocks.split()[0].format(found[1])}.{_look_up(dict(reversed([*_rows(self.block)])), found[2])}"
-            )
+        if found := re.fullmatch(re.escape(self.home).replace(r"\{\}", r"(\d+)") + r"\.(.+)", key):
+            *numbers, rest = found.groups()
+            path = self.blocks.split()[0].format(*numbers)
+            return f"{path}.{_look_up(dict(reversed([*_rows(self.block)])), rest)}"
         return _look_up(dict(reversed([*_rows(self.stem)])), key)
+
+    def convert(self, state: State, heads: tuple[str, ...], classes: int) -> State:
+        """Converts the tensors of a model with these heads to theirs, in the class with a classifier if it has one."""
+        tensors = self.write({self.theirs(key): tensor for key, tensor in state.items()})
+        outside = tuple(self.theirs(f"{head}.") for head in heads)
+        base = self.base if classes else ""
+        return {key if base and key.startswith(outside) else base + key: tensor for key, tensor in tensors.items()}
 
     def unmet(self, facts: dict[str, object]) -> list[str]:
         """Descriptions of the entries of `needs` that a model does not satisfy."""

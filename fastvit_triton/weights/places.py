@@ -115,7 +115,7 @@ class Repository(Place):
         try:
             path = Path(client.hf_hub_download(self.name, name, **library, **self.options))
         except errors.LocalEntryNotFoundError as error:
-            self.unreachable = reason(error.__cause__ or error)
+            self.unreachable = self.unreachable or self._why_unreachable(error)
             self.options["local_files_only"] = True  # the client tries each file for half a minute
             return None
         except errors.EntryNotFoundError:
@@ -135,6 +135,14 @@ class Repository(Place):
         if commit := re.search(r"/snapshots/([0-9a-f]{40})/", path.as_posix()):
             self.options["revision"] = commit[1]
         return path
+
+    def _why_unreachable(self, error: Exception) -> str:
+        """Why the client did not download."""
+        if importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE:
+            return "HF_HUB_OFFLINE is set"
+        if self.options.get("local_files_only"):
+            return "local_files_only is True"
+        return reason(error.__cause__ or error)
 
     def why_missing(self, what: str) -> str:
         """A sentence that says why `find` found nothing."""
@@ -164,9 +172,14 @@ def find_place(source: str | os.PathLike, **options: Any) -> Place:
 
     Raises:
         WeightsError: there is no such file or folder, and it is no name of the Hub, or the name has no weights.
+        TypeError: the source is neither text nor a path.
     """
     if isinstance(source, Place):
         return source
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"the checkpoint is of type {type(source).__name__}; give {FORMS}")
+    if not os.fspath(source):
+        raise WeightsError(f"the checkpoint's name is empty; give {FORMS}")
     text, path = os.fspath(source), Path(source)
     scheme, _, rest = text.partition(":")
     if scheme in ("hf-hub", "hf_hub"):

@@ -12,7 +12,18 @@ from typing import Any
 from ..files import replacing
 from ..models.base import ImageModel
 from ..preparation import data_config
-from . import SPELLINGS, describe, load_model, places, save_weights, timm_config, transformers_config, vit
+from . import (
+    SPELLINGS,
+    check_layout,
+    describe,
+    load_model,
+    places,
+    pyramid,
+    save_weights,
+    timm_config,
+    transformers_config,
+    vit,
+)
 from .adapt import WeightsError, variant
 from .create import build_pretrained
 from .pretrained import class_names
@@ -72,7 +83,7 @@ def save_pretrained(
 
     Args:
         model: from `create_model`.
-        folder: is created.
+        folder: is created; its README.md stays as it is if it has one, as by huggingface_hub's mixin.
         metadata: header of the file from which the model was loaded.
         layout: "fastvit_triton" writes parameters under our names, which are timm's, and a config.json that both read.
         repo: name on the Hub, for the model card.
@@ -80,10 +91,13 @@ def save_pretrained(
     Raises:
         WeightsError: the layout does not support the model, or a file cannot be written.
     """
-    folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
-    saved = SPELLINGS[model.layout].saved
-    if layout not in ("fastvit_triton", *saved):
-        raise WeightsError(f"layout is {layout!r}; use one of {', '.join(('fastvit_triton', *saved))}")
+    try:
+        folder, training = Path(folder), json.loads((metadata or {}).get("training", "{}"))
+    except ValueError as error:
+        raise WeightsError(
+            f"metadata's training is no JSON ({error}); give the header that load_model returns"
+        ) from error
+    saved = check_layout(model, layout).saved
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
     cfg = {key: value for key, value in cfg.items() if not key.startswith(("hf_hub_", "label_"))}
@@ -91,9 +105,9 @@ def save_pretrained(
     cfg |= {"label_names": list(names)} if names and len(names) == model.num_classes else {}
     files = {"config.json": _config(model, cfg, layout)}
     if layout == "transformers":
-        chosen = vit.choose(model, saved[layout])  # type: ignore[arg-type]
-        plain: Any = model
-        files["config.json"], files["preprocessor_config.json"] = transformers_config.write(plain, chosen.name, cfg)
+        any_model: Any = model
+        chosen = (vit if model.layout == "vit" else pyramid).choose(any_model, saved[layout])
+        files["config.json"], files["preprocessor_config.json"] = transformers_config.write(any_model, chosen.name, cfg)
     title = repo or folder.resolve().name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,8 +115,9 @@ def save_pretrained(
         for name, held in files.items():
             with replacing(folder / name) as temporary:
                 temporary.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
-        with replacing(folder / "README.md") as temporary:
-            temporary.write_text(model_card(model, title, cfg, training, layout), encoding="utf-8")
+        if not (folder / "README.md").exists():  # it may be the user's
+            with replacing(folder / "README.md") as temporary:
+                temporary.write_text(model_card(model, title, cfg, training, layout), encoding="utf-8")
     except OSError as error:
         raise WeightsError(f"cannot write {folder}: {error.strerror or error}") from error
 
@@ -175,6 +190,8 @@ def push_to_hub(
             repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
             save_pretrained(model, folder, metadata, repo=repository)
             return str(api.upload_folder(repo_id=repository, folder_path=folder, **commit))
-        except (*errors.HfHubHTTPError.__bases__, errors.HFValidationError, OSError) as error:
+        except errors.HFValidationError as error:
+            raise WeightsError(f"repo_id is {repo_id!r}; use 'org/name', or 'name' for your own") from error
+        except (*errors.HfHubHTTPError.__bases__, OSError) as error:
             login = "check the name, and set HF_TOKEN to a token that may write, or run hf auth login"
             raise WeightsError(f"{repo_id} was not published: {places.reason(error)}; {login}") from error

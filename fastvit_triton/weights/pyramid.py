@@ -7,16 +7,21 @@ Sources: state dicts of timm 1.0.31, transformers 4.56 and 5.23, torchvision 0.2
 (models/swin_transformer.py), whai362/PVT (classification/pvt.py).
 """
 
+import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from torch import nn
+
 from ..layers import resize_pos_embed, resize_table
-from .adapt import State, WeightsError
+from ..layers.embed import sides
+from .adapt import State, WeightsError, split, variant
 from .layouts import Layout
+from .vit import supporting
 
 TABLE = ".relative_position_bias_table"
 
@@ -45,6 +50,36 @@ def _from_pvt(key: str) -> str:
         rest = rest.replace("projection.", "proj.").replace("layer_norm.", "norm.")
         return {"cls_token": rest, "position_embeddings": f"pos_embed{stage}"}.get(rest, f"patch_embed{stage}.{rest}")
     return key
+
+
+def _write_swin(tensors: State) -> State:
+    """The inverse of `_merges_last`."""
+
+    def name(key: str) -> str:
+        return re.sub(r"^layers\.(\d+)\.downsample", lambda m: f"encoder.layers.{int(m[1]) - 1}.downsample", key)
+
+    return {name(key): tensor for key, tensor in tensors.items()}
+
+
+def _write_pvt(tensors: State) -> State:
+    """The inverse of `_from_pvt`; the class token is in the last stage."""
+    last = max(int(found[1]) for key in tensors if (found := re.match(r"patch_embed(\d+)\.", key)))
+    parts = {"proj": "projection", "norm": "layer_norm"}
+
+    def name(key: str) -> str:
+        if key == "cls_token":
+            return f"encoder.patch_embeddings.{last - 1}.cls_token"
+        found = re.fullmatch(r"(block|patch_embed|pos_embed)(\d+)\.?(.*)", key)
+        if found is None:
+            return key
+        stage, rest = int(found[2]) - 1, found[3]
+        if found[1] == "block":
+            return f"encoder.block.{stage}.{rest}"
+        module, _, leaf = rest.partition(".")
+        rest = f"{parts[module]}.{leaf}" if module else "position_embeddings"
+        return f"encoder.patch_embeddings.{stage}.{rest}"
+
+    return {name(key): tensor for key, tensor in tensors.items()}
 
 
 HEAD = {"head.fc": "head.fc head"}
@@ -78,6 +113,9 @@ SWIN_LAYOUTS = (
             "attn.proj": "attention.o_proj attention.output.dense",
             "mlp.fc{1,2}": "mlp.fc{1,2} {intermediate,output}.dense",
         },
+        write=_write_swin,
+        base="swin.",
+        needs=dict(final_norm=True, global_pool="avg", eps=1e-5, always_partition=False),
         **SWIN | dict(blocks="encoder.layers.{}.blocks.{}"),
     ),
     Layout(
@@ -110,9 +148,14 @@ PVT_LAYOUTS = (
             "attn.proj": "attention.output.dense",
             "mlp.fc{1,2}": "mlp.dense{1,2}",
         },
+        write=_write_pvt,
+        base="pvt.",
+        needs=dict(final_norm=True, class_token=True, global_pool="token", patch_size=((4, 4),)),
     ),
     Layout(name="PVT", mark="patch_embed1.proj.weight", resize="bilinear", home="block{}.{}", blocks="block{}.{}"),
 )
+SWIN_SAVED: dict[str, tuple[Layout, ...]] = {"timm": (TIMM_SWIN,), "transformers": (SWIN_LAYOUTS[1],)}
+PVT_SAVED: dict[str, tuple[Layout, ...]] = {"transformers": (PVT_LAYOUTS[0],)}
 
 
 def fit_tables(
@@ -167,6 +210,53 @@ def keep(model: Any, target: State, state: State, metadata: Mapping[str, str], m
     return [], ""
 
 
+def choose(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The first layout that supports the model.
+
+    Raises:
+        WeightsError: none of them does, or their library computes something else for these sizes.
+    """
+    config = model.config
+    facts = dataclasses.asdict(config) | {"final_norm": isinstance(model.norm, nn.LayerNorm)}
+    layout = supporting(layouts, facts, variant(model))
+    if layout.name == "transformers PVT" and config.img_size[0] != config.img_size[1]:
+        size = "x".join(map(str, config.img_size))
+        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs square images, not {size}")
+    if layout.name == "transformers Swin":
+        _check_windows(model)
+    return layout
+
+
+def _check_windows(model: Any) -> None:
+    """Raises WeightsError unless all windows are those of transformers.
+
+    It has square windows, pads before it shifts them, and shifts both axes of a map or none.
+    """
+    h, w = sides(model.config.window_size)
+    for rows, columns in _maps(model):
+        same = not rows % h and not columns % h and (rows == h) == (columns == h)
+        if h != w or not same:
+            raise WeightsError(
+                f"{variant(model)} cannot be written so: transformers has other windows of {h}x{w} on a map of "
+                f"{rows}x{columns}; create the model with a window_size, as an integer, that divides all maps"
+            )
+
+
+def _maps(model: Any) -> Iterator[tuple[int, int]]:
+    """(rows, columns) of the map of each stage."""
+    grid = model.patch_embed.grid_size
+    for _ in model.config.depths:
+        yield grid
+        grid = -(-grid[0] // 2), -(-grid[1] // 2)
+
+
 def write(model: Any, state: State, layouts: tuple[Layout, ...]) -> State:
-    """The tensors as they are: our names are timm's."""
-    return state
+    """Converts our tensors to the names of the first layout that supports the model; timm's are ours.
+
+    Raises:
+        WeightsError: none of the layouts supports the model.
+    """
+    if not any(layout.base for layout in layouts):
+        return state
+    layout = choose(model, layouts)
+    return layout.convert(split(state, "attn.qkv", "attn.kv"), model.head_names, model.config.num_classes)

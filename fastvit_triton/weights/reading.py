@@ -71,9 +71,15 @@ def read(path: Path, verify: bool) -> tuple[Mapping, dict[str, str]]:
                 "use a safetensors file, or save only model.state_dict() at its source"
             ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        remedy = "; verify=False loads it" if "checksum" in reason else ""
-        raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}{remedy}") from error
+        remedy = f"verify=False loads it, or {_again(path)}" if "checksum" in reason else _again(path)
+        raise WeightsError(f"{path} is damaged, cut short or no {path.suffix} file: {reason}; {remedy}") from error
     raise WeightsError(f"{path} is no checkpoint: expected .safetensors, .pt, .pth, .bin or .npz")
+
+
+def _again(path: Path) -> str:
+    """How to replace a damaged file; one in the Hub's cache is downloaded again only without its repository."""
+    cached = next((folder for folder in path.parents if folder.name.startswith("models--")), None)
+    return "copy or download it again" if cached is None else f"delete {cached} and load it again"
 
 
 def unwrap(held: Mapping) -> tuple[State, str]:

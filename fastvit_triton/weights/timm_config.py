@@ -58,7 +58,8 @@ def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
     changed = {key: value for key, value in changed.items() if key not in TRAINING and not key.endswith("_rate")}
     if wrong := [key for key in FIXED if key in changed]:
         needs = ", ".join(f"{key}={standard[key]!r}, not {config[key]!r}" for key in wrong)
-        raise WeightsError(f"timm cannot build {name} from a config.json: its {architecture} has {needs}")
+        fix = "use --to fastvit_triton, or a .safetensors file"
+        raise WeightsError(f"timm cannot build {name} from a config.json: its {architecture} has {needs}; {fix}")
     if architecture.startswith("naflex") or "." in name:
         raise WeightsError(f"timm has other parameter names for {name}; use --to fastvit_triton")
     if str(changed.get("pos_embed", "none")) != "none":  # a fixed table is stored as if it were learned

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ..models import CATALOGUE, model_config
 from ..models.config import sides
-from ..models.transformer import VisionTransformer
 from .adapt import WeightsError
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
@@ -159,7 +158,7 @@ def _cfg(
     return cfg
 
 
-def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def write(model: Any, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and preprocessor_config.json of a model that `save_weights` writes in a layout.
 
     Args:
@@ -170,6 +169,8 @@ def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[d
     Raises:
         WeightsError: its class has no such ratio of the MLP.
     """
+    if model.layout in PYRAMIDS:
+        return _write_pyramid(model.layout, model.config, cfg), _processor(cfg)
     kind, config = next(kind for kind in KINDS if kind.layout == layout), model.config
     held: dict[str, Any] = {theirs: _square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
     held |= {
@@ -195,14 +196,37 @@ def write(model: VisionTransformer, layout: str, cfg: dict[str, Any]) -> tuple[d
     labels = {}
     if config.num_classes and "projection_dim" in kind.defaults:
         held["projection_dim"] = config.num_classes
-    elif config.num_classes:
-        names = cfg.get("label_names") or [f"LABEL_{i}" for i in range(config.num_classes)]
-        labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    else:
+        labels = _labels(config.num_classes, cfg)
     nested = kind.outer == "siglip" and config.num_classes
     held["model_type"] = kind.model_type
     held = {"model_type": kind.outer, "vision_config": held} if nested else held
     architecture = kind.headed if config.num_classes else kind.bare
     return {"architectures": [architecture], "dtype": "float32", **held, **labels}, _processor(cfg)
+
+
+def _write_pyramid(model_type: str, config: Any, cfg: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a model whose configuration has a list per stage."""
+    held: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in PYRAMIDS[model_type][1].items()}
+    held |= {key: _square(held[key]) for key in held.keys() & {"image_size", "patch_size", "window_size"}}
+    if model_type == "pvt":
+        held["mlp_ratios"] = [int(ratio) for ratio in config.mlp_ratios]
+        if any(ratio != int(ratio) for ratio in config.mlp_ratios):
+            raise WeightsError(f"mlp_ratios is {config.mlp_ratios}; PvtConfig of transformers needs whole numbers")
+        patches = [config.patch_size[0], *[2] * (len(config.depths) - 1)]
+        held |= dict(num_encoder_blocks=len(config.depths), patch_sizes=patches, strides=patches)
+        held |= {"num_labels": config.num_classes} if config.num_classes else {}  # PvtConfig counts no labels
+    name = model_type.capitalize() + ("ForImageClassification" if config.num_classes else "Model")
+    kind = {"architectures": [name], "dtype": "float32", "model_type": model_type, "hidden_act": "gelu"}
+    return {**kind, **held, **_labels(config.num_classes, cfg)}
+
+
+def _labels(classes: int, cfg: dict[str, Any]) -> dict[str, Any]:
+    """The names of the classes, by default LABEL_0, LABEL_1, …; none without a head."""
+    if not classes:
+        return {}
+    names = cfg.get("label_names") or [f"LABEL_{i}" for i in range(classes)]
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
 def _gated(hidden: int) -> int:

@@ -122,6 +122,18 @@ def move_prefix(state: State, given: int, wanted: int) -> State:
     return {**state, **moved, "pos_embed": torch.cat((pos[:, :wanted], pos[:, given:]), 1)}
 
 
+def supporting(layouts: tuple[Layout, ...], facts: dict[str, object], name: str) -> Layout:
+    """The first layout whose `needs` the facts of a model satisfy.
+
+    Raises:
+        WeightsError: none of them; the message has the settings that the nearest one needs.
+    """
+    layout = min(layouts, key=lambda layout: len(layout.unmet(facts)))
+    if wrong := layout.unmet(facts):
+        raise WeightsError(f"{name} cannot be written so: {layout.name} needs {'; '.join(wrong)}")
+    return layout
+
+
 def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
     """The first layout that supports the model.
 
@@ -140,10 +152,7 @@ def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
         "head_bias": "head.bias" in state and bool(state["head.bias"].any()),
         "head_after_map": "attn_pool.latent" in state and "head.weight" in state,
     }
-    layout = min(layouts, key=lambda layout: len(layout.unmet(facts)))
-    if wrong := layout.unmet(facts):
-        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs {'; '.join(wrong)}")
-    return layout
+    return supporting(layouts, facts, variant(model))
 
 
 def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -> State:
@@ -165,7 +174,4 @@ def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -
         return state
     swiglu = ("mlp.fc1", "mlp.fc2") if config.mlp == "swiglu" else ()
     state = join(split(state, "attn.qkv", "attn_pool.kv", *swiglu), "attn_pool.qkv")
-    state = layout.write({layout.theirs(key): tensor for key, tensor in state.items()})
-    heads = tuple(layout.theirs(f"{head}.") for head in model.head_names)
-    base = layout.base if config.num_classes else ""
-    return {key if key.startswith(heads) and base else base + key: tensor for key, tensor in state.items()}
+    return layout.convert(state, model.head_names, config.num_classes)

@@ -24,7 +24,7 @@ def transforms(model: nn.Module, train: bool = False) -> Callable[[Image.Image],
         train: for training.
 
     Returns:
-        A `torchvision.transforms.v2.Compose` if torchvision is installed and knows the mode of the crop, else our own
+        A `torchvision.transforms.v2.Compose` if torchvision can be imported and has such a crop, else our own
         `Transform`, or a function that calls it with random seeds.
     """
     config = data_config(model)
@@ -32,6 +32,13 @@ def transforms(model: nn.Module, train: bool = False) -> Callable[[Image.Image],
         return found
     own = transform_of(config)
     return own if not train else lambda image: own(image, int(torch.randint(2**31, ())), min_area=MIN_AREA)
+
+
+def check_image(image: Image.Image | Tensor) -> Image.Image | Tensor:
+    """The image; raises TypeError for what torchvision would return as it is, such as a path or an array."""
+    if not isinstance(image, Image.Image | Tensor):
+        raise TypeError(f"image is of type {type(image).__name__}; give a PIL image, as PIL.Image.open returns it")
+    return image
 
 
 def transform_of(config: Mapping[str, Any]) -> Transform:
@@ -45,10 +52,10 @@ def transform_of(config: Mapping[str, Any]) -> Transform:
 
 
 def _torchvision(config: Mapping[str, Any], train: bool) -> Callable[[Image.Image], Tensor] | None:
-    """None if torchvision is not installed, or has no such crop."""
+    """None if torchvision is not installed or was built for another PyTorch, or has no such crop."""
     try:
         from torchvision.transforms import InterpolationMode, v2
-    except ImportError:
+    except (ImportError, RuntimeError):
         return None
     channels, *size = config["input_size"]
     mode = InterpolationMode(config["interpolation"])
@@ -61,6 +68,6 @@ def _torchvision(config: Mapping[str, Any], train: bool) -> Callable[[Image.Imag
         steps = [v2.Resize(tall, mode), v2.CenterCrop(size)]
     else:
         return None
-    first = [v2.Grayscale() if channels == 1 else v2.RGB()] if channels in (1, 3) else []
+    first = [check_image, *([v2.Grayscale() if channels == 1 else v2.RGB()] if channels in (1, 3) else [])]
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(config["mean"], config["std"])]
     return v2.Compose([*first, *steps, *last])
