@@ -1,0 +1,113 @@
+"""Tests of the pages of claims and of the survey: every claim is covered by something that exists, and both are
+up to date."""
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import survey
+from fastvit_triton.models import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+CLAIMS = {key: covered.split("; ") for key, _, _, covered in generate.fields("claims.txt")}
+WAITING = {"2-12": "DETR waits for detection models", "4-24": "the last three wait for detection models"}
+SYSTEMS = {system.name: system for system in survey.SYSTEMS}
+ROWS = {row["system"]: row for row in json.loads((survey.RESULTS / "survey.json").read_text())["rows"]}
+
+
+def names(path: Path) -> set[str]:
+    """The functions of a test file, from its syntax tree."""
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_claim_has_a_line():
+    """Oracle: the numbers of claims of the five introductions, each numbered from 1."""
+    listed = [key for key, *_ in generate.fields("claims.txt")]
+    counts = (37, 11, 13, 29, 25)
+    assert listed == [f"{i}-{n:02}" for i, count in enumerate(counts) for n in range(1, count + 1)]
+    assert all(re.search(rf"^\| {key} \|", generate.claims(), re.MULTILINE) for key in listed)
+
+
+@pytest.mark.parametrize("key", CLAIMS)
+def test_what_covers_a_claim_exists(key):
+    """Oracle: the functions of the test files, the files, the headings of pages, and the lines of reported.txt."""
+    reported = {words[0] for words in generate.fields("reported.txt")}
+    for word in CLAIMS[key]:
+        path, _, name = word.partition("::") if "::" in word else word.partition("#")
+        if path.startswith("tests/"):
+            assert name.startswith("test_") and name in names(ROOT / path), word
+        elif word == "reported":
+            assert key in reported
+        elif path.startswith(("docs/", "examples/", "benchmarks/")):
+            headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE) if name else []
+            assert (ROOT / path).is_file() and (not name or name in [h.lower().replace(" ", "-") for h in headings])
+        else:
+            assert word == WAITING[key]
+    assert ("reported" in CLAIMS[key]) == (key in reported)
+
+
+@pytest.mark.parametrize("page", generate.WRITTEN)
+def test_written_pages_are_up_to_date(page):
+    """Oracle: what `python docs/generate.py` writes now."""
+    assert (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") == generate.WRITTEN[page]()
+
+
+def test_lines_with_missing_fields_raise(tmp_path, monkeypatch):
+    """Oracle: the sentences."""
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "claims.txt").write_text("# comment\n0-01 | a | b\n")
+    with pytest.raises(ValueError, match=r"line 0-01 of claims.txt has 3 fields; give 4"):
+        generate.fields("claims.txt")
+    with pytest.raises(ValueError, match="has 2 fields; give name, paper"):
+        survey.read("ViT | 2010.11929")
+
+
+def test_every_family_is_in_the_survey():
+    """Oracle: the systems' number; every family of the package belongs to one, or is a ViT under another name."""
+    assert len(SYSTEMS) == len(survey.SYSTEMS) == 29
+    covered = {survey.CATALOGUE[system.model] for system in SYSTEMS.values() if system.built}
+    others = {family.__name__.rpartition(".")[2] for family in FAMILIES if family not in covered}
+    assert others == {"dinov2", "clip", "siglip", "naflex"}
+
+
+@pytest.mark.parametrize("name", [system.name for system in survey.SYSTEMS if system.built])
+def test_committed_rows_are_those_of_the_list(name):
+    """Oracle: the line of the system: its model's parameters, the small model and its parameters, and every epoch."""
+    system, row = SYSTEMS[name], ROWS[name]
+    family = survey.CATALOGUE[system.model]
+    assert row["model"] == system.model and row["parameters"] == family.PARAMS[system.model]
+    small = row["digits"]
+    assert survey.as_tuples(small["tiny"]) == system.tiny and small["side"] == system.side
+    assert small["parameters"] == sum(p.numel() for p in survey.small(system).parameters())
+    assert len(small["accuracy"]) == survey.EPOCHS and small["accuracy"][-1] > 0.3  # chance is 0.1
+    assert 0 < row["launches"][1] < row["launches"][0]
+
+
+def test_launches_of_a_block():
+    """Oracle: those of a ViT's block, of benchmarks.launches: ten, and five when fused and frozen; Swin's committed."""
+    assert survey.counted(SYSTEMS["ViT"])["launches"] == [10, 5]
+    assert survey.counted(SYSTEMS["Swin"]) == {key: ROWS["Swin"][key] for key in ("model", "parameters", "launches")}
+    assert survey.blocks(((1, 2, 0), (3, 0))) == 6 and survey.filled(((1, 2, 0), 3), 4) == ((4, 4, 0), 4)
+
+
+def test_an_epoch_of_a_small_model():
+    """Oracle: chance, one in ten, plus three standard errors of 360 images after two epochs; seed 0 repeats the run."""
+    pit = SYSTEMS["CPVT"]
+    found = [survey.learned(pit, epochs=2)["accuracy"] for _ in range(2)]
+    assert found[0] == found[1] and found[0][-1] > 0.1 + 3 * (0.1 * 0.9 / 360) ** 0.5
+
+
+def test_figure_has_a_label_for_each_system(tmp_path):
+    """Oracle: a PNG; labels of equal points do not overlap."""
+    rows = [dict(system=name, digits=dict(parameters=10_000, accuracy=[0.5])) for name in ("a", "b")]
+    survey.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert survey.overlap((0, 0, 2, 2), (1, 1, 3, 3)) and not survey.overlap((0, 0, 1, 1), (1, 0, 2, 1))
