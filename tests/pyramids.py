@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import attention_families
 import timm
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ class Case(NamedTuple):
         sizes: of images; the first is that of the model, the others need dynamic_img_size.
         convert: renames the oracle's tensors, and joins those that are one in ours.
         logits: the oracle's logits of images.
+        zero: ends of names of parameters whose gradient is 0 in exact arithmetic, besides key biases.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
     convert: Callable[[State], State] = dict
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, images: model(images)
+    zero: tuple[str, ...] = ()
 
 
 def pvt(img_size: tuple[int, int], embed_dims=(12, 24), num_heads=(2, 3), **o: Any) -> nn.Module:
@@ -150,6 +153,7 @@ CASES = {
         cpvt_names,
     ),
 }
+CASES |= {name: Case(**row) for name, row in attention_families.ROWS.items()}
 
 
 def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.Module]:

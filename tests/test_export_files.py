@@ -41,6 +41,13 @@ CATALOGUE = {
     "twins_pcpvt_small": PYRAMID,
     "twins_svt_small": PYRAMID | dict(depths=(2, 2, 2, 2)),
     "pvt_tiny": PYRAMID,
+    "cct_7_3x2_32": VIT,
+    "vit_lite_7_4_32": VIT,
+    "cait_xxs24_224": VIT | dict(img_size=32),
+    "deepvit_16b": VIT | dict(img_size=32),
+    "deepvit_s": VIT | dict(img_size=32, plain_depth=1),
+    "lvvit_small": VIT | dict(img_size=32),
+    "refiner_vit_small": VIT | dict(img_size=32),
 }
 FEATURES = partial(create_model, "vit_digits_patch2_8", features_only=True)
 CLASSES = ("cat", "dög", "a b", 'c"d', "e")

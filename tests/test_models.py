@@ -375,6 +375,13 @@ HOOKED = [("vit", f"blocks.0.{part}") for part in PARTS]
 HOOKED += [("swin", "layers.1"), ("swin", "layers.1.downsample"), *(("swin", f"layers.0.blocks.1.{p}") for p in PARTS)]
 HOOKED += [("twins_svt", "pos_block.0"), *(("twins_svt", f"blocks.0.1.{p}") for p in (*REDUCED, "attn.sr"))]
 HOOKED += [("pvt", "patch_embed2"), *(("pvt", f"block2.0.{p}") for p in REDUCED), ("cpvt", "pos_block.0")]
+HOOKED += [("cct", f"classifier.blocks.0.{p}") for p in ("pre_norm", "self_attn.qkv", "norm1", "linear1", "linear2")]
+HOOKED += [("cct", "classifier.attention_pool"), ("cct", "tokenizer.conv_layers.0.0"), ("compact_cvt", "tokenizer")]
+HOOKED += [("cait", f"blocks.0.attn.{p}") for p in ("qkv", "proj_l", "proj_w", "proj")] + [("cait", "blocks.0.attn")]
+HOOKED += [("cait", f"blocks_token_only.0.{p}") for p in ("norm1", "attn", "attn.k", "mlp", "mlp.fc2")]
+HOOKED += [("deepvit", f"blocks.0.attn.{p}") for p in ("qkv", "reatten_matrix", "var_norm", "proj")]
+HOOKED += [("lvvit", p) for p in ("patch_embed.bn1", "patch_embed.proj", "blocks.0.attn", "blocks.0.mlp", "aux_head")]
+HOOKED += [("refiner", f"blocks.1.{p}") for p in ("norm1", "attn.DLA", "attn.adapt_bn", "attn.proj", "mlp.fc1")]
 
 
 @pytest.mark.parametrize("family, part", HOOKED)

@@ -1056,7 +1056,7 @@ def test_our_files_rebuild_hierarchical_models(family, tmp_path):
         assert torch.equal(again.eval()(x), model(x))
 
 
-@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt"])
+@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "cait"])
 def test_hierarchical_models_of_timm(family, tmp_path):
     """Oracle: timm's model: its weights give its logits here, and ours, saved in its layout, give ours there."""
     case, ours = CASES[family], pyramid(family)
@@ -1190,3 +1190,25 @@ def test_checkpoints_of_another_architecture_are_refused():
         load_weights(pyramid("swin"), pyramid("pvt").state_dict())
     with pytest.raises(WeightsError, match="of a plain ViT"):
         load_weights(build("vit_tiny_patch16_224"), pyramid("swin").state_dict())
+
+
+# Other models with one scale
+
+
+@pytest.mark.parametrize("family", ["cct", "compact_cvt", "vit_lite"])
+def test_compact_transformers_of_the_authors(family):
+    """Oracle: vit-pytorch's logits, whose names are the authors'; positions are resized bilinearly, as by them."""
+    ours, case = pyramid(family, img_size=(16, 16)), CASES[family]
+    theirs = randomize(case.build(img_size=(16, 16), **case.options, num_classes=7)).eval()
+    report = load_weights(ours, {"state_dict": theirs.state_dict()})
+    assert report.family == "CCT (state_dict)" and not report.reinitialised and not report.dropped
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours.eval()(x), theirs(x)) <= TOLERANCE
+    larger = pyramid(family, img_size=(24, 32))
+    assert "4x4 resized to 6x8 (bilinear)" == load_weights(larger, ours.state_dict()).positions
+    with torch.no_grad():
+        x = images(larger)
+        assert distance(larger.eval()(x), ours(x)) <= TOLERANCE
+    with pytest.raises(WeightsError, match="no square grid; create the model with its img_size"):
+        load_weights(ours, pyramid(family, img_size=(16, 24)).state_dict())

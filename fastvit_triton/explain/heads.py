@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..kernels.attention_qkv import rotate
 from ..kernels.window import APART
 from ..layers.body import AttentionParts, finish, fold_or_normalize, project
+from ..layers.module_parts import Layer
 from ..layers.spatial import ReducedParts, Window, WindowParts, as_map, reduced_map
 
 
@@ -35,7 +36,7 @@ class Heads(NamedTuple):
     bias: Tensor | None
     scale: float
     output: Callable[[Tensor], Tensor]
-    mixes: tuple[nn.Module, nn.Module] | None = None
+    mixes: tuple[Layer, Layer] | None = None
 
 
 Parts = AttentionParts | WindowParts | ReducedParts | Callable[[Tensor], Heads]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
+import torch
 from torch import Tensor, nn
 
 from .. import layers
@@ -13,7 +14,7 @@ from ..convert.from_torch import multihead_parts
 from ..convert.third_party import head_norms
 from ..layers.body import AttentionParts, project
 from ..layers.hooks import type_name
-from ..layers.module_parts import Foreign
+from ..layers.module_parts import Foreign, Packed
 from ..layers.spatial import ReducedParts, WindowParts
 from .heads import Heads, Parts, plain, split
 
@@ -120,6 +121,20 @@ def _talking_heads(module: Foreign) -> Parts | str:
     return dropped(module) or (lambda x: plain(parts, x, None, None)._replace(mixes=(module.proj_l, module.proj_w)))
 
 
+def _re_attention(module: Foreign) -> Parts | str:
+    """DeepViT's attention, whose heads mix their probabilities; its BatchNorm is part of that map."""
+    if module.var_norm.training:
+        return "the BatchNorm of its maps is in training mode"
+    parts = AttentionParts((module.qkv,), module.proj, module.num_heads, module.scale, drops=(module.proj_drop,))
+    mixes = Packed(torch.eye(module.num_heads).to(module.qkv.weight), None), module.folded()
+    return dropped(module) or (lambda x: plain(parts, x, None, None)._replace(mixes=mixes))
+
+
+def _refined(module: Foreign, *maps: object, **named: object) -> str:
+    """Refiner's attention."""
+    return "its maps are those of other blocks, too, or refine them by convolutions"
+
+
 def _levit(module: Foreign) -> Parts | str:
     """LeViT's attention, whose projections have a BatchNorm; fewer queries than keys between stages."""
     if module.use_conv:
@@ -140,10 +155,14 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
     return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
 
 
-READERS: dict[str, Callable[[Foreign], Parts | str]] = {  # types whose heads are not those of a fused body
+READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
+    f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
+    f"{layers.__name__}.one_query.ClassAttention": _class_attention,
+    f"{layers.__name__}.mixing.ReAttention": _re_attention,
+    f"{layers.__name__}.mixing.RefinedAttention": _refined,
 }

@@ -25,7 +25,12 @@ class Block(nn.Module):
         eps: LayerNorm epsilon.
         init_values: initial LayerScale; None for none.
         drop_path: probability of skipping each branch.
+
+    Attributes:
+        chains: the class, not one that inherits from it, takes row statistics of x and returns those of its output.
     """
+
+    chains = True
 
     def __init__(
         self,
@@ -105,7 +110,8 @@ class Blocks(nn.Sequential):
             recompute: compute each block again in the backward pass instead of storing its activations.
         """
         stats, blocks, changed = None, list(self), len(after)
-        chained = [type(block) is Block and not has_hooks(block) for block in blocks]  # a hook expects one tensor
+        # a subclass need not take statistics, and a hook expects one tensor
+        chained = ["chains" in vars(type(block)) and not has_hooks(block) for block in blocks]
         if has_global_hooks() or recompute:
             chained = [False] * len(blocks)
         chained.append(False)  # after the last block

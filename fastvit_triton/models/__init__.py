@@ -9,12 +9,31 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-from . import clip, cpvt, deit, dinov2, hybrid, naflex, pvt, siglip, simplevit, swin, twins, vit
+from . import (
+    cait,
+    cct,
+    clip,
+    cpvt,
+    deepvit,
+    deit,
+    dinov2,
+    hybrid,
+    lvvit,
+    naflex,
+    pvt,
+    refiner,
+    siglip,
+    simplevit,
+    swin,
+    twins,
+    vit,
+)
 from .config import ViTConfig
 from .features import FeatureGetterNet
 from .transformer import VisionTransformer
 
-FAMILIES = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
+FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
+FAMILIES += (cct, cait, deepvit, lvvit, refiner)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

@@ -117,6 +117,10 @@ class ImageModel(HubMethods, nn.Module):
         """The final norm of a stage's output; a pyramid's is that of its last stage only."""
         return normalize(x, self.norm)
 
+    def finish_stages(self, x: Tensor, stage: int) -> Tensor:
+        """Features before the pooling, from the output of the last stage that was computed."""
+        return self.normalize_stage(x, stage)
+
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
         """A stage's output as a map in one of `feature_formats`, and its prefix tokens [B, T, D] if it has any."""
         raise NotImplementedError
@@ -166,9 +170,9 @@ class ImageModel(HubMethods, nn.Module):
         paired = return_prefix_tokens and bool(prefixes)
         if output_dict:
             parts = {"image_intermediates": maps} | ({"image_intermediates_prefix": prefixes} if paired else {})
-            return parts if intermediates_only else parts | {"image_features": self.normalize_stage(features, i)}
+            return parts if intermediates_only else parts | {"image_features": self.finish_stages(features, i)}
         outputs = pairs if paired else maps
-        return outputs if intermediates_only else (self.normalize_stage(features, i), outputs)
+        return outputs if intermediates_only else (self.finish_stages(features, i), outputs)
 
     def get_intermediate_layers(
         self,

@@ -82,7 +82,7 @@ class VisionTransformer(ImageModel):
         self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
         self.norm_pre = nn.LayerNorm(D, eps=config.eps) if config.pre_norm else nn.Identity()
         rates = drop_path_rates(config.drop_path_rate, config.depth)
-        self.blocks = Blocks(*(build_block(config, p, self.num_prefix_tokens, attention) for p in rates))
+        self.blocks = Blocks(*(self.build_block(i, p, attention) for i, p in enumerate(rates)))
 
         final_norm = config.norm == "pre" if config.final_norm is None else config.final_norm
         after_pool = config.global_pool == "avg" if config.fc_norm is None else config.fc_norm
@@ -107,6 +107,10 @@ class VisionTransformer(ImageModel):
     def prefix(self) -> list[Tensor]:
         """The prefix tokens in order, each [1, T, D]."""
         return [t for t in (self.cls_token, self.reg_token) if t is not None]
+
+    def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
+        """Creates block i; a subclass may create another kind."""
+        return build_block(self.config, drop_path, self.num_prefix_tokens, attention)
 
     def build_positions(self) -> None:
         """Creates `pos_embed`: a parameter, a fixed buffer, a module or None."""

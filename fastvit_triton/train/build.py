@@ -273,7 +273,8 @@ def build_masked_model(recipe: Recipe, encoder: Encoder, decoder: nn.Module | No
         encoder: see masked.py; ValueError for anything but a plain ViT.
         decoder: decoder blocks of a masked autoencoder, of width `recipe.decoder["embed_dim"]`.
     """
-    if not hasattr(encoder, "positions") or hasattr(encoder, "pos_block"):  # convolutions need the whole grid
+    plain = hasattr(encoder, "positions") and getattr(encoder, "layout", "vit") == "vit"
+    if not plain or hasattr(encoder, "pos_block"):  # convolutions need the whole grid
         raise ValueError(f"masked pre-training needs a plain ViT as encoder, not {type(encoder).__name__}")
     if recipe.loss == "pixels":
         assert decoder is not None, "a masked autoencoder needs decoder blocks"

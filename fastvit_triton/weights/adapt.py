@@ -157,7 +157,7 @@ def check(model: nn.Module, target: State, state: State, spelled: dict[str, str]
             raise WeightsError(
                 f"{name} is {theirs} in the {family} checkpoint, but {key} is {ours} in {variant(model)}{hint}"
             )
-        if not state[key].is_floating_point():
+        if wanted.is_floating_point() and not state[key].is_floating_point():
             raise WeightsError(f"{spelled.get(key, key)} holds {state[key].dtype}; expected floating-point weights")
 
 

@@ -1,0 +1,120 @@
+"""CaiT — Going deeper with image transformers. Touvron et al., arXiv:2103.17239.
+Official: facebookresearch/deit, cait_models.py.
+Differs from ViT:
+  1. The class token joins after the blocks of the patches; two more blocks update it alone (class attention).
+  2. LayerScale on every branch; linear maps over the heads before and after the softmax (talking heads).
+  3. Stochastic depth has the same rate in all blocks of the patches. Adds the class blocks and the talking heads.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layers import Attention, Block, Mlp, normalize
+from ..layers.mixing import TalkingHeads
+from ..layers.one_query import ClassAttention, ClassBlock, ClassBlocks
+from ..layers.scaled_block import ScaledBlock
+from .config import ViTConfig
+from .transformer import VisionTransformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaitConfig(ViTConfig):
+    """Options of CaiT, in addition to those of `ViTConfig`, of which it has no registers and no QK-norm.
+
+    Attributes:
+        depth_token_only: blocks of the class token; without class_token there are none.
+        mlp_ratio_token_only: hidden channels of their MLP divided by D.
+    """
+
+    depth: int = 24
+    init_values: float | None = 1e-5
+    no_embed_class: bool = True
+    fc_norm: bool | None = False
+    depth_token_only: int = 2
+    mlp_ratio_token_only: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        only = dict(reg_tokens=0, qk_norm=False, norm="pre", head_dim=None, pos_embed="learned", no_embed_class=True)
+        for field, value in only.items():
+            if getattr(self, field) != value:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; CaiT has {field}={value!r} only")
+
+
+class Cait(VisionTransformer):
+    """CaiT; its features are tokens [B, 1 + N, D], its intermediate features those of the patches [B, N, D]."""
+
+    config: CaitConfig
+    layout = "cait"
+
+    def __init__(self, config: CaitConfig) -> None:
+        super().__init__(config)
+        D, eps, scale = config.embed_dim, config.eps, config.init_values
+        blocks = ClassBlocks()
+        for _ in range(config.depth_token_only if config.class_token else 0):
+            mlp = Mlp(D, int(D * config.mlp_ratio_token_only), config.act)
+            blocks.append(ClassBlock(D, ClassAttention(D, config.num_heads, config.qkv_bias), mlp, eps, scale))
+        self.blocks_token_only = blocks if config.class_token else None
+        self.init_weights(config.weight_init)
+        if self.cls_token is not None:
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
+
+    def prefix(self) -> list[Tensor]:
+        return []
+
+    def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
+        """Creates block i of the patches."""
+        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        attn = TalkingHeads(D, config.num_heads, config.qkv_bias, config.attn_drop_rate, drop)
+        mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
+        return ScaledBlock(D, attn, mlp, config.eps, config.init_values, config.drop_path_rate)
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → tokens [B, 1 + N, D] after the final norm."""
+        return self.finish_stages(self.blocks(self.embed(image), recompute=self.recomputes), 0)
+
+    def finish_stages(self, x: Tensor, stage: int) -> Tensor:
+        """Patches [B, N, D] → class token and patches [B, 1 + N, D] after the final norm."""
+        x = x if self.blocks_token_only is None else self.blocks_token_only(x, self.cls_token)
+        return normalize(x, self.norm)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens [B, 1 + N, D] → [B, D]; all tokens for global_pool="none"."""
+        return super().pool(x[:, 1:] if self.config.global_pool == "avg" and self.config.class_token else x)
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """Keeps the first `stages` blocks; removes the final norm if `norm`, class token and classifier if `head`."""
+        super().prune(stages, norm, head)
+        if head:
+            self.blocks_token_only = self.cls_token = None
+            self.config = self.config.replace(class_token=False)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers; the class blocks are one layer with the norm."""
+        groups = super().group_matcher(coarse)
+        return groups | {"blocks": [groups["blocks"][0], (r"^blocks_token_only|^norm", (99999,))]}
+
+
+SIZES = {  # D, heads, blocks, LayerScale, image sides
+    "xxs24": (192, 4, 24, 1e-5, (224, 384)),
+    "xxs36": (192, 4, 36, 1e-5, (224, 384)),
+    "xs24": (288, 6, 24, 1e-5, (384,)),
+    "s24": (384, 8, 24, 1e-5, (224, 384)),
+    "s36": (384, 8, 36, 1e-6, (384,)),
+    "m36": (768, 16, 36, 1e-6, (384,)),
+    "m48": (768, 16, 48, 1e-6, (448,)),
+}
+
+MODEL = Cait
+VARIANTS = {
+    f"cait_{size}_{side}": CaitConfig(embed_dim=D, num_heads=heads, depth=depth, init_values=init, img_size=side)
+    for size, (D, heads, depth, init, image_sides) in SIZES.items()
+    for side in image_sides
+}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
+
+# Counted by timm 1.0.31.
+COUNTS = (11_956_264, 12_029_224, 17_299_720, 17_372_680, 26_670_088, 46_916_200, 47_062_120, 68_366_632)
+PARAMS = dict(zip(VARIANTS, (*COUNTS, 271_221_352, 356_460_520), strict=True))

@@ -1,0 +1,104 @@
+"""DeepViT — Towards deeper vision transformer. Zhou et al., arXiv:2103.11886. Official: zhoudaquan/dvit_repo.
+
+Differs from ViT:
+  1. Re-attention: the attention maps are mixed across heads and normalised by a BatchNorm before the values.
+  2. `deepvit_s`, `deepvit_l`: only their last 5 and 12 blocks have it; tokens come from convolutions.
+  3. There a branch f(LN x) is f(LN(x/2)) · 2 in all blocks, which is the factor 2, and 4 ε in the LayerNorm.
+Adds re-attention and the stem. vit-pytorch's DeepViT has a LayerNorm over the heads instead of the BatchNorm.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..layers import Attention, Block, Mlp
+from ..layers.embed import sides
+from ..layers.mixing import ReAttention
+from ..layers.scaled_block import ScaledBlock
+from ..layers.stems import ConvStem
+from .config import ViTConfig
+from .transformer import VisionTransformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepvitConfig(ViTConfig):
+    """Options of DeepViT, in addition to those of `ViTConfig`.
+
+    Attributes:
+        plain_depth: first blocks, which have plain attention.
+        adjust: a, in branches f(LN(a x)) / a.
+        scale_maps: multiply the maps of re-attention by the softmax scale.
+        stem_widths: channels of the convolutions before the patch projection; none for patches of the image.
+    """
+
+    embed_dim: int = 384
+    num_heads: int = 12
+    mlp_ratio: float = 3.0
+    plain_depth: int = 0
+    adjust: float = 1.0
+    scale_maps: bool = False
+    stem_widths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_stem(self)
+        if self.plain_depth < 0:
+            raise ValueError(f"plain_depth is {self.plain_depth}; it must be at least 0")
+        if self.adjust <= 0:
+            raise ValueError(f"adjust is {self.adjust}; use a number above 0")
+        for field, value in dict(norm="pre", mlp="mlp", qk_norm=False, head_dim=None, init_values=None).items():
+            if getattr(self, field) != value:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; DeepViT has {field}={value!r} only")
+
+
+def check_stem(config: Any) -> None:
+    """Makes `stem_widths` a tuple; raises ValueError if the stem cannot have these widths or this patch size."""
+    widths = tuple(config.stem_widths)
+    object.__setattr__(config, "stem_widths", widths)
+    if any(width < 1 for width in widths):
+        raise ValueError(f"stem_widths is {widths}; use numbers above 0")
+    if widths and any(side % 2 for side in sides(config.patch_size)):
+        raise ValueError(f"patch_size is {config.patch_size}; convolutions before it need an even one")
+
+
+def build_stem(config: ViTConfig, widths: tuple[int, ...]) -> ConvStem | None:
+    """The stem with convolutions of these widths; None for none."""
+    size, patch, strict = sides(config.img_size), sides(config.patch_size), not config.dynamic_img_size
+    return ConvStem(size, patch, config.in_chans, config.embed_dim, strict, widths) if widths else None
+
+
+class DeepVisionTransformer(VisionTransformer):
+    """ViT with re-attention."""
+
+    config: DeepvitConfig
+    layout = "deepvit"
+    position_resize = "bicubic"
+
+    def __init__(self, config: DeepvitConfig) -> None:
+        super().__init__(config, patch_embed=build_stem(config, config.stem_widths))
+
+    def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
+        """Creates block i."""
+        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        bias = config.qkv_bias
+        if i < config.plain_depth:
+            attn: Any = attention(D, config.num_heads, None, bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
+        else:
+            factor = (D // config.num_heads) ** -0.5 if config.scale_maps else 1.0
+            attn = ReAttention(D, config.num_heads, factor, bias, config.attn_drop_rate, drop)
+        mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
+        if config.adjust == 1.0:
+            return Block(D, attn, mlp, config.eps, drop_path=drop_path)
+        eps, factor = config.eps / config.adjust**2, 1 / config.adjust
+        return ScaledBlock(D, attn, mlp, eps, drop_path=drop_path, factor=factor)
+
+
+SMALL = DeepvitConfig(embed_dim=396, depth=16, plain_depth=11, scale_maps=True, adjust=0.5, stem_widths=(64, 64))
+LARGE = SMALL.replace(embed_dim=420, depth=32, plain_depth=20, scale_maps=False)
+
+MODEL = DeepVisionTransformer
+VARIANTS = {f"deepvit_{depth}b": DeepvitConfig(depth=depth) for depth in (16, 24, 32)}
+VARIANTS |= {"deepvit_s": SMALL, "deepvit_l": LARGE, "deepvit_l_384": LARGE.replace(img_size=384)}
+ORACLE: dict[str, str] = {}  # see the equations in the tests
+
+# Counted by the authors' code.
+PARAMS = dict(zip(VARIANTS, (24_426_664, 36_261_448, 48_096_232, 27_312_632, 58_883_708, 59_043_308), strict=True))

@@ -1,0 +1,118 @@
+"""LV-ViT — All tokens matter: token labeling for training better vision transformers. Jiang et al., arXiv:2104.10858.
+Official: zihangJiang/TokenLabeling.
+Differs from ViT:
+  1. Tokens come from three convolutions and patches of 8 x 8 of their map; qkv has no bias.
+  2. Branches are divided by a constant, which is 2 or 3 in all but the smallest.
+  3. A second head reads every patch: the logits are those of the class token, plus half the patches' largest.
+  4. In training, after `set_dense_training(True)`, a box of tokens is taken from another image (MixToken).
+Adds the stem, the factor, the head and the mixing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.patch_embed import assemble
+from ..layers import Attention, Block, Mlp, normalize
+from ..layers.boxes import draw_box, mix_box
+from ..layers.scaled_block import ScaledBlock
+from .config import ViTConfig
+from .deepvit import build_stem, check_stem
+from .transformer import VisionTransformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LvvitConfig(ViTConfig):
+    """Options of LV-ViT, in addition to those of `ViTConfig`.
+
+    Attributes:
+        skip_lam: λ, by which every branch is divided.
+        stem_widths: channels of the convolutions before the patch projection.
+        mix_token: mix tokens of two images in dense training.
+    """
+
+    mlp_ratio: float = 3.0
+    qkv_bias: bool = False
+    eps: float = 1e-5
+    skip_lam: float = 2.0
+    stem_widths: tuple[int, ...] = (64, 64, 64)
+    mix_token: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_stem(self)
+        if self.skip_lam <= 0:
+            raise ValueError(f"skip_lam is {self.skip_lam}; use a number above 0")
+        plain = dict(norm="pre", mlp="mlp", qk_norm=False, head_dim=None, init_values=None, reg_tokens=0)
+        for field, value in (plain | dict(class_token=True)).items():
+            if getattr(self, field) != value:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; this model has {field}={value!r} only")
+        if self.global_pool not in ("token", "none"):
+            raise ValueError(f"global_pool is {self.global_pool!r}; the heads of this model need 'token' or 'none'")
+
+
+class TokenLabelingTransformer(VisionTransformer):
+    """ViT with a head on every patch. Training returns the logits of evaluation mode, until `set_dense_training(True)`:
+    then it returns class logits [B, K], patch logits [B, N, K], and the box for `train.mix_by_area`."""
+
+    config: LvvitConfig
+    layout = "lvvit"
+    head_names = ("head", "aux_head")
+    position_resize = "bicubic"
+    dense_training = False
+
+    def __init__(self, config: LvvitConfig) -> None:
+        super().__init__(config, patch_embed=build_stem(config, config.stem_widths))
+        self.aux_head = nn.Linear(self.embed_dim, config.num_classes) if config.num_classes else nn.Identity()
+        self.init_weights(config.weight_init)
+
+    def build_block(self, i: int, drop_path: float, attention: type[Attention]) -> Block:
+        """Creates block i."""
+        config, D, drop = self.config, self.config.embed_dim, self.config.proj_drop_rate
+        attn = Attention(D, config.num_heads, None, config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
+        mlp = Mlp(D, int(D * config.mlp_ratio), config.act, drop=drop)
+        if config.skip_lam == 1.0:
+            return Block(D, attn, mlp, config.eps, drop_path=drop_path)
+        return ScaledBlock(D, attn, mlp, config.eps, drop_path=drop_path, factor=1 / config.skip_lam)
+
+    def set_dense_training(self, enable: bool = True) -> None:
+        """Sets whether training returns the logits of all tokens, and mixes tokens if the config says so."""
+        if enable and self.config.patch_drop_rate:
+            raise ValueError(
+                f"patch_drop_rate is {self.config.patch_drop_rate}; dense training needs all patches: use 0"
+            )
+        self.dense_training = enable
+
+    def forward(self, image: Tensor) -> Any:
+        """image [B, C, H, W] → logits [B, num_classes], or what dense training returns."""
+        if not (self.dense_training and self.training):
+            return super().forward(image)
+        grid, prefix = self.patch_embed.grid_of(image), torch.cat(self.prefix(), 1)
+        box = draw_box(grid) if self.config.mix_token else (0, 0, 0, 0)
+        x = assemble(mix_box(self.patch_embed(image), box, grid), self.positions(grid), prefix)
+        x = normalize(self.blocks(normalize(self.pos_drop(x), self.norm_pre), recompute=self.recomputes), self.norm)
+        cls, patches = self.head_drop(x[:, 0]), self.head_drop(x[:, 1:])
+        return self.head(cls), mix_box(self.aux_head(patches), box, grid), box
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, 1 + N, D] → logits [B, num_classes], or the class token with `pre_logits`."""
+        x = self.head_drop(x)
+        cls, patches = x[:, 0], x[:, 1:]
+        if self.config.global_pool == "none":
+            return x if pre_logits else torch.cat((self.head(x[:, :1]), self.aux_head(patches)), 1)
+        return cls if pre_logits or not self.num_classes else self.head(cls) + 0.5 * self.aux_head(patches).max(1)[0]
+
+
+MODEL = TokenLabelingTransformer
+VARIANTS = {
+    "lvvit_tiny": LvvitConfig(embed_dim=240, depth=12, num_heads=4, skip_lam=1.0),
+    "lvvit_small": LvvitConfig(embed_dim=384, depth=16, num_heads=6),
+    "lvvit_medium": LvvitConfig(embed_dim=512, depth=20, num_heads=8),
+    "lvvit_large": LvvitConfig(embed_dim=768, depth=24, skip_lam=3.0, stem_widths=(128, 128, 128)),
+}
+ORACLE: dict[str, str] = {}  # see the equations in the tests
+
+# Counted by the authors' code.
+PARAMS = dict(zip(VARIANTS, (8_534_720, 26_151_824, 55_830_544, 150_021_968), strict=True))
