@@ -46,14 +46,12 @@ def main() -> None:
     columns = (args.model, [(name, text) for text, name in left.items()]), (f"a block of {len(blocks)}", block)
     page = Figure(figsize=(10, 1 + 0.75 * (height := max(len(left), len(block)))), layout="constrained")
     axes = page.subplots(subplot_kw=dict(xlim=(0, 2), ylim=(-1.2, height), xticks=(), yticks=(), frame_on=False))
+    style, arrow = dict(ha="center", va="center", size=9, bbox=dict(fc="#eef3fd")), dict(arrowstyle="->")
     for x, (title, column) in zip((0.5, 1.5), columns, strict=True):
         axes.text(x, -0.9, title, ha="center", weight="bold")
         for y, (name, text) in enumerate(column):
-            axes.text(
-                x, y, f"{name}\n{text}", ha="center", va="center", size=9, bbox=dict(boxstyle="round", fc="#eef3fd")
-            )
-            arrow = dict(arrowstyle="->", alpha=y + 1 < len(column))
-            axes.annotate("", (x, y + 0.7), (x, y + 0.3), arrowprops=arrow)
+            axes.text(x, y, f"{name}\n{text}", **style)
+            axes.annotate("", (x, y + 0.7), (x, y + 0.3), arrowprops=arrow | dict(alpha=y + 1 < len(column)))
             print(f"{title}, {name}: {text}")
     page.savefig(args.out, dpi=150)
 
