@@ -36,9 +36,15 @@ def selected(names: list[str], sample: list[str]) -> list:
 
 def catalogued(name: str) -> tuple[nn.Module, Tensor]:
     """Our model of that name with two blocks, or five of a pyramid, uninitialised parameters, and two images."""
-    pyramid = hasattr(model_config(name), "depths")
+    config = model_config(name)
+    depths, depth = getattr(config, "depths", ()), getattr(config, "depth", 2)
+    small = (
+        dict(depths=(2, *(1,) * len(depths[1:])))
+        if depths
+        else dict(depth=depth[:1] if isinstance(depth, tuple) else 2)
+    )
     with torch.device("meta"):
-        model = fastvit_triton.create_model(name, **(dict(depths=(2, 1, 1, 1)) if pyramid else dict(depth=2)))
+        model = fastvit_triton.create_model(name, **small)
     return model.to_empty(device="cpu"), torch.empty(2, model.config.in_chans, *model.config.img_size)
 
 

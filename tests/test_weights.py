@@ -23,7 +23,8 @@ from timm.models.vision_transformer import _load_weights, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from fastvit_triton import create_model, load_model, load_weights, save_weights, weights
-from fastvit_triton.weights import WeightsError
+from fastvit_triton.layers import resize_pos_embed
+from fastvit_triton.weights import WeightsError, stems
 
 # 24-bit significand: 1e-5 is 84 roundings, for sums through two blocks in another order.
 TOLERANCE = 1e-5
@@ -1056,17 +1057,21 @@ def test_our_files_rebuild_hierarchical_models(family, tmp_path):
         assert torch.equal(again.eval()(x), model(x))
 
 
-@pytest.mark.parametrize("family", ["swin", "twins_svt", "twins_pcpvt", "cait"])
+OF_TIMM = ["swin", "twins_svt", "twins_pcpvt", "cait", "pit", "pit_distilled", "tnt", "crossvit", "levit"]
+
+
+@pytest.mark.parametrize("family", OF_TIMM)
 def test_hierarchical_models_of_timm(family, tmp_path):
     """Oracle: timm's model: its weights give its logits here, and ours, saved in its layout, give ours there."""
-    case, ours = CASES[family], pyramid(family)
-    theirs = randomize(case.build(img_size=case.sizes[1], **case.options, num_classes=7))
+    case, ours = CASES[family], pyramid(family).eval()
+    theirs = randomize(case.build(img_size=case.sizes[1], **case.options, num_classes=7)).eval()
     assert load_weights(ours, {"state_dict": theirs.state_dict()}).family == "timm (state_dict)"
     x = images(ours)
     with torch.no_grad():
         assert distance(ours(x), theirs(x)) <= TOLERANCE
         save_weights(randomize(ours), tmp_path / "a.safetensors", layout="timm")
         theirs.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
+        theirs.train().eval()  # timm's LeViT keeps its biases until then
         assert distance(theirs(x), ours(x)) <= TOLERANCE
 
 
@@ -1182,6 +1187,80 @@ def test_files_of_ours_say_the_grid(tmp_path):
     x = images(larger)
     with torch.no_grad():
         assert distance(larger(x), ours(x)) <= TOLERANCE
+
+
+def renamed(state: dict[str, Tensor], *rows: tuple[str, str]) -> dict[str, Tensor]:
+    """The tensors under names in which each pattern is replaced."""
+    for old, new in rows:
+        state = {re.sub(old, new, key): tensor for key, tensor in state.items()}
+    return state
+
+
+def test_official_pit_at_another_size():
+    """Oracle: timm's converter of the authors' names, and antialiased interpolation of positions."""
+    ours, larger = pyramid("pit"), pyramid("pit", img_size=(27, 33))
+    state = renamed(ours.state_dict(), (r"^transformers\.1\.pool", "pools.0"))
+    converted = timm.models.pit.checkpoint_filter_fn(state, None)
+    report = load_weights(larger, state)
+    assert report.family == "PiT" and report.positions == "7x5 resized to 8x10 (bicubic_antialias)"
+    for key, tensor in larger.state_dict().items():
+        assert key == "pos_embed" or torch.equal(tensor, converted[key]), key
+    x = images(larger)
+    with torch.no_grad():
+        assert distance(larger(x), ours(x)) <= TOLERANCE
+
+
+def test_official_tnt_at_another_size():
+    """Oracle: timm's converter of the authors' names, which also resizes positions, antialiased."""
+    case, larger = CASES["tnt"], pyramid("tnt", img_size=(24, 32))
+    theirs = randomize(case.build(img_size=(16, 16), **case.options, num_classes=7))
+    names = {ours: official for official, ours in stems.TNT_NAMES.items()}
+    state = {".".join(names.get(part, part) for part in key.split(".")): t for key, t in theirs.state_dict().items()}
+    state["inner_pos"] = state["inner_pos"].flatten(2).transpose(1, 2)
+    state["outer_tokens"] = torch.zeros(1, 4, 12)
+    report = load_weights(larger, state, resize="bicubic_antialias")
+    assert report.family == "TNT" and report.positions == "2x2 resized to 3x4 (bicubic_antialias)"
+    assert report.dropped == ("outer_tokens",)
+    built = case.build(img_size=(24, 32), **case.options, num_classes=7)
+    built.load_state_dict(timm.models.tnt.checkpoint_filter_fn(state, built))
+    x = images(larger)
+    with torch.no_grad():
+        assert distance(larger(x), built.eval()(x)) <= TOLERANCE
+
+
+def test_official_crossvit_at_another_size():
+    """Oracle: the same model built for another size, with tables resized by hand."""
+    ours, larger = pyramid("crossvit", img_size=(24, 24)), pyramid("crossvit", img_size=(36, 24))
+    state = renamed(ours.state_dict(), (r"^(pos_embed|cls_token)_", r"\1."))
+    report = load_weights(larger, state)
+    sizes = "4x4 resized to 6x4 (bicubic_antialias)"
+    assert report.family == "CrossViT" and report.positions == f"{sizes}, {sizes}"
+    for key, tensor in larger.state_dict().items():
+        want = ours.state_dict()[key]
+        want = resize_pos_embed(want, (4, 4), (6, 4), 1) if key.startswith("pos_embed") else want
+        assert torch.equal(tensor, want), key
+
+
+def test_official_t2t_at_another_size():
+    """Oracle: the weights themselves; fixed positions are those of the model."""
+    ours, larger = pyramid("t2t_performer"), pyramid("t2t_performer", img_size=(48, 32))
+    positions = larger.pos_embed.clone()
+    report = load_weights(larger, {"state_dict_ema": ours.state_dict()})
+    assert report.family == "T2T-ViT (state_dict_ema)"
+    assert report.positions == "sinusoids for 4 tokens replaced by those for 7"
+    for key, tensor in larger.state_dict().items():
+        assert torch.equal(tensor, positions if key == "pos_embed" else ours.state_dict()[key]), key
+
+
+def test_official_ceit_at_another_size():
+    """Oracle: the weights themselves, with positions resized by hand."""
+    ours, larger = pyramid("ceit", img_size=16), pyramid("ceit", img_size=(24, 32))
+    report = load_weights(larger, {"model": ours.state_dict()})
+    assert report.family == "CeiT (model)" and report.positions == "2x2 resized to 3x4 (bicubic)"
+    for key, tensor in larger.state_dict().items():
+        want = ours.state_dict()[key]
+        want = resize_pos_embed(want, (2, 2), (3, 4), 1, "bicubic") if key == "pos_embed" else want
+        assert torch.equal(tensor, want), key
 
 
 def test_checkpoints_of_another_architecture_are_refused():

@@ -34,10 +34,17 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(config, PyramidConfig):  # one number per stage
             sizes = ["-".join(map(str, numbers)) for numbers in (config.widths, config.depths, config.num_heads)]
         else:
-            sizes = [str(number) for number in (config.embed_dim, config.depth, config.num_heads)]
+            sizes = [_joined(number) for number in (config.embed_dim, config.depth, config.num_heads)]
         rows.append((name, side, *sizes))
     _print_table(rows)
     return 0
+
+
+def _joined(number: object) -> str:
+    """A number, or those of both branches of a model."""
+    if not isinstance(number, tuple):
+        return str(number)
+    return "-".join(map(_joined, number) if type(number[0]) is int else ("+".join(map(str, n)) for n in number))
 
 
 def _list_pretrained(typed: str, pattern: str) -> int:

@@ -14,6 +14,7 @@ from ..convert.from_torch import multihead_parts
 from ..convert.third_party import head_norms
 from ..layers.body import AttentionParts, project
 from ..layers.hooks import type_name
+from ..layers.inner import SplitAttention
 from ..layers.module_parts import Foreign, Packed
 from ..layers.spatial import ReducedParts, WindowParts
 from .heads import Heads, Parts, plain, split
@@ -26,7 +27,7 @@ def reader(module: nn.Module) -> Callable[..., tuple[Tensor, Parts, nn.Module | 
     """A function from an attention layer's arguments to (x, parts, position) or a reason; None for other modules."""
     if type(module) is layers.Attention:
         return partial(own, module)
-    if type(module) in (layers.WindowAttention, layers.ReducedAttention):
+    if type(module) in (layers.WindowAttention, layers.ReducedAttention, SplitAttention):
         return partial(_spatial, module)
     if type_name(module) == MULTIHEAD:
         return partial(_multihead, module)
@@ -59,9 +60,10 @@ def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, 
 
 
 def _spatial(module: Any, x: Tensor, **branch: object) -> tuple[Tensor, Parts, None] | str:
-    """Input and parts of our attention over a feature map, or a reason."""
-    if module.training and module.attn_drop.p > 0:
-        return f"attention dropout {module.attn_drop.p}"
+    """Input and parts of our attention that describes itself, or a reason."""
+    drop = getattr(module, "attn_drop", None)
+    if module.training and drop is not None and drop.p > 0:
+        return f"attention dropout {drop.p}"
     return x, module.parts(), None
 
 
@@ -108,6 +110,11 @@ def _class_attention(module: Foreign) -> Parts | str:
     return dropped(module) or partial(_first_token, module)
 
 
+def _first_token_parts(module: Foreign) -> Parts:
+    """Our class attention, which has no dropout on its probabilities."""
+    return partial(_first_token, module)
+
+
 def _first_token(module: Foreign, x: Tensor) -> Heads:
     q, k, v = (getattr(module, name if hasattr(module, name) else f"w{name}") for name in "qkv")
     tokens = (project(x[:, :1], (q,)), *project(x, (k, v)).chunk(2, -1))
@@ -137,7 +144,7 @@ def _refined(module: Foreign, *maps: object, **named: object) -> str:
 
 def _levit(module: Foreign) -> Parts | str:
     """LeViT's attention, whose projections have a BatchNorm; fewer queries than keys between stages."""
-    if module.use_conv:
+    if getattr(module, "use_conv", False):
         return "its projections are convolutions"
     if module.training:
         return "the BatchNorm of its projections is in training mode"
@@ -158,7 +165,10 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
+    "fastvit_triton.layers.cross.CrossAttention": _first_token_parts,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
+    "fastvit_triton.layers.levit.DistanceAttention": _levit,
+    "fastvit_triton.layers.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
     f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,

@@ -12,19 +12,25 @@ from typing import Any, Literal, overload
 from . import (
     cait,
     cct,
+    ceit,
     clip,
     cpvt,
+    crossvit,
     deepvit,
     deit,
     dinov2,
     hybrid,
+    levit,
     lvvit,
     naflex,
+    pit,
     pvt,
     refiner,
     siglip,
     simplevit,
     swin,
+    t2t,
+    tnt,
     twins,
     vit,
 )
@@ -34,6 +40,7 @@ from .transformer import VisionTransformer
 
 FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
 FAMILIES += (cct, cait, deepvit, lvvit, refiner)
+FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

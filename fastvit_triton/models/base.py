@@ -1,66 +1,14 @@
-"""Base classes of all models: common config fields, and timm's model methods."""
+"""The base class of all models: timm's model methods."""
 
-import dataclasses
-import difflib
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layers import normalize
-from ..layers.embed import sides
+from .config import BaseConfig
 from .hub import HubMethods
-
-Config = TypeVar("Config", bound="BaseConfig")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseConfig:
-    """Options of every model; a family's config adds its own.
-
-    Attributes:
-        img_size: image side in pixels, or (height, width).
-        in_chans: C, image channels.
-        num_classes: outputs of the head; 0 returns the pooled features.
-        drop_path_rate: stochastic depth of the last block; rises linearly from 0 (arXiv:1603.09382).
-        grad_checkpointing: recompute each block in the backward pass instead of storing it.
-    """
-
-    img_size: int | tuple[int, int] = 224
-    in_chans: int = 3
-    num_classes: int = 1000
-    drop_path_rate: float = 0.0
-    grad_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        """Normalises and checks the fields.
-
-        Raises:
-            ValueError: a value is outside its range.
-        """
-        object.__setattr__(self, "img_size", sides(self.img_size))
-        if self.in_chans < 1:
-            raise ValueError(f"in_chans is {self.in_chans}; it must be at least 1")
-        if self.num_classes < 0:
-            raise ValueError(f"num_classes is {self.num_classes}; use 0 for no head, or the number of classes")
-        for field in (f.name for f in dataclasses.fields(self) if f.name.endswith(("drop_rate", "drop_path_rate"))):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                raise ValueError(f"{field} is {getattr(self, field)}; use a rate in [0, 1)")
-
-    def replace(self: Config, **overrides: Any) -> Config:
-        """Returns a copy with some fields changed.
-
-        Raises:
-            TypeError: a field is unknown; the message suggests names.
-            ValueError: a value is outside its range.
-        """
-        names = [field.name for field in dataclasses.fields(self)]
-        for name in overrides:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
-                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest are {', '.join(near)}")
-        return dataclasses.replace(self, **overrides)
 
 
 class ImageModel(HubMethods, nn.Module):
@@ -117,8 +65,8 @@ class ImageModel(HubMethods, nn.Module):
         """The final norm of a stage's output; a pyramid's is that of its last stage only."""
         return normalize(x, self.norm)
 
-    def finish_stages(self, x: Tensor, stage: int) -> Tensor:
-        """Features before the pooling, from the output of the last stage that was computed."""
+    def stage_features(self, x: Any, stage: int) -> Any:
+        """A stage's output as the features before the pooling."""
         return self.normalize_stage(x, stage)
 
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
@@ -157,22 +105,29 @@ class ImageModel(HubMethods, nn.Module):
         Raises:
             ValueError: an index is out of range, or the model has no such format.
         """
-        take, last = feature_take_indices(len(self.feature_info), indices)
+        take, _ = feature_take_indices(len(self.feature_info), indices)
         check_format(output_fmt, self.feature_formats)
-        found, features, i = [], x, 0
-        for i, features in enumerate(self.stages(x)):
-            if i in take:
-                found.append(self.normalize_stage(features, i) if norm else features)
-            if stop_early and i == last:
-                break
+        found, features, i = self.collect(x, take, norm, stop_early)
         pairs = [self.to_map(y, x, output_fmt) for y in found]
         maps, prefixes = [y for y, _ in pairs], [prefix for _, prefix in pairs if prefix is not None]
         paired = return_prefix_tokens and bool(prefixes)
         if output_dict:
             parts = {"image_intermediates": maps} | ({"image_intermediates_prefix": prefixes} if paired else {})
-            return parts if intermediates_only else parts | {"image_features": self.finish_stages(features, i)}
+            return parts if intermediates_only else parts | {"image_features": self.stage_features(features, i)}
         outputs = pairs if paired else maps
-        return outputs if intermediates_only else (self.finish_stages(features, i), outputs)
+        return outputs if intermediates_only else (self.stage_features(features, i), outputs)
+
+    def collect(
+        self, image: Tensor, take: list[int], norm: bool, stop_early: bool, stages: Iterator[Any] | None = None
+    ) -> tuple[list[Any], Any, int]:
+        """(outputs of the stages to take, output of the last one that ran, its number), see `forward_intermediates`."""
+        found, x, i = [], image, 0
+        for i, x in enumerate(self.stages(image) if stages is None else stages):
+            if i in take:
+                found.append(self.normalize_stage(x, i) if norm else x)
+            if stop_early and i == max(take):
+                break
+        return found, x, i
 
     def get_intermediate_layers(
         self,

@@ -73,9 +73,9 @@ class Cait(VisionTransformer):
 
     def forward_features(self, image: Tensor) -> Tensor:
         """image [B, C, H, W] → tokens [B, 1 + N, D] after the final norm."""
-        return self.finish_stages(self.blocks(self.embed(image), recompute=self.recomputes), 0)
+        return self.stage_features(self.blocks(self.embed(image), recompute=self.recomputes), 0)
 
-    def finish_stages(self, x: Tensor, stage: int) -> Tensor:
+    def stage_features(self, x: Tensor, stage: int) -> Tensor:
         """Patches [B, N, D] → class token and patches [B, 1 + N, D] after the final norm."""
         x = x if self.blocks_token_only is None else self.blocks_token_only(x, self.cls_token)
         return normalize(x, self.norm)

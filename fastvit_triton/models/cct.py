@@ -10,9 +10,8 @@ Adds the block, the pooling and the tokenizer. `compact_cvt_*` is the authors' C
 
 from dataclasses import dataclass
 
-from .base import BaseConfig
 from .compact import CompactTransformer
-from .config import ALIASES, check_types
+from .config import ALIASES, BaseConfig, check_types
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,68 @@
-"""`ViTConfig`: all options of a plain Vision Transformer in one dataclass.
+"""`BaseConfig`: options of every model; `ViTConfig`: all options of a plain Vision Transformer.
 
 Names are timm's where timm has one. A variant is a `ViTConfig`; `create_model(name, **overrides)` replaces fields.
 """
 
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from ..layers.embed import sides
-from .base import BaseConfig
+
+Config = TypeVar("Config", bound="BaseConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """Options of every model; a family's config adds its own.
+
+    Attributes:
+        img_size: image side in pixels, or (height, width).
+        in_chans: C, image channels.
+        num_classes: outputs of the head; 0 returns the pooled features.
+        drop_path_rate: stochastic depth of the last block; rises linearly from 0 (arXiv:1603.09382).
+        grad_checkpointing: recompute each block in the backward pass instead of storing it.
+    """
+
+    img_size: int | tuple[int, int] = 224
+    in_chans: int = 3
+    num_classes: int = 1000
+    drop_path_rate: float = 0.0
+    grad_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        """Normalises and checks the fields.
+
+        Raises:
+            ValueError: a value is outside its range.
+        """
+        object.__setattr__(self, "img_size", sides(self.img_size))
+        if self.in_chans < 1:
+            raise ValueError(f"in_chans is {self.in_chans}; it must be at least 1")
+        if self.num_classes < 0:
+            raise ValueError(f"num_classes is {self.num_classes}; use 0 for no head, or the number of classes")
+        for field in (f.name for f in dataclasses.fields(self) if f.name.endswith(("drop_rate", "drop_path_rate"))):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise ValueError(f"{field} is {getattr(self, field)}; use a rate in [0, 1)")
+
+    def replace(self: Config, **overrides: Any) -> Config:
+        """Returns a copy with some fields changed.
+
+        Raises:
+            TypeError: a field is unknown; the message suggests names.
+            ValueError: a value is outside its range.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in overrides:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
+                raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest are {', '.join(near)}")
+        return dataclasses.replace(self, **overrides)
+
 
 CHOICES = {
     "norm": ("pre", "post"),

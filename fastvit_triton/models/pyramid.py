@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..layers import Blocks, drop_path_rates, normalize
 from ..layers.embed import sides
-from .base import BaseConfig, ImageModel
-from .config import ALIASES, check_types
+from .base import ImageModel
+from .config import ALIASES, BaseConfig, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,10 @@ class PyramidConfig(BaseConfig):
         for axis, side, least in zip(("height", "width"), sides(self.img_size), self.smallest, strict=True):
             if side < least:
                 raise ValueError(f"img_size {axis} is {side}; this model needs at least {least}")
+        self.check_heads()
+
+    def check_heads(self) -> None:
+        """Raises ValueError unless the channels of each stage are a multiple of its heads."""
         for width, heads in zip(self.widths, self.num_heads, strict=True):
             if width % heads:
                 raise ValueError(f"a stage has {width} channels, which is no multiple of its {heads} heads")
@@ -157,8 +161,12 @@ class PyramidTransformer(ImageModel):
         config = self.config
         self.norm = nn.LayerNorm(self.num_features, eps=config.eps) if config.final_norm else nn.Identity()
         self.head_drop = nn.Dropout(config.drop_rate)
-        self.head = nn.Linear(self.num_features, config.num_classes) if config.num_classes else nn.Identity()
+        self.head = self.make_head()
         self.init_weights()
+
+    def make_head(self) -> nn.Module:
+        """A classifier, an Identity for no classes."""
+        return nn.Linear(self.num_features, self.num_classes) if self.num_classes else nn.Identity()
 
     def stage(self, x: Tensor, i: int) -> Tensor:
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
@@ -193,7 +201,7 @@ class PyramidTransformer(ImageModel):
         x = image
         for i in range(self.num_stages):
             x = self.stage(x, i)
-        return normalize(x.flatten(1, 2) if self.flattens else x, self.norm)
+        return self.stage_features(x.flatten(1, 2) if self.flattens else x, self.num_stages - 1)
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:

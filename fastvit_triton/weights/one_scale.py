@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..layers import resize_pos_embed
-from . import vit
+from . import pyramid, vit
 from .adapt import State, WeightsError, split
 from .layouts import Layout
 
@@ -55,10 +55,10 @@ def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str
     return vit.fit(model, target, state, metadata, mode)
 
 
-ROWS: dict[str, dict[str, Any]] = {  # of `weights.SPELLINGS`
-    "cct": dict(name="a compact transformer", layouts=(CCT,), fit=fit_cct, saved={}),
-    "cait": dict(name="CaiT", layouts=(CAIT,), fit=fit_cait, saved={"timm": (CAIT,)}),
-    "deepvit": dict(name="DeepViT", layouts=(DEEPVIT,), fit=vit.fit, saved={}),
-    "lvvit": dict(name="LV-ViT", layouts=(LVVIT,), fit=vit.fit, saved={}),
-    "refiner": dict(name="Refiner", layouts=(REFINER,), fit=vit.fit, saved={}),
+ROWS: dict[str, tuple] = {  # see `Spelling`
+    "cct": ("a compact transformer", (CCT,), fit_cct, {}, pyramid.write),
+    "cait": ("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)}, pyramid.write),
+    "deepvit": ("DeepViT", (DEEPVIT,), vit.fit, {}, pyramid.write),
+    "lvvit": ("LV-ViT", (LVVIT,), vit.fit, {}, pyramid.write),
+    "refiner": ("Refiner", (REFINER,), vit.fit, {}, pyramid.write),
 }

@@ -9,12 +9,11 @@ from ...layers.body import MlpParts, finish, project
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, merged_heads
 from ...layers.freeze import derived
-from ...layers.hooks import are_plain_tensors, has_hooks, type_name
-from ...layers.module_parts import Foreign, Layer, Packed, activation_of, is_readable
+from ...layers.hooks import has_hooks
+from ...layers.module_parts import Foreign, Packed, activation_of
+from ...layers.normed import folded_linear
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
-
-BATCH_NORM = "torch.nn.modules.batchnorm.BatchNorm1d"
 
 
 def distance_bias(attn: Foreign) -> Tensor:
@@ -72,24 +71,6 @@ def tiny_vit_mlp_parts(self: Foreign) -> MlpParts:
     return MlpParts((self.fc1,), activation_of(self.act), self.fc2, (self.drop1, self.drop2), first=self.norm)
 
 
-def _linear(layer: Foreign) -> Layer:
-    """LeViT's linear layer with the BatchNorm after it as one linear map; the layer itself where it must be called."""
-    if has_hooks(layer) or not hasattr(layer, "linear") or not is_readable(layer.linear):
-        return layer
-    linear, norm = layer.linear, layer.bn
-    plain = type_name(norm) == BATCH_NORM and not has_hooks(norm) and norm.affine and norm.track_running_stats
-    sources = linear.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var
-    if not plain or norm.training or linear.bias is not None or not are_plain_tensors(*sources):
-        return layer
-
-    def factor() -> Tensor:
-        return norm.weight * (norm.running_var + norm.eps).rsqrt()
-
-    weight = derived(layer, "weight", sources, lambda: linear.weight * factor()[:, None])
-    bias = derived(layer, "bias", sources, lambda: norm.bias - norm.running_mean * factor())
-    return Packed(weight, bias, sources)
-
-
 def _levit_reason(self: Foreign) -> str | None:
     """Why LeViT's attention must run its own forward now, or None."""
     if self.use_conv:
@@ -109,7 +90,7 @@ def _activated(self: Foreign, qkv: Tensor) -> Tensor:
 )
 def levit_parts(self: Foreign) -> ComposedParts | str:
     """Parts of LeViT's attention, with an activation before the last layer."""
-    between, layers = partial(_activated, self), (_linear(self.qkv), _linear(self.proj.ln))
+    between, layers = partial(_activated, self), (folded_linear(self.qkv), folded_linear(self.proj.ln))
     return _levit_reason(self) or ComposedParts("attention", layers[:1], between, layers[1], self.num_heads)
 
 
@@ -125,17 +106,17 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
     """LeViT's attention between stages; [B, N, D] → [B, N', D']."""
     if not is_fusable(self, x) or _levit_reason(self) is not None:
         return original(self, x)
-    q, kv = project(self.q.down(x), (_linear(self.q.ln),)), project(x, (_linear(self.kv),))
+    q, kv = project(self.q.down(x), (folded_linear(self.q.ln),)), project(x, (folded_linear(self.kv),))
     q, kv = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, kv))
     k, v = kv.split([self.key_dim, self.val_dim], -1)
     o = attention(q, k, v, distance_bias(self), self.scale).transpose(1, 2).flatten(2)
-    return finish(self.proj.act(o), _linear(self.proj.ln))
+    return finish(self.proj.act(o), folded_linear(self.proj.ln))
 
 
 @fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="")
 def levit_mlp_parts(self: Foreign) -> MlpParts | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers."""
-    fc1, fc2 = _linear(self.ln1), _linear(self.ln2)
+    fc1, fc2 = folded_linear(self.ln1), folded_linear(self.ln2)
     if type(fc1) is not Packed or type(fc2) is not Packed:
         return "its layers are convolutions, or have a BatchNorm in training mode, or were replaced"
     return MlpParts((fc1,), activation_of(self.act), fc2, (self.drop, None))

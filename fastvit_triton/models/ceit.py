@@ -1,0 +1,120 @@
+"""CeiT — Incorporating convolution designs into visual transformers. Yuan et al., arXiv:2103.11816.
+
+Differs from ViT:
+  1. Patches of 4 x 4 are cut from a convolution's map after a BatchNorm and a maximum, a quarter of the image's side.
+  2. The MLP of the patches has a depthwise convolution and three BatchNorms; the class token passes it unchanged.
+  3. The class tokens of all blocks attend to each other at the end; the last of them goes to the head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers import Attention, Mlp, drop_path_rates, normalize
+from ..layers.embed import sides
+from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
+from .tokens import TokenConfig, TokenModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class CeitConfig(TokenConfig):
+    """Options of CeiT, in addition to those of `TokenConfig`; the final norm is that of the class token.
+
+    Attributes:
+        num_heads: H.
+        layer_attention: attention of the class tokens of all blocks; False returns that of the last block.
+    """
+
+    num_heads: int = 6
+    layer_attention: bool = True
+    qkv_bias: bool = True
+    eps: ClassVar[float] = 1e-6
+    pools = ("token", "none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        side, other = sides(self.patch_size)
+        if side != other or side % 4 or any(length % side for length in sides(self.img_size)):
+            raise ValueError(f"img_size is {self.img_size} and patch_size {side}; use a multiple of it, and of 4")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim is {self.embed_dim}, which is no multiple of its {self.num_heads} heads")
+
+
+class ConvolutionalTransformer(TokenModel):
+    """CeiT; its features are the class token [B, 1, D] after the attention of all layers' class tokens."""
+
+    layout = "ceit"
+
+    def __init__(self, config: CeitConfig) -> None:
+        super().__init__(config)
+        D, (side, _), (height, width) = config.embed_dim, sides(config.patch_size), sides(config.img_size)
+        grid, drop, hidden = (height // side, width // side), config.proj_drop_rate, int(D * config.mlp_ratio)
+        attention = partial(Attention, D, config.num_heads, qkv_bias=config.qkv_bias, proj_drop=drop)
+        self.i2t = ImageToTokens(config.in_chans, D, side)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, D))
+        self.pos_embed = nn.Parameter(torch.empty(1, 1 + grid[0] * grid[1], D))
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        for rate in drop_path_rates(config.drop_path_rate, config.depth):
+            self.blocks.append(EnhancedBlock(D, attention(), EnhancedFeedForward(D, hidden, grid), config.eps, rate))
+        if config.layer_attention:
+            self.lca = LayerAttention(D, attention(), Mlp(D, hidden, drop=drop), config.eps)
+            self.pos_layer_embed = nn.Parameter(torch.zeros(1, config.depth, D))
+        self.build_head()
+
+    def stages(self, image: Tensor) -> Iterator[Any]:
+        """Yields after each block (its tokens [B, 1 + N, D], the class tokens [B, 1, D] of all blocks so far)."""
+        self.grid_of(image)
+        x = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), self.i2t(image)), 1)
+        tokens: tuple[Tensor, ...] = ()
+        x = self.pos_drop(x + self.pos_embed)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            tokens = (*tokens, x[:, :1])
+            yield x, tokens
+
+    def normalize_stage(self, x: Any, stage: int) -> Any:
+        """The tokens as they are: the final norm is not that of patches."""
+        return x
+
+    def stage_features(self, x: Any, stage: int) -> Tensor:
+        """The last class token [B, 1, D] after attending to those of the blocks before it."""
+        tokens = torch.cat(x[1], 1)
+        ends = self.config.layer_attention and tokens.shape[1] == self.config.depth
+        return normalize(self.lca(tokens + self.pos_layer_embed) if ends else tokens[:, -1:], self.norm)
+
+    def to_map(self, x: Any, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """Patches of a block in another format, and its class token."""
+        return super().to_map(x[0], image, output_fmt)
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """See `TokenModel.prune`; the attention of layers goes with the classifier, and with a block."""
+        if self.config.layer_attention and (head or stages < len(self.blocks)):
+            del self.lca, self.pos_layer_embed
+            self.config = self.config.replace(layer_attention=False)
+        super().prune(stages, norm, head)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters to exclude from weight decay, as in the authors' code."""
+        return {"pos_embed", "cls_token"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
+        blocks = [(r"^blocks\.(\d+)", None), (r"^norm|^lca|^pos_layer_embed", (99999,))]
+        return dict(stem=r"^cls_token|pos_embed|i2t", blocks=blocks)
+
+
+SIZES = dict(
+    tiny=CeitConfig(embed_dim=192, num_heads=3), small=CeitConfig(), base=CeitConfig(embed_dim=768, num_heads=12)
+)
+
+MODEL = ConvolutionalTransformer
+VARIANTS = {f"ceit_{n}_224": config for n, config in SIZES.items()}
+VARIANTS |= {f"ceit_{n}_384": SIZES[n].replace(img_size=384) for n in ("tiny", "small")}
+ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
+
+PARAMS = dict(zip(VARIANTS, (6_356_904, 24_204_840, 94_405_416, 6_429_864), strict=False))  # by the authors' code

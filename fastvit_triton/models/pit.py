@@ -1,0 +1,120 @@
+"""PiT — Rethinking spatial dimensions of vision transformers. Heo et al., arXiv:2103.16302. Official: naver-ai/pit.
+
+Differs from ViT:
+  1. Patches overlap: the stride of their projection is half their side.
+  2. Three stages; between them a depthwise convolution halves and widens the map, a linear layer the class token.
+  3. Positions are added to the patches only, and the final norm is of the class token only.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layers import Attention, Block, Blocks, Mlp
+from ..layers.embed import sides
+from ..layers.pooling import OverlapEmbed, PooledStage, TokenPooling, joined
+from .distilled import Distilled, TokenPyramid
+from .pyramid import PyramidConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PitConfig(PyramidConfig):
+    """Options of PiT, in addition to those of `PyramidConfig`.
+
+    Attributes:
+        stride: pixels between patches, in both directions.
+        base_dims: channels per head, one per stage.
+        mlp_ratio: hidden channels of the MLP divided by the channels.
+        pos_drop_rate: dropout after the positions.
+        attn_drop_rate: dropout on attention probabilities.
+    """
+
+    patch_size: int | tuple[int, int] = 16
+    stride: int = 8
+    base_dims: tuple[int, ...] = (48, 48, 48)
+    depths: tuple[int, ...] = (2, 6, 4)
+    num_heads: tuple[int, ...] = (2, 4, 8)
+    mlp_ratio: float = 4.0
+    global_pool: str = "token"
+    pos_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
+    pools = ("token", "none")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(D * heads for D, heads in zip(self.base_dims, self.num_heads, strict=True))
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        return sides(self.patch_size)
+
+
+class PoolingVisionTransformer(TokenPyramid):
+    """PiT; its features are the class token [B, 1, D]. Positions are resampled for images of another size."""
+
+    layout = "pit"
+    info = "transformers.{}", 0
+    parts = ("transformers",)
+    undecayed = r"^(pos_embed|cls_token)$"
+    position_resize = "bicubic_antialias"
+
+    def __init__(self, config: PitConfig) -> None:
+        super().__init__(config)
+        D, sizes = config.widths[0], (sides(config.img_size), sides(config.patch_size))
+        self.patch_embed = OverlapEmbed(*sizes, config.stride, config.in_chans, D)
+        self.pos_embed = nn.Parameter(torch.empty(1, D, *self.patch_embed.grid_size))
+        self.cls_token = nn.Parameter(torch.empty(1, self.num_prefix_tokens, D))
+        self.pos_drop, self.transformers = nn.Dropout(config.pos_drop_rate), nn.ModuleList()
+        for i, rates in enumerate(self.drop_path_rates()):
+            pool = TokenPooling(*config.widths[i - 1 : i + 1]) if i else None
+            self.transformers.append(PooledStage(pool, Blocks(*(build_block(config, i, p) for p in rates))))
+        self.build_head()
+
+    def stage(self, x: Any, i: int) -> Any:
+        """Stage i: image [B, C, H, W] or tokens [B, T + N, D] → tokens [B, T + N', D']."""
+        if not i:
+            x = self.patch_embed(x, self.pos_embed, self.position_resize)
+            x = joined(self.cls_token, self.pos_drop(x))
+        return self.transformers[i](x, self.recomputes)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """As in timm; a step of the first map is the stride of its patches."""
+        return [stage | dict(reduction=self.config.stride << i) for i, stage in enumerate(super().feature_info)]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
+        fine = [(r"^transformers\.(\d+)\.pool", (0,)), (r"^transformers\.(\d+)\.blocks\.(\d+)", None)]
+        blocks = [(r"^transformers\.(\d+)", None)] if coarse else fine
+        return dict(stem=r"^patch_embed|pos_embed|cls_token", blocks=[*blocks, (r"^norm", (99999,))])
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Reinitialises positions and class token as in timm; other layers keep PyTorch's initial values."""
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+
+
+class DistilledPooling(Distilled, PoolingVisionTransformer):
+    """PiT with a distillation token after the class token, and a second head on it, as DeiT."""
+
+
+def build_block(config: PitConfig, stage: int, drop_path: float) -> Block:
+    """Builds one block of a stage."""
+    D, heads, drop = config.widths[stage], config.num_heads[stage], config.proj_drop_rate
+    attn = Attention(D, heads, attn_drop=config.attn_drop_rate, proj_drop=drop)
+    return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
+
+
+SIZES = dict(ti=PitConfig(base_dims=(32, 32, 32)), xs=PitConfig(), s=PitConfig(num_heads=(3, 6, 12)))
+SIZES["b"] = PitConfig(patch_size=14, stride=7, base_dims=(64, 64, 64), depths=(3, 6, 4), num_heads=(4, 8, 16))
+
+MODEL = PoolingVisionTransformer
+VARIANTS = {f"pit_{n}{kind}_224": config for kind in ("", "_distilled") for n, config in SIZES.items()}
+MODELS = {name: DistilledPooling for name in VARIANTS if "_distilled_" in name}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
+
+COUNTS = 4_847_272, 10_618_888, 23_461_912, 73_764_840, 5_104_336, 11_003_984, 24_039_056, 74_790_096  # by timm 1.0.31
+PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))

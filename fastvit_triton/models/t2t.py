@@ -1,0 +1,114 @@
+"""T2T-ViT — Tokens-to-token ViT. Yuan et al., arXiv:2101.11986. Official: yitu-opensource/T2T-ViT.
+
+Differs from ViT:
+  1. Three soft splits into overlapping patches, of 4, 2 and 2 pixels a step; between them narrow tokens attend to each
+     other, by random features (Performer) or, in `t2t_vit_t_*`, exactly.
+  2. Fixed sines and cosines as positions, stored as a parameter that is not trained; no bias in qkv.
+  3. The released weights were trained with scores divided by the root of embed_dim: load them with
+     `qk_scale=embed_dim ** -0.5`.
+Adds the token layers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
+from ..layers.embed import sides
+from ..layers.soft_split import SPLITS, TokenPerformer, TokensToToken, TokenTransformer, split_size
+from .tokens import TokenConfig, TokenModel
+
+KINDS = {"performer": TokenPerformer, "transformer": TokenTransformer}
+
+
+@dataclass(frozen=True, kw_only=True)
+class T2tConfig(TokenConfig):
+    """Options of T2T-ViT, in addition to those of `TokenConfig`.
+
+    Attributes:
+        num_heads: H.
+        qk_scale: factor of the scores; None means head_dim^-0.5.
+        tokens_type: "performer" or "transformer".
+        token_dim: channels of the tokens between the splits.
+        token_drop_rate: dropout in a performer; 0.1 in the authors' code.
+    """
+
+    num_heads: int = 6
+    mlp_ratio: float = 3.0
+    qk_scale: float | None = None
+    tokens_type: str = "performer"
+    token_dim: int = 64
+    token_drop_rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patch_size != (16, 16):
+            raise ValueError(f"patch_size is {self.patch_size}; the splits of a T2T-ViT make it 16")
+        if self.tokens_type not in KINDS:
+            raise ValueError(f"tokens_type is {self.tokens_type!r}; use one of {', '.join(KINDS)}")
+        if self.embed_dim % self.num_heads or self.token_dim % 2:
+            raise ValueError("embed_dim must be a multiple of num_heads, and token_dim of 2")
+
+
+class TokensToTokenViT(TokenModel):
+    """T2T-ViT; its features are tokens [B, 1 + N, D]."""
+
+    layout = "t2t"
+
+    def __init__(self, config: T2tConfig) -> None:
+        super().__init__(config)
+        D, kind = config.embed_dim, KINDS[config.tokens_type]
+        self.tokens_to_token = TokensToToken(kind, config.in_chans, config.token_dim, D, config.token_drop_rate)
+        rows, columns = split_size(sides(config.img_size), *SPLITS)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, D))
+        self.pos_embed = nn.Parameter(sincos1d(1 + rows * columns, D), requires_grad=False)
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        rates = drop_path_rates(config.drop_path_rate, config.depth)
+        self.blocks = Blocks(*(build_block(config, rate) for rate in rates))
+        self.build_head()
+
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """(rows, columns) of tokens of image [B, C, H, W], which must have the model's size."""
+        super().grid_of(image)
+        return split_size(self.config.img_size, *SPLITS)
+
+    def stages(self, image: Tensor) -> Iterator[Tensor]:
+        """Yields the tokens [B, 1 + N, D] after each block."""
+        self.grid_of(image)
+        x = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), self.tokens_to_token(image)), 1)
+        yield from self.blocks.outputs(self.pos_drop(x + self.pos_embed), (), self.recomputes)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters to exclude from weight decay, as in the authors' code; frozen ones have no gradient."""
+        return {"cls_token"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
+        stem = r"^cls_token|pos_embed|tokens_to_token"
+        return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+
+
+def build_block(config: T2tConfig, drop_path: float) -> Block:
+    """Builds one block."""
+    D, drop = config.embed_dim, config.proj_drop_rate
+    attn = Attention(D, config.num_heads, qkv_bias=config.qkv_bias, scale=config.qk_scale, proj_drop=drop)
+    return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
+
+
+SMALL = T2tConfig(embed_dim=256, num_heads=4, mlp_ratio=2)
+SIZES = {"7": SMALL.replace(depth=7), "10": SMALL.replace(depth=10), "12": SMALL, "14": T2tConfig(depth=14)}
+SIZES |= {"19": T2tConfig(embed_dim=448, num_heads=7, depth=19), "24": T2tConfig(embed_dim=512, num_heads=8, depth=24)}
+SIZES |= {f"t_{n}": SIZES[n].replace(tokens_type="transformer") for n in ("14", "19", "24")}
+SIZES |= {"14_resnext": SIZES["14"].replace(num_heads=32), "14_wide": T2tConfig(embed_dim=768, num_heads=12, depth=4)}
+
+MODEL = TokensToTokenViT
+VARIANTS = {f"t2t_vit_{n}": config for n, config in SIZES.items()}
+ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
+
+# Counted by the authors' code, with positions and random features, which are not trained.
+COUNTS: tuple[int, ...] = 4_310_222, 5_889_230, 6_941_902, 21_545_550, 39_177_422, 64_105_934, 21_541_070
+COUNTS += 39_177_422 - 4_480, 64_105_934 - 4_480, 21_545_550, 25_156_302
+PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))

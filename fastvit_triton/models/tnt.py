@@ -1,0 +1,104 @@
+"""TNT — Transformer in transformer. Han et al., arXiv:2103.00112. Official: huawei-noah/Efficient-AI-Backbones.
+
+Differs from ViT:
+  1. A patch also has 4 x 4 pixels of few channels, projections of 7 x 7 pixels. In each block the pixels attend to each
+     other within their patch, and are then added to the token of the patch by a linear layer between two norms.
+  2. Queries and keys have one projection and values another, without biases.
+  3. `*_legacy_*`: the first norm is that of each pixel, and patches see their neighbours in the projection.
+Adds the inner blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers import drop_path_rates
+from ..layers.embed import sides
+from ..layers.inner import InnerBlock, PixelEmbed, merged_pixels
+from .tokens import TokenConfig, TokenModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class TntConfig(TokenConfig):
+    """Options of TNT, in addition to those of `TokenConfig`.
+
+    Attributes:
+        inner_dim: c, channels per pixel.
+        num_heads_inner: heads of the pixels' attention.
+        num_heads_outer: heads of the patches' attention.
+        first_stride: pixels of the image between two pixels of a patch, in both directions.
+        legacy: the norm and the projection of older models.
+    """
+
+    inner_dim: int = 24
+    num_heads_inner: int = 4
+    num_heads_outer: int = 6
+    first_stride: int = 4
+    legacy: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the patches' attention."""
+        return self.num_heads_outer
+
+
+class TransformerInTransformer(TokenModel):
+    """TNT; its features are tokens [B, 1 + N, D]."""
+
+    layout = "tnt"
+
+    def __init__(self, config: TntConfig) -> None:
+        super().__init__(config)
+        sizes, c, D = (sides(config.img_size), sides(config.patch_size)), config.inner_dim, config.embed_dim
+        self.pixel_embed = PixelEmbed(config.first_stride, config.legacy, sizes, config.in_chans, c)
+        pixels = self.pixel_embed.pixels
+        n = pixels[0] * pixels[1]
+        self.norm1_proj, self.proj, self.norm2_proj = nn.LayerNorm(n * c), nn.Linear(n * c, D), nn.LayerNorm(D)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, D))
+        self.patch_pos = nn.Parameter(torch.empty(1, 1 + self.pixel_embed.num_patches, D))
+        self.pixel_pos = nn.Parameter(torch.empty(1, c, *pixels))
+        self.pos_drop, heads = nn.Dropout(config.pos_drop_rate), (config.num_heads_inner, config.num_heads_outer)
+        options = config.mlp_ratio, config.qkv_bias, config.proj_drop_rate
+        for rate in drop_path_rates(config.drop_path_rate, config.depth):
+            self.blocks.append(InnerBlock(c, D, n, heads, *options, rate, config.legacy))
+        self.build_head()
+
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """(rows, columns) of patches of image [B, C, H, W]."""
+        return self.pixel_embed.grid_of(image)
+
+    def stages(self, image: Tensor) -> Iterator[Tensor]:
+        """Yields the tokens [B, 1 + N, D] after each block."""
+        pixels = self.pixel_embed(image, self.pixel_pos)
+        patches = merged_pixels(pixels, self.pixel_embed.num_patches, self.norm1_proj, self.proj, self.norm2_proj)
+        tokens = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), patches), 1)
+        tokens = self.pos_drop(tokens + self.patch_pos)
+        for block in self.blocks:
+            run = (lambda *x, b=block: checkpoint(b, *x, use_reentrant=False)) if self.recomputes else block
+            pixels, tokens = run(pixels, tokens)
+            yield tokens
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters to exclude from weight decay, as in timm."""
+        return {"patch_pos", "pixel_pos", "cls_token"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        stem = r"^cls_token|patch_pos|pixel_pos|pixel_embed|norm[12]_proj|proj"
+        return dict(stem=stem, blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+
+
+MODEL = TransformerInTransformer
+VARIANTS = {
+    "tnt_s_legacy_patch16_224": TntConfig(legacy=True),
+    "tnt_s_patch16_224": TntConfig(),
+    "tnt_b_patch16_224": TntConfig(embed_dim=640, inner_dim=40, num_heads_outer=10),
+}
+ORACLE = dict.fromkeys(VARIANTS, "timm")
+
+# Counted by timm 1.0.31.
+PARAMS = dict(zip(VARIANTS, (23_755_336, 23_768_584, 65_428_680), strict=True))

@@ -1,0 +1,137 @@
+"""Models that are not a `VisionTransformer`, but also a stem and blocks of tokens [B, T + N, D] of one width."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.embed import sides
+from .base import ImageModel
+from .config import ALIASES, BaseConfig, check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenConfig(BaseConfig):
+    """Options of every such model, in addition to those of `BaseConfig`.
+
+    Attributes:
+        patch_size: P, patch side in pixels, or (height, width).
+        embed_dim: D, channels per token.
+        depth: number of blocks.
+        mlp_ratio: hidden channels of the MLP divided by D.
+        qkv_bias: bias on the projections of queries, keys and values.
+        global_pool: "token" (class token), "avg" (mean of patch tokens) or "none" (all tokens go to the head).
+        final_norm: LayerNorm after the last block.
+        drop_rate: dropout before the head.
+        pos_drop_rate: dropout after the positions.
+        proj_drop_rate: dropout after the attention projection and inside the MLP.
+    """
+
+    patch_size: int | tuple[int, int] = 16
+    embed_dim: int = 384
+    depth: int = 12
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = False
+    global_pool: str = "token"
+    final_norm: bool = True
+    drop_rate: float = 0.0
+    pos_drop_rate: float = 0.0
+    proj_drop_rate: float = 0.0
+
+    pools: ClassVar[tuple[str, ...]] = ("token", "avg", "none")
+    eps: ClassVar[float] = 1e-5  # of every LayerNorm
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        super().__post_init__()
+        object.__setattr__(self, "patch_size", sides(self.patch_size))
+        object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
+        if self.global_pool not in self.pools:
+            raise ValueError(f"global_pool is {self.global_pool!r}; use one of {', '.join(self.pools)}")
+
+
+class TokenModel(ImageModel):
+    """An image classifier whose blocks all have tokens [B, T + N, D].
+
+    A family creates `blocks`, calls `build_head`, and implements `stages`, which yields the tokens after each block.
+    """
+
+    config: Any  # of the family
+    feature_formats = ("NCHW", "NLC")
+    feature_indices = 3
+    num_prefix_tokens = 1
+    position_resize = "bicubic_antialias"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.num_classes = config, config.num_classes
+        self.num_features = self.embed_dim = config.embed_dim
+        self.grad_checkpointing = config.grad_checkpointing
+        self.blocks: Any = nn.ModuleList()
+
+    def build_head(self) -> None:
+        """Creates the final norm, the dropout and the classifier, and initialises all weights."""
+        D, config = self.embed_dim, self.config
+        self.norm = nn.LayerNorm(D, eps=config.eps) if config.final_norm else nn.Identity()
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head = nn.Linear(D, self.num_classes) if self.num_classes else nn.Identity()
+        self.init_weights()
+
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """(rows, columns) of patches of image [B, C, H, W]; raises ValueError unless it has the model's size."""
+        config, (height, width) = self.config, self.config.img_size
+        if tuple(image.shape[1:]) != (config.in_chans, height, width):
+            size = f"[B, {config.in_chans}, {height}, {width}]"
+            raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}; build it with img_size=")
+        return height // config.patch_size[0], width // config.patch_size[1]
+
+    def forward_features(self, image: Tensor) -> Tensor:
+        """image [B, C, H, W] → tokens [B, T + N, D] after the final norm."""
+        *_, x = self.stages(image)
+        return self.stage_features(x, len(self.blocks) - 1)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """For each block: `num_chs`, its channels; `reduction`, pixels a token; `module`, its name (as in timm)."""
+        shared = dict(num_chs=self.embed_dim, reduction=max(sides(self.config.patch_size)))
+        return [dict(module=f"blocks.{i}", **shared) for i in range(len(self.blocks))]
+
+    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """Tokens [B, T + N, D] → patch tokens, as [B, D, h, w] or [B, N, D], and prefix tokens [B, T, D]."""
+        prefix, x = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        if output_fmt == "NLC":
+            return x, prefix
+        return x.transpose(1, 2).unflatten(2, self.grid_of(image)).contiguous(), prefix
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """Keeps the first `stages` blocks; removes the final norm if `norm`, the classifier if `head`."""
+        rate = self.config.drop_path_rate * (stages - 1) / max(len(self.blocks) - 1, 1)
+        self.blocks = self.blocks[:stages]
+        if norm:
+            self.norm = nn.Identity()
+        if head:
+            self.reset_classifier(0, "none")
+        final_norm = isinstance(self.norm, nn.LayerNorm)
+        self.config = self.config.replace(depth=stages, drop_path_rate=rate, final_norm=final_norm)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens [B, T + N, D] → [B, D]; all tokens for global_pool="none"."""
+        pool = self.config.global_pool
+        return x if pool == "none" else x[:, 0] if pool == "token" else x[:, self.num_prefix_tokens :].mean(1)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, T + N, D] → logits [B, num_classes], or the pooled features with `pre_logits`."""
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.head(x)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Reinitialises the weights as in timm: truncated normal 0.02, zero biases in linear layers."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for name in self.no_weight_decay():
+            nn.init.trunc_normal_(self.get_parameter(name), std=0.02)
