@@ -3,8 +3,8 @@
     python examples/small_data.py
     python examples/small_data.py --shots 5 20 80 --models vit_lite_4_4_32 cct_4_3x2_32 --epochs 60
 
-The images are scikit-learn's handwritten digits, enlarged to 16 x 16, `--shots` of each class; the accuracy is that of
-the 360 test digits, and of the same digits moved by one pixel, which no model has seen in training.
+The images are scikit-learn's handwritten digits, enlarged to 16 x 16, `--shots` of each class. The accuracy is that of
+the 360 test digits, and of the same moved by one pixel of 16 down and right, which were not seen in training.
 """
 
 import argparse
@@ -46,11 +46,9 @@ def main() -> None:
             chosen = chosen[torch.randperm(len(chosen))]
             batches = list(zip(images[chosen].split(BATCH), targets[chosen].split(BATCH), strict=True))
             lr_at = partial(warmup_cosine, steps=args.epochs * len(batches), warmup=len(batches), peak=1e-3)
+            settings = dict(epochs=args.epochs, step=Step(clip=1.0), test_once=True)
             test = partial(evaluate, batches=[(unseen, answers)])
-            run = fit(
-                model, batches, adamw(model, 1e-3, 0.05), lr_at, epochs=args.epochs, step=Step(clip=1.0), test=test
-            )
-            *_, last = run
+            *_, last = fit(model, batches, adamw(model, 1e-3, 0.05), lr_at, test=test, **settings)
             moved = evaluate(model, [(unseen.roll((1, 1), (2, 3)), answers)])
             count = sum(p.numel() for p in model.parameters())
             accuracy = f"test accuracy {100 * last.test.accuracy:.1f} %, moved by a pixel {100 * moved.accuracy:.1f} %"
