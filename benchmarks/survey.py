@@ -1,11 +1,12 @@
 """Figures of the survey's systems: parameters, launches of a block, and accuracy of small models on the digits.
 
-    python -m benchmarks.survey --out benchmarks/results [--only PATTERN] [--counts] [--plot]
+    python -m benchmarks.survey --out benchmarks/results [--only PATTERN] [--missing] [--counts] [--plot]
 
 Launches: inference in bfloat16, batch 8, counted from shapes on the meta device as in benchmarks.coverage; models with
 four blocks (per stage) minus models with two, divided by the difference. "Fused" has every kernel, and frozen weights.
-Digits: one core, seed 0, eight epochs of AdamW without augmentation, the same for all systems; nothing was tuned. The
-result file keeps the rows of other systems, and is written after each row; systems without a model are left out.
+Digits: one core, three seeds, eight epochs of AdamW without augmentation, the same for all systems; nothing was tuned.
+The result file keeps the rows of other systems, and is written after each row; systems without a model are left out. A
+run that was cut off goes on with `--missing`.
 """
 
 import argparse
@@ -37,9 +38,10 @@ from fastvit_triton.train.plots import BLUE, dress, figure
 
 LIST, RESULTS = Path(__file__).with_name("survey_systems.txt"), Path(__file__).parent / "results"
 BATCH, DTYPE, GPU = 8, torch.bfloat16, "h200"
-EPOCHS, IMAGES, LR, WARMUP, DECAY, SMOOTHING = 8, 32, 2e-3, 30, 0.05, 0.1
+EPOCHS, SEEDS, IMAGES, LR, WARMUP, DECAY, SMOOTHING = 8, 3, 32, 2e-3, 30, 0.05, 0.1
 WIDE = 5.4  # points of a character of a label
-NOTE = "launches are counted, not measured; digits: 360 test images, so a standard error of 0.8 to 2.6 points"
+Box = tuple[float, float, float, float]  # left, bottom, right, top
+NOTE = "launches are counted, not measured; accuracy of 360 test images, by seed, after each epoch"
 
 
 class System(NamedTuple):
@@ -169,29 +171,37 @@ def objective(model: nn.Module, images: Tensor, targets: Tensor, smooth: bool) -
     return loss if tokens is None else loss + similarity_loss(tokens[:, 1:]), logits
 
 
-def learned(system: System, epochs: int = EPOCHS) -> dict[str, Any]:
-    """Trains the small model; its test accuracy after each epoch."""
-    torch.manual_seed(0)
-    model, train, test = small(system), part("train", system.side, True), part("test", system.side, False)
-    lr_at = partial(warmup_cosine, steps=epochs * len(train), warmup=min(WARMUP, len(train)), peak=LR)
-    step, began = (
-        Step(objective=partial(objective, smooth=system.tiny.get("similarity_loss", False)), clip=1.0),
+def learned(system: System, epochs: int = EPOCHS, seeds: int = SEEDS) -> dict[str, Any]:
+    """Trains the small model from each seed; its test accuracy after each epoch."""
+    loss, began, accuracy = (
+        partial(objective, smooth=system.tiny.get("similarity_loss", False)),
         time.process_time(),
+        [],
     )
-    run = fit(
-        model, train, adamw(model, LR, DECAY), lr_at, epochs=epochs, step=step, test=partial(evaluate, batches=test)
-    )
-    accuracy = [round(progress.test.accuracy, 5) for progress in run if progress.done]
-    seconds = round(time.process_time() - began, 1)
-    parameters = sum(p.numel() for p in model.parameters())
-    return dict(side=system.side, tiny=system.tiny, parameters=parameters, accuracy=accuracy, core_seconds=seconds)
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        model, train = small(system), part("train", system.side, True)
+        test = partial(evaluate, batches=part("test", system.side, False))
+        lr_at = partial(warmup_cosine, steps=epochs * len(train), warmup=min(WARMUP, len(train)), peak=LR)
+        settings = dict(epochs=epochs, step=Step(objective=loss, clip=1.0), test=test)
+        run = fit(model, train, adamw(model, LR, DECAY), lr_at, **settings)
+        accuracy.append([round(progress.test.accuracy, 4) for progress in run if progress.done])
+    seconds = round((time.process_time() - began) / seeds, 1)
+    found = dict(parameters=sum(p.numel() for p in model.parameters()), accuracy=accuracy, core_seconds=seconds)
+    return dict(side=system.side, tiny=system.tiny) | found | provenance()
+
+
+def reached(row: dict[str, Any], epoch: int = EPOCHS) -> tuple[float, float, float]:
+    """Mean, smallest and largest accuracy of the seeds after an epoch, in percent."""
+    found = [100 * accuracy[epoch - 1] for accuracy in row["digits"]["accuracy"]]
+    return sum(found) / len(found), min(found), max(found)
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:
     """Writes survey.json, one row on a line, in the order of SYSTEMS."""
     order = [system.name for system in SYSTEMS]
     rows = sorted((row for row in rows if row["system"] in order), key=lambda row: order.index(row["system"]))
-    head = json.dumps({"note": NOTE, "command": "python -m benchmarks.survey"} | provenance(), indent=1)[:-2]
+    head = json.dumps({"note": NOTE, "command": "python -m benchmarks.survey"}, indent=1)[:-2]
     body = ",\n".join("  " + json.dumps(row) for row in rows)
     with replacing(folder / "survey.json") as temporary:
         temporary.write_text(f'{head},\n "rows": [\n{body}\n ]\n}}\n')
@@ -199,32 +209,45 @@ def write(rows: list[dict[str, Any]], folder: Path) -> None:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws accuracy against parameters; a label takes the first free place around its point."""
-    points = [(row["digits"]["parameters"] / 1e3, 100 * row["digits"]["accuracy"][-1]) for row in rows]
+    sizes = [row["digits"]["parameters"] / 1e3 for row in rows]
+    means, least, most = zip(*map(reached, rows), strict=True)
     page = figure(9.0, 6.0)
     axes = page.subplots()
-    axes.scatter(*zip(*points, strict=True), s=28, color=BLUE, zorder=3)
-    dress(axes, "Small models of each system, 8 epochs on 1,437 digits", "test accuracy, %", "parameters, thousands")
+    axes.vlines(sizes, least, most, color=BLUE, alpha=0.35)
+    axes.scatter(sizes, means, s=28, color=BLUE, zorder=3)
+    title = f"Small models of each system, {EPOCHS} epochs on 1,437 digits: mean and range of {SEEDS} seeds"
+    dress(axes, title, "test accuracy, %", "parameters, thousands")
     axes.margins(x=0.15, y=0.08)
     page.draw_without_rendering()  # places the axes
-    dots = [tuple(72 / page.dpi * axes.transData.transform(point)) for point in points]
+    scale, to_page = 72 / page.dpi, axes.transData.transform
+    dots, low, high = ([scale * to_page(xy) for xy in zip(sizes, ys, strict=True)] for ys in (means, least, most))
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
-    for point, (x, y), row in sorted(zip(points, dots, rows, strict=True), key=lambda found: -found[1][1]):
-        width = WIDE * len(row["system"])
-        places = [
-            (dx, dy) for far in (7, 15, 24, 34, 46) for dy in (0, far, -far) for dx in (far, -far - width, -width / 2)
-        ]
-        boxes = [(x + dx, y + dy - 6, x + dx + width, y + dy + 6) for dx, dy in places if dy or dx != -width / 2]
-        box = next((b for b in boxes if not any(overlap(b, other) for other in taken)), boxes[0])
+    taken += [(x - 2, bottom, x + 2, top) for (x, bottom), (_, top) in zip(low, high, strict=True)]
+    left, right = axes.bbox.x0 * scale, axes.bbox.x1 * scale
+    order = sorted(range(len(rows)), key=lambda i: -dots[i][1])
+    for i in order:
+        (x, y), name = dots[i], rows[i]["system"]
+        box = free_place(x, y, WIDE * len(name), taken, left, right)
         taken.append(box)
         shift = box[0] - x, box[1] + 6 - y
         style = dict(textcoords="offset points", va="center", fontsize=9)
         line = dict(arrowstyle="-", lw=0.6, alpha=0.5, shrinkB=4) if min(map(abs, shift)) > 10 else None
-        axes.annotate(row["system"], point, shift, arrowprops=line, **style)
+        axes.annotate(name, (sizes[i], means[i]), shift, arrowprops=line, **style)
     with replacing(path) as temporary:
         page.savefig(temporary, format="png", dpi=150)
 
 
-def overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+def free_place(x: float, y: float, width: float, taken: list[Box], left: float, right: float) -> Box:
+    """The nearest box for a label beside a point that overlaps no other box; if there is none, the one at its right."""
+    places = [
+        (dx, dy) for far in (7, 15, 24, 34, 46) for dy in (0, far, -far) for dx in (far, -far - width, -width / 2)
+    ]
+    boxes = [(x + dx, y + dy - 6, x + dx + width, y + dy + 6) for dx, dy in places if dy or dx != -width / 2]
+    inside = [box for box in boxes if left < box[0] and box[2] < right]
+    return next((box for box in inside if not any(overlap(box, other) for other in taken)), boxes[0])
+
+
+def overlap(a: Box, b: Box) -> bool:
     """True if two boxes (left, bottom, right, top) share a point."""
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
@@ -234,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression for the system")
+    parser.add_argument("--missing", action="store_true", help="only systems without a row")
     parser.add_argument("--counts", action="store_true", help="count, and keep the runs of the file")
     parser.add_argument("--plot", action="store_true", help="only draw the picture again")
     args = parser.parse_args()
@@ -241,7 +265,8 @@ def main() -> None:
     path = args.out / "survey.json"
     rows = {row["system"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     for system in SYSTEMS:
-        if system.built and re.search(args.only, system.name) and not args.plot:
+        wanted = re.search(args.only, system.name) and not (args.missing and system.name in rows)
+        if system.built and wanted and not args.plot:
             known = rows.get(system.name, {}).get("digits")
             run = known if known and args.counts else learned(system)
             rows[system.name] = dict(system=system.name, **counted(system), digits=run)

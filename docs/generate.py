@@ -167,10 +167,12 @@ def covering(text: str) -> str:
 
 def facts() -> dict[str, str]:
     """Measured and counted results, by the names that reported.txt uses."""
+    from benchmarks.survey import reached
+
     held = {n: json.loads((RESULTS / f"{n}.json").read_text()) for n in ("learn", "fashion-mnist", "survey")}
     seeds, fashion = held["learn"]["seeds"], held["fashion-mnist"]["summary"]
     systems = {row["system"]: row for row in held["survey"]["rows"]}
-    ends = {name: f"{100 * row['digits']['accuracy'][-1]:.1f} %" for name, row in systems.items()}
+    ends = {name: f"{reached(row)[0]:.1f} %" for name, row in systems.items()}
     before, after = systems["ViT"]["launches"]
     return dict(
         digits=f"{100 * seeds['mean']:.1f} ± {100 * seeds['deviation']:.1f} %",
@@ -209,12 +211,14 @@ No figure of a paper was measured here, because none of their data sets and weig
 
 def survey() -> str:
     """The page of the survey's systems."""
-    from benchmarks.survey import SYSTEMS
+    from benchmarks.survey import EPOCHS, SEEDS, SYSTEMS, reached
 
     result = json.loads((RESULTS / "survey.json").read_text())
     rows = {row["system"]: row for row in result["rows"]}
     words = [["system", "idea", "our names", "oracle", "what differs"]]
-    numbers = [["system", "model", "parameters", "launches of a block", "digits: parameters", "epoch 2", "4", "8"]]
+    numbers = [
+        ["system", "model", "parameters", "launches of a block", "digits: parameters", "epoch 2", "4", "8", "range"]
+    ]
     for system in SYSTEMS:
         link = system.paper if "//" in system.paper else f"https://arxiv.org/abs/{system.paper}"
         names = ", ".join(f"`{pattern}`" for pattern in system.names.split()) + f" ({len(system.ours)})"
@@ -223,12 +227,15 @@ def survey() -> str:
         words.append([f"[{system.name}]({link})", f"{system.idea}.", ours, system.oracle, system.differs])
         if row := rows.get(system.name):
             small, (before, after) = row["digits"], row["launches"]
-            accuracy = [f"{100 * small['accuracy'][epoch - 1]:.1f} %" for epoch in (2, 4, 8)]
+            accuracy = [f"{reached(row, epoch)[0]:.1f} %" for epoch in (2, 4, 8)]
+            accuracy.append("{1:.1f}–{2:.1f} %".format(*reached(row)))
             figures = [f"{row['parameters'] / 1e6:.2f} M", f"{before:.3g} → {after:.3g}", f"{small['parameters']:,}"]
             numbers.append([system.name, f"`{row['model']}`", *figures, *accuracy])
         else:
-            numbers.append([system.name, "not built", *[""] * 6])
+            numbers.append([system.name, "not run yet" if system.built else "not built", *[""] * 7])
     built = sum(system.built for system in SYSTEMS)
+    missing = ", ".join(system.name for system in SYSTEMS if system.name not in rows)
+    dates = sorted({row["digits"]["date"] for row in rows.values()})
     return f"""# The survey
 
 The {len(SYSTEMS)} systems of a survey of Vision Transformers, of which {built} can be created.
@@ -242,17 +249,20 @@ Parameters are those of the named model with 1000 classes. Launches are those of
 batch 8, eager PyTorch → fused and frozen, counted and not measured: models with four blocks (per stage) minus models
 with two, so those of a pyramid are means over its stages, and outside of blocks nothing is counted.
 
-The digits are scikit-learn's, enlarged: test accuracy of a small model after 2, 4 and 8 epochs on 1,437 images without
-augmentation, seed 0, with the same training for all (AdamW, peak rate 0.002, batch 32). Nothing was tuned, so these
-figures say how fast a design learns from little data, not how good it is: with its own recipe a ViT reaches
-{facts()["digits"]} ([train](train.md)). With 360 test images, the
-standard error is 0.8 points at 97.5 % and 2.6 at 50 %.
+The digits are scikit-learn's, enlarged: test accuracy of a small model after 2, 4 and {EPOCHS} epochs on 1,437 images
+without augmentation, the mean of {SEEDS} seeds, and the range of their last ones. The training is the same for all
+(AdamW, peak rate 0.002, batch 32). Nothing was tuned, so these figures say how fast a design learns from little data,
+not how good it is: with its own recipe a ViT reaches {facts()["digits"]} ([train](train.md)). With 360
+test images, the standard error of one run is 0.8 points at 97.5 % and 2.6 at 50 %; seeds differ by more than that.
 
 {_table(*numbers)}
 
-![Test accuracy after 8 epochs against the number of parameters, one point for each system](images/survey.png)
+{len(rows)} of the {len(SYSTEMS)} systems have every column. Missing: {missing or "none"}.
+`python -m benchmarks.survey --missing` fills in those that are built.
 
-Source: `benchmarks/results/survey.json`, {result["date"]}, one core.
+![Mean test accuracy against the number of parameters, with the range of the seeds](images/survey.png)
+
+Source: `benchmarks/results/survey.json`, {" to ".join(sorted({dates[0], dates[-1]}))}, one core.
 """
 
 

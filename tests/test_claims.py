@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pyramids import CASES
 
 from benchmarks import survey
 from fastvit_triton.models import FAMILIES
@@ -37,12 +38,15 @@ def test_every_claim_has_a_line():
 
 @pytest.mark.parametrize("key", CLAIMS)
 def test_what_covers_a_claim_exists(key):
-    """Oracle: the functions of the test files, the files, the headings of pages, and the lines of reported.txt."""
+    """Oracle: the functions of the test files and their cases, the files, the headings of pages, and the lines of
+    reported.txt."""
     reported = {words[0] for words in generate.fields("reported.txt")}
     for word in CLAIMS[key]:
         path, _, name = word.partition("::") if "::" in word else word.partition("#")
         if path.startswith("tests/"):
+            name, _, case = name.partition("[")
             assert name.startswith("test_") and name in names(ROOT / path), word
+            assert not case or case.removesuffix("]") in CASES, word
         elif word == "reported":
             assert key in reported
         elif path.startswith(("docs/", "examples/", "benchmarks/")):
@@ -81,14 +85,17 @@ def test_every_family_is_in_the_survey():
 @pytest.mark.parametrize("name", [system.name for system in survey.SYSTEMS if system.built])
 def test_committed_rows_are_those_of_the_list(name):
     """Oracle: the line of the system: its model's parameters, the small model and its parameters, and every epoch."""
+    assert name in ROWS, "run python -m benchmarks.survey --missing, then python docs/generate.py"
     system, row = SYSTEMS[name], ROWS[name]
     family = survey.CATALOGUE[system.model]
     assert row["model"] == system.model and row["parameters"] == family.PARAMS[system.model]
     small = row["digits"]
     assert survey.as_tuples(small["tiny"]) == system.tiny and small["side"] == system.side
     assert small["parameters"] == sum(p.numel() for p in survey.small(system).parameters())
-    assert len(small["accuracy"]) == survey.EPOCHS and small["accuracy"][-1] > 0.3  # chance is 0.1
+    assert [len(seed) for seed in small["accuracy"]] == [survey.EPOCHS] * survey.SEEDS
+    assert survey.reached(row)[1] > 30  # percent; chance is 10
     assert 0 < row["launches"][1] < row["launches"][0]
+    assert system.idea and system.oracle and system.differs and small["torch"] and small["date"]
 
 
 def test_launches_of_a_block():
@@ -100,14 +107,44 @@ def test_launches_of_a_block():
 
 def test_an_epoch_of_a_small_model():
     """Oracle: chance, one in ten, plus three standard errors of 360 images after two epochs; seed 0 repeats the run."""
-    pit = SYSTEMS["CPVT"]
-    found = [survey.learned(pit, epochs=2)["accuracy"] for _ in range(2)]
-    assert found[0] == found[1] and found[0][-1] > 0.1 + 3 * (0.1 * 0.9 / 360) ** 0.5
+    cpvt = SYSTEMS["CPVT"]
+    found = [survey.learned(cpvt, epochs=2, seeds=1)["accuracy"] for _ in range(2)]
+    assert found[0] == found[1] and found[0][0][-1] > 0.1 + 3 * (0.1 * 0.9 / 360) ** 0.5
 
 
 def test_figure_has_a_label_for_each_system(tmp_path):
-    """Oracle: a PNG; labels of equal points do not overlap."""
-    rows = [dict(system=name, digits=dict(parameters=10_000, accuracy=[0.5])) for name in ("a", "b")]
+    """Oracle: a PNG; labels of equal points do not overlap, and stay between left and right."""
+    accuracy = [[0.5] * survey.EPOCHS] * survey.SEEDS
+    rows = [dict(system=name, digits=dict(parameters=10_000, accuracy=accuracy)) for name in ("a", "b")]
     survey.draw(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    first = survey.free_place(20, 50, 30, [(16, 46, 24, 54)], 0, 60)
+    second = survey.free_place(20, 50, 30, [(16, 46, 24, 54), first], 0, 60)
+    assert first == (27, 44, 57, 56) and not survey.overlap(first, second) and 0 < second[0] < second[2] < 60
     assert survey.overlap((0, 0, 2, 2), (1, 1, 3, 3)) and not survey.overlap((0, 0, 1, 1), (1, 0, 2, 1))
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
+    """Oracle: the file after an interrupted run has the finished rows, and `--missing` runs the others alone."""
+    listed, ran = [SYSTEMS[name] for name in ("ViT", "PiT", "Swin")], []
+
+    def learned(system):
+        ran.append(system.name)
+        if ran == ["ViT", "PiT"]:
+            raise KeyboardInterrupt
+        return ROWS[system.name]["digits"]
+
+    monkeypatch.setattr(survey.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(survey, "SYSTEMS", listed)
+    monkeypatch.setattr(survey, "learned", learned)
+    monkeypatch.setattr(survey, "counted", lambda system: {"model": system.model})
+    monkeypatch.setattr("sys.argv", ["survey", "--out", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        survey.main()
+    rows = json.loads((tmp_path / "survey.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["ViT"] and not (tmp_path / "survey.png").exists()
+    monkeypatch.setattr("sys.argv", ["survey", "--out", str(tmp_path), "--missing"])
+    survey.main()
+    rows = json.loads((tmp_path / "survey.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["ViT", "PiT", "Swin"] and ran == ["ViT", "PiT", "PiT", "Swin"]
+    assert (tmp_path / "survey.png").exists()
