@@ -224,9 +224,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
     taken += [(x - 2, bottom, x + 2, top) for (x, bottom), (_, top) in zip(low, high, strict=True)]
     left, right = axes.bbox.x0 * scale, axes.bbox.x1 * scale
-    order = sorted(range(len(rows)), key=lambda i: -dots[i][1])
-    for i in order:
-        (x, y), name = dots[i], rows[i]["system"]
+    for i in sorted(range(len(rows)), key=lambda i: -dots[i][1]):
+        (x, y), name = dots[i], rows[i]["system"].partition(",")[0]
         box = free_place(x, y, WIDE * len(name), taken, left, right)
         taken.append(box)
         shift = box[0] - x, box[1] + 6 - y

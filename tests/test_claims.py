@@ -93,7 +93,7 @@ def test_committed_rows_are_those_of_the_list(name):
     assert survey.as_tuples(small["tiny"]) == system.tiny and small["side"] == system.side
     assert small["parameters"] == sum(p.numel() for p in survey.small(system).parameters())
     assert [len(seed) for seed in small["accuracy"]] == [survey.EPOCHS] * survey.SEEDS
-    assert survey.reached(row)[1] > 30  # percent; chance is 10
+    assert survey.reached(row)[0] > 30  # percent; chance is 10
     assert 0 < row["launches"][1] < row["launches"][0]
     assert system.idea and system.oracle and system.differs and small["torch"] and small["date"]
 
