@@ -209,6 +209,8 @@ def write(rows: list[dict[str, Any]], folder: Path) -> None:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws accuracy against parameters; a label takes the first free place around its point."""
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
     sizes = [row["digits"]["parameters"] / 1e3 for row in rows]
     means, least, most = zip(*map(reached, rows), strict=True)
     page = figure(9.0, 6.0)
@@ -217,7 +219,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.scatter(sizes, means, s=28, color=BLUE, zorder=3)
     title = f"Small models of each system, {EPOCHS} epochs on 1,437 digits: mean and range of {SEEDS} seeds"
     dress(axes, title, "test accuracy, %", "parameters, thousands")
-    axes.margins(x=0.15, y=0.08)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.minorticks_off()
+    axes.margins(x=0.12, y=0.08)
     page.draw_without_rendering()  # places the axes
     scale, to_page = 72 / page.dpi, axes.transData.transform
     dots, low, high = ([scale * to_page(xy) for xy in zip(sizes, ys, strict=True)] for ys in (means, least, most))
