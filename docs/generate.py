@@ -190,8 +190,8 @@ def claims() -> str:
     table = [["id", "claim", "source", "covered by"]]
     table += [[key, claim, source, covering(covered)] for key, claim, source, covered in fields("claims.txt")]
     known, numbers = fields("reported.txt"), facts()
-    reported = [["id", "the paper reports", "source", "this package"]]
-    reported += [[key, text, source, shown.format_map(numbers)] for key, text, source, shown in known]
+    reported = [["the paper reports", "source", "this package", "claim"]]
+    reported += [[text, source, shown.format_map(numbers), key] for key, text, source, shown in known]
     return f"""# Claims
 
 What introductions to Vision Transformers and the papers of the [survey](survey.md) state, in our words, and the test,
