@@ -3,7 +3,8 @@
     python -m benchmarks.survey --out benchmarks/results [--only PATTERN] [--missing] [--counts] [--plot]
 
 Launches: inference in bfloat16, batch 8, counted from shapes on the meta device as in benchmarks.coverage; models with
-four blocks (per stage) minus models with two, divided by the difference. "Fused" has every kernel, and frozen weights.
+four blocks (per stage with attention) minus models with two, divided by the difference. "Fused" has every kernel, and
+frozen weights.
 Digits: one core, three seeds, eight epochs of AdamW without augmentation, the same for all systems; nothing was tuned.
 The result file keeps the rows of other systems, and is written after each row; systems without a model are left out. A
 run that was cut off goes on with `--missing`.
@@ -114,8 +115,10 @@ def blocks(depth: Any) -> int:
     return sum(map(blocks, depth)) if isinstance(depth, tuple) else depth
 
 
-def filled(depth: Any, n: int) -> Any:
-    """The same with n in place of every number but 0."""
+def filled(depth: Any, n: int, heads: Any = ()) -> Any:
+    """The same with n in place of every number but 0; 1 for stages of convolutions, which have 0 heads."""
+    if isinstance(heads, tuple) and 0 in heads:
+        return tuple(n if number else 1 for number in heads)
     return tuple(filled(part, n) for part in depth) if isinstance(depth, tuple) else n * (depth > 0)
 
 
@@ -140,7 +143,7 @@ def counted(system: System) -> dict[str, Any]:
     """Parameters with 1000 classes, and launches of a block: [eager PyTorch, fused]."""
     config = model_config(system.model)
     name = next(field.name for field in fields(config) if field.name in ("depth", "depths"))
-    depths = [filled(getattr(config, name), n) for n in (2, 4)]
+    depths = [filled(getattr(config, name), n, getattr(config, "num_heads", ())) for n in (2, 4)]
     models = [build(system.model, **{name: depth}) for depth in depths]
     added = blocks(depths[1]) - blocks(depths[0])
     found = [(launches(models[1], fused) - launches(models[0], fused)) / added for fused in (False, True)]

@@ -107,6 +107,7 @@ def test_launches_of_a_block():
     assert survey.counted(SYSTEMS["ViT"])["launches"] == [10, 5]
     assert survey.counted(SYSTEMS["Swin"]) == {key: ROWS["Swin"][key] for key in ("model", "parameters", "launches")}
     assert survey.blocks(((1, 2, 0), (3, 0))) == 6 and survey.filled(((1, 2, 0), 3), 4) == ((4, 4, 0), 4)
+    assert survey.filled((3, 4, 6), 4, (0, 0, 8)) == (1, 1, 4) and survey.filled((3, 4), 2, (1, 2)) == (2, 2)
 
 
 def test_an_epoch_of_a_small_model():
