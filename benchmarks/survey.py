@@ -216,7 +216,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     sizes = [row["digits"]["parameters"] / 1e3 for row in rows]
     means, least, most = zip(*map(reached, rows), strict=True)
-    page = figure(9.0, 6.0)
+    page = figure(10.0, 7.0)
     axes = page.subplots()
     axes.vlines(sizes, least, most, color=BLUE, alpha=0.35)
     axes.scatter(sizes, means, s=28, color=BLUE, zorder=3)
