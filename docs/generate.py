@@ -1,15 +1,24 @@
 """An mkdocs hook: replaces `{{ name }}` on a page by the text of PAGES[name], generated from code and results.
 
-Images of benchmarks/results are added to the site under images/.
+    python docs/generate.py
+
+writes the pages that are in the repository, claims.md (from claims.txt, reported.txt and results) and survey.md (from
+benchmarks/survey_systems.txt and results). Images of benchmarks/results are added to the site under images/.
 """
+
+from __future__ import annotations
 
 import ast
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -129,8 +138,139 @@ def towers() -> str:
     return (RESULTS / "coverage-towers.md").read_text(encoding="utf-8")
 
 
+def fields(name: str) -> list[list[str]]:
+    """The lines of a text file of this folder, as lists of four fields, which " | " separates.
+
+    Raises:
+        ValueError: a line has another number of fields.
+    """
+    lines = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+    found = [[word.strip() for word in f"{line} ".split(" | ")] for line in lines if line and line[0] != "#"]
+    for words in found:
+        if len(words) != 4:
+            raise ValueError(f"line {words[0]} of {name} has {len(words)} fields; give 4")
+    return found
+
+
+def covering(text: str) -> str:
+    """What covers a claim, as markdown."""
+    found = []
+    for word in text.split("; "):
+        if word == "reported":
+            found.append(f"[below](#{REPORTED.lower().replace(',', '').replace(' ', '-')})")
+        elif word.startswith("docs/"):
+            found.append(f"[{Path(word.partition('#')[0]).stem}]({word.removeprefix('docs/')})")
+        else:
+            found.append(f"`{word}`" if word.startswith(("tests/", "examples/", "benchmarks/")) else word)
+    return ", ".join(found)
+
+
+def facts() -> dict[str, str]:
+    """Measured and counted results, by the names that reported.txt uses."""
+    from benchmarks.survey import reached
+
+    held = {n: json.loads((RESULTS / f"{n}.json").read_text()) for n in ("learn", "fashion-mnist", "survey")}
+    seeds, fashion = held["learn"]["seeds"], held["fashion-mnist"]["summary"]
+    systems = {row["system"]: row for row in held["survey"]["rows"]}
+    ends = {name: f"{reached(row)[0]:.1f} %" for name, row in systems.items()}
+    before, after = systems["ViT"]["launches"]
+    return dict(
+        digits=f"{100 * seeds['mean']:.1f} ± {100 * seeds['deviation']:.1f} %",
+        seconds=f"{seeds['core_seconds']:.0f} s",
+        fashion="ours reaches {:.1f} %, timm's {:.1f} %".format(
+            *(100 * fashion[n]["mean"] for n in ("fastvit_triton", "timm"))
+        ),
+        small=", ".join(f"{name} {ends[name]}" for name in ("ViT", "CPVT", "Twins") if name in ends),
+        launches=f"{before:g} → {after:g}",
+    )
+
+
+def claims() -> str:
+    """The page of claims."""
+    table = [["id", "claim", "source", "covered by"]]
+    table += [[key, claim, source, covering(covered)] for key, claim, source, covered in fields("claims.txt")]
+    known, numbers = fields("reported.txt"), facts()
+    reported = [["the paper reports", "source", "this package", "claim"]]
+    reported += [[text, source, shown.format_map(numbers), key] for key, text, source, shown in known]
+    return f"""# Claims
+
+What introductions to Vision Transformers and the papers of the [survey](survey.md) state, in our words, and the test,
+figure or page that covers it. The first digit of an id is that of an introduction: the code of ViT (0), its equations
+(1), two notes on its paper (2, 3), and a survey (4); misprints are corrected. ViT is
+[arXiv:2010.11929](https://arxiv.org/abs/2010.11929). {GENERATED.format("docs/claims.txt and docs/reported.txt")}
+
+{_table(*table)}
+
+## {REPORTED}
+
+No figure of a paper was measured here, because none of their data sets and weights was used.
+
+{_table(*reported)}
+"""
+
+
+def survey() -> str:
+    """The page of the survey's systems."""
+    from benchmarks.survey import EPOCHS, SEEDS, SYSTEMS, reached
+
+    result = json.loads((RESULTS / "survey.json").read_text())
+    rows = {row["system"]: row for row in result["rows"]}
+    words = [["system", "idea", "our names", "oracle", "what differs"]]
+    numbers = [
+        ["system", "model", "parameters", "launches of a block", "digits: parameters", "epoch 2", "4", "8", "range"]
+    ]
+    for system in SYSTEMS:
+        link = system.paper if "//" in system.paper else f"https://arxiv.org/abs/{system.paper}"
+        names = ", ".join(f"`{pattern}`" for pattern in system.names.split()) + f" ({len(system.ours)})"
+        ours = "every ViT" if system.built and not system.names else names if system.built else "not built"
+        ours += f": {system.model}" if system.model.startswith("waits") else ""
+        words.append([f"[{system.name}]({link})", f"{system.idea}.", ours, system.oracle, system.differs])
+        if row := rows.get(system.name):
+            small, (before, after) = row["digits"], row["launches"]
+            accuracy = [f"{reached(row, epoch)[0]:.1f} %" for epoch in (2, 4, 8)]
+            accuracy.append("{1:.1f}–{2:.1f} %".format(*reached(row)))
+            figures = [f"{row['parameters'] / 1e6:.2f} M", f"{before:.3g} → {after:.3g}", f"{small['parameters']:,}"]
+            numbers.append([system.name, f"`{row['model']}`", *figures, *accuracy])
+        else:
+            numbers.append([system.name, "not run yet" if system.built else "not built", *[""] * 7])
+    built = sum(system.built for system in SYSTEMS)
+    missing = ", ".join(system.name for system in SYSTEMS if system.name not in rows)
+    dates = sorted({row["digits"]["date"] for row in rows.values()})
+    return f"""# The survey
+
+The {len(SYSTEMS)} systems of a survey of Vision Transformers, of which {built} can be created.
+{GENERATED.format("benchmarks/survey_systems.txt and `python -m benchmarks.survey`")}
+
+{_table(*words)}
+
+## Figures
+
+Parameters are those of the named model with 1000 classes. Launches are those of one block in bfloat16 inference,
+batch 8, eager PyTorch → fused and frozen, counted and not measured: models with four blocks (per stage) minus models
+with two, so those of a pyramid are means over its stages with attention, and outside of blocks nothing is counted.
+
+The digits are scikit-learn's, enlarged: test accuracy of a small model after 2, 4 and {EPOCHS} epochs on 1,437 images
+without augmentation, the mean of {SEEDS} seeds, and the range of their last ones. The training is the same for all
+(AdamW, peak rate 0.002, batch 32). Nothing was tuned, so these figures say how fast a design learns from little data,
+not how good it is: with its own recipe a ViT reaches {facts()["digits"]} ([train](train.md)). With 360
+test images, the standard error of one run is 0.8 points at 97.5 % and 2.6 at 50 %; seeds differ by more than that.
+
+{_table(*numbers)}
+
+{len(rows)} of the {len(SYSTEMS)} systems have every column. Missing: {missing or "none"}.
+`python -m benchmarks.survey --missing` fills in those that are built.
+
+![Mean test accuracy against the number of parameters, with the range of the seeds](images/survey.png)
+
+Source: `benchmarks/results/survey.json`, {" to ".join(sorted({dates[0], dates[-1]}))}, one core.
+"""
+
+
+REPORTED = "What the papers report, and what this package shows"
+GENERATED = "Written by `python docs/generate.py` from {}."
 PAGES = dict(ways=ways, coverage=coverage, towers=towers, memory=memory, models=models, kernels=kernels, api=api)
 PAGES |= dict(faults=faults, fashion_mnist=fashion_mnist)
+WRITTEN = dict(claims=claims, survey=survey)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -143,6 +283,14 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the images."""
+    from mkdocs.structure.files import File
+
     for path in RESULTS.glob("*.png"):
         files.append(File.generated(config, f"images/{path.name}", abs_src_path=str(path)))
     return files
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # for benchmarks
+    for name, text in WRITTEN.items():
+        (ROOT / "docs" / f"{name}.md").write_text(text(), encoding="utf-8")

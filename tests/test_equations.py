@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from einops.layers.torch import Rearrange
 from torch import nn
 
-from fastvit_triton import ViTConfig, create_model
+from fastvit_triton import ViTConfig, create_model, explain
 from fastvit_triton.layers import (
     Attention,
     Block,
@@ -27,6 +27,7 @@ from fastvit_triton.layers import (
     sincos1d,
     sincos2d,
 )
+from fastvit_triton.layers.resnet import StdConv2d
 from fastvit_triton.models.transformer import VisionTransformer
 from fastvit_triton.train.loss import hard_distillation, soft_distillation
 
@@ -234,6 +235,20 @@ def test_sincos2d_formula():
                 assert table[y, x, k::3].tolist() == pytest.approx(want, abs=1e-7)
     model = create_model("simplevit_tiny_patch16_224", depth=1)
     assert "pos_embed" not in model.state_dict() and model.cls_token is None
+
+
+def test_sines_of_two_dimensions_are_similar_in_rows_and_columns():
+    """Oracle: cos(a − b) = cos a cos b + sin a sin b: the cosine of two entries is ½ f(Δcolumn) + ½ f(Δrow), with
+    f(Δ) the mean of cos(ω_k Δ); so every tile of the figure is a cross, and has its largest value at its own place."""
+    similar = explain.position_similarity(sincos2d((5, 7), 24)[0].double(), (5, 7))
+    omega = 10000 ** (-torch.arange(6, dtype=torch.float64) / 5)
+    f = torch.cos(omega * torch.arange(7)[:, None]).mean(1)
+    rows, columns = torch.arange(5), torch.arange(7)
+    row, column = (f[(at[:, None] - at).abs()] / 2 for at in (rows, columns))
+    want = row[:, None, :, None] + column[None, :, None, :]
+    # entries are sines and cosines in float32, each rounded once, in a sum of products that is divided by its norm
+    assert float((similar - want).abs().max()) <= 4 * torch.finfo(torch.float32).eps
+    assert (similar.flatten(2).argmax(-1) == torch.arange(35).view(5, 7)).all()
 
 
 def test_learned2d_is_a_row_and_a_column_table():
@@ -561,6 +576,74 @@ def test_base_shapes_of_the_paper_note():
     assert (model.patch_embed.num_patches, model.patch_embed.proj.weight[0].numel()) == (196, 768)
     assert (model.pos_embed.shape[1], attn.num_heads, attn.head_dim) == (197, 12, 64)
     assert model.blocks[0].mlp.fc1.out_features == 3072
+
+
+def test_heads_have_64_channels():
+    """Oracle: hooks see q, k and v of 12 heads, 197 x 64 each, and the heads joined to 197 x 768."""
+    model, seen = create_model("vit_base_patch16_224", depth=1), {}
+    attn = model.blocks[0].attn
+    attn.qkv.register_forward_hook(lambda _, args, out: seen.update(qkv=out))
+    attn.proj.register_forward_hook(lambda _, args, out: seen.update(heads=args[0], out=out))
+    model(torch.zeros(1, 3, 224, 224))
+    assert seen["qkv"].view(1, 197, 3, attn.num_heads, attn.head_dim).shape == (1, 197, 3, 12, 64)
+    assert seen["heads"].shape == seen["out"].shape == (1, 197, 768)
+
+
+def parameters(D: int, hidden: int, depth: int, patch: int, classes: int = 1000) -> int:
+    """Parameters of a ViT at 224 pixels, from its equations."""
+    stem, tokens = (3 * patch**2 + 1) * D, (224 // patch) ** 2 + 1
+    block = 4 * (D * D + D) + 2 * D * hidden + hidden + D + 4 * D
+    return stem + (tokens + 1) * D + depth * block + 2 * D + classes * (D + 1)
+
+
+@pytest.mark.parametrize(
+    "name, shape, millions",
+    [
+        ("vit_base_patch16_224", (768, 3072, 12, 16), 86),
+        ("vit_large_patch32_224", (1024, 4096, 24, 32), 307),
+        ("vit_huge_patch14_224", (1280, 5120, 32, 14), 632),
+    ],
+)
+def test_sizes_of_the_paper(name, shape, millions):
+    """Oracle: table 1 of the paper, in millions, and the equations; 86.6 is printed as 86, and 307 is L/32."""
+    with torch.device("meta"):
+        model = create_model(name, num_classes=1000)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == parameters(*shape) and abs(count / 1e6 - millions) < 0.6
+
+
+def test_half_of_all_widths():
+    """Oracle: the equations, for ViT-b/32 of figure 4: half of D and of the MLP of ViT-B/32, the same depth."""
+    with torch.device("meta"):
+        whole, half = (create_model("vit_base_patch32_224", embed_dim=D, num_heads=D // 64) for D in (768, 384))
+    assert half.blocks[0].mlp.fc1.out_features == 1536 and len(half.blocks) == len(whole.blocks) == 12
+    assert sum(p.numel() for p in half.parameters()) == parameters(384, 1536, 12, 32)
+
+
+@pytest.mark.parametrize(
+    "name, side, old, grid", [("vit_large_patch16_224", 512, 14, 32), ("vit_huge_patch14_224", 518, 16, 37)]
+)
+def test_resolutions_of_fine_tuning(name, side, old, grid):
+    """Oracle: H / P patches a side, of images of 512 (L/16) and 518 pixels (H/14), to which positions are resized."""
+    with torch.device("meta"):
+        model = create_model(name, img_size=side, depth=1)
+    assert model.patch_embed.grid_size == (grid, grid) and model.pos_embed.shape[1] == 1 + grid**2
+    table = torch.randn(1, 1 + old**2, 8)
+    assert resize_pos_embed(table, (old, old), (grid, grid), 1, "bilinear").shape == (1, 1 + grid**2, 8)
+
+
+def test_standardised_convolution():
+    """Oracle: ŵ = (w − mean) / √(variance + 1e-8) over all weights of an output channel (arXiv:1903.10520, eq. 2), a
+    convolution that is padded evenly, and its gradient."""
+    ours = random_(StdConv2d(3, 4, 3))
+    image, weight = torch.randn(2, 3, 6, 5, dtype=torch.float64), ours.weight.detach().clone().requires_grad_()
+    centred = weight - weight.mean((1, 2, 3), keepdim=True)
+    scaled = centred / (centred.square().mean((1, 2, 3), keepdim=True) + 1e-8).sqrt()
+    found, want = ours(image), F.conv2d(image, scaled, padding=1)
+    weights = torch.randn_like(want)
+    assert same(found, want)
+    (found * weights).sum().backward()
+    assert same(ours.weight.grad, torch.autograd.grad((want * weights).sum(), weight)[0])
 
 
 def test_pre_training_head_has_a_tanh_layer_and_fine_tuning_replaces_both():

@@ -202,6 +202,33 @@ def test_export_onnx(script, monkeypatch):
     assert "opset 20, largest difference from PyTorch" in text and "2 images took" in text
 
 
+@pytest.mark.parametrize("model, boxes", [("vit_tiny_patch16_224", 10), ("swin_tiny_patch4_window7_224", 13)])
+def test_draw_model(script, model, boxes):
+    """Oracle: the modules of figure 1 of the ViT paper in their order, their parameters by hand; a PNG."""
+    lines = script("draw_model.py", "--model", model, "--out", "model.png").splitlines()
+    names = [re.search(r", (.*?): ", line)[1] for line in lines]
+    assert len(lines) == boxes and names[:2] == ["image", "patch_embed"] and "logits" in names
+    assert [name.rpartition(".")[2] for name in names[-4:]] == ["norm1", "attn", "norm2", "mlp"]
+    if "vit" in model:
+        block = 12 * 192 * 192 + 13 * 192
+        assert lines[2] == f"{model}, blocks.0 … blocks.11: Block, {block:,} parameters → [1, 197, 192]"
+        assert lines[4] == f"{model}, head: Linear, {193 * 1000:,} parameters → [1, 1000]"
+    with Image.open("model.png") as picture:
+        assert min(picture.size) > 500
+
+
+def test_small_data(script):
+    """Oracle: a system with convolutions is better by more than three standard errors of 360 images, seen and moved;
+    the accuracy that counts is the last, and parameters are those of the models."""
+    text = script("small_data.py", "--shots", "10", "--epochs", "10")
+    rows = re.findall(r"10 images per class, (\S+), ([\d,]+) .* accuracy ([\d.]+) %, moved by a pixel ([\d.]+) %", text)
+    assert [name for name, *_ in rows] == ["vit_lite_2_4_32", "cct_2_3x2_32"]
+    for plain, convolutional in zip(*(map(float, row[2:]) for row in rows), strict=True):
+        assert convolutional - plain > 3 * 100 * (2 * 0.25 / 360) ** 0.5
+    model = fastvit_triton.create_model("cct_2_3x2_32", img_size=16, in_chans=1, num_classes=10)
+    assert rows[1][1] == f"{sum(p.numel() for p in model.parameters()):,}"
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_scripts_are_short_and_say_how_to_run_them(path):
     """Oracle: 60 lines; the docstring has the command; each option is read; a page of docs/ links to the script."""

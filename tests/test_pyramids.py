@@ -250,6 +250,37 @@ def test_frozen_models_follow_their_weights(name, always_folded):
                     parameter.mul_(1.125)
 
 
+@pytest.mark.parametrize("name", ["tnt", "crossvit", "ceit", "t2t_performer", "pit", "levit", "cait", "cct"])
+def test_a_seed_draws_the_same_weights_in_every_process(name, monkeypatch):
+    """Oracle: the weights where the names of `no_weight_decay` come in another order; that of a set differs between
+    processes, as hashes of strings do."""
+
+    class Backwards(set):
+        def __iter__(self):
+            return iter(sorted(super().__iter__(), reverse=True))
+
+    case, drawn = CASES[name], []
+    family = type(create_model(case.name, **case.options))
+    names = family.no_weight_decay
+    for kind in (set, Backwards):
+        monkeypatch.setattr(family, "no_weight_decay", lambda model, kind=kind: kind(names(model)))
+        torch.manual_seed(0)
+        drawn.append(create_model(case.name, **case.options).state_dict())
+    assert all(torch.equal(drawn[0][key], value) for key, value in drawn[1].items())
+
+
+@pytest.mark.parametrize("kind", ["t2t_vit_7", "t2t_vit_t_14"])
+@torch.no_grad()
+def test_t2t_keeps_bfloat16(kind):
+    """Oracle: the same model in float64 with the rounded weights; what differs is at most a few roundings per layer,
+    of which there are two splits of five and two blocks of ten; without kernels."""
+    model = create_model(kind, depth=2, img_size=32, token_drop_rate=0.0).eval().bfloat16()
+    images = torch.randn(2, 3, 32, 32).bfloat16()
+    found, wanted = model(images), copy.deepcopy(model).double()(images.double())
+    assert found.dtype == torch.bfloat16
+    assert distance(found.double(), wanted) <= (2 * 5 + 2 * 10) * torch.finfo(torch.bfloat16).eps
+
+
 @torch.no_grad()
 def test_t2t_starts_with_its_fixed_tables():
     """Oracle: the formula of the sinusoids; random features are orthogonal, of norm √m."""

@@ -104,8 +104,8 @@ class TokenPerformer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             keys, queries = self.features(wide[0]), self.features(wide[1])  # [B, N, m]
             total = queries @ keys.sum(1).unsqueeze(-1)  # [B, N, 1]
-            y = queries @ (keys.mT @ wide[2]) / (total + 1e-8)
-        y = finish(y.to(v.dtype), self.proj, drop=self.dp, residual=v) if can_fuse(v) else v + self.dp(self.proj(y))
+            y = (queries @ (keys.mT @ wide[2]) / (total + 1e-8)).to(v.dtype)
+        y = finish(y, self.proj, drop=self.dp, residual=v) if can_fuse(v) else v + self.dp(self.proj(y))
         if has_hooks(self.mlp):
             return y + self.mlp(self.norm2(y))
         return add_branches(y, Branch(MlpParts((self.mlp[0],), "gelu", self.mlp[2], (None, self.mlp[3])), self.norm2))

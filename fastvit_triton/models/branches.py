@@ -183,7 +183,7 @@ class BranchModel(ImageModel):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias) if module.bias is not None else None
-        for name in self.no_weight_decay():
+        for name in sorted(self.no_weight_decay()):  # the order of a set differs between processes
             nn.init.trunc_normal_(self.get_parameter(name), std=0.02)
 
 

@@ -133,5 +133,5 @@ class TokenModel(ImageModel):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for name in self.no_weight_decay():
+        for name in sorted(self.no_weight_decay()):  # the order of a set differs between processes
             nn.init.trunc_normal_(self.get_parameter(name), std=0.02)

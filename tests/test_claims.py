@@ -1,0 +1,154 @@
+"""Tests of the pages of claims and of the survey: every claim is covered by something that exists, and both are
+up to date."""
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from pyramids import CASES
+
+from benchmarks import survey
+from fastvit_triton.models import FAMILIES, create_model
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+CLAIMS = {key: covered.split("; ") for key, _, _, covered in generate.fields("claims.txt")}
+WAITING = {"2-12": "DETR waits for detection models", "4-24": "the last three wait for detection models"}
+SYSTEMS = {system.name: system for system in survey.SYSTEMS}
+ROWS = {row["system"]: row for row in json.loads((survey.RESULTS / "survey.json").read_text())["rows"]}
+
+
+@functools.cache
+def names(path: Path) -> set[str]:
+    """The functions of a test file, from its syntax tree."""
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_claim_has_a_line():
+    """Oracle: the numbers of claims of the five introductions, each numbered from 1."""
+    listed = [key for key, *_ in generate.fields("claims.txt")]
+    counts = (37, 11, 13, 29, 25)
+    assert listed == [f"{i}-{n:02}" for i, count in enumerate(counts) for n in range(1, count + 1)]
+    assert re.findall(r"^\| (\d-\d\d) \|", generate.claims(), re.MULTILINE) == listed
+
+
+@pytest.mark.parametrize("key", CLAIMS)
+def test_what_covers_a_claim_exists(key):
+    """Oracle: the functions of the test files and their cases, the files, the headings of pages, and the lines of
+    reported.txt."""
+    reported = {words[0] for words in generate.fields("reported.txt")}
+    for word in CLAIMS[key]:
+        path, _, name = word.partition("::") if "::" in word else word.partition("#")
+        if path.startswith("tests/"):
+            name, _, case = name.partition("[")
+            assert name.startswith("test_") and name in names(ROOT / path), word
+            assert not case or case.removesuffix("]") in CASES, word
+        elif word == "reported":
+            assert key in reported
+        elif path.startswith(("docs/", "examples/", "benchmarks/")):
+            headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE) if name else []
+            assert (ROOT / path).is_file() and (not name or name in [h.lower().replace(" ", "-") for h in headings])
+        else:
+            assert word == WAITING[key]
+    assert ("reported" in CLAIMS[key]) == (key in reported)
+
+
+@pytest.mark.parametrize("page", generate.WRITTEN)
+def test_written_pages_are_up_to_date(page):
+    """Oracle: what `python docs/generate.py` writes now."""
+    assert (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") == generate.WRITTEN[page]()
+
+
+def test_lines_with_missing_fields_raise(tmp_path, monkeypatch):
+    """Oracle: the sentences."""
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "claims.txt").write_text("# comment\n0-01 | a | b\n")
+    with pytest.raises(ValueError, match=r"line 0-01 of claims.txt has 3 fields; give 4"):
+        generate.fields("claims.txt")
+    with pytest.raises(ValueError, match="has 2 fields; give name, paper"):
+        survey.read("ViT | 2010.11929")
+
+
+def test_every_family_is_in_the_survey():
+    """Oracle: the systems' number; every family of the package belongs to one, or is a ViT under another name."""
+    assert len(SYSTEMS) == len(survey.SYSTEMS) == 29
+    covered = {survey.CATALOGUE[system.model] for system in SYSTEMS.values() if system.built}
+    others = {family.__name__.rpartition(".")[2] for family in FAMILIES if family not in covered}
+    assert others == {"dinov2", "clip", "siglip", "naflex"}
+
+
+@pytest.mark.parametrize("name", [system.name for system in survey.SYSTEMS if system.built])
+def test_committed_rows_are_those_of_the_list(name):
+    """Oracle: the line of the system: its model's parameters, the small model and its parameters, and every epoch."""
+    assert name in ROWS, "run python -m benchmarks.survey --missing, then python docs/generate.py"
+    system, row = SYSTEMS[name], ROWS[name]
+    with torch.device("meta"):
+        model = create_model(system.model, num_classes=1000)
+    assert row["model"] == system.model and row["parameters"] == sum(p.numel() for p in model.parameters())
+    small = row["digits"]
+    assert survey.as_tuples(small["tiny"]) == system.tiny and small["side"] == system.side
+    assert small["parameters"] == sum(p.numel() for p in survey.small(system).parameters())
+    assert [len(seed) for seed in small["accuracy"]] == [survey.EPOCHS] * survey.SEEDS
+    assert survey.reached(row)[0] > 30  # percent; chance is 10
+    assert 0 < row["launches"][1] < row["launches"][0]
+    assert system.idea and system.oracle and system.differs and small["torch"] and small["date"]
+
+
+def test_launches_of_a_block():
+    """Oracle: those of a ViT's block, of benchmarks.launches: ten, and five when fused and frozen; Swin's committed."""
+    assert survey.counted(SYSTEMS["ViT"])["launches"] == [10, 5]
+    assert survey.counted(SYSTEMS["Swin"]) == {key: ROWS["Swin"][key] for key in ("model", "parameters", "launches")}
+    assert survey.blocks(((1, 2, 0), (3, 0))) == 6 and survey.filled(((1, 2, 0), 3), 4) == ((4, 4, 0), 4)
+    assert survey.filled((3, 4, 6), 4, (0, 0, 8)) == (1, 1, 4) and survey.filled((3, 4), 2, (1, 2)) == (2, 2)
+
+
+def test_an_epoch_of_a_small_model():
+    """Oracle: chance, one in ten, plus three standard errors of 360 images after one epoch; seed 0 repeats the run."""
+    found = [survey.learned(SYSTEMS["LV-ViT"], epochs=1, seeds=1)["accuracy"] for _ in range(2)]
+    assert found[0] == found[1] and found[0][0][-1] > 0.1 + 3 * (0.1 * 0.9 / 360) ** 0.5
+
+
+def test_figure_has_a_label_for_each_system(tmp_path):
+    """Oracle: a PNG; labels of equal points do not overlap, and stay between left and right."""
+    accuracy = [[0.5] * survey.EPOCHS] * survey.SEEDS
+    rows = [dict(system=name, digits=dict(parameters=10_000, accuracy=accuracy)) for name in ("a", "b")]
+    survey.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    first = survey.free_place(20, 50, 30, [(16, 46, 24, 54)], 0, 60)
+    second = survey.free_place(20, 50, 30, [(16, 46, 24, 54), first], 0, 60)
+    assert first == (27, 44, 57, 56) and not survey.overlap(first, second) and 0 < second[0] < second[2] < 60
+    assert survey.overlap((0, 0, 2, 2), (1, 1, 3, 3)) and not survey.overlap((0, 0, 1, 1), (1, 0, 2, 1))
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
+    """Oracle: the file after an interrupted run has the finished rows, and `--missing` runs the others alone."""
+    listed, ran = [SYSTEMS[name] for name in ("ViT", "PiT", "Swin")], []
+
+    def learned(system):
+        ran.append(system.name)
+        if ran == ["ViT", "PiT"]:
+            raise KeyboardInterrupt
+        return ROWS[system.name]["digits"]
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(survey, "SYSTEMS", listed)
+    monkeypatch.setattr(survey, "learned", learned)
+    monkeypatch.setattr(survey, "counted", lambda system: {"model": system.model})
+    monkeypatch.setattr("sys.argv", ["survey", "--out", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        survey.main()
+    rows = json.loads((tmp_path / "survey.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["ViT"] and not (tmp_path / "survey.png").exists()
+    monkeypatch.setattr("sys.argv", ["survey", "--out", str(tmp_path), "--missing"])
+    survey.main()
+    rows = json.loads((tmp_path / "survey.json").read_text())["rows"]
+    assert [row["system"] for row in rows] == ["ViT", "PiT", "Swin"] and ran == ["ViT", "PiT", "PiT", "Swin"]
+    assert (tmp_path / "survey.png").exists()
