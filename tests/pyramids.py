@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import attention_families
+import convolutional_families
 import timm
 import torch
 import torch.nn.functional as F
@@ -157,6 +158,7 @@ CASES = {
     ),
 }
 CASES |= {name: Case(**row) for name, row in attention_families.ROWS.items()}
+CASES |= {name: Case(**row) for name, row in convolutional_families.ROWS.items()}
 
 TIMM = {"depths": "depth", "num_heads": "heads"}  # our option → timm's
 

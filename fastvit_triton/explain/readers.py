@@ -162,6 +162,18 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
     return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
 
 
+def _convolved(module: Foreign, grid: tuple[int, int]) -> Parts | str:
+    """CvT's attention, whose queries, keys and values are convolutions with a BatchNorm; fewer keys than queries."""
+    if module.training:
+        return "the BatchNorm of its projections is in training mode"
+    return partial(_convolved_heads, module, grid)
+
+
+def _convolved_heads(module: Foreign, grid: tuple[int, int], x: Tensor) -> Heads:
+    q, k, v = module.heads(x, grid, nn.Module.__call__, lambda x, layer: layer(x))
+    return Heads(q, k, v, None, module.scale, lambda o: module.proj_drop(module.proj(o.transpose(1, 2).flatten(2))))
+
+
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
@@ -171,6 +183,7 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     "fastvit_triton.layers.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
+    f"{layers.__name__}.conv_projection.ConvAttention": _convolved,
     f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
     f"{layers.__name__}.one_query.ClassAttention": _class_attention,
     f"{layers.__name__}.mixing.ReAttention": _re_attention,

@@ -16,6 +16,7 @@ from . import (
     clip,
     cpvt,
     crossvit,
+    cvt,
     deepvit,
     deit,
     dinov2,
@@ -41,6 +42,7 @@ from .transformer import VisionTransformer
 FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
 FAMILIES += (cct, cait, deepvit, lvvit, refiner)
 FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
+FAMILIES += (cvt,)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 
