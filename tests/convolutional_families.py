@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import torch
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from torch import Tensor, nn
 from transformers import CvtConfig, CvtForImageClassification
 
@@ -91,12 +92,43 @@ ROWS: dict[str, State] = {
         batch=4,
     ),
 }
-UNDRAWN = list(ROWS)  # stochastic depth draws other numbers than the oracle
+
+
+def byob(img_size: tuple[int, int], kinds: tuple[str, ...], **o: Any) -> nn.Module:
+    """timm's ByobNet with these kinds of blocks."""
+    ratio = 0.25 if "bottle" in kinds else 1.0
+    blocks = tuple(
+        ByoBlockCfg(kind, d=depth, c=width, s=2 if i else 1, gs=0, br=ratio)
+        for i, (kind, depth, width) in enumerate(zip(kinds, o["depths"], o["embed_dim"], strict=True))
+    )
+    config = ByoModelCfg(
+        blocks, stem_chs=o["stem_dim"], stem_type="7x7", stem_pool="maxpool", act_layer="relu", fixed_input_size=True,
+        self_attn_layer="bottleneck", self_attn_kwargs=dict(num_heads=o["num_heads"][-1], scale_pos_embed=True),
+    )  # fmt: skip
+    options = dict(img_size=img_size, num_classes=o["num_classes"], in_chans=o.get("in_chans", 3))
+    return drawn(ByobNet(config, drop_path_rate=o.get("drop_path_rate", 0.0), **options))
+
+
+def botnet(img_size: tuple[int, int], **o: Any) -> nn.Module:
+    """timm's ByobNet with attention in the stages that have heads."""
+    return byob(img_size, tuple("self_attn" if heads else "bottle" for heads in o["num_heads"]), **o)
+
+
+ROWS["botnet"] = dict(
+    name="botnet50",
+    options=dict(stem_dim=8, embed_dim=(32, 64), depths=(1, 2), num_heads=(0, 2)),
+    build=botnet,
+    sizes=((24, 40), (32, 16)),
+    batch=8,
+)
+UNDRAWN = ["cvt"]  # stochastic depth draws other numbers than the oracle
 TRACED: dict[str, tuple[State, tuple[int, int]]] = {
+    "botnet": (dict(embed_dim=(64, 128), depths=(1, 1)), (24, 40)),
     "cvt": (dict(embed_dim=(24,), depths=(1,), num_heads=(3,)), (16, 28)),
 }
 
 # As `test_pyramids.DIGITS`: side of the images, options, and the oracle's accuracy after two of eight epochs.
 DIGITS: dict[str, tuple[int, State, float]] = {
     "cvt": (32, dict(embed_dim=(24, 48), depths=(1, 2), num_heads=(2, 4), mlp_ratio=2.0), 0.927),
+    "botnet": (32, dict(stem_dim=16, embed_dim=(64, 128), depths=(1, 2), num_heads=(0, 2)), 0.738),
 }

@@ -1,4 +1,4 @@
-"""Tests of CvT beside those of test_pyramids.py.
+"""Tests of CvT and BoTNet beside those of test_pyramids.py.
 
 Oracles: those of convolutional_families.py, with the same random weights, in float64.
 """
@@ -10,9 +10,11 @@ import torch
 from interpreter import interpreting
 from pyramids import CASES, pair
 from test_explain_pyramids import recorded
+from timm.models._manipulate import group_parameters
 
-from fastvit_triton import create_model, explain, freeze
+from fastvit_triton import create_model, explain, freeze, load_weights
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers.rel2d import BottleneckAttention
 
 ROUNDINGS = 84  # as in test_models.py
 EPS64 = torch.finfo(torch.float64).eps
@@ -23,7 +25,7 @@ def same(a: torch.Tensor, b: torch.Tensor, eps: float = EPS64) -> bool:
     return a.shape == b.shape and float((a - b).detach().norm()) <= ROUNDINGS * eps * float(b.detach().norm())
 
 
-@pytest.mark.parametrize("name", ["cvt"])
+@pytest.mark.parametrize("name", ["cvt", "botnet"])
 @torch.no_grad()
 def test_captured_maps_are_the_oracles(name):
     """Oracle: every softmax of the oracle; the output is as without capture."""
@@ -69,11 +71,63 @@ def test_folded_projections_follow_their_statistics():
             twin.eval()
 
 
+@torch.no_grad()
+def test_botnet_has_timms_methods():
+    """Oracle: timm's: intermediates of the stages, which follow the stem; layers of the parameters; other heads."""
+    case = CASES["botnet"]
+    ours, theirs = models = [model.eval() for model in pair(case, case.sizes[0])]
+    images = torch.randn(2, 3, *case.sizes[0]).double()
+    found, wanted = (model.forward_intermediates(images, intermediates_only=True) for model in models)
+    assert all(same(*both) for both in zip(found, wanted[1:], strict=True))
+    assert same(ours.forward_features(images), theirs.forward_features(images).permute(0, 2, 3, 1))
+    assert same(ours.forward_head(ours.forward_features(images), True), theirs.forward_head(wanted[-1], True))
+    for info, timms in zip(ours.feature_info, theirs.feature_info[1:], strict=True):
+        assert (info["num_chs"], info["reduction"]) == (timms["num_chs"], timms["reduction"])
+    for coarse in (False, True):
+        grouped = [group_parameters(model, model.group_matcher(coarse)) for model in models]
+        assert grouped[0] == grouped[1]
+    assert type(ours.get_classifier()) is type(theirs.get_classifier()) and not ours.no_weight_decay()
+    for classes in (7, 0):
+        for model in models:
+            model.reset_classifier(classes)
+        ours.load_state_dict(theirs.state_dict())
+        assert same(ours(images), theirs(images))
+
+
+@torch.no_grad()
+def test_checkpoints_of_botnet():
+    """Oracle: timm's model; for another size, PyTorch's linear interpolation of the embeddings, as in SAM."""
+    case = CASES["botnet"]
+    ours, theirs = (model.eval() for model in pair(case, (24, 40)))
+    for parameter in ours.parameters():
+        parameter.zero_()
+    report = load_weights(ours, {"state_dict": theirs.state_dict()})
+    assert not report.dropped and not report.reinitialised and not report.positions
+    images = torch.randn(2, 3, 24, 40).double()
+    assert same(ours(images), theirs(images))
+    larger = create_model(case.name, **case.options | dict(num_classes=5, img_size=(32, 40))).double()
+    found = load_weights(larger, theirs.state_dict()).positions
+    assert found.startswith("height_rel 11 resized to 15 (linear)") and "width" not in found
+    table = theirs.stages[1][0].self_attn.pos_embed.height_rel
+    wanted = torch.nn.functional.interpolate(table.mT[None], 15, mode="linear")[0].mT
+    assert torch.equal(larger.stages[1][0].self_attn.pos_embed.height_rel, wanted)
+
+
+def test_attention_refuses_other_maps():
+    """Oracle: the sentence."""
+    with pytest.raises(ValueError, match=r"the map is \(3, 4\); the embeddings of distances are for \(4, 3\)"):
+        BottleneckAttention(8, 2, (4, 3))(torch.zeros(1, 8, 3, 4))
+
+
 @pytest.mark.parametrize(
     "name, options, words",
     [
         ("cvt_13_224", dict(class_token=False), "use global_pool='avg' without a class token"),
         ("cvt_13_224", dict(img_size=15), "img_size height is 15; this model needs at least 16"),
+        ("botnet50", dict(img_size=240), r"img_size is \(240, 240\); use multiples of 32"),
+        ("botnet50", dict(num_heads=(0, 0, 0, 3)), "attention has 512 channels, which is no multiple of its 3 heads"),
+        ("botnet50", dict(patch_size=8), "this model has patch_size 4 and final_norm=False"),
+        ("botnet50", dict(depths=(3, 4, 6, 0)), "use numbers above 0"),
         ("cvt_13_224", dict(num_heads=(1, 2, 5)), "384 channels, which is no multiple of its 5 heads"),
     ],
 )

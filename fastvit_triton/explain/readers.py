@@ -174,6 +174,16 @@ def _convolved_heads(module: Foreign, grid: tuple[int, int], x: Tensor) -> Heads
     return Heads(q, k, v, None, module.scale, lambda o: module.proj_drop(module.proj(o.transpose(1, 2).flatten(2))))
 
 
+def _relative(module: Foreign) -> Parts:
+    """BoTNet's attention on a map, whose bias depends on the queries."""
+    return partial(_relative_heads, module)
+
+
+def _relative_heads(module: Foreign, x: Tensor) -> Heads:
+    q, k, v = module.heads(x)
+    return Heads(q, k, v, module.scale * module.pos_embed(q), module.scale, module.merge)
+
+
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
@@ -184,6 +194,7 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
     f"{layers.__name__}.conv_projection.ConvAttention": _convolved,
+    f"{layers.__name__}.rel2d.BottleneckAttention": _relative,
     f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
     f"{layers.__name__}.one_query.ClassAttention": _class_attention,
     f"{layers.__name__}.mixing.ReAttention": _re_attention,

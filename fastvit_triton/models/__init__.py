@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from . import (
+    botnet,
     cait,
     cct,
     ceit,
@@ -42,7 +43,7 @@ from .transformer import VisionTransformer
 FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
 FAMILIES += (cct, cait, deepvit, lvvit, refiner)
 FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
-FAMILIES += (cvt,)
+FAMILIES += (cvt, botnet)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

@@ -2,12 +2,17 @@
 
 Our names are those of timm and, where it lacks the model, the authors'. No tensor of a CvT depends on the image's size.
 
-Sources: state dicts of transformers 5.23; microsoft/CvT (lib/models/cls_cvt.py).
+Sources: state dicts of transformers 5.23 and timm 1.0.31; microsoft/CvT (lib/models/cls_cvt.py).
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
 
 from . import pyramid
+from .adapt import State
 from .layouts import Layout
 
 
@@ -48,6 +53,23 @@ CVT_LAYOUTS = (
     ),
 )
 
+BOTNET = Layout(name="timm", mark="stem.conv1.conv.weight", beside="head.fc.weight", resize="linear")
+
+
+def fit_distances(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Interpolates embeddings of distances for the grids of a BoTNet, as SAM does; for the arguments see `vit.fit`."""
+    notes = []
+    for key in (key for key in state if key.endswith(("pos_embed.height_rel", "pos_embed.width_rel"))):
+        old, new = state[key], target[key].shape if key in target else state[key].shape
+        if old.shape != new and old.shape[1:] == new[1:]:
+            state[key] = F.interpolate(old.mT[None], new[0], mode=mode)[0].mT.contiguous()
+            notes.append(f"{key.split('.')[-1]} {len(old)} resized to {new[0]} ({mode})")
+    return [], ", ".join(dict.fromkeys(notes))
+
+
 ROWS: dict[str, tuple] = {  # see `Spelling`
     "cvt": ("CvT", CVT_LAYOUTS, pyramid.keep, {}, pyramid.write),
+    "botnet": ("BoTNet", (BOTNET,), fit_distances, {}, pyramid.write),
 }
