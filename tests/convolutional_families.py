@@ -98,8 +98,8 @@ def byob(img_size: tuple[int, int], kinds: tuple[str, ...], **o: Any) -> nn.Modu
     """timm's ByobNet with these kinds of blocks."""
     ratio = 0.25 if "bottle" in kinds else 1.0
     blocks = tuple(
-        ByoBlockCfg(kind, d=depth, c=width, s=2 if i else 1, gs=0, br=ratio)
-        for i, (kind, depth, width) in enumerate(zip(kinds, o["depths"], o["embed_dim"], strict=True))
+        ByoBlockCfg(kind, d=depth, c=width, s=stride, gs=0, br=ratio)
+        for kind, depth, width, stride in zip(kinds, o["depths"], o["embed_dim"], o["strides"], strict=True)
     )
     config = ByoModelCfg(
         blocks, stem_chs=o["stem_dim"], stem_type="7x7", stem_pool="maxpool", act_layer="relu", fixed_input_size=True,
@@ -116,19 +116,94 @@ def botnet(img_size: tuple[int, int], **o: Any) -> nn.Module:
 
 ROWS["botnet"] = dict(
     name="botnet50",
-    options=dict(stem_dim=8, embed_dim=(32, 64), depths=(1, 2), num_heads=(0, 2)),
+    options=dict(stem_dim=8, embed_dim=(32, 64), depths=(1, 2), num_heads=(0, 2), strides=(1, 2)),
     build=botnet,
     sizes=((24, 40), (32, 16)),
     batch=8,
 )
-UNDRAWN = ["cvt"]  # stochastic depth draws other numbers than the oracle
+
+
+class Reading(nn.Module):
+    """Tokens of a map [B, N, C]: softmax over the pixels of X W, of filters W or of tokens before; then Xᵀ, and V."""
+
+    def __init__(self, C: int, L: int, D: int, recurrent: bool) -> None:
+        super().__init__()
+        if recurrent:
+            self.recur = nn.Linear(D, C, bias=False)
+        else:
+            self.filters = nn.Parameter(torch.empty(L, C))
+        self.value = nn.Linear(C, D, bias=False)
+
+    def forward(self, X: Tensor, T: Tensor | None) -> Tensor:
+        W = self.recur(T) if hasattr(self, "recur") else self.filters
+        return (W @ X.mT).softmax(2) @ self.value(X)
+
+
+class Module(nn.Module):
+    """Equations 1 to 5 of arXiv:2006.03677, with a projection of values where the channels differ."""
+
+    def __init__(self, C: int, L: int, D: int, d: int, recurrent: bool, projects: bool) -> None:
+        super().__init__()
+        self.tokenizer = Reading(C, L, D, recurrent)
+        self.attn = nn.ModuleDict(dict(key=nn.Linear(D, d, bias=False), query=nn.Linear(D, d, bias=False)))
+        self.mlp = nn.ModuleDict(dict(fc1=nn.Linear(D, D, bias=False), fc2=nn.Linear(D, D, bias=False)))
+        if projects:
+            widths = dict(query=(C, d), key=(D, d), value=(D, C))
+            self.projector = nn.ModuleDict({n: nn.Linear(*pair, bias=False) for n, pair in widths.items()})
+
+    def forward(self, X: Tensor, T: Tensor | None) -> tuple[Tensor, Tensor]:
+        T = self.tokenizer(X, T)
+        T = T + (self.attn["key"](T) @ self.attn["query"](T).mT).softmax(2) @ T
+        T = T + self.mlp["fc2"](self.mlp["fc1"](T).relu())
+        if not hasattr(self, "projector"):
+            return X, T
+        p = self.projector
+        return X + (p["query"](X) @ p["key"](T).mT).softmax(2) @ p["value"](T), T
+
+
+class Visual(nn.Module):
+    """timm's residual stages, visual transformers, and a head on the mean of the tokens."""
+
+    def __init__(self, img_size: tuple[int, int], **o: Any) -> None:
+        super().__init__()
+        C, depth = o["embed_dim"][-1], o["depths"][-1]
+        net = byob(img_size, ("basic",) * len(o["depths"]), **o)
+        self.stem, self.stages, self.head = net.stem, net.stages[:-1], nn.Module()
+        self.head.fc = nn.Linear(o["token_dim"], o["num_classes"])
+        sizes = C, o["tokens"], o["token_dim"], o["key_dim"]
+        self.stages.append(nn.Sequential(*(Module(*sizes, i > 0, i + 1 < depth) for i in range(depth))))
+
+    def forward(self, images: Tensor) -> Tensor:
+        X, T = self.stages[:-1](self.stem(images)).flatten(2).mT, None
+        for block in self.stages[-1]:
+            X, T = block(X, T)
+        return self.head.fc(T.mean(1))
+
+
+ROWS["vt"] = dict(
+    name="vt_resnet18",
+    options=dict(stem_dim=8, embed_dim=(16, 16), depths=(1, 3), num_heads=(0, 1), strides=(1, 1))
+    | dict(tokens=4, token_dim=24, key_dim=12),
+    build=Visual,
+    sizes=((24, 40), (32, 16)),
+    batch=8,
+    small=r"tokenizer|attn|mlp|projector",
+)
+UNDRAWN = ["cvt", "vt"]  # stochastic depth draws other numbers than the oracle
 TRACED: dict[str, tuple[State, tuple[int, int]]] = {
     "botnet": (dict(embed_dim=(64, 128), depths=(1, 1)), (24, 40)),
+    "vt": (dict(depths=(1, 2)), (24, 40)),
     "cvt": (dict(embed_dim=(24,), depths=(1,), num_heads=(3,)), (16, 28)),
 }
 
 # As `test_pyramids.DIGITS`: side of the images, options, and the oracle's accuracy after two of eight epochs.
 DIGITS: dict[str, tuple[int, State, float]] = {
     "cvt": (32, dict(embed_dim=(24, 48), depths=(1, 2), num_heads=(2, 4), mlp_ratio=2.0), 0.927),
-    "botnet": (32, dict(stem_dim=16, embed_dim=(64, 128), depths=(1, 2), num_heads=(0, 2)), 0.738),
+    "botnet": (32, dict(stem_dim=16, embed_dim=(64, 128), depths=(1, 2), num_heads=(0, 2), strides=(1, 2)), 0.738),
+    "vt": (
+        32,
+        dict(stem_dim=16, embed_dim=(32, 32), depths=(1, 2), num_heads=(0, 1), strides=(1, 1), tokens=8)
+        | dict(token_dim=48, key_dim=24),
+        0.55,
+    ),
 }

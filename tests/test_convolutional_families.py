@@ -1,4 +1,4 @@
-"""Tests of CvT and BoTNet beside those of test_pyramids.py.
+"""Tests of CvT, BoTNet and VT-ResNet beside those of test_pyramids.py.
 
 Oracles: those of convolutional_families.py, with the same random weights, in float64.
 """
@@ -15,6 +15,7 @@ from timm.models._manipulate import group_parameters
 from fastvit_triton import create_model, explain, freeze, load_weights
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers.rel2d import BottleneckAttention
+from fastvit_triton.layers.visual_tokens import VisualTransformer
 
 ROUNDINGS = 84  # as in test_models.py
 EPS64 = torch.finfo(torch.float64).eps
@@ -25,7 +26,7 @@ def same(a: torch.Tensor, b: torch.Tensor, eps: float = EPS64) -> bool:
     return a.shape == b.shape and float((a - b).detach().norm()) <= ROUNDINGS * eps * float(b.detach().norm())
 
 
-@pytest.mark.parametrize("name", ["cvt", "botnet"])
+@pytest.mark.parametrize("name", ["cvt", "botnet", "vt"])
 @torch.no_grad()
 def test_captured_maps_are_the_oracles(name):
     """Oracle: every softmax of the oracle; the output is as without capture."""
@@ -113,6 +114,40 @@ def test_checkpoints_of_botnet():
     assert torch.equal(larger.stages[1][0].self_attn.pos_embed.height_rel, wanted)
 
 
+@torch.no_grad()
+def test_features_of_visual_transformers():
+    """Oracle: the oracle's tokens, their mean as features of the head, and the map that its last module reads."""
+    case = CASES["vt"]
+    ours, theirs = (model.eval() for model in pair(case, case.sizes[0]))
+    images, read = torch.randn(2, 3, *case.sizes[0]).double(), []
+    theirs.stages[-1][-1].register_forward_hook(lambda _, given, found: read.append((given[0], found[1])))
+    case.logits(theirs, images)
+    ((X, T),) = read
+    features, maps = ours.forward_intermediates(images, return_prefix_tokens=True)
+    assert same(features, T) and same(ours.forward_head(features, pre_logits=True), T.mean(1))
+    assert same(maps[-1][0].flatten(2).mT, X) and same(maps[-1][1], T) and maps[0][1] is None
+    assert [info["reduction"] for info in create_model("vt_resnet18").feature_info] == [4, 8, 16, 16]
+    ours.reset_classifier(3)
+    assert ours(images).shape == (2, 3)
+    before = ours.state_dict()
+    report = load_weights(ours, before)
+    assert report.family == "VT-ResNet" and not report.dropped and not report.reinitialised
+
+
+@torch.no_grad()
+def test_tokens_need_no_projection_of_their_own_width():
+    """Oracle: the paper's equations with one width; the second tokenizer and the projector have no values either."""
+    layer = VisualTransformer(6, 4, 6, 6, recurrent=True).double()
+    X, T = torch.randn(2, 20, 6).double(), torch.randn(2, 4, 6).double()
+    x, t = layer(X, T)
+    K, Q, F1, F2 = (m.weight.T for m in (layer.attn.key, layer.attn.query, layer.mlp.fc1, layer.mlp.fc2))
+    T = (X @ (T @ layer.tokenizer.recur.weight.T).mT).softmax(1).mT @ X
+    T = T + ((T @ K) @ (T @ Q).mT).softmax(2) @ T
+    T = T + (T @ F1).relu() @ F2
+    X = X + ((X @ layer.projector.query.weight.T) @ (T @ layer.projector.key.weight.T).mT).softmax(2) @ T
+    assert same(t, T) and same(x, X) and len(list(layer.parameters())) == 7
+
+
 def test_attention_refuses_other_maps():
     """Oracle: the sentence."""
     with pytest.raises(ValueError, match=r"the map is \(3, 4\); the embeddings of distances are for \(4, 3\)"):
@@ -128,6 +163,10 @@ def test_attention_refuses_other_maps():
         ("botnet50", dict(num_heads=(0, 0, 0, 3)), "attention has 512 channels, which is no multiple of its 3 heads"),
         ("botnet50", dict(patch_size=8), "this model has patch_size 4 and final_norm=False"),
         ("botnet50", dict(depths=(3, 4, 6, 0)), "use numbers above 0"),
+        ("botnet50", dict(strides=(1, 2, 2, 4)), "use 1 or 2 for each stage"),
+        ("vt_resnet18", dict(num_heads=(0, 0, 1, 1)), "use 0, and 1 for the last stage only"),
+        ("vt_resnet18", dict(strides=(1, 2, 2, 2)), "use stride 1 and 256 channels in the last stage"),
+        ("vt_resnet18", dict(tokens=0), "tokens is 0; use numbers above 0"),
         ("cvt_13_224", dict(num_heads=(1, 2, 5)), "384 channels, which is no multiple of its 5 heads"),
     ],
 )

@@ -543,7 +543,7 @@ def test_backbones_agree_with_their_models(name):
     images = torch.randn(2, 3, *case.sizes[0]).double()
     features, maps = model.forward_intermediates(images, norm=True)
     assert_equal(features, model.forward_features(images))
-    if not name.startswith(("pit", "crossvit", "ceit")):  # whose features are the class token, or lists
+    if not name.startswith(("pit", "crossvit", "ceit", "vt")):  # whose features are the class token, or lists
         tokens = maps[-1].flatten(2).transpose(1, 2)
         last = features.flatten(1, -2)
         assert torch.equal(tokens, last[:, last.shape[1] - tokens.shape[1] :])

@@ -184,6 +184,16 @@ def _relative_heads(module: Foreign, x: Tensor) -> Heads:
     return Heads(q, k, v, module.scale * module.pos_embed(q), module.scale, module.merge)
 
 
+def _one_head(module: Foreign, tokens: Tensor | None) -> Parts:
+    """Attention of a visual transformer, between a map and tokens."""
+    return partial(_one_head_of, module, tokens)
+
+
+def _one_head_of(module: Foreign, tokens: Tensor | None, x: Tensor) -> Heads:
+    q, k, v = (t[:, None] for t in module.heads(x, tokens))
+    return Heads(q, k, v, None, 1.0, lambda o: o[:, 0])
+
+
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
@@ -195,6 +205,7 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     "timm.models.levit.AttentionDownsample": _levit,
     f"{layers.__name__}.conv_projection.ConvAttention": _convolved,
     f"{layers.__name__}.rel2d.BottleneckAttention": _relative,
+    **{f"{layers.__name__}.visual_tokens.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
     f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
     f"{layers.__name__}.one_query.ClassAttention": _class_attention,
     f"{layers.__name__}.mixing.ReAttention": _re_attention,

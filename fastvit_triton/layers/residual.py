@@ -145,7 +145,8 @@ def init_residual(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.01)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
     for block in model.modules():
         if isinstance(block, Residual):
             nn.init.zeros_(block.last().weight)

@@ -35,6 +35,7 @@ from . import (
     tnt,
     twins,
     vit,
+    vt,
 )
 from .config import ViTConfig
 from .features import FeatureGetterNet
@@ -43,7 +44,7 @@ from .transformer import VisionTransformer
 FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
 FAMILIES += (cct, cait, deepvit, lvvit, refiner)
 FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
-FAMILIES += (cvt, botnet)
+FAMILIES += (cvt, botnet, vt)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

@@ -22,7 +22,7 @@ class BotnetConfig(ResidualConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        step = 4 << len(self.depths) - 1
+        step = self.reductions[-1]
         if any(side % step for side in sides(self.img_size)):
             raise ValueError(f"img_size is {self.img_size}; use multiples of {step}")
 

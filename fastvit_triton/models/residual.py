@@ -1,5 +1,6 @@
 """Residual networks with attention: a stem, and stages of blocks. Names of parameters are those of timm's ByobNet."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ class ResidualConfig(PyramidConfig):
         stem_dim: channels of the stem.
         embed_dim: channels of each stage.
         num_heads: heads of attention; 0 for a stage of convolutions.
+        strides: what the sides of the map are divided by in each stage, 1 or 2.
         proj_drop_rate: dropout after the attention.
     """
 
@@ -28,6 +30,7 @@ class ResidualConfig(PyramidConfig):
     embed_dim: tuple[int, ...] = (256, 512, 1024, 2048)
     depths: tuple[int, ...] = (3, 4, 6, 3)
     num_heads: tuple[int, ...] = (0, 0, 0, 4)
+    strides: tuple[int, ...] = (1, 2, 2, 2)
     proj_drop_rate: float = 0.0
     final_norm: bool = False
     dynamic_img_size: bool = False
@@ -37,10 +40,21 @@ class ResidualConfig(PyramidConfig):
         super().__post_init__()
         if sides(self.patch_size) != (4, 4) or self.final_norm:
             raise ValueError(f"this model has patch_size 4 and final_norm=False, not {self}")
+        if set(self.strides) - {1, 2}:
+            raise ValueError(f"strides is {self.strides}; use 1 or 2 for each stage")
 
     @property
     def widths(self) -> tuple[int, ...]:
         return self.embed_dim
+
+    @property
+    def reductions(self) -> tuple[int, ...]:
+        """Pixels of the image for each step of the map of each stage."""
+        return tuple(4 * math.prod(self.strides[: i + 1]) for i in range(len(self.strides)))
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        return self.reductions[-1], self.reductions[-1]
 
     def check_heads(self) -> None:
         """Raises ValueError unless a quarter of the channels of a stage with attention are a multiple of its heads."""
@@ -63,7 +77,7 @@ class ResidualNetwork(NamedStages):
         for i, (outputs, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
             blocks = nn.Sequential()
             for j, rate in enumerate(rates):
-                stride = 2 if i and not j else 1
+                stride = 1 if j else config.strides[i]
                 blocks.append(self.build_block(i, j, inputs, outputs, stride, rate, (rows, columns)))
                 inputs, rows, columns = outputs, -(-rows // stride), -(-columns // stride)
             stages.append(blocks)
@@ -82,6 +96,12 @@ class ResidualNetwork(NamedStages):
         for block in self.stages[i]:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return x.permute(0, 2, 3, 1)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """See `ImageModel.feature_info`."""
+        reductions = self.config.reductions
+        return [stage | dict(reduction=side) for stage, side in zip(super().feature_info, reductions, strict=True)]
 
     def make_head(self) -> nn.Module:
         """A classifier, an Identity for no classes."""

@@ -55,6 +55,8 @@ CVT_LAYOUTS = (
 
 BOTNET = Layout(name="timm", mark="stem.conv1.conv.weight", beside="head.fc.weight", resize="linear")
 
+VT = Layout(name="VT-ResNet", mark="stem.conv1.conv.weight", resize="linear")
+
 
 def fit_distances(
     model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
@@ -72,4 +74,5 @@ def fit_distances(
 ROWS: dict[str, tuple] = {  # see `Spelling`
     "cvt": ("CvT", CVT_LAYOUTS, pyramid.keep, {}, pyramid.write),
     "botnet": ("BoTNet", (BOTNET,), fit_distances, {}, pyramid.write),
+    "vt": ("VT-ResNet", (VT,), pyramid.keep, {}, pyramid.write),
 }
