@@ -295,15 +295,13 @@ BLOCKS = [n for n in MODELS if n not in (*NO_BLOCKS, *PYRAMIDS)]  # pyramids: te
 
 
 # launches beyond a plain block's, (frozen, fold, norms): separate queries, keys and values are packed if there is no
-# fold; rotary positions, or norms of queries and keys; inner norms, each with a fold and statistics; norms after the
-# branches
+# fold, and so are a gate and its partner; rotary positions, or norms of queries and keys; inner norms, each with a fold
+# and statistics; norms after the branches
 SEPARATE = ("vit", "vit_eager", "deit", "mae", "dinov2", "dinov2_swiglu", "clip", "siglip", "siglip2", "beit")
 SEPARATE += ("beit_shared", "data2vec")
 MORE = {f"hf_{name}": (0, 0, 1) for name in SEPARATE} | dict.fromkeys(("timm_dinov3", "timm_rope_vit"), (1, 1, 1))
-MORE |= dict.fromkeys(("hf_dinov3", "hf_dinov3_gated"), (1, 1, 2)) | {
-    "timm_vit_qk_norm": (3, 5, 3),
-    "timm_eva02": (3, 5, 4),
-}
+MORE |= {"hf_dinov2_swiglu": (0, 0, 2), "hf_dinov3": (1, 1, 2), "hf_dinov3_gated": (1, 1, 3)}
+MORE |= {"timm_vit_qk_norm": (3, 5, 3), "timm_eva02": (3, 5, 5)}
 MORE |= {"torch_encoder_layer": (1, 0, 0)}
 WAYS = ("frozen", "fold", "norms")
 
