@@ -1,9 +1,10 @@
-"""Tests of CvT, BoTNet and VT-ResNet beside those of test_pyramids.py.
+"""Tests of CvT, BoTNet, VT-ResNet and attention as convolution beside those of test_pyramids.py.
 
 Oracles: those of convolutional_families.py, with the same random weights, in float64.
 """
 
 import copy
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from timm.models._manipulate import group_parameters
 
 from fastvit_triton import create_model, explain, freeze, load_weights
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.layers.quadratic import QuadraticAttention
 from fastvit_triton.layers.rel2d import BottleneckAttention
 from fastvit_triton.layers.visual_tokens import VisualTransformer
 
@@ -26,7 +28,7 @@ def same(a: torch.Tensor, b: torch.Tensor, eps: float = EPS64) -> bool:
     return a.shape == b.shape and float((a - b).detach().norm()) <= ROUNDINGS * eps * float(b.detach().norm())
 
 
-@pytest.mark.parametrize("name", ["cvt", "botnet", "vt"])
+@pytest.mark.parametrize("name", ["cvt", "botnet", "vt", "attention_conv", "attention_conv_full"])
 @torch.no_grad()
 def test_captured_maps_are_the_oracles(name):
     """Oracle: every softmax of the oracle; the output is as without capture."""
@@ -40,7 +42,9 @@ def test_captured_maps_are_the_oracles(name):
         assert same(ours(images), before)
     assert not seen.left and len(seen.layers) == len(wanted) > 1
     for layer, maps in zip(seen.layers, wanted, strict=True):
-        assert same(layer.map().double(), maps.view_as(layer.map()), torch.finfo(torch.float32).eps), layer.path
+        found = layer.map()
+        maps = maps.view_as(found) if maps.numel() == found.numel() else maps.expand_as(found)  # one for all images
+        assert same(found.double(), maps, torch.finfo(torch.float32).eps), layer.path
 
 
 def test_maps_of_training_models_have_a_reason():
@@ -148,10 +152,67 @@ def test_tokens_need_no_projection_of_their_own_width():
     assert same(t, T) and same(x, X) and len(list(layer.parameters())) == 7
 
 
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 3), (5, 5)], ids=str)
+@torch.no_grad()
+def test_heads_are_a_convolution(kernel):
+    """Oracle: `conv2d`, where its window is inside the map: theorem 1 of arXiv:1911.03584, in float64."""
+    (rows, columns), D, grid = kernel, 6, (8, 9)
+    heads, (y, x) = rows * columns, (rows // 2, columns // 2)
+    layer = QuadraticAttention(D, heads, grid).double()
+    torch.nn.init.eye_(layer.proj.weight)
+    torch.nn.init.zeros_(layer.proj.bias)
+    weight, bias, image = (torch.randn(shape).double() for shape in ((D, D, *kernel), (D,), (2, D, *grid)))
+    layer.set_convolution(weight, bias)
+    found = layer(image.flatten(2).mT).mT.unflatten(2, grid)
+    assert same(found[:, :, y : grid[0] - y, x : grid[1] - x], torch.nn.functional.conv2d(image, weight, bias))
+    with pytest.raises(ValueError, match=f"the module needs one with {heads} taps, 6 channels and isotropic heads"):
+        layer.set_convolution(weight[..., :1, :2])
+
+
+@torch.no_grad()
+def test_checkpoints_of_attention_as_convolution():
+    """Oracle: the equations with the authors' names, their linear layer of concatenated pixels, and what is unused."""
+    case = CASES["attention_conv"]
+    ours, theirs = (model.eval() for model in pair(case, (10, 14)))
+    images, wanted = torch.randn(2, 3, 10, 14).double(), theirs.state_dict()
+    rows = [(r"^blocks\.(\d+)\.", r"encoder.layer.\1."), (r"\.attn\.(attention_\w+|value)", r".attention.self.\1")]
+    rows += [(r"\.attn\.proj", ".attention.output.dense"), (r"\.norm1", ".attention.output.LayerNorm")]
+    rows += [(r"mlp\.fc1", "intermediate.dense"), (r"mlp\.fc2", "output.dense"), (r"\.norm2", ".output.LayerNorm")]
+    rows += [(r"^patch_embed\.proj", "features_upscale"), (r"^head", "classifier")]
+    state = {"mask_embedding": torch.zeros(12), "encoder.layer.0.attention.self.R": torch.zeros(2, 2, 2, 2, 5)}
+    for key, tensor in wanted.items():
+        for ours_name, theirs_name in rows:
+            key = re.sub(ours_name, theirs_name, key)
+        state[key] = tensor.permute(0, 2, 3, 1).flatten(1) if key == "features_upscale.weight" else tensor
+    for parameter in ours.parameters():
+        parameter.zero_()
+    report = load_weights(ours, state)
+    assert report.family == "attention-cnn" and not report.reinitialised and len(report.dropped) == 2
+    assert same(ours(images), case.logits(theirs, images))
+    larger = create_model(case.name, **case.options | dict(img_size=(12, 8), num_classes=5)).double()
+    assert not load_weights(larger, ours.state_dict()).reinitialised  # nothing depends on the image's size
+
+
+@torch.no_grad()
+def test_frozen_maps_follow_their_parameters():
+    """Oracle: the model that is not frozen, before and after its centres move."""
+    case = CASES["attention_conv"]
+    model = pair(case, (8, 12))[0].float().eval()
+    frozen, images = copy.deepcopy(model), torch.randn(2, 3, 8, 12)
+    freeze(frozen)
+    for _ in range(2):
+        for _ in range(2):
+            assert torch.equal(frozen(images), model(images))
+        for twin in (frozen, model):
+            twin.blocks[0].attn.attention_centers.add_(0.5)
+
+
 def test_attention_refuses_other_maps():
     """Oracle: the sentence."""
     with pytest.raises(ValueError, match=r"the map is \(3, 4\); the embeddings of distances are for \(4, 3\)"):
         BottleneckAttention(8, 2, (4, 3))(torch.zeros(1, 8, 3, 4))
+    with pytest.raises(ValueError, match=r"x has 6 tokens; the grid \(4, 3\) has 12"):
+        QuadraticAttention(8, 2, (4, 3))(torch.zeros(1, 6, 8))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +227,13 @@ def test_attention_refuses_other_maps():
         ("botnet50", dict(strides=(1, 2, 2, 4)), "use 1 or 2 for each stage"),
         ("vt_resnet18", dict(num_heads=(0, 0, 1, 1)), "use 0, and 1 for the last stage only"),
         ("vt_resnet18", dict(strides=(1, 2, 2, 2)), "use stride 1 and 256 channels in the last stage"),
+        (
+            "attention_conv",
+            dict(img_size=31),
+            "img_size is .31, 31. and patch_size .2, 2.; use a",
+        ),
+        ("attention_conv", dict(num_heads=0), "num_heads is 0; it must be at least 1"),
+        ("attention_conv", dict(global_pool="token"), "use one of avg, none"),
         ("vt_resnet18", dict(tokens=0), "tokens is 0; use numbers above 0"),
         ("cvt_13_224", dict(num_heads=(1, 2, 5)), "384 channels, which is no multiple of its 5 heads"),
     ],

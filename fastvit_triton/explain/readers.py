@@ -194,6 +194,22 @@ def _one_head_of(module: Foreign, tokens: Tensor | None, x: Tensor) -> Heads:
     return Heads(q, k, v, None, 1.0, lambda o: o[:, 0])
 
 
+def _positional(module: Foreign) -> Parts:
+    """Attention by relative position alone: its maps are the same for every image, and values are the tokens."""
+    return partial(_positional_heads, module)
+
+
+def _positional_heads(module: Foreign, x: Tensor) -> Heads:
+    values = x[:, None].expand(-1, module.num_heads, -1, -1)
+    q = x.new_zeros(1, 1, 1, 1).expand(*values.shape[:3], 1)
+    bias = module.maps().log()[None]
+
+    def output(o: Tensor) -> Tensor:
+        return module.proj_drop(module.proj(module.value(o.transpose(1, 2).flatten(2))))
+
+    return Heads(q, q, values, bias, 1.0, output)
+
+
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
@@ -206,6 +222,7 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     f"{layers.__name__}.conv_projection.ConvAttention": _convolved,
     f"{layers.__name__}.rel2d.BottleneckAttention": _relative,
     **{f"{layers.__name__}.visual_tokens.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
+    f"{layers.__name__}.quadratic.QuadraticAttention": _positional,
     f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
     f"{layers.__name__}.one_query.ClassAttention": _class_attention,
     f"{layers.__name__}.mixing.ReAttention": _re_attention,

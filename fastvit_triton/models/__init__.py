@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from . import (
+    attention_conv,
     botnet,
     cait,
     cct,
@@ -44,7 +45,7 @@ from .transformer import VisionTransformer
 FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
 FAMILIES += (cct, cait, deepvit, lvvit, refiner)
 FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
-FAMILIES += (cvt, botnet, vt)
+FAMILIES += (cvt, botnet, vt, attention_conv)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

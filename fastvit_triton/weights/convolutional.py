@@ -2,9 +2,11 @@
 
 Our names are those of timm and, where it lacks the model, the authors'. No tensor of a CvT depends on the image's size.
 
-Sources: state dicts of transformers 5.23 and timm 1.0.31; microsoft/CvT (lib/models/cls_cvt.py).
+Sources: state dicts of transformers 5.23 and timm 1.0.31; microsoft/CvT (lib/models/cls_cvt.py); epfml/attention-cnn
+(models/bert.py, models/transformer.py).
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -58,6 +60,46 @@ BOTNET = Layout(name="timm", mark="stem.conv1.conv.weight", beside="head.fc.weig
 VT = Layout(name="VT-ResNet", mark="stem.conv1.conv.weight", resize="linear")
 
 
+POSITIONAL_LAYOUTS = (
+    Layout(
+        name="attention-cnn",
+        mark="features_upscale.weight",
+        beside="encoder.layer.0.attention.self.attention_centers",
+        resize="linear",
+        stem={"patch_embed.proj": "features_upscale", "head": "classifier"},
+        blocks="encoder.layer.{}",
+        block={
+            "attn.attention_centers": "attention.self.attention_centers",
+            "attn.attention_spreads": "attention.self.attention_spreads",
+            "attn.value": "attention.self.value",
+            "attn.proj": "attention.output.dense",
+            "norm1": "attention.output.LayerNorm",
+            "mlp.fc1": "intermediate.dense",
+            "mlp.fc2": "output.dense",
+            "norm2": "output.LayerNorm",
+        },
+    ),
+    Layout(
+        name="fastvit_triton", mark="patch_embed.proj.weight", beside="blocks.0.attn.attention_centers", resize="linear"
+    ),
+)
+
+
+def fit_positional(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the authors' tensors fit: a linear layer of concatenated pixels [D, p · p · C] becomes a convolution, and
+    a table of positions and embeddings that their classifier does not read are dropped; see `vit.fit`."""
+    names = ("attention_mask", "mask_embedding", "cls_embedding", "features_downscale.", "pixelizer.")
+    useless = [key for key in state if key.endswith("attention.self.R") or key.startswith(names)]
+    for key in useless:
+        del state[key]
+    weight, size = state.get("patch_embed.proj.weight"), model.config.patch_size
+    if weight is not None and weight.dim() == 2 and weight.shape[1] % math.prod(size) == 0:
+        state["patch_embed.proj.weight"] = weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2)
+    return useless, ""
+
+
 def fit_distances(
     model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
 ) -> tuple[list[str], str]:
@@ -74,5 +116,6 @@ def fit_distances(
 ROWS: dict[str, tuple] = {  # see `Spelling`
     "cvt": ("CvT", CVT_LAYOUTS, pyramid.keep, {}, pyramid.write),
     "botnet": ("BoTNet", (BOTNET,), fit_distances, {}, pyramid.write),
+    "attention_conv": ("attention as convolution", POSITIONAL_LAYOUTS, fit_positional, {}, pyramid.write),
     "vt": ("VT-ResNet", (VT,), pyramid.keep, {}, pyramid.write),
 }
