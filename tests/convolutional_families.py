@@ -253,7 +253,7 @@ for name, more in (("attention_conv", {}), ("attention_conv_full", dict(isotropi
 UNDRAWN = ["cvt", "vt", "attention_conv", "attention_conv_full"]  # stochastic depth draws other numbers than the oracle
 TRACED: dict[str, tuple[State, tuple[int, int]]] = {
     "botnet": (dict(embed_dim=(64, 128), depths=(1, 1)), (24, 40)),
-    "vt": (dict(depths=(1, 2)), (32, 32)),
+    "vt": (dict(depths=(1, 2)), (24, 32)),
     **dict.fromkeys(("attention_conv", "attention_conv_full"), (dict(embed_dim=24), (8, 12))),
     "cvt": (dict(embed_dim=(24,), depths=(1,), num_heads=(3,)), (16, 28)),
 }

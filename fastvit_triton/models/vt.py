@@ -53,9 +53,6 @@ class VisualTransformerResNet(ResidualNetwork):
 
     layout = "vt"
 
-    def __init__(self, config: VtConfig) -> None:
-        super().__init__(config)
-
     def build_head(self) -> None:
         """Creates the classifier of tokens, and initialises all weights."""
         self.num_features = self.config.token_dim if self.config.num_heads[-1] else self.num_features
