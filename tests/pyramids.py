@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import attention_families
+import convolutional_families
 import timm
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ class Case(NamedTuple):
         logits: the oracle's logits of images.
         zero: ends of names of parameters whose gradient is 0 in exact arithmetic, besides key biases.
         batch: number of images; a BatchNorm of two images has gradients that cancel.
+        small: regular expression of parameters that are drawn ten times smaller, as no norm limits what they do.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Case(NamedTuple):
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, images: model(images)
     zero: tuple[str, ...] = ()
     batch: int = 2
+    small: str = "^$"
 
 
 def pvt(img_size: tuple[int, int], embed_dims=(12, 24), num_heads=(2, 3), **o: Any) -> nn.Module:
@@ -157,6 +160,7 @@ CASES = {
     ),
 }
 CASES |= {name: Case(**row) for name, row in attention_families.ROWS.items()}
+CASES |= {name: Case(**row) for name, row in convolutional_families.ROWS.items()}
 
 TIMM = {"depths": "depth", "num_heads": "heads"}  # our option → timm's
 
@@ -336,6 +340,9 @@ def pair(case: Case, size: tuple[int, int], **more: Any) -> tuple[nn.Module, nn.
     """Our model and its oracle for images of this size, in float64 with the same random weights."""
     options = case.options | dict(num_classes=5) | more
     theirs = redraw(case.build(img_size=size, **options)).double()
+    for name, parameter in theirs.named_parameters():
+        if re.search(case.small, name):
+            parameter.data.mul_(0.1)
     for name, statistics in theirs.named_buffers():
         if name.endswith("running_var"):
             statistics.uniform_(0.5, 2.0)

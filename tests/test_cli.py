@@ -104,7 +104,7 @@ def test_models(capsys: pytest.CaptureFixture):
     assert main(["models", "swin_tiny_patch4_window7_224"]) == 0
     sizes = ["224×224", "96-192-384-768", "2-2-6-2", "3-6-12-24"]
     assert capsys.readouterr().out.splitlines()[1].split()[1:] == sizes
-    assert "no model matches 'resnet'" in refused(capsys, "models", "resnet")
+    assert "no model matches 'convnext'" in refused(capsys, "models", "convnext")
 
 
 @pytest.mark.full

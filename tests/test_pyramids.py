@@ -5,6 +5,7 @@ import math
 from collections import Counter
 
 import attention_families
+import convolutional_families
 import pytest
 import torch
 from interpreter import interpreting
@@ -42,7 +43,7 @@ from fastvit_triton.train.settings import RECIPES
 EPS64 = torch.finfo(torch.float64).eps
 ROUNDINGS = 84  # sums through the blocks in another order, as in test_models.py
 HALF = [(torch.float32, "mixed"), (torch.bfloat16, "fused"), (torch.bfloat16, "mixed")]
-UNDRAWN = ["pvt", *attention_families.UNDRAWN]
+UNDRAWN = ["pvt", *attention_families.UNDRAWN, *convolutional_families.UNDRAWN]
 ATTENTIONS = Attention, CrossAttention, DistanceAttention, DistanceDownsample, ReducedAttention, SplitAttention
 ATTENTIONS += (WindowAttention,)
 SIZES = [(name, size) for name, case in CASES.items() for size in case.sizes]
@@ -413,7 +414,9 @@ TRACED |= dict(levit=(dict(depths=(1, 1)), (24, 16)))
 TRACED |= dict.fromkeys(("tnt", "tnt_legacy"), (dict(depth=1), (16, 16)))
 TRACED |= dict(cpvt=(dict(depth=2), (8, 12)), cpvt_gap=(dict(depth=2), (8, 12)))
 TRACED |= attention_families.TRACED
+TRACED |= convolutional_families.TRACED
 NAMES = "swin", "twins_svt", "pvt", "cpvt", "pit", "tnt", "crossvit", *attention_families.ROWS
+NAMES += tuple(convolutional_families.ROWS)
 INTERPRETED = [(name, torch.float32, "fused") for name in NAMES]
 INTERPRETED += [pytest.param(n, d, w, marks=pytest.mark.full) for n in CASES for d, w in HALF]
 
@@ -573,7 +576,7 @@ def test_backbones_agree_with_their_models(name):
     images = torch.randn(2, 3, *case.sizes[0]).double()
     features, maps = model.forward_intermediates(images, norm=True)
     assert_equal(features, model.forward_features(images))
-    if not name.startswith(("pit", "crossvit", "ceit")):  # whose features are the class token, or lists
+    if not name.startswith(("pit", "crossvit", "ceit", "vt")):  # whose features are the class token, or lists
         tokens = maps[-1].flatten(2).transpose(1, 2)
         last = features.flatten(1, -2)
         assert torch.equal(tokens, last[:, last.shape[1] - tokens.shape[1] :])
@@ -607,6 +610,7 @@ DIGITS = {
         0.247,
     ),
     "levit": (32, dict(patch_size=8, embed_dim=(32, 64), key_dim=8, depths=(2, 2), num_heads=(2, 4)), 0.942),
+    **convolutional_families.DIGITS,
 }
 
 
@@ -619,7 +623,7 @@ def test_digits_are_learned_as_by_timms(family):
     torch.manual_seed(0)
     (images, targets), (tests, answers) = (prepared(split, side) for split in ("train", "test"))
     theirs, ours = CASES[family].build(**options), create_model(CASES[family].name, **options)
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(CASES[family].convert(theirs.state_dict()))
     optimizer = torch.optim.AdamW(ours.parameters(), lr=2e-3, weight_decay=0.05)
     steps, step = 8 * (len(images) // 32), 0
     for _ in range(2):

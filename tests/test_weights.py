@@ -1291,3 +1291,16 @@ def test_compact_transformers_of_the_authors(family):
         assert distance(larger.eval()(x), ours(x)) <= TOLERANCE
     with pytest.raises(WeightsError, match="no square grid; create the model with its img_size"):
         load_weights(ours, pyramid(family, img_size=(16, 24)).state_dict())
+
+
+@pytest.mark.parametrize("layout", ["CvT", "transformers CvT"])
+def test_cvt(layout):
+    """Oracle: transformers' model with the authors' activation, with its names and with the authors'."""
+    ours, case = pyramid("cvt").eval(), CASES["cvt"]
+    theirs = randomize(case.build(img_size=(20, 24), **case.options, num_classes=7)).eval()
+    state = theirs.state_dict() if layout != "CvT" else case.convert(theirs.state_dict())
+    report = load_weights(ours, state)
+    assert report.family == layout and not report.reinitialised and not report.dropped
+    x = images(ours)
+    with torch.no_grad():
+        assert distance(ours(x), case.logits(theirs, x)) <= TOLERANCE

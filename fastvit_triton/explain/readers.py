@@ -162,6 +162,54 @@ def _levit_heads(module: Foreign, x: Tensor) -> Heads:
     return Heads(q, k, v, bias, module.scale, lambda o: module.proj(o.transpose(1, 2).flatten(2)))
 
 
+def _convolved(module: Foreign, grid: tuple[int, int]) -> Parts | str:
+    """CvT's attention, whose queries, keys and values are convolutions with a BatchNorm; fewer keys than queries."""
+    if module.training:
+        return "the BatchNorm of its projections is in training mode"
+    return partial(_convolved_heads, module, grid)
+
+
+def _convolved_heads(module: Foreign, grid: tuple[int, int], x: Tensor) -> Heads:
+    q, k, v = module.heads(x, grid, nn.Module.__call__, lambda x, layer: layer(x))
+    return Heads(q, k, v, None, module.scale, lambda o: module.proj_drop(module.proj(o.transpose(1, 2).flatten(2))))
+
+
+def _relative(module: Foreign) -> Parts:
+    """BoTNet's attention on a map, whose bias depends on the queries."""
+    return partial(_relative_heads, module)
+
+
+def _relative_heads(module: Foreign, x: Tensor) -> Heads:
+    q, k, v = module.heads(x)
+    return Heads(q, k, v, module.scale * module.pos_embed(q), module.scale, module.merge)
+
+
+def _one_head(module: Foreign, tokens: Tensor | None) -> Parts:
+    """Attention of a visual transformer, between a map and tokens."""
+    return partial(_one_head_of, module, tokens)
+
+
+def _one_head_of(module: Foreign, tokens: Tensor | None, x: Tensor) -> Heads:
+    q, k, v = (t[:, None] for t in module.heads(x, tokens))
+    return Heads(q, k, v, None, 1.0, lambda o: o[:, 0])
+
+
+def _positional(module: Foreign) -> Parts:
+    """Attention by relative position alone: its maps are the same for every image, and values are the tokens."""
+    return partial(_positional_heads, module)
+
+
+def _positional_heads(module: Foreign, x: Tensor) -> Heads:
+    values = x[:, None].expand(-1, module.num_heads, -1, -1)
+    q = x.new_zeros(1, 1, 1, 1).expand(*values.shape[:3], 1)
+    bias = module.maps().log()[None]
+
+    def output(o: Tensor) -> Tensor:
+        return module.proj_drop(module.proj(module.value(o.transpose(1, 2).flatten(2))))
+
+    return Heads(q, q, values, bias, 1.0, output)
+
+
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
@@ -171,6 +219,10 @@ READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not 
     "fastvit_triton.layers.levit.DistanceDownsample": _levit,
     "timm.models.levit.Attention": _levit,
     "timm.models.levit.AttentionDownsample": _levit,
+    f"{layers.__name__}.conv_projection.ConvAttention": _convolved,
+    f"{layers.__name__}.rel2d.BottleneckAttention": _relative,
+    **{f"{layers.__name__}.visual_tokens.{n}": _one_head for n in ("Tokenizer", "TokenAttention", "Projector")},
+    f"{layers.__name__}.quadratic.QuadraticAttention": _positional,
     f"{layers.__name__}.mixing.TalkingHeads": _talking_heads,
     f"{layers.__name__}.one_query.ClassAttention": _class_attention,
     f"{layers.__name__}.mixing.ReAttention": _re_attention,

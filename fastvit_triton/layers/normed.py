@@ -5,8 +5,6 @@ to the running statistics, but counts those to `num_batches_tracked`, which is t
 Parameter names are timm's.
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -55,10 +53,7 @@ class ConvNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] → [B, C', H', W']."""
-        conv: Any = self.linear
-        if can_fuse(x) and is_plain_module(conv, CONVOLUTIONS) and (fold := folded(self, conv, self.bn)) is not None:
-            return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding)
-        return self.bn(conv(x))
+        return convolve(x, self, self.linear, self.bn)
 
 
 class NormLinear(nn.Module):
@@ -80,6 +75,13 @@ class NormLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, K] → [B, F]; [B, N, K] → [B, N, F]."""
         return self.linear(self.drop(self.bn(x.flatten(0, -2)).view_as(x)))
+
+
+def convolve(x: Tensor, owner: nn.Module, conv: Foreign, norm: Foreign) -> Tensor:
+    """A convolution of x [B, C, H, W] and the BatchNorm after it, as one convolution where `folded` allows it."""
+    if can_fuse(x) and is_plain_module(conv, CONVOLUTIONS) and (fold := folded(owner, conv, norm)) is not None:
+        return F.conv2d(x, fold.weight, fold.bias, conv.stride, conv.padding)
+    return norm(conv(x))
 
 
 def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:

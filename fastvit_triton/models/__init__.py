@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from . import (
+    attention_conv,
+    botnet,
     cait,
     cct,
     ceit,
     clip,
     cpvt,
     crossvit,
+    cvt,
     deepvit,
     deit,
     dinov2,
@@ -33,6 +36,7 @@ from . import (
     tnt,
     twins,
     vit,
+    vt,
 )
 from .config import ViTConfig
 from .features import FeatureGetterNet
@@ -41,6 +45,7 @@ from .transformer import VisionTransformer
 FAMILIES: tuple[Any, ...] = (vit, hybrid, simplevit, deit, dinov2, clip, siglip, naflex, cpvt, swin, twins, pvt)
 FAMILIES += (cct, cait, deepvit, lvvit, refiner)
 FAMILIES += (pit, tnt, crossvit, levit, t2t, ceit)
+FAMILIES += (cvt, botnet, vt, attention_conv)
 CATALOGUE = {name: family for family in FAMILIES for name in family.VARIANTS}
 
 

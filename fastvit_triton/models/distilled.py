@@ -34,13 +34,14 @@ class TokenPyramid(PyramidTransformer):
         return x if self.config.global_pool == "none" else x[:, 0]
 
 
-class NormedHead(PyramidTransformer):
-    """A hierarchical model without final norm, whose heads have a BatchNorm; its features are tokens [B, N, D].
+class NamedStages(PyramidTransformer):
+    """A hierarchical model without final norm, whose list of stages has the name `stages` in timm.
 
-    The list of its stages has the name `stages` in timm, which is that of a method here; see `collect`.
+    That is the name of a method here; see `collect`.
     """
 
-    head_names: tuple[str, ...] = ("head.linear",)
+    parts = ("stages",)
+    info = "stages.{}", 0
 
     @property
     def stages(self) -> Any:
@@ -53,14 +54,20 @@ class NormedHead(PyramidTransformer):
         """See `ImageModel.collect`."""
         return super().collect(image, take, norm, stop_early, super().stages(image))
 
+    def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
+        """The map as it is: there is no final norm."""
+        return x
+
+
+class NormedHead(NamedStages):
+    """A hierarchical model whose heads have a BatchNorm; its features are tokens [B, N, D]."""
+
+    head_names: tuple[str, ...] = ("head.linear",)
+
     def build_head(self) -> None:
         """Creates the classifier, which has the dropout within it, and initialises all weights."""
         super().build_head()
         self.head_drop = nn.Dropout(0.0)
-
-    def normalize_stage(self, x: Tensor, stage: int) -> Tensor:
-        """The map as it is: there is no final norm."""
-        return x
 
     def stage_features(self, x: Tensor, stage: int) -> Tensor:
         """A map [B, H, W, D] as tokens."""

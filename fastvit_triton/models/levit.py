@@ -58,8 +58,6 @@ class Levit(NormedHead):
     """LeViT with one head; its features are tokens [B, N, D]."""
 
     layout = "levit"
-    parts = ("stages",)
-    info = "stages.{}", 0
     undecayed = r"attention_biases$"
 
     def __init__(self, config: LevitConfig) -> None:

@@ -46,6 +46,7 @@ class PyramidConfig(BaseConfig):
     dynamic_img_size: bool = True
 
     pools: ClassVar[tuple[str, ...]] = ("avg", "none")  # values of global_pool that the family has
+    zeros: ClassVar[tuple[str, ...]] = ("num_classes",)  # fields that may be 0, besides rates
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -61,7 +62,7 @@ class PyramidConfig(BaseConfig):
             if per_stage(self, field) and len(value) != len(self.depths):
                 raise ValueError(f"{field.name} has {len(value)} values, and depths has {len(self.depths)}")
             numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) in (int, float)]
-            if any(v <= 0 for v in numbers) and not field.name.endswith("_rate") and field.name != "num_classes":
+            if any(v <= 0 for v in numbers) and not field.name.endswith("_rate") and field.name not in self.zeros:
                 raise ValueError(f"{field.name} is {value}; use numbers above 0")
         for axis, side, least in zip(("height", "width"), sides(self.img_size), self.smallest, strict=True):
             if side < least:

@@ -23,7 +23,7 @@ from ..files import replacing
 from ..layers.embed import INTERPOLATION
 from ..models.features import FeatureGetterNet
 from ..models.transformer import VisionTransformer
-from . import adapt, one_scale, pyramid, stems, vit
+from . import adapt, convolutional, one_scale, pyramid, stems, vit
 from .adapt import State, WeightsError, some, variant
 from .describe import describe, from_metadata
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
@@ -61,7 +61,7 @@ SPELLINGS = {
     "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
     "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, pyramid.PVT_SAVED, pyramid.write),
 }
-SPELLINGS |= {layout: Spelling(*row) for layout, row in (one_scale.ROWS | stems.ROWS).items()}
+SPELLINGS |= {layout: Spelling(*row) for layout, row in (one_scale.ROWS | stems.ROWS | convolutional.ROWS).items()}
 
 
 @dataclass(frozen=True)

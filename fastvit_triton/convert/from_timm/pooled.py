@@ -12,11 +12,11 @@ from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, attend_all, heads_of, merged_heads
 from ...layers.freeze import derived
 from ...layers.module_parts import Foreign
+from ...layers.rel2d import decomposed_bias
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 from .attention import dropped
 from .blocks import both_norms
-from .relative import decomposed_bias
 
 Grid = tuple[int, int]
 

@@ -1,7 +1,6 @@
 """Fused forwards for timm's attention with relative positions: ViT-RelPos, SAM, GCViT, MaxViT, Swin V2 CR."""
 
 import math
-from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -17,6 +16,7 @@ from ...layers.composed import ComposedParts, heads_of, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import has_hooks
 from ...layers.module_parts import Foreign
+from ...layers.rel2d import decomposed_bias
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import four_axes, head_norms, is_fusable
 from .attention import dropped
@@ -198,19 +198,3 @@ def _distances(self: Foreign, name: str, n: int) -> Tensor:
         return rows[at[:, None] - at + n - 1]
 
     return derived(self, f"{name} {n}", (table,), make)
-
-
-def decomposed_bias(q: Tensor, tables: Iterable[Tensor], grid: Sequence[int]) -> Tensor:
-    """SAM's and MViT v2's bias: q · embeddings of the distances in rows plus those in columns.
-
-    Args:
-        q: [B, H, h · w, D].
-        tables: embeddings of the rows of queries and keys [h, h', D], and of the columns [w, w', D].
-        grid: (h, w).
-
-    Returns:
-        [B, H, h · w, h' · w'].
-    """
-    q, (rows, columns) = q.unflatten(2, tuple(grid)), tables
-    vertical, horizontal = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
-    return (vertical[..., :, None] + horizontal[..., None, :]).flatten(4).flatten(2, 3)

@@ -1,0 +1,154 @@
+"""ResNet's stem and blocks, whose BatchNorms inference folds into the convolutions. Parameter names are timm's.
+
+Source: He et al., arXiv:1512.03385; names of `timm.models.byobnet`.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .drop_path import DropPath
+from .normed import convolve
+from .rel2d import BottleneckAttention, Grid
+
+
+class ConvNormAct(nn.Module):
+    """A convolution without bias that keeps the size, or divides it by the stride; a BatchNorm; by default ReLU.
+
+    Args:
+        inputs, outputs: channels.
+        kernel: side of its window, an odd number.
+        stride: rows and columns that a window moves.
+        relu: apply ReLU.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1, relu: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+        self.relu = relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, C', ⌈H / stride⌉, ⌈W / stride⌉]."""
+        x = convolve(x, self, self.conv, self.bn)
+        return F.relu(x) if self.relu else x
+
+
+class ResidualStem(nn.Module):
+    """A 7 x 7 convolution and a maximum of 3 x 3, each with stride 2."""
+
+    def __init__(self, in_chans: int, dim: int) -> None:
+        super().__init__()
+        self.conv1 = ConvNormAct(in_chans, dim, 7, 2)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, D, ⌈H / 4⌉, ⌈W / 4⌉]."""
+        return self.pool(self.conv1(x))
+
+
+class Residual(nn.Module):
+    """ReLU(shortcut(x) + body(x)), where the shortcut is x or, for another size, a 1 x 1 convolution.
+
+    Args:
+        inputs, outputs: channels.
+        stride: 2 halves the map.
+        drop_path: probability of skipping the body.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, drop_path: float = 0.0) -> None:
+        super().__init__()
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else ConvNormAct(inputs, outputs, 1, stride, relu=False)
+        self.drop_path = DropPath(drop_path)
+
+    def body(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, C', H', W'], which is added to the shortcut."""
+        raise NotImplementedError
+
+    def last(self) -> nn.BatchNorm2d:
+        """The last BatchNorm of the body, whose weight is 0 at first."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] → [B, C', H', W']."""
+        return F.relu(self.drop_path(self.body(x)) + self.shortcut(x))
+
+
+class BasicBlock(Residual):
+    """Two 3 x 3 convolutions; the arguments are those of `Residual`."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, drop_path: float = 0.0) -> None:
+        super().__init__(inputs, outputs, stride, drop_path)
+        self.conv1_kxk = ConvNormAct(inputs, outputs, 3, stride)
+        self.conv2_kxk = ConvNormAct(outputs, outputs, 3, relu=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.conv2_kxk(self.conv1_kxk(x))
+
+    def last(self) -> nn.BatchNorm2d:
+        return self.conv2_kxk.bn
+
+
+class Bottleneck(Residual):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, the middle one with a quarter of the channels; see `Residual`."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, drop_path: float = 0.0) -> None:
+        super().__init__(inputs, outputs, stride, drop_path)
+        middle = outputs // 4
+        self.conv1_1x1 = ConvNormAct(inputs, middle)
+        self.conv2_kxk = ConvNormAct(middle, middle, 3, stride)
+        self.conv3_1x1 = ConvNormAct(middle, outputs, relu=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.conv3_1x1(self.conv2_kxk(self.conv1_1x1(x)))
+
+    def last(self) -> nn.BatchNorm2d:
+        return self.conv3_1x1.bn
+
+
+class AttentionBottleneck(Residual):
+    """A bottleneck with attention, a mean of 2 x 2 for stride 2, BatchNorm and ReLU instead of the 3 x 3 convolution.
+
+    Source: BoTNet, arXiv:2101.11605, figure 1.
+
+    Args:
+        inputs, outputs: channels.
+        stride: 2 halves the map after the attention.
+        drop_path: probability of skipping the body.
+        num_heads: heads of the attention.
+        grid: (rows, columns) of the map that comes in.
+        drop: dropout after the attention.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, drop_path: float, num_heads: int, grid: Grid, drop: float = 0.0
+    ) -> None:
+        super().__init__(inputs, outputs, stride, drop_path)
+        middle = outputs // 4
+        self.conv1_1x1 = ConvNormAct(inputs, middle)
+        self.self_attn = BottleneckAttention(middle, num_heads, grid, stride)
+        self.post_attn = nn.BatchNorm2d(middle)
+        self.drop = nn.Dropout(drop)
+        self.conv3_1x1 = ConvNormAct(middle, outputs, relu=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.conv3_1x1(self.drop(F.relu(self.post_attn(self.self_attn(self.conv1_1x1(x))))))
+
+    def last(self) -> nn.BatchNorm2d:
+        return self.conv3_1x1.bn
+
+
+def init_residual(model: nn.Module) -> None:
+    """Initial weights of a residual network, as in timm: Kaiming for convolutions; each block is its shortcut."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.01)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    for block in model.modules():
+        if isinstance(block, Residual):
+            nn.init.zeros_(block.last().weight)
+        elif isinstance(block, BottleneckAttention):
+            block.reset_parameters()

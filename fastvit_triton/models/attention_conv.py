@@ -1,0 +1,96 @@
+"""Attention as convolution — On the relationship between self-attention and convolutional layers (arXiv:1911.03584).
+
+Cordonnier, Loukas and Jaggi; official: epfml/attention-cnn.
+
+Differs from ViT:
+  1. Patches of 2 x 2; no positions are added and there is no class token; the mean of the tokens goes to the head.
+  2. Scores depend on the relative position alone, by a Gaussian per head; 9 heads can be any 3 x 3 convolution.
+  3. There are no queries, keys and values: each head carries all channels, which two linear layers join.
+  4. Each norm follows its residual, as in BERT.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
+from ..layers.embed import sides
+from ..layers.quadratic import QuadraticAttention
+from .tokens import TokenConfig, TokenModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConvConfig(TokenConfig):
+    """Options of attention as convolution, in addition to those of `TokenConfig`; `qkv_bias` is that of the heads' sum.
+
+    Attributes:
+        num_heads: H.
+        isotropic: heads have one precision, not a matrix.
+    """
+
+    img_size: int | tuple[int, int] = 32
+    num_classes: int = 10
+    patch_size: int | tuple[int, int] = 2
+    embed_dim: int = 400
+    depth: int = 6
+    num_heads: int = 9
+    mlp_ratio: float = 1.28
+    qkv_bias: bool = True
+    isotropic: bool = True
+    global_pool: str = "avg"
+    final_norm: bool = False
+    eps: ClassVar[float] = 1e-12
+    pools = ("avg", "none")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = zip(sides(self.img_size), sides(self.patch_size), strict=True)
+        if self.final_norm or any(image < patch or image % patch for image, patch in pairs):
+            sizes = f"img_size is {self.img_size} and patch_size {self.patch_size}"
+            raise ValueError(f"{sizes}; use a multiple of it, and final_norm=False")
+        for field in ("num_heads", "embed_dim", "depth"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+
+
+class AttentionConv(TokenModel):
+    """Attention as convolution; its features are tokens [B, N, D]."""
+
+    layout = "attention_conv"
+    num_prefix_tokens = 0
+
+    def __init__(self, config: AttentionConvConfig) -> None:
+        super().__init__(config)
+        D, drop, sizes = config.embed_dim, config.proj_drop_rate, (sides(config.img_size), sides(config.patch_size))
+        self.patch_embed = PatchEmbed(*sizes, config.in_chans, D)
+        self.pos_drop, grid = nn.Dropout(config.pos_drop_rate), self.patch_embed.grid_size
+        for rate in drop_path_rates(config.drop_path_rate, config.depth):
+            attn = QuadraticAttention(D, config.num_heads, grid, config.isotropic, config.qkv_bias, drop)
+            mlp = Mlp(D, int(D * config.mlp_ratio), drop=drop)
+            self.blocks.append(PostNormBlock(D, attn, mlp, config.eps, drop_path=rate))
+        self.build_head()
+
+    def stages(self, image: Tensor) -> Iterator[Tensor]:
+        """Yields the tokens [B, N, D] after each block."""
+        self.grid_of(image)
+        x = self.pos_drop(self.patch_embed(image))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            yield x
+
+    def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, None]:
+        """Tokens [B, N, D] in another format; there are no prefix tokens."""
+        return super().to_map(x, image, output_fmt)[0], None
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for layer-wise learning rates."""
+        return dict(stem=r"^patch_embed", blocks=[(r"^blocks\.(\d+)", None)])
+
+
+MODEL = AttentionConv
+VARIANTS = {"attention_conv": AttentionConvConfig()}
+ORACLE: dict[str, str] = {}  # see the equations in the tests
+PARAMS = {"attention_conv": 12_483_834}  # 12.1 M with 10 classes, as in the paper

@@ -1,0 +1,48 @@
+"""BoTNet — Bottleneck transformers for visual recognition. Srinivas et al., arXiv:2101.11605.
+
+Differs from ViT:
+  1. A ResNet-50; in the three blocks of its last stage self-attention replaces the 3 x 3 convolution.
+  2. Scores have a bias that depends on the query and on the distance in rows and in columns; there is no class token.
+  3. Attention has no output projection; a BatchNorm and ReLU follow it. Means of 2 x 2 halve the last map.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..layers.embed import sides
+from ..layers.rel2d import Grid
+from ..layers.residual import AttentionBottleneck, Bottleneck
+from .residual import ResidualConfig, ResidualNetwork
+
+
+@dataclass(frozen=True, kw_only=True)
+class BotnetConfig(ResidualConfig):
+    """Options of BoTNet, which are those of `ResidualConfig`; images have sides that 32 divides."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        step = self.reductions[-1]
+        if any(side % step for side in sides(self.img_size)):
+            raise ValueError(f"img_size is {self.img_size}; use multiples of {step}")
+
+
+class BottleneckTransformer(ResidualNetwork):
+    """BoTNet; its features are a map [B, H, W, D]."""
+
+    layout = "botnet"
+
+    def build_block(
+        self, stage: int, index: int, inputs: int, outputs: int, stride: int, drop_path: float, grid: Grid
+    ) -> nn.Module:
+        """A bottleneck, with attention in the stages that have heads."""
+        heads, drop = self.config.num_heads[stage], self.config.proj_drop_rate
+        if heads:
+            return AttentionBottleneck(inputs, outputs, stride, drop_path, heads, grid, drop)
+        return Bottleneck(inputs, outputs, stride, drop_path)
+
+
+MODEL = BottleneckTransformer
+VARIANTS = {"botnet50": BotnetConfig()}
+ORACLE: dict[str, str] = {}  # timm's ByobNet builds it, under no name; see the tests
+PARAMS = {"botnet50": 20_852_008}  # by timm 1.0.31

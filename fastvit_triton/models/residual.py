@@ -1,0 +1,117 @@
+"""Residual networks with attention: a stem, and stages of blocks. Names of parameters are those of timm's ByobNet."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers.embed import sides
+from ..layers.residual import ResidualStem, init_residual
+from .distilled import NamedStages
+from .pyramid import PyramidConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualConfig(PyramidConfig):
+    """Options of residual networks, in addition to those of `PyramidConfig`; `patch_size` is that of the stem, 4.
+
+    Attributes:
+        stem_dim: channels of the stem.
+        embed_dim: channels of each stage.
+        num_heads: heads of attention; 0 for a stage of convolutions.
+        strides: what the sides of the map are divided by in each stage, 1 or 2.
+        proj_drop_rate: dropout after the attention.
+    """
+
+    stem_dim: int = 64
+    embed_dim: tuple[int, ...] = (256, 512, 1024, 2048)
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    num_heads: tuple[int, ...] = (0, 0, 0, 4)
+    strides: tuple[int, ...] = (1, 2, 2, 2)
+    proj_drop_rate: float = 0.0
+    final_norm: bool = False
+    dynamic_img_size: bool = False
+    zeros: ClassVar[tuple[str, ...]] = ("num_classes", "num_heads")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sides(self.patch_size) != (4, 4) or self.final_norm:
+            raise ValueError(f"this model has patch_size 4 and final_norm=False, not {self}")
+        if set(self.strides) - {1, 2}:
+            raise ValueError(f"strides is {self.strides}; use 1 or 2 for each stage")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.embed_dim
+
+    @property
+    def reductions(self) -> tuple[int, ...]:
+        """Pixels of the image for each step of the map of each stage."""
+        return tuple(4 * math.prod(self.strides[: i + 1]) for i in range(len(self.strides)))
+
+    @property
+    def smallest(self) -> tuple[int, int]:
+        return self.reductions[-1], self.reductions[-1]
+
+    def check_heads(self) -> None:
+        """Raises ValueError unless a quarter of the channels of a stage with attention are a multiple of its heads."""
+        for width, heads in zip(self.widths, self.num_heads, strict=True):
+            if heads and width // 4 % heads:
+                raise ValueError(f"attention has {width // 4} channels, which is no multiple of its {heads} heads")
+
+
+class ResidualNetwork(NamedStages):
+    """A residual network; its features are a map [B, H, W, D]. A family implements `build_block`."""
+
+    head_names = ("head.fc",)
+    undecayed = r"^$"  # none
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        inputs, stages = config.stem_dim, nn.Sequential()
+        rows, columns = (-(-side // 4) for side in sides(config.img_size))
+        self.stem = ResidualStem(config.in_chans, inputs)
+        for i, (outputs, rates) in enumerate(zip(config.widths, self.drop_path_rates(), strict=True)):
+            blocks = nn.Sequential()
+            for j, rate in enumerate(rates):
+                stride = 1 if j else config.strides[i]
+                blocks.append(self.build_block(i, j, inputs, outputs, stride, rate, (rows, columns)))
+                inputs, rows, columns = outputs, -(-rows // stride), -(-columns // stride)
+            stages.append(blocks)
+        self._modules["stages"] = stages
+        self.build_head()
+
+    def build_block(
+        self, stage: int, index: int, inputs: int, outputs: int, stride: int, drop_path: float, grid: tuple[int, int]
+    ) -> nn.Module:
+        """Builds a block [B, C, H, W] → [B, C', H', W'] for a map of this size (rows, columns)."""
+        raise NotImplementedError
+
+    def stage(self, x: Tensor, i: int) -> Tensor:
+        """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
+        x = x.permute(0, 3, 1, 2) if i else self.stem(x)
+        for block in self.stages[i]:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x.permute(0, 2, 3, 1)
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """See `ImageModel.feature_info`."""
+        reductions = self.config.reductions
+        return [stage | dict(reduction=side) for stage, side in zip(super().feature_info, reductions, strict=True)]
+
+    def make_head(self) -> nn.Module:
+        """A classifier, an Identity for no classes."""
+        return nn.ModuleDict(dict(fc=super().make_head()))
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Regular expressions that assign parameters to layers, for timm's layer-wise learning rates."""
+        return dict(stem=r"^stem", blocks=r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)")
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Reinitialises the weights as in timm, see `layers.residual.init_residual`."""
+        init_residual(self)

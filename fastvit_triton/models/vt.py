@@ -1,0 +1,100 @@
+"""VT-ResNet — Visual transformers: token-based image representation. Wu et al., arXiv:2006.03677.
+
+Differs from ViT:
+  1. A ResNet, of whose last stage visual transformers replace the blocks.
+  2. Each reads the map into 16 tokens, by a softmax over the pixels; the second computes its filters from the tokens.
+  3. Tokens attend to each other without scale, norm and values, and are added to every pixel.
+  4. The mean of the tokens goes to the head.
+No relation to ViT's names `vit_*`. The authors have published no code; parameter names of the ResNet are timm's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers.rel2d import Grid
+from ..layers.residual import BasicBlock
+from ..layers.visual_tokens import VisualTransformer
+from .residual import ResidualConfig, ResidualNetwork
+
+
+@dataclass(frozen=True, kw_only=True)
+class VtConfig(ResidualConfig):
+    """Options of VT-ResNet, in addition to those of `ResidualConfig`; `num_heads` is 1 for visual transformers.
+
+    Attributes:
+        tokens: tokens of a visual transformer.
+        token_dim: channels of a token; the published versions disagree on them.
+        key_dim: channels of a query.
+    """
+
+    embed_dim: tuple[int, ...] = (64, 128, 256, 256)
+    depths: tuple[int, ...] = (2, 2, 2, 2)
+    num_heads: tuple[int, ...] = (0, 0, 0, 1)
+    strides: tuple[int, ...] = (1, 2, 2, 1)
+    tokens: int = 16
+    token_dim: int = 1024
+    key_dim: int = 512
+
+    def check_heads(self) -> None:
+        """Raises ValueError unless convolutions come first, and visual transformers keep the size of their map."""
+        *first, last = self.num_heads
+        if any(first) or last not in (0, 1):
+            raise ValueError(f"num_heads is {self.num_heads}; use 0, and 1 for the last stage only")
+        before = (self.stem_dim, *self.widths)[-2]
+        if last and (self.strides[-1] != 1 or before != self.widths[-1]):
+            raise ValueError(f"visual transformers keep a map; use stride 1 and {before} channels in the last stage")
+
+
+class VisualTransformerResNet(ResidualNetwork):
+    """VT-ResNet; its features are tokens [B, L, D]. The map of its last stage is what its last tokens read."""
+
+    layout = "vt"
+
+    def build_head(self) -> None:
+        """Creates the classifier of tokens, and initialises all weights."""
+        self.num_features = self.config.token_dim if self.config.num_heads[-1] else self.num_features
+        super().build_head()
+
+    def build_block(
+        self, stage: int, index: int, inputs: int, outputs: int, stride: int, drop_path: float, grid: Grid
+    ) -> nn.Module:
+        """Two convolutions, or a visual transformer in the last stage."""
+        config = self.config
+        if not config.num_heads[stage]:
+            return BasicBlock(inputs, outputs, stride, drop_path)
+        widths = outputs, config.tokens, config.token_dim, config.key_dim
+        projects = index + 1 < config.depths[stage]  # what the last one would project is not read
+        return VisualTransformer(*widths, index > 0, projects, config.proj_drop_rate, drop_path)
+
+    def stage(self, x: Any, i: int) -> Any:
+        """As that of `ResidualNetwork`; visual transformers return the pair (map [B, H, W, D], tokens [B, L, D])."""
+        if not self.config.num_heads[i]:
+            return super().stage(x, i)
+        tokens, grid, x = None, x.shape[1:3], x.flatten(1, 2)
+        for block in self.stages[i]:
+            x, tokens = checkpoint(block, x, tokens, use_reentrant=False) if self.recomputes else block(x, tokens)
+        return x.unflatten(1, grid), tokens
+
+    def stage_features(self, x: Any, stage: int) -> Tensor:
+        """The tokens [B, L, D] of visual transformers, or a map [B, H, W, D]."""
+        return x[1] if isinstance(x, tuple) else x
+
+    def to_map(self, x: Any, image: Tensor, output_fmt: str) -> tuple[Tensor, Tensor | None]:
+        """A stage's map in another format, and the tokens of visual transformers or None."""
+        x, tokens = x if isinstance(x, tuple) else (x, None)
+        return super().to_map(x, image, output_fmt)[0], tokens
+
+    def prune(self, stages: int, norm: bool, head: bool) -> None:
+        """See `PyramidTransformer.prune`."""
+        width = self.num_features if stages == self.num_stages else self.config.widths[stages - 1]
+        super().prune(stages, norm, head)
+        self.num_features = width
+
+
+MODEL = VisualTransformerResNet
+VARIANTS = {"vt_resnet18": VtConfig()}
+ORACLE: dict[str, str] = {}  # see the equations in the tests
+PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper says 11.7 M
