@@ -77,7 +77,8 @@ def test_class_blocks_leave_the_patches_unchanged():
 
 
 def test_folded_batch_norms_equal_the_modules():
-    """Oracle: the convolution and the BatchNorm as modules, which hooks require; their statistics change the fold."""
+    """Oracle: the convolution and the BatchNorm as modules, which hooks require; their statistics change the fold.
+    Modules in their place are called."""
     layer = ReAttention(12, 3, 0.5).double().eval()
     nn.init.normal_(layer.reatten_matrix.bias)
     x = torch.randn(2, 7, 12).double()
@@ -88,6 +89,13 @@ def test_folded_batch_norms_equal_the_modules():
         handle.remove()
         layer.train()(x)  # moves the running statistics
         assert not torch.equal(layer.eval()(x), folded)
+    conv, norm = layer.reatten_matrix, layer.var_norm
+    for owner, other in (("var_norm", nn.GroupNorm(3, 3)), ("reatten_matrix", nn.Sequential(conv, nn.Softplus()))):
+        layer.reatten_matrix, layer.var_norm = conv, norm
+        setattr(layer, owner, other.double().eval())
+        q, k, v = layer.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        maps = layer.var_norm(layer.reatten_matrix((q @ k.mT * 4**-0.5).softmax(-1)))
+        assert same(layer(x), layer.proj((0.5 * maps @ v).transpose(1, 2).flatten(2)))
 
 
 @torch.no_grad()
