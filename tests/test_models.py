@@ -449,7 +449,7 @@ def test_copies_pickles_and_meta(family):
 
 @pytest.mark.parametrize("family", [*SMALLEST, "distilled"])
 def test_reset_classifier_is_a_zero_head(family):
-    """Oracle: logits 0 and cross-entropy ln K at step 0 (ViT paper, section 3.2)."""
+    """Oracle: logits 0 and cross-entropy ln K at step 0 (ViT paper, section 3.2); a new pooling is the option's."""
     model = create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1)
     model, images = (model, torch.randn(2, 3, 32, 32)) if family == "distilled" else smallest(family)
     model.reset_classifier(7)
@@ -459,6 +459,13 @@ def test_reset_classifier_is_a_zero_head(family):
     assert float(loss.detach()) == pytest.approx(torch.tensor(7.0).log().item())
     model.reset_classifier(0)
     assert model(images).shape == (2, model.num_features)
+    if family != "distilled":
+        name, options, _ = SMALLEST[family]
+        pool = "gap" if family.startswith("crossvit") else ""
+        model.reset_classifier(4, pool)
+        built = create_model(name, **options | dict(num_classes=4, global_pool=pool))
+        assert model.config.global_pool == built.config.global_pool
+        assert model(images).shape == built.eval()(images).shape
 
 
 @pytest.mark.parametrize("family", [*SMALLEST, "distilled"])

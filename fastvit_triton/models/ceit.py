@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..layers import Attention, Mlp, drop_path_rates, normalize
 from ..layers.embed import sides
 from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
+from .config import check_multiple, check_patches
 from .tokens import TokenConfig, TokenModel
 
 
@@ -38,11 +39,10 @@ class CeitConfig(TokenConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        side, other = sides(self.patch_size)
-        if side != other or side % 4 or any(length % side for length in sides(self.img_size)):
-            raise ValueError(f"img_size is {self.img_size} and patch_size {side}; use a multiple of it, and of 4")
-        if self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim is {self.embed_dim}, which is no multiple of its {self.num_heads} heads")
+        if len(set(sides(self.patch_size))) > 1 or sides(self.patch_size)[0] % 4:
+            raise ValueError(f"patch_size is {self.patch_size}; use one side, a multiple of 4")
+        check_patches(self)
+        check_multiple(self, "embed_dim", "num_heads")
 
 
 class ConvolutionalTransformer(TokenModel):

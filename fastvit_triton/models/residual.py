@@ -35,11 +35,10 @@ class ResidualConfig(PyramidConfig):
     final_norm: bool = False
     dynamic_img_size: bool = False
     zeros: ClassVar[tuple[str, ...]] = ("num_classes", "num_heads")
+    only: ClassVar[dict[str, Any]] = dict(patch_size=(4, 4), final_norm=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if sides(self.patch_size) != (4, 4) or self.final_norm:
-            raise ValueError(f"this model has patch_size 4 and final_norm=False, not {self}")
         if set(self.strides) - {1, 2}:
             raise ValueError(f"strides is {self.strides}; use 1 or 2 for each stage")
 
