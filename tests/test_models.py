@@ -303,14 +303,14 @@ def test_torchvision_vit_with_copied_weights():
 
 @pytest.mark.parametrize("family", SMALLEST)
 def test_checkpointing_is_bitwise_equal(family):
-    """Oracle: the same model without checkpointing, with dropout and the same seed."""
+    """Oracle: the same model without checkpointing, with dropout and the same seed; also statistics of BatchNorms."""
     grads = []
     for enable in (False, True):
         torch.manual_seed(0)
         model, images = smallest(family, drop_path_rate=0.3, proj_drop_rate=0.1)
         model.train().set_grad_checkpointing(enable)
         model(images).sum().backward()
-        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+        grads.append([p.grad for p in model.parameters() if p.requires_grad] + list(model.buffers()))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 

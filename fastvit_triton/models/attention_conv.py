@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
 from ..layers.quadratic import QuadraticAttention
+from ..layers.recompute import recomputed
 from .config import check_only, check_patches
 from .tokens import TokenConfig, TokenModel
 
@@ -74,7 +74,7 @@ class AttentionConv(TokenModel):
         self.grid_of(image)
         x = self.pos_drop(self.patch_embed(image))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = recomputed(block, x) if self.recomputes else block(x)
             yield x
 
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, None]:

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import Attention, Mlp, drop_path_rates, normalize
 from ..layers.embed import sides
 from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
+from ..layers.recompute import recomputed
 from .config import check_multiple, check_patches
 from .tokens import TokenConfig, TokenModel
 
@@ -73,7 +73,7 @@ class ConvolutionalTransformer(TokenModel):
         tokens: tuple[Tensor, ...] = ()
         x = self.pos_drop(x + self.pos_embed)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = recomputed(block, x) if self.recomputes else block(x)
             tokens = (*tokens, x[:, :1])
             yield x, tokens
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers.embed import sides
+from ..layers.recompute import recomputed
 from ..layers.residual import ResidualStem, init_residual
 from .distilled import NamedStages
 from .pyramid import PyramidConfig
@@ -93,7 +93,7 @@ class ResidualNetwork(NamedStages):
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
         x = x.permute(0, 3, 1, 2) if i else self.stem(x)
         for block in self.stages[i]:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = recomputed(block, x) if self.recomputes else block(x)
         return x.permute(0, 2, 3, 1)
 
     @property

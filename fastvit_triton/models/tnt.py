@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import drop_path_rates
 from ..layers.embed import sides
 from ..layers.inner import InnerBlock, PixelEmbed, merged_pixels
+from ..layers.recompute import recomputed
 from .config import check_multiple, check_patches
 from .tokens import TokenConfig, TokenModel
 
@@ -84,7 +84,7 @@ class TransformerInTransformer(TokenModel):
         tokens = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), patches), 1)
         tokens = self.pos_drop(tokens + self.patch_pos)
         for block in self.blocks:
-            run = (lambda *x, b=block: checkpoint(b, *x, use_reentrant=False)) if self.recomputes else block
+            run = (lambda *x, b=block: recomputed(b, *x)) if self.recomputes else block
             pixels, tokens = run(pixels, tokens)
             yield tokens
 
