@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -341,6 +342,21 @@ def test_is_traced_as_one_graph(family):
         got = torch.compile(model, backend="eager", fullgraph=True)(images)
         assert distance(got, model(images)) <= TOLERANCE
     torch._dynamo.reset()
+
+
+def test_models_compile_one_after_the_other_in_a_new_thread():
+    """Oracle: shapes; the thread has run no model eagerly before."""
+
+    def compiled() -> list[torch.Size]:
+        shapes = []
+        for family in ("cvt", "ceit"):
+            model, images = smallest(family)
+            shapes.append(torch.compile(model, backend="eager", fullgraph=True)(images).shape)
+            torch._dynamo.reset()
+        return shapes
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(compiled).result() == [(2, 10), (2, 10)]
 
 
 def test_dynamic_size_resamples_positions():
