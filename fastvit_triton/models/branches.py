@@ -174,6 +174,10 @@ class BranchModel(ImageModel):
         rate = self.config.drop_path_rate * max(num_rates(depth[:stages]) - 1, 0) / max(num_rates(depth) - 1, 1)
         self.config = self.config.replace(depth=depth[:stages], drop_path_rate=rate, final_norm=final_norm)
 
+    def get_classifier(self) -> Any:
+        """Returns the list of heads, as timm."""
+        return self.head
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the heads by zero-initialised ones; 0 removes them. For the arguments see `ImageModel`."""
         pool = {} if global_pool is None else {"global_pool": global_pool}
