@@ -234,7 +234,7 @@ class SoftSplits(nn.Module):
 
     def __init__(self, img_size, embed_dim, depth, num_heads, mlp_ratio, tokens_type, token_dim, num_classes, **o):
         super().__init__()
-        D, rates = embed_dim, [o["drop_path_rate"] * i / (depth - 1) for i in range(depth)]
+        D, rates = embed_dim, [o["drop_path_rate"] * i / max(depth - 1, 1) for i in range(depth)]
         self.tokens_to_token = nn.Module()
         for i, width in ((1, 3 * 49), (2, token_dim * 9)):
             setattr(self.tokens_to_token, f"attention{i}", TokenLayer(width, token_dim, tokens_type == "transformer"))

@@ -77,7 +77,8 @@ def test_class_blocks_leave_the_patches_unchanged():
 
 
 def test_folded_batch_norms_equal_the_modules():
-    """Oracle: the convolution and the BatchNorm as modules, which hooks require; their statistics change the fold."""
+    """Oracle: the convolution and the BatchNorm as modules, which hooks require; their statistics change the fold.
+    Modules in their place are called."""
     layer = ReAttention(12, 3, 0.5).double().eval()
     nn.init.normal_(layer.reatten_matrix.bias)
     x = torch.randn(2, 7, 12).double()
@@ -88,6 +89,13 @@ def test_folded_batch_norms_equal_the_modules():
         handle.remove()
         layer.train()(x)  # moves the running statistics
         assert not torch.equal(layer.eval()(x), folded)
+    conv, norm = layer.reatten_matrix, layer.var_norm
+    for owner, other in (("var_norm", nn.GroupNorm(3, 3)), ("reatten_matrix", nn.Sequential(conv, nn.Softplus()))):
+        layer.reatten_matrix, layer.var_norm = conv, norm
+        setattr(layer, owner, other.double().eval())
+        q, k, v = layer.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        maps = layer.var_norm(layer.reatten_matrix((q @ k.mT * 4**-0.5).softmax(-1)))
+        assert same(layer(x), layer.proj((0.5 * maps @ v).transpose(1, 2).flatten(2)))
 
 
 @torch.no_grad()
@@ -155,7 +163,8 @@ def test_checkpoints_of_the_authors(name):
     ours, theirs = (model.eval() for model in pair(case, (16, 16)))
     for parameter in ours.parameters():
         parameter.zero_()
-    report = load_weights(ours, {"state_dict": theirs.state_dict()})
+    state = {key: t for key, t in theirs.state_dict().items() if "num_batches" not in key}  # as some files have it
+    report = load_weights(ours, {"state_dict": state})
     assert not report.dropped and not report.reinitialised and not report.positions
     images = torch.randn(2, 3, 16, 16).double()
     assert same(ours(images), theirs(images))
@@ -173,7 +182,16 @@ def test_checkpoints_of_the_authors(name):
         ("cct_7_3x1_32", dict(num_heads=3), "embed_dim 256 is not a multiple of num_heads 3"),
         ("cct_7_3x1_32", dict(conv_layers=-1), "conv_layers is -1; it must be at least 0"),
         ("compact_cvt_7_4_32", dict(img_size=3), "image is 3x3 pixels, too small for a token"),
-        ("cait_xxs24_224", dict(reg_tokens=2), "reg_tokens is 2; CaiT has reg_tokens=0 only"),
+        ("cait_xxs24_224", dict(reg_tokens=2), "reg_tokens is 2; this model has reg_tokens=0 only"),
+        ("cait_xxs24_224", dict(mlp="swiglu"), "mlp is 'swiglu'; this model has mlp='mlp' only"),
+        ("cait_xxs24_224", dict(patch_size=0), r"patch_size is \(0, 0\); it must be at least 1"),
+        ("cait_xxs24_224", dict(mlp_ratio_token_only=-1.0), "mlp_ratio_token_only is -1.0; use numbers above 0"),
+        ("cct_7_3x1_32", dict(mlp_ratio=-1.0), "mlp_ratio is -1.0; it must be at least 0"),
+        ("deepvit_16b", dict(proj_bias=False), "proj_bias is False; this model has proj_bias=True only"),
+        ("deepvit_16b", dict(pos_embed="relative"), "this model adds positions to its tokens: use 'learned'"),
+        ("deepvit_s", dict(patch_embed="linear"), "patch_embed is 'linear'; this model has patch_embed='conv' only"),
+        ("lvvit_small", dict(fc_norm=True), "fc_norm is True; the heads of this model read all tokens"),
+        ("lvvit_small", dict(pre_logits=True), "pre_logits is True; this model has pre_logits=False only"),
         ("deepvit_s", dict(patch_size=7), r"patch_size is \(7, 7\); convolutions before it need an even one"),
         ("deepvit_16b", dict(adjust=0.0), "adjust is 0.0; use a number above 0"),
         ("deepvit_16b", dict(plain_depth=-1), "plain_depth is -1; it must be at least 0"),

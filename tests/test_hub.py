@@ -185,6 +185,9 @@ def test_other_channels(channels: int, tmp_path: Path):
     x = torch.randn(2, channels, 32, 32)
     assert_close(ours(x), theirs(x))
     assert len(data_config(ours)["mean"]) == channels
+    create_model("t2t_vit_7", img_size=32, depth=1).save_pretrained(tmp_path / "splits")  # which has no convolution
+    with pytest.raises(WeightsError, match="cannot be converted; leave out in_chans"):
+        create_model(f"local-dir:{tmp_path}/splits", **options)
 
 
 def test_features_of_pretrained_models(tmp_path: Path):

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -303,14 +304,14 @@ def test_torchvision_vit_with_copied_weights():
 
 @pytest.mark.parametrize("family", SMALLEST)
 def test_checkpointing_is_bitwise_equal(family):
-    """Oracle: the same model without checkpointing, with dropout and the same seed."""
+    """Oracle: the same model without checkpointing, with dropout and the same seed; also statistics of BatchNorms."""
     grads = []
     for enable in (False, True):
         torch.manual_seed(0)
         model, images = smallest(family, drop_path_rate=0.3, proj_drop_rate=0.1)
         model.train().set_grad_checkpointing(enable)
         model(images).sum().backward()
-        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+        grads.append([p.grad for p in model.parameters() if p.requires_grad] + list(model.buffers()))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
@@ -341,6 +342,21 @@ def test_is_traced_as_one_graph(family):
         got = torch.compile(model, backend="eager", fullgraph=True)(images)
         assert distance(got, model(images)) <= TOLERANCE
     torch._dynamo.reset()
+
+
+def test_models_compile_one_after_the_other_in_a_new_thread():
+    """Oracle: shapes; the thread has run no model eagerly before."""
+
+    def compiled() -> list[torch.Size]:
+        shapes = []
+        for family in ("cvt", "ceit"):
+            model, images = smallest(family)
+            shapes.append(torch.compile(model, backend="eager", fullgraph=True)(images).shape)
+            torch._dynamo.reset()
+        return shapes
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(compiled).result() == [(2, 10), (2, 10)]
 
 
 def test_dynamic_size_resamples_positions():
@@ -449,7 +465,7 @@ def test_copies_pickles_and_meta(family):
 
 @pytest.mark.parametrize("family", [*SMALLEST, "distilled"])
 def test_reset_classifier_is_a_zero_head(family):
-    """Oracle: logits 0 and cross-entropy ln K at step 0 (ViT paper, section 3.2)."""
+    """Oracle: logits 0 and cross-entropy ln K at step 0 (ViT paper, section 3.2); a new pooling is the option's."""
     model = create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=1)
     model, images = (model, torch.randn(2, 3, 32, 32)) if family == "distilled" else smallest(family)
     model.reset_classifier(7)
@@ -459,6 +475,13 @@ def test_reset_classifier_is_a_zero_head(family):
     assert float(loss.detach()) == pytest.approx(torch.tensor(7.0).log().item())
     model.reset_classifier(0)
     assert model(images).shape == (2, model.num_features)
+    if family != "distilled":
+        name, options, _ = SMALLEST[family]
+        pool = "gap" if family.startswith("crossvit") else ""
+        model.reset_classifier(4, pool)
+        built = create_model(name, **options | dict(num_classes=4, global_pool=pool))
+        assert model.config.global_pool == built.config.global_pool
+        assert model(images).shape == built.eval()(images).shape
 
 
 @pytest.mark.parametrize("family", [*SMALLEST, "distilled"])

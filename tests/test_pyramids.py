@@ -429,6 +429,30 @@ def test_kernels_give_the_same(name, dtype, way, always_folded):
     assert within_budget(model.eval(), torch.randn(1, 3, *size), dtype, way, CASES[name].zero) == []
 
 
+INSIDE = [("levit", f"stages.0.blocks.0.{part}") for part in ("attn.qkv", "attn.proj", "attn.proj.act", "mlp.act")]
+INSIDE += [
+    ("t2t_performer", "tokens_to_token.attention1.mlp.1"),
+    ("ceit", "blocks.0.leff.act"),
+    ("tnt", "blocks.0.proj"),
+]
+
+
+@pytest.mark.parametrize("name, part", INSIDE)
+@torch.no_grad()
+def test_hooks_inside_fused_blocks_fire(name, part):
+    """Oracle: the frozen model, whose output is doubled by the hook, where the kernels do not run."""
+    options, size = TRACED[name]
+    options = options | dict.fromkeys(options.keys() & {"depth"}, 2)  # the last block's patches go nowhere
+    model, images = pair(CASES[name], size, **options)[0].float().eval(), torch.randn(1, 3, *size)
+    freeze(model)
+    before = model(images)
+    model.get_submodule(part).register_forward_hook(lambda module, given, y: 2 * y)
+    wanted = model(images)
+    with interpreting(), forcing("fused"):
+        assert distance(model(images), wanted) <= ROUNDINGS * torch.finfo(torch.float32).eps
+    assert not torch.equal(wanted, before)
+
+
 # family → options of two models that differ in one block, and what that block launches in a frozen model
 BLOCKS = {
     "swin": (dict(depths=(2, 2)), dict(depths=(3, 2)), "window"),
@@ -484,6 +508,25 @@ def test_launches_of_a_frozen_block(block):
         ("twins_svt_small", dict(img_size=24), "img_size height is 24; this model needs at least 32"),
         ("pvt_tiny", dict(sr_ratios=(8, 4, 2, 2)), "the class token is in the last stage"),
         ("pvt_tiny", dict(class_token=False), "use global_pool='avg' without a class token"),
+        ("levit_128s", dict(patch_size=4), r"patch_size is \(4, 4\); use 8 or 16"),
+        ("levit_128s", dict(img_size=225), "height 225 is not a multiple of patch_size 16; use 224 or 240"),
+        ("levit_128s", dict(dynamic_img_size=True), "this model has dynamic_img_size=False only"),
+        ("tnt_s_patch16_224", dict(depth=0), "depth is 0; use numbers above 0"),
+        ("tnt_s_patch16_224", dict(img_size=225), "height 225 is not a multiple of patch_size 16"),
+        ("tnt_s_patch16_224", dict(num_heads_inner=5), "inner_dim 24 is not a multiple of num_heads_inner 5; change"),
+        ("tnt_s_patch16_224", dict(num_heads_outer=5), "embed_dim 384 is not a multiple of num_heads_outer 5"),
+        ("tnt_s_legacy_patch16_224", dict(first_stride=5), "first_stride is 5; use one that divides patch_size"),
+        ("t2t_vit_7", dict(num_heads=0), "num_heads is 0; use numbers above 0"),
+        ("t2t_vit_7", dict(num_heads=3), "embed_dim 256 is not a multiple of num_heads 3"),
+        ("t2t_vit_7", dict(embed_dim=9, num_heads=3), "embed_dim is 9 and token_dim 64; use even numbers"),
+        ("t2t_vit_7", dict(img_size=2), "the splits need at least 3 pixels"),
+        ("ceit_tiny_224", dict(patch_size=6), r"patch_size is \(6, 6\); use one side, a multiple of 4"),
+        ("ceit_tiny_224", dict(img_size=220), "height 220 is not a multiple of patch_size 16"),
+        ("ceit_tiny_224", dict(num_heads=5), "embed_dim 192 is not a multiple of num_heads 5"),
+        ("crossvit_tiny_240", dict(num_heads=(0, 3)), r"num_heads is \(0, 3\); use numbers above 0"),
+        ("crossvit_tiny_240", dict(mlp_ratio=(4.0,)), r"mlp_ratio is \(4.0,\); it must have 2 values"),
+        ("crossvit_tiny_240", dict(depth=((1,),)), "each fusion has blocks of 2 branches, and cross attentions"),
+        ("crossvit_tiny_240", dict(img_size=256), "a branch has images of 256x256; patch_size 12 must divide both"),
         ("cpvt_tiny", dict(pegs=-1), "pegs is -1; it must be at least 0"),
         ("cpvt_tiny", dict(peg_padding="ones"), "peg_padding is 'ones'; use one of zeros, "),
     ],
@@ -514,6 +557,12 @@ def test_wrong_images_raise_one_sentence():
         model(torch.zeros(1, 3, 16, 18))
     with pytest.raises(ValueError, match="image is 31x64 pixels; the model needs at least 32x32"):
         create_model("pvt_tiny", depths=(1, 1, 1, 1))(torch.zeros(1, 3, 31, 64))
+    for name in ("tnt", "levit", "botnet"):  # these have one size only
+        model = create_model(CASES[name].name, **CASES[name].options, img_size=32)
+        with pytest.raises(ValueError, match=r"img_size=$"):
+            model(torch.zeros(1, 3, 32, 64))
+    with pytest.raises(ValueError, match=r"axes \[B, C, H, W\], got shape \[3, 24, 24\]"):
+        create_model(CASES["crossvit"].name, **CASES["crossvit"].options, img_size=24)(torch.zeros(3, 24, 24))
 
 
 INTERMEDIATES = [
@@ -543,7 +592,8 @@ def test_features_equal_timms(name):
         for i, stage in enumerate(theirs.feature_info)  # timm's Twins takes 4 for the patch side
     ]
     undecayed = ours.no_weight_decay() & dict(ours.named_parameters()).keys()
-    assert undecayed == set(theirs.no_weight_decay()) and ours.get_classifier() is not None
+    assert undecayed == set(theirs.no_weight_decay())
+    assert type(ours.get_classifier()) is type(theirs.get_classifier())
     grouped = hasattr(theirs, "group_matcher") and name != "cait"  # timm counts class blocks with the last blocks
     for coarse in (False, True) if grouped else ():
         found, wanted = (group_parameters(model, model.group_matcher(coarse)) for model in models)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from . import replay
 from .body import Given, Output, normalize
@@ -12,6 +11,7 @@ from .branch import Branch, add_branches
 from .drop_path import DropPath
 from .hooks import can_fuse, has_global_hooks, has_hooks
 from .layer_scale import LayerScale
+from .recompute import recomputed
 from .ways import known_way, plainly
 
 
@@ -117,7 +117,7 @@ class Blocks(nn.Sequential):
         chained.append(False)  # after the last block
         for i, block in enumerate(blocks):
             if recompute:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = recomputed(block, x)
             elif chained[i] and chained[i + 1] and i >= changed:
                 x, stats = block(x, stats, blocks[i + 1].norm1)
             else:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..kernels.attention import attention
 from ..kernels.cost import Branch as Sizes
@@ -20,6 +19,7 @@ from .branch import Branch, add_branches
 from .hooks import can_fuse, has_hooks
 from .module_parts import CONVOLUTIONS, Foreign, is_plain_module
 from .normed import folded
+from .recompute import recomputed
 from .spatial import taps_of
 from .ways import plainly
 
@@ -212,5 +212,5 @@ class ConvStage(nn.Module):
         grid, x, token = (x.shape[1], x.shape[2]), x.flatten(1, 2), self.cls_token
         x = x if token is None else torch.cat((token.expand(x.shape[0], -1, -1), x), 1)
         for block in self.blocks:
-            x = checkpoint(block, x, grid, use_reentrant=False) if recompute else block(x, grid)
+            x = recomputed(block, x, grid) if recompute else block(x, grid)
         return x.unflatten(1, grid) if token is None else x.unsqueeze(1)

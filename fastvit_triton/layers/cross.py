@@ -136,6 +136,8 @@ def projection(dim: int, out: int, eps: float) -> nn.Sequential:
 
 def scaled_image(image: Tensor, size: tuple[int, int], crop: bool) -> Tensor:
     """image [B, C, H, W] at another size: its middle with `crop` if it is large enough, else interpolated."""
+    if image.dim() != 4:
+        raise ValueError(f"image must have axes [B, C, H, W], got shape {list(image.shape)}")
     height, width = image.shape[2:]
     if (height, width) == size:
         return image

@@ -13,7 +13,7 @@ from ..kernels.linear import linear
 from .branch import Branch, add_branches
 from .drop_path import DropPath
 from .hooks import can_fuse
-from .module_parts import CONVOLUTIONS, is_depthwise_conv, is_plain_module
+from .module_parts import CONVOLUTIONS, activation_of, is_depthwise_conv, is_plain_module
 from .normed import folded
 
 Grid = tuple[int, int]
@@ -79,6 +79,8 @@ class EnhancedFeedForward(nn.Module):
         """The patches [B, N, D] after all layers; None where a layer must be called."""
         pairs = (self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)
         if not all(is_plain_module(conv, CONVOLUTIONS) for conv, _ in pairs) or not is_depthwise_conv(self.conv2):
+            return None
+        if activation_of(self.act) != "gelu":
             return None
         folds = [folded(conv, conv, norm) for conv, norm in pairs]
         if not (folds[0] and folds[1] and folds[2]):

@@ -59,6 +59,8 @@ class DistanceAttention(Parted):
 
     def parts(self) -> ComposedParts:
         """Its submodules as `ComposedParts`; a BatchNorm is folded into its layer as `normed` says."""
+        if has_hooks(self.proj):
+            return ComposedParts("attention", (normed(self.qkv),), self.attend, self.proj, self.num_heads)
         layers = (normed(self.qkv),), lambda qkv: self.proj.act(self.attend(qkv)), normed(self.proj.ln)
         return ComposedParts("attention", *layers, self.num_heads)
 

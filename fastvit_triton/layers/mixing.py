@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..kernels.cost import Branch as Sizes
 from .body import Before, Given, Output
 from .composed import ComposedParts, heads_of, merged_heads
-from .hooks import has_hooks
-from .module_parts import Layer, Packed, is_readable
+from .hooks import is_plain_module
+from .module_parts import CONVOLUTIONS, Layer, Packed, is_readable
+from .normed import is_constant
 from .ways import way_alone
 
 
@@ -129,9 +130,9 @@ class ReAttention(MixedAttention):
 
     def maps(self, scores: Tensor) -> Tensor:
         maps, norm = self.attn_drop(scores.softmax(-1)), self.var_norm
-        if norm.training or has_hooks(norm) or has_hooks(self.reatten_matrix):
-            return self.factor * norm(self.reatten_matrix(maps))
-        return mix_heads(self.folded(), maps)
+        if is_constant(norm) and is_plain_module(self.reatten_matrix, CONVOLUTIONS):
+            return mix_heads(self.folded(), maps)
+        return self.factor * norm(self.reatten_matrix(maps))
 
     def folded(self) -> Packed:
         """Θ, b, BatchNorm with its running statistics, and s as one map over the heads: weight [H, H], bias [H]."""

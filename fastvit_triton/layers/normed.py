@@ -129,12 +129,17 @@ def normed(module: Foreign) -> Layer:
 
 def sources_of(owner: nn.Module, layer: Foreign, norm: Foreign) -> tuple[Tensor | None, ...] | None:
     """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
-    if type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
-        return None
-    if not (norm.affine and norm.track_running_stats):
+    if not is_constant(norm):
         return None
     found = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
     return found if are_plain_tensors(*found) and keeps(owner, *found) else None
+
+
+def is_constant(norm: Foreign) -> bool:
+    """True for a BatchNorm that multiplies by and adds constants, with its running statistics, and may be read."""
+    if type_name(norm) not in BATCH_NORMS or has_hooks(norm) or norm.training:
+        return False
+    return norm.affine and norm.track_running_stats
 
 
 def factor(norm: Foreign) -> Tensor:

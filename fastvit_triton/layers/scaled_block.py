@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .block import Block, Blocks
 from .body import Given, Output
@@ -13,6 +12,7 @@ from .branch import Branch, add_branches
 from .hooks import can_fuse, has_hooks
 from .mixing import RefinedAttention, RefinedParts
 from .mlp import Mlp
+from .recompute import recomputed
 from .ways import plainly
 
 
@@ -136,5 +136,5 @@ class RefinedBlocks(Blocks):
         """Yields the output [B, N, D] of each block in turn; `after` is not supported."""
         maps = None
         for block in self:
-            x, maps = checkpoint(block, x, maps, use_reentrant=False) if recompute else block(x, maps)
+            x, maps = recomputed(block, x, maps) if recompute else block(x, maps)
             yield x

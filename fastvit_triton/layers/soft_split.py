@@ -15,6 +15,7 @@ from .body import MlpParts, finish, fold_or_normalize, project
 from .branch import Branch, add_branches
 from .hooks import can_fuse, has_hooks
 from .mlp import Mlp
+from .module_parts import activation_of
 
 Grid = tuple[int, int]
 SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))  # kernel, stride, padding
@@ -108,7 +109,8 @@ class TokenPerformer(nn.Module):
         y = finish(y, self.proj, drop=self.dp, residual=v) if can_fuse(v) else v + self.dp(self.proj(y))
         if has_hooks(self.mlp):
             return y + self.mlp(self.norm2(y))
-        return add_branches(y, Branch(MlpParts((self.mlp[0],), "gelu", self.mlp[2], (None, self.mlp[3])), self.norm2))
+        parts = MlpParts((self.mlp[0],), activation_of(self.mlp[1]), self.mlp[2], (None, self.mlp[3]))
+        return add_branches(y, Branch(parts, self.norm2))
 
 
 class TokensToToken(nn.Module):

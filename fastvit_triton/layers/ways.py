@@ -43,7 +43,8 @@ class State(threading.local):
         inside_plain: True while a plain block runs.
     """
 
-    inside_plain = False
+    def __init__(self) -> None:
+        self.inside_plain = False  # of each thread, as Dynamo's guards read its attributes
 
 
 state = State()

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
 from ..layers.quadratic import QuadraticAttention
+from ..layers.recompute import recomputed
+from .config import check_only, check_patches
 from .tokens import TokenConfig, TokenModel
 
 
@@ -47,13 +48,8 @@ class AttentionConvConfig(TokenConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pairs = zip(sides(self.img_size), sides(self.patch_size), strict=True)
-        if self.final_norm or any(image < patch or image % patch for image, patch in pairs):
-            sizes = f"img_size is {self.img_size} and patch_size {self.patch_size}"
-            raise ValueError(f"{sizes}; use a multiple of it, and final_norm=False")
-        for field in ("num_heads", "embed_dim", "depth"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        check_patches(self)
+        check_only(self, final_norm=False)
 
 
 class AttentionConv(TokenModel):
@@ -78,7 +74,7 @@ class AttentionConv(TokenModel):
         self.grid_of(image)
         x = self.pos_drop(self.patch_embed(image))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = recomputed(block, x) if self.recomputes else block(x)
             yield x
 
     def to_map(self, x: Tensor, image: Tensor, output_fmt: str) -> tuple[Tensor, None]:

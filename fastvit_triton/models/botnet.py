@@ -7,6 +7,7 @@ Differs from ViT:
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -19,6 +20,8 @@ from .residual import ResidualConfig, ResidualNetwork
 @dataclass(frozen=True, kw_only=True)
 class BotnetConfig(ResidualConfig):
     """Options of BoTNet, which are those of `ResidualConfig`; images have sides that 32 divides."""
+
+    only: ClassVar[dict[str, Any]] = ResidualConfig.only | dict(dynamic_img_size=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import normalize
+from ..layers.embed import sides
 from .base import ImageModel, feature_take_indices
-from .config import BaseConfig, check_types
+from .config import ALIASES, BaseConfig, check_positive, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,26 @@ class BranchConfig(BaseConfig):
         for field in ("img_scale", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio"):
             value = getattr(self, field)
             object.__setattr__(self, field, tuple(tuple(v) if isinstance(v, list) else v for v in value))
-        if not 2 == len(self.img_scale) == len(self.patch_size) == len(self.embed_dim) == len(self.num_heads):
-            raise ValueError("img_scale, patch_size, embed_dim and num_heads must have 2 values, one per branch")
+        check_positive(self, ("num_classes", "depth"))
+        for field in ("img_scale", "patch_size", "embed_dim", "num_heads", "mlp_ratio"):
+            if len(getattr(self, field)) != 2 and (field, len(getattr(self, field))) != ("mlp_ratio", 3):
+                raise ValueError(f"{field} is {getattr(self, field)}; it must have 2 values, one per branch")
+        if not self.depth or any(len(counts) != 3 or max(counts[:2]) < 1 for counts in self.depth):
+            raise ValueError(f"depth is {self.depth}; each fusion has blocks of 2 branches, and cross attentions")
         if any(D % heads for D, heads in zip(self.embed_dim, self.num_heads, strict=True)):
             raise ValueError(f"embed_dim is {self.embed_dim}, no multiples of num_heads {self.num_heads}")
+        for size, side in zip(self.sizes, self.patch_size, strict=True):
+            if any(length < side or length % side for length in size):
+                raise ValueError(f"a branch has images of {size[0]}x{size[1]}; patch_size {side} must divide both")
+        object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
         if self.global_pool not in ("token", "avg"):
             raise ValueError(f"global_pool is {self.global_pool!r}; use one of token, avg")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of each branch's image."""
+        height, width = sides(self.img_size)
+        return [(int(scale * height), int(scale * width)) for scale in self.img_scale]
 
 
 class BranchModel(ImageModel):
@@ -158,6 +173,10 @@ class BranchModel(ImageModel):
         depth, final_norm = self.config.depth, isinstance(self.norm[0], nn.LayerNorm)
         rate = self.config.drop_path_rate * max(num_rates(depth[:stages]) - 1, 0) / max(num_rates(depth) - 1, 1)
         self.config = self.config.replace(depth=depth[:stages], drop_path_rate=rate, final_norm=final_norm)
+
+    def get_classifier(self) -> Any:
+        """Returns the list of heads, as timm."""
+        return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the heads by zero-initialised ones; 0 removes them. For the arguments see `ImageModel`."""

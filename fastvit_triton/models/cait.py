@@ -15,7 +15,7 @@ from ..layers import Attention, Block, Mlp, normalize
 from ..layers.mixing import TalkingHeads
 from ..layers.one_query import ClassAttention, ClassBlock, ClassBlocks
 from ..layers.scaled_block import ScaledBlock
-from .config import ViTConfig
+from .config import ViTConfig, check_only, check_positive
 from .transformer import VisionTransformer
 
 
@@ -37,10 +37,9 @@ class CaitConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        only = dict(reg_tokens=0, qk_norm=False, norm="pre", head_dim=None, pos_embed="learned", no_embed_class=True)
-        for field, value in only.items():
-            if getattr(self, field) != value:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; CaiT has {field}={value!r} only")
+        check_only(self, reg_tokens=0, qk_norm=False, norm="pre", mlp="mlp", proj_bias=True, head_dim=None)
+        check_only(self, pos_embed="learned", no_embed_class=True)
+        check_positive(self, ("num_classes", "depth_token_only", "reg_tokens", "eps", "init_values"))
 
 
 class Cait(VisionTransformer):

@@ -61,7 +61,7 @@ class CctConfig(BaseConfig):
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
-        least = dict(kernel_size=1, conv_layers=0, embed_dim=1, depth=1, num_heads=1)
+        least = dict(kernel_size=1, conv_layers=0, embed_dim=1, depth=1, num_heads=1, mlp_ratio=0)
         for field, value in least.items():
             if getattr(self, field) < value:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {value}")

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import Attention, Mlp, drop_path_rates, normalize
 from ..layers.embed import sides
 from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
+from ..layers.recompute import recomputed
+from .config import check_multiple, check_patches
 from .tokens import TokenConfig, TokenModel
 
 
@@ -38,11 +39,10 @@ class CeitConfig(TokenConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        side, other = sides(self.patch_size)
-        if side != other or side % 4 or any(length % side for length in sides(self.img_size)):
-            raise ValueError(f"img_size is {self.img_size} and patch_size {side}; use a multiple of it, and of 4")
-        if self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim is {self.embed_dim}, which is no multiple of its {self.num_heads} heads")
+        if len(set(sides(self.patch_size))) > 1 or sides(self.patch_size)[0] % 4:
+            raise ValueError(f"patch_size is {self.patch_size}; use one side, a multiple of 4")
+        check_patches(self)
+        check_multiple(self, "embed_dim", "num_heads")
 
 
 class ConvolutionalTransformer(TokenModel):
@@ -73,7 +73,7 @@ class ConvolutionalTransformer(TokenModel):
         tokens: tuple[Tensor, ...] = ()
         x = self.pos_drop(x + self.pos_embed)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = recomputed(block, x) if self.recomputes else block(x)
             tokens = (*tokens, x[:, :1])
             yield x, tokens
 

@@ -157,11 +157,7 @@ class ViTConfig(BaseConfig):
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; use one of {', '.join(allowed)}")
-        for axis, image, patch in zip(("height", "width"), sides(self.img_size), sides(self.patch_size), strict=True):
-            if patch < 1 or image < patch or image % patch:
-                raise ValueError(
-                    f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"
-                )
+        check_patches(self)
         for field, least in dict(embed_dim=1, depth=1, num_heads=1, head_dim=1, reg_tokens=0, eps=0).items():
             if getattr(self, field) is not None and getattr(self, field) < least:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least {least}")
@@ -194,6 +190,46 @@ def check_types(config: BaseConfig) -> None:
         if not any(_is_a(value, kind) for kind in kinds):
             words = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
             raise ValueError(f"{field.name} is {value!r}; its type is {words}")
+
+
+def check_positive(config: BaseConfig, zeros: tuple[str, ...] = ("num_classes",)) -> None:
+    """Raises ValueError unless all numbers are above 0, except rates, and the fields `zeros`, which may be 0."""
+    for field in dataclasses.fields(config):
+        value, may = getattr(config, field.name), field.name in zeros
+        if not field.name.endswith("_rate") and any(v < 0 or (v == 0 and not may) for v in _numbers(value)):
+            raise ValueError(f"{field.name} is {value}; use numbers {'of at least' if may else 'above'} 0")
+
+
+def check_patches(config: Any) -> None:
+    """Raises ValueError unless the sides of a patch divide those of the image."""
+    for axis, image, patch in zip(("height", "width"), sides(config.img_size), sides(config.patch_size), strict=True):
+        if patch < 1:
+            raise ValueError(f"patch_size is {config.patch_size}; it must be at least 1")
+        if image < patch or image % patch:
+            raise ValueError(
+                f"img_size {axis} {image} is not a multiple of patch_size {patch}; {fitting(image, patch)}"
+            )
+
+
+def check_multiple(config: BaseConfig, channels: str, heads: str) -> None:
+    """Raises ValueError unless the field `channels` is a multiple of the field `heads`."""
+    D, H = getattr(config, channels), getattr(config, heads)
+    if D % H:
+        raise ValueError(f"{channels} {D} is not a multiple of {heads} {H}; change one of them")
+
+
+def check_only(config: BaseConfig, **only: Any) -> None:
+    """Raises ValueError unless the fields have these values, the only ones that the family has."""
+    for field, value in only.items():
+        if getattr(config, field) != value:
+            raise ValueError(f"{field} is {getattr(config, field)!r}; this model has {field}={value!r} only")
+
+
+def _numbers(value: Any) -> list[Any]:
+    """The numbers in a value, which may be a tuple of tuples; booleans are none."""
+    if isinstance(value, (tuple, list)):
+        return [number for v in value for number in _numbers(v)]
+    return [value] if isinstance(value, Real) and not isinstance(value, bool) else []
 
 
 def _is_a(value: Any, kind: Any) -> bool:

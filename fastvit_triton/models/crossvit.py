@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates
 from ..layers.cross import BranchEmbed, CrossAttention, CrossBlock, MultiScaleBlock, scaled_image
-from ..layers.embed import sides
 from .branches import BranchConfig, BranchModel, num_rates
 
 
@@ -41,8 +40,7 @@ class CrossVit(BranchModel):
 
     def __init__(self, config: CrossVitConfig) -> None:
         super().__init__(config)
-        height, width = sides(config.img_size)
-        self.sizes = [(int(scale * height), int(scale * width)) for scale in config.img_scale]
+        self.sizes = config.sizes
         for i, (size, side, D) in enumerate(zip(self.sizes, config.patch_size, config.embed_dim, strict=True)):
             embed = BranchEmbed(size, (side, side), config.in_chans, D, multi_conv=config.multi_conv)
             self.patch_embed.append(embed)

@@ -15,7 +15,7 @@ from ..layers.embed import sides
 from ..layers.mixing import ReAttention
 from ..layers.scaled_block import ScaledBlock
 from ..layers.stems import ConvStem
-from .config import ViTConfig
+from .config import ViTConfig, check_only
 from .transformer import VisionTransformer
 
 
@@ -40,24 +40,26 @@ class DeepvitConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_stem(self)
+        check_parts(self)
         if self.plain_depth < 0:
             raise ValueError(f"plain_depth is {self.plain_depth}; it must be at least 0")
         if self.adjust <= 0:
             raise ValueError(f"adjust is {self.adjust}; use a number above 0")
-        for field, value in dict(norm="pre", mlp="mlp", qk_norm=False, head_dim=None, init_values=None).items():
-            if getattr(self, field) != value:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; DeepViT has {field}={value!r} only")
 
 
-def check_stem(config: Any) -> None:
-    """Makes `stem_widths` a tuple; raises ValueError if the stem cannot have these widths or this patch size."""
+def check_parts(config: Any) -> None:
+    """Makes `stem_widths` a tuple; raises ValueError for options that the stem or the blocks do not have."""
+    check_only(config, norm="pre", mlp="mlp", proj_bias=True, qk_norm=False, head_dim=None, init_values=None)
+    if config.pos_embed == "relative":
+        raise ValueError("pos_embed is 'relative'; this model adds positions to its tokens: use 'learned'")
     widths = tuple(config.stem_widths)
     object.__setattr__(config, "stem_widths", widths)
     if any(width < 1 for width in widths):
         raise ValueError(f"stem_widths is {widths}; use numbers above 0")
     if widths and any(side % 2 for side in sides(config.patch_size)):
         raise ValueError(f"patch_size is {config.patch_size}; convolutions before it need an even one")
+    if widths:
+        check_only(config, patch_embed="conv")
 
 
 def build_stem(config: ViTConfig, widths: tuple[int, ...]) -> ConvStem | None:

@@ -9,13 +9,14 @@ Differs from ViT:
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ..layers import Blocks
 from ..layers import levit as layers
 from ..layers.embed import sides
+from .config import check_patches
 from .distilled import Distilled, NormedHead
 from .pyramid import PyramidConfig
 
@@ -40,11 +41,13 @@ class LevitConfig(PyramidConfig):
     mlp_ratio: float = 2.0
     final_norm: bool = False
     dynamic_img_size: bool = False
+    only: ClassVar[dict[str, Any]] = dict(final_norm=False, dynamic_img_size=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if sides(self.patch_size) not in ((8, 8), (16, 16)) or self.dynamic_img_size or self.final_norm:
-            raise ValueError(f"a LeViT has patch_size 8 or 16, dynamic_img_size=False and final_norm=False, not {self}")
+        if self.patch_size not in ((8, 8), (16, 16)):
+            raise ValueError(f"patch_size is {self.patch_size}; use 8 or 16, the strides of LeViT's stems")
+        check_patches(self)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from ..kernels.patch_embed import assemble
 from ..layers import Attention, Block, Mlp, normalize
 from ..layers.boxes import draw_box, mix_box
 from ..layers.scaled_block import ScaledBlock
-from .config import ViTConfig
-from .deepvit import build_stem, check_stem
+from .config import ViTConfig, check_only
+from .deepvit import build_stem, check_parts
 from .transformer import VisionTransformer
 
 
@@ -42,13 +42,12 @@ class LvvitConfig(ViTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_stem(self)
+        check_parts(self)
         if self.skip_lam <= 0:
             raise ValueError(f"skip_lam is {self.skip_lam}; use a number above 0")
-        plain = dict(norm="pre", mlp="mlp", qk_norm=False, head_dim=None, init_values=None, reg_tokens=0)
-        for field, value in (plain | dict(class_token=True)).items():
-            if getattr(self, field) != value:
-                raise ValueError(f"{field} is {getattr(self, field)!r}; this model has {field}={value!r} only")
+        check_only(self, reg_tokens=0, class_token=True, pre_logits=False)
+        if self.fc_norm:
+            raise ValueError("fc_norm is True; the heads of this model read all tokens: use False, or final_norm=False")
         if self.global_pool not in ("token", "none"):
             raise ValueError(f"global_pool is {self.global_pool!r}; the heads of this model need 'token' or 'none'")
 

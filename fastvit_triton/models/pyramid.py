@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..layers import Blocks, drop_path_rates, normalize
 from ..layers.embed import sides
 from .base import ImageModel
-from .config import ALIASES, BaseConfig, check_types
+from .config import ALIASES, BaseConfig, check_only, check_positive, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class PyramidConfig(BaseConfig):
 
     pools: ClassVar[tuple[str, ...]] = ("avg", "none")  # values of global_pool that the family has
     zeros: ClassVar[tuple[str, ...]] = ("num_classes",)  # fields that may be 0, besides rates
+    only: ClassVar[dict[str, Any]] = {}  # fields that have one value in the family
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -61,9 +62,8 @@ class PyramidConfig(BaseConfig):
                 object.__setattr__(self, field.name, value := tuple(value))
             if per_stage(self, field) and len(value) != len(self.depths):
                 raise ValueError(f"{field.name} has {len(value)} values, and depths has {len(self.depths)}")
-            numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if type(v) in (int, float)]
-            if any(v <= 0 for v in numbers) and not field.name.endswith("_rate") and field.name not in self.zeros:
-                raise ValueError(f"{field.name} is {value}; use numbers above 0")
+        check_positive(self, self.zeros)
+        check_only(self, **self.only)
         for axis, side, least in zip(("height", "width"), sides(self.img_size), self.smallest, strict=True):
             if side < least:
                 raise ValueError(f"img_size {axis} is {side}; this model needs at least {least}")
@@ -180,9 +180,10 @@ class PyramidTransformer(ImageModel):
             raise ValueError(f"image must have axes [B, {config.in_chans}, H, W], got shape {list(image.shape)}")
         if size != config.img_size and not config.dynamic_img_size:
             expected = "x".join(map(str, config.img_size))
+            way = "img_size=" if "dynamic_img_size" in config.only else "img_size= or dynamic_img_size=True"
             raise ValueError(
                 f"image is {size[0]}x{size[1]} pixels, the model takes {expected}; "
-                "resize it, or build the model with img_size= or dynamic_img_size=True"
+                f"resize it, or build the model with {way}"
             )
         if size[0] < config.smallest[0] or size[1] < config.smallest[1]:
             least = "x".join(map(str, config.smallest))

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers.embed import sides
+from ..layers.recompute import recomputed
 from ..layers.residual import ResidualStem, init_residual
 from .distilled import NamedStages
 from .pyramid import PyramidConfig
@@ -35,11 +35,10 @@ class ResidualConfig(PyramidConfig):
     final_norm: bool = False
     dynamic_img_size: bool = False
     zeros: ClassVar[tuple[str, ...]] = ("num_classes", "num_heads")
+    only: ClassVar[dict[str, Any]] = dict(patch_size=(4, 4), final_norm=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if sides(self.patch_size) != (4, 4) or self.final_norm:
-            raise ValueError(f"this model has patch_size 4 and final_norm=False, not {self}")
         if set(self.strides) - {1, 2}:
             raise ValueError(f"strides is {self.strides}; use 1 or 2 for each stage")
 
@@ -94,7 +93,7 @@ class ResidualNetwork(NamedStages):
         """Stage i: image [B, C, H, W] or map [B, H, W, D] → map [B, H', W', D']."""
         x = x.permute(0, 3, 1, 2) if i else self.stem(x)
         for block in self.stages[i]:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = recomputed(block, x) if self.recomputes else block(x)
         return x.permute(0, 2, 3, 1)
 
     @property

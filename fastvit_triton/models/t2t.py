@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
 from ..layers.embed import sides
 from ..layers.soft_split import SPLITS, TokenPerformer, TokensToToken, TokenTransformer, split_size
+from .config import check_multiple
 from .tokens import TokenConfig, TokenModel
 
 KINDS = {"performer": TokenPerformer, "transformer": TokenTransformer}
@@ -49,8 +50,11 @@ class T2tConfig(TokenConfig):
             raise ValueError(f"patch_size is {self.patch_size}; the splits of a T2T-ViT make it 16")
         if self.tokens_type not in KINDS:
             raise ValueError(f"tokens_type is {self.tokens_type!r}; use one of {', '.join(KINDS)}")
-        if self.embed_dim % self.num_heads or self.token_dim % 2:
-            raise ValueError("embed_dim must be a multiple of num_heads, and token_dim of 2")
+        check_multiple(self, "embed_dim", "num_heads")
+        if self.embed_dim % 2 or self.token_dim % 2:
+            raise ValueError(f"embed_dim is {self.embed_dim} and token_dim {self.token_dim}; use even numbers")
+        if min(split_size(sides(self.img_size), *SPLITS)) < 1:
+            raise ValueError(f"img_size is {self.img_size}; the splits need at least 3 pixels")
 
 
 class TokensToTokenViT(TokenModel):

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..layers import drop_path_rates
 from ..layers.embed import sides
 from ..layers.inner import InnerBlock, PixelEmbed, merged_pixels
+from ..layers.recompute import recomputed
+from .config import check_multiple, check_patches
 from .tokens import TokenConfig, TokenModel
 
 
@@ -39,6 +40,14 @@ class TntConfig(TokenConfig):
     num_heads_outer: int = 6
     first_stride: int = 4
     legacy: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_patches(self)
+        check_multiple(self, "inner_dim", "num_heads_inner")
+        check_multiple(self, "embed_dim", "num_heads_outer")
+        if self.legacy and any(side % self.first_stride for side in sides(self.patch_size)):
+            raise ValueError(f"first_stride is {self.first_stride}; use one that divides patch_size {self.patch_size}")
 
     @property
     def num_heads(self) -> int:
@@ -67,18 +76,15 @@ class TransformerInTransformer(TokenModel):
             self.blocks.append(InnerBlock(c, D, n, heads, *options, rate, config.legacy))
         self.build_head()
 
-    def grid_of(self, image: Tensor) -> tuple[int, int]:
-        """(rows, columns) of patches of image [B, C, H, W]."""
-        return self.pixel_embed.grid_of(image)
-
     def stages(self, image: Tensor) -> Iterator[Tensor]:
         """Yields the tokens [B, 1 + N, D] after each block."""
+        self.grid_of(image)
         pixels = self.pixel_embed(image, self.pixel_pos)
         patches = merged_pixels(pixels, self.pixel_embed.num_patches, self.norm1_proj, self.proj, self.norm2_proj)
         tokens = torch.cat((self.cls_token.expand(image.shape[0], -1, -1), patches), 1)
         tokens = self.pos_drop(tokens + self.patch_pos)
         for block in self.blocks:
-            run = (lambda *x, b=block: checkpoint(b, *x, use_reentrant=False)) if self.recomputes else block
+            run = (lambda *x, b=block: recomputed(b, *x)) if self.recomputes else block
             pixels, tokens = run(pixels, tokens)
             yield tokens
 

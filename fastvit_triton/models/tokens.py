@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..layers.embed import sides
 from .base import ImageModel
-from .config import ALIASES, BaseConfig, check_types
+from .config import ALIASES, BaseConfig, check_positive, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class TokenConfig(BaseConfig):
         object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
         if self.global_pool not in self.pools:
             raise ValueError(f"global_pool is {self.global_pool!r}; use one of {', '.join(self.pools)}")
+        check_positive(self)
 
 
 class TokenModel(ImageModel):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from ..layers.recompute import recomputed
 from ..layers.rel2d import Grid
 from ..layers.residual import BasicBlock
 from ..layers.visual_tokens import VisualTransformer
@@ -75,7 +75,7 @@ class VisualTransformerResNet(ResidualNetwork):
             return super().stage(x, i)
         tokens, grid, x = None, x.shape[1:3], x.flatten(1, 2)
         for block in self.stages[i]:
-            x, tokens = checkpoint(block, x, tokens, use_reentrant=False) if self.recomputes else block(x, tokens)
+            x, tokens = recomputed(block, x, tokens) if self.recomputes else block(x, tokens)
         return x.unflatten(1, grid), tokens
 
     def stage_features(self, x: Any, stage: int) -> Tensor:

@@ -223,8 +223,8 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
         family, mode = "fastvit_triton", model.position_resize
     target = model.state_dict()
     dropped = [key for key in state if IRRELEVANT.search(key) or key in model.pruned]
-    for key in dropped:
-        del state[key]
+    state = {key: tensor for key, tensor in state.items() if key not in dropped}
+    adapt.fill_counts(target, state)
     dropped += adapt.fit_head(model.head_names, target, state)
     useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
     dropped += useless

@@ -115,6 +115,11 @@ def read_naflex(tensors: State) -> State:
     return {**tensors, key: tensors[key].flatten(1, 2)} if tensors[key].dim() == 4 else tensors
 
 
+def fill_counts(target: State, state: State) -> None:
+    """Adds the counters of BatchNorms that a checkpoint lacks, as PyTorch does; only training may read them."""
+    state |= {key: t for key, t in target.items() if key.endswith("num_batches_tracked") and key not in state}
+
+
 def fit_head(heads: tuple[str, ...], target: State, state: State) -> list[str]:
     """Removes from `state` heads of another size and layers used only by a head; adds missing biases of zero.
 

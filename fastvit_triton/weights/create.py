@@ -109,6 +109,10 @@ def _fit_channels(state: State, target: State) -> State:
     """The tensors; convolutions [D, C, P, P] of another C are summed to one channel, or repeated and scaled."""
     fitted = dict(state)
     for key, wanted in target.items():
+        if state[key].shape != wanted.shape and wanted.dim() != 4:
+            raise WeightsError(
+                f"in_chans is not that of the weights, and {key} cannot be converted; leave out in_chans"
+            )
         if state[key].shape != wanted.shape:
             weight, channels = state[key], wanted.shape[1]
             repeats = -(-channels // weight.shape[1])

@@ -93,8 +93,6 @@ def fit_levit(model: Any, target: State, state: State, metadata: Mapping[str, st
     useless = [key for key in state if key.endswith("attention_bias_idxs")] + absent
     for key in useless:
         del state[key]
-    counts = [key for key in target if key.endswith("num_batches_tracked") and key not in state]
-    state |= {key: target[key] for key in counts}
     return useless, ""
 
 
@@ -118,8 +116,6 @@ def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str]
 def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
     """Makes the positions of `state` fit the grid of a CeiT; for the arguments see `vit.fit`."""
     side, (height, width) = model.config.patch_size[0], model.config.img_size
-    counts = [key for key in target if key.endswith("num_batches_tracked") and key not in state]
-    state |= {key: target[key] for key in counts}
     return [], fit_table(state, target, "pos_embed", (height // side, width // side), 1, mode)
 
 
