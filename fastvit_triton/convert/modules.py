@@ -13,7 +13,7 @@ from ..kernels.backend import backend, why_not
 from ..layers.body import MlpParts
 from ..layers.composed import ComposedParts
 from ..layers.freeze import freeze as freeze_weights
-from ..layers.freeze import unfreeze
+from ..layers.freeze import is_frozen, unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..layers.normed import NORMED
@@ -99,8 +99,8 @@ def optimize(
 
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Context that restores the attributes of all instances, not frozen, if an exception is raised in it."""
-    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    """Context that restores the attributes of all instances, and ends a new freeze, if an exception is raised in it."""
+    frozen, before = is_frozen(model), [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
         yield
     except BaseException:
@@ -108,7 +108,8 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
             for name in facts.keys() - earlier.keys():
                 del facts[name]
             facts.update(earlier)
-        unfreeze(model)
+        if not frozen:
+            unfreeze(model)
         raise
 
 
