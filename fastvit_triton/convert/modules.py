@@ -72,7 +72,7 @@ def optimize(
         Report: for each candidate, what it became or why it was not converted; prints as a table.
 
     Raises:
-        TypeError: model is not an nn.Module, filter_fn cannot be called, or freeze is not a bool.
+        TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify is one.
         Exception: whatever the model raises on the input to verify.
     """
     _check(model)
@@ -80,6 +80,8 @@ def optimize(
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
+    if isinstance(verify, bool):
+        raise TypeError(f"verify is {verify}; give an example input of the model, or None")
     from_transformers.attention_interface.register()
     forget()
     with _all_or_nothing(model):
