@@ -218,7 +218,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return None
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
-    return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)
+    return Row(path, cls, _became(forward, parts), why="; ".join(dict.fromkeys(_notes(forward, module, parts))) or None)
 
 
 def _foreign_code(module: nn.Module) -> str | None:
