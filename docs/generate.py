@@ -250,7 +250,7 @@ batch 8, eager PyTorch → fused and frozen, counted and not measured: models wi
 with two, so those of a pyramid are means over its stages with attention, and outside of blocks nothing is counted.
 
 The digits are scikit-learn's, enlarged: test accuracy of a small model after 2, 4 and {EPOCHS} epochs on 1,437 images
-without augmentation, the mean of {SEEDS} seeds, and the range of their last ones. The training is the same for all
+without augmentation, the mean of {SEEDS} seeds, and their range after the last epoch. The training is the same for all
 (AdamW, peak rate 0.002, batch 32). Nothing was tuned, so these figures say how fast a design learns from little data,
 not how good it is: with its own recipe a ViT reaches {facts()["digits"]} ([train](train.md)). With 360
 test images, the standard error of one run is 0.8 points at 97.5 % and 2.6 at 50 %; seeds differ by more than that.

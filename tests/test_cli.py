@@ -721,6 +721,7 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
         ("timm:resnet18 --img-size 0", "--img-size is 0"),
         ("timm:resnet18 --img-size 9x", "--img-size is 9x; use a side of at least 1 pixel, or HEIGHTxWIDTH"),
         ("torchvision:vit_b_16 --img-size 64x32", "--img-size is 64x32, and torchvision's ViTs take square images"),
+        ("hf-config:CLIPConfig --img-size 64x32", "--img-size is 64x32, and CLIPVisionModel takes square images"),
         ("timm:resnet18 --batch 0", "--batch is 0"),
         ("timm:resnet18 --gpu gtx970", "--gpu is gtx970; use one of h200, "),
         (" --img-size 32", "--img-size needs --model; name one"),

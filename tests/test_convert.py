@@ -496,7 +496,8 @@ def test_report_prints_a_table():
     device = "Triton kernels need a CUDA or ROCm GPU, this is cpu; own forwards run here."
     norms = "3 norms run our kernel, each in a launch of its own"
     assert lines[-1] == f"19 of 19 candidates are fused; {norms}. {device}"
-    assert str(optimize(nn.Linear(2, 2))).endswith(f"0 of 0 candidates are fused. {device}")
+    assert str(optimize(nn.Linear(2, 2))).startswith(f"no candidates found\n0 of 0 candidates are fused. {device}")
+    assert [row.why for row in optimize(nn.RMSNorm(2)).left] == ["its ε is None"]
 
 
 def test_on_a_cpu_the_original_runs():
@@ -984,3 +985,5 @@ def test_invalid_arguments_raise():
             call("vit_base_patch16_224")
     with pytest.raises(TypeError, match="filter_fn is 3; give a function"):
         optimize(nn.Linear(2, 2), filter_fn=3)
+    with pytest.raises(TypeError, match="verify is True; give an example input of the model"):
+        optimize(nn.Linear(2, 2), verify=True)

@@ -352,3 +352,14 @@ def test_invalid_arguments_raise():
     with pytest.raises(TypeError, match="freeze is 'yes'; give True or False"):
         optimize(torch.nn.Linear(2, 2), freeze="yes")
     unfreeze(model())  # has no effect on a model that is not frozen
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_failed_optimize_keeps_the_folds(frozen):
+    """Oracle: the state before the call; folds that a CUDA graph may read are not freed."""
+    tower = build("timm_vit")
+    if frozen:
+        freeze(tower)
+    with pytest.raises(ValueError):
+        optimize(tower, freeze=True, filter_fn=lambda module, path: int(path))
+    assert freeze_file.is_frozen(tower) == frozen

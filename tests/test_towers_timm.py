@@ -137,3 +137,23 @@ def test_hooks(name):
     optimize(model)
     with using_backend("torch"), torch.no_grad():
         assert distance(model(x), original(x)) <= EXACT
+
+
+@pytest.mark.parametrize("path", ["proj.act", "mlp.act", "mlp.drop", "drop_path1", "drop_path"])
+def test_modules_of_maps_are_called_with_maps(path):
+    """Oracle: the original; a hook that scales axis 1 scales the channels of a map, not tokens."""
+    model, x = build("levit_conv").eval(), images("levit_conv")
+    for name, module in model.named_modules():
+        if name.endswith(path):
+            module.register_forward_hook(lambda module, given, y: y * torch.linspace(1, 2, y.shape[1])[:, None, None])
+    original = copy.deepcopy(model)
+    optimize(model, freeze=True)
+    with using_backend("torch"), torch.no_grad():
+        assert distance(model(x), original(x)) <= EXACT
+
+
+def test_notes_are_not_repeated():
+    """The report says once that layers with a BatchNorm are called, of which attention has two."""
+    notes = [(row.why or "").split("; ") for row in optimize(build("levit").eval()).rows]
+    assert any("its BatchNorm is folded" in note for row in notes for note in row)
+    assert all(len(set(row)) == len(row) for row in notes)

@@ -188,12 +188,18 @@ def double(x):
 
 
 def test_reasons():
-    """What runs its own forward says why: random layers in CaiT, another activation in CCT."""
+    """What runs its own forward says why: random layers in CaiT, another LayerScale or activation, a map not square."""
     cait = made("cait.CaiT", **sizes(), cls_depth=1, layer_dropout=0.1)
     assert "layer dropout 0.1" in str(optimize(cait))
     cct = made("cct.CCT", **CCT)
     cct.classifier.blocks[0].activation = torch.nn.functional.relu
     assert "its activation is not GELU" in str(optimize(cct))
+    xcit = made("xcit.XCiT", **sizes(), cls_depth=1)
+    assert "a LayerScale is of another type or has a hook" in str(optimize(xcit))
+    levit, images = made("levit.LeViT", **LEVIT, num_classes=5), torch.randn(1, 3, 40, 160)
+    optimize(levit.eval())
+    with pytest.raises(RuntimeError), using_backend("torch"):  # as the original
+        levit(images)
 
 
 @pytest.mark.parametrize("name", ["cvt", pytest.param("levit", marks=pytest.mark.full)])

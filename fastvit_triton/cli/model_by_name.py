@@ -159,7 +159,13 @@ def _transformers(name: str, size: Size | None) -> NamedModel:
         return _packed(cls, config, size)
     if size is not None and hasattr(config, "image_size"):
         config.image_size = _side(size)
-    model = _fit(cls._from_config, size, config)
+    try:
+        model = _fit(cls._from_config, size, config)
+    except TypeError as error:  # such as a product of two sides
+        if size is None or size[0] == size[1]:
+            raise
+        why = f"{cls.__name__} takes square images; give one side"
+        raise ValueError(f"--img-size is {_words(size)}, and {why}") from error
     if model.main_input_name != "pixel_values":
         raise ValueError(f"{type(model).__name__} takes {model.main_input_name}, not images; name a vision model")
     held = getattr(config, "image_size", size or 224)

@@ -11,7 +11,7 @@ NORMED |= {
     "timm.models.levit.ConvNorm": ("linear", "bn"),
     "transformers.models.levit.modeling_levit.MLPLayerWithBN": ("linear", "batch_norm"),
 }
-UNFOLDED = "its BatchNorms are folded in evaluation after `freeze`, if no layer was replaced"
+UNFOLDED = "it runs fused in evaluation after `freeze`, which folds its BatchNorms, if no layer was replaced"
 
 
 def folded_mlp(

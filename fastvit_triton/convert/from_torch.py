@@ -137,7 +137,9 @@ def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor |
 
 def _norm_reason(self: Foreign) -> str | None:
     known = last_axis_rms_norm(self) if type_name(self) in RMS_NORMS else last_axis_norm(self)
-    return None if known is not None else "several axes, fast norm, no ε, or parameters of a tensor subclass"
+    if known is not None:
+        return None
+    return "its ε is None" if self.eps is None else "several axes, fast norm, or parameters of a tensor subclass"
 
 
 @fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason)

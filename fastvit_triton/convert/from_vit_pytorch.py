@@ -210,7 +210,7 @@ def _cait_reason(self: Foreign) -> str | None:
         return f"layer dropout {self.layer_dropout}"
     scales = [scale for pair in self.layers for scale in pair]
     plain = all(is_plain_module(scale, ("vit_pytorch.cait.LayerScale",)) for scale in scales)
-    return None if plain else "a LayerScale was replaced or has a hook"
+    return None if plain else "a LayerScale is of another type or has a hook"
 
 
 @fused_forward(

@@ -46,8 +46,8 @@ def _levit_mlp(self: Foreign, grid: Grid) -> Parts:
 
 def _levit_attention(self: Foreign, grid: Grid) -> Parts:
     """Parts of LeViT's attention to all tokens of its map, with a bias for each distance."""
-    if (why := dropped(self.dropout)) is not None:
-        return why
+    if (why := dropped(self.dropout)) is not None or grid[0] != grid[1]:
+        return why or f"a map of {grid[0]} × {grid[1]} tokens, which is not square"
     if has_hooks(self.attend) or not is_plain_module(self.pos_bias, ("torch.nn.modules.sparse.Embedding",)):
         return "attend or pos_bias was replaced or has a hook"
     end, between = layers_of(self.to_out, 4), partial(_levit_attended, self, grid=grid)

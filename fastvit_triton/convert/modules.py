@@ -13,7 +13,7 @@ from ..kernels.backend import backend, why_not
 from ..layers.body import MlpParts
 from ..layers.composed import ComposedParts
 from ..layers.freeze import freeze as freeze_weights
-from ..layers.freeze import unfreeze
+from ..layers.freeze import is_frozen, unfreeze
 from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
 from ..layers.module_parts import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..layers.normed import NORMED
@@ -72,7 +72,7 @@ def optimize(
         Report: for each candidate, what it became or why it was not converted; prints as a table.
 
     Raises:
-        TypeError: model is not an nn.Module, filter_fn cannot be called, or freeze is not a bool.
+        TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify is one.
         Exception: whatever the model raises on the input to verify.
     """
     _check(model)
@@ -80,6 +80,8 @@ def optimize(
         raise TypeError(f"filter_fn is {filter_fn!r}; give a function of a module and its path, or None")
     if not isinstance(freeze, bool):
         raise TypeError(f"freeze is {freeze!r}; give True or False")
+    if isinstance(verify, bool):
+        raise TypeError(f"verify is {verify}; give an example input of the model, or None")
     from_transformers.attention_interface.register()
     forget()
     with _all_or_nothing(model):
@@ -99,8 +101,8 @@ def optimize(
 
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Context that restores the attributes of all instances, not frozen, if an exception is raised in it."""
-    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    """Context that restores the attributes of all instances, and ends a new freeze, if an exception is raised in it."""
+    frozen, before = is_frozen(model), [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     try:
         yield
     except BaseException:
@@ -108,7 +110,8 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
             for name in facts.keys() - earlier.keys():
                 del facts[name]
             facts.update(earlier)
-        unfreeze(model)
+        if not frozen:
+            unfreeze(model)
         raise
 
 
@@ -215,7 +218,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return None
     if isinstance(parts, str):
         return Row(path, cls, why=parts)
-    return Row(path, cls, _became(forward, parts), why="; ".join(_notes(forward, module, parts)) or None)
+    return Row(path, cls, _became(forward, parts), why="; ".join(dict.fromkeys(_notes(forward, module, parts))) or None)
 
 
 def _foreign_code(module: nn.Module) -> str | None:

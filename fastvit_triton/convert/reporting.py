@@ -65,6 +65,7 @@ class Report:
         table = [("module", "type", "runs"), *((f"{p} ×{n}" if n > 1 else p, t, r) for (p, t, r), n in lines.items())]
         wide = [max(len(line[i]) for line in table) for i in (0, 1)]
         text = [f"{path:<{wide[0]}}  {name:<{wide[1]}}  {runs}".rstrip() for path, name, runs in table]
+        text = text if lines else ["no candidates found"]
         total = f"{len(self.fused)} of {len(self.fused) + len(self.left)} candidates are fused"
         several = f"{len(self.norms)} norms run our kernel, each" if len(self.norms) > 1 else "1 norm runs our kernel"
         total += f"; {several} in a launch of its own" if self.norms else ""

@@ -42,7 +42,8 @@ def explain(
         output = model(images)
     N = seen.layers[0].queries
     if any(layer.why_not_square or layer.queries != N or len(layer.heads.q) != len(images) for layer in seen.layers):
-        raise ValueError("the model's layers have different tokens (windows or stages); use capture and rows directly")
+        why = "the model's layers have different tokens (windows, stages or class tokens)"
+        raise ValueError(f"{why}; use explain.capture in Python")
     if query is not None and not 0 <= query < N:
         raise ValueError(f"query is {query}; the model has tokens 0 to {N - 1}")
     where = tokens.geometry(model, images, N)

@@ -16,6 +16,8 @@ from ..batch_norm import UNFOLDED, folded_mlp
 from ..forwards import Reader, fused_body, fused_forward, original
 from ..third_party import is_fusable
 
+MAPPED = "its activation or dropout reads a map: it was replaced or has a hook"
+
 
 def distance_bias(attn: Foreign) -> Tensor:
     """The bias [1, H, Nq, Nk] from a table [H, distances] and an index of pairs."""
@@ -88,6 +90,8 @@ def _levit_reason(self: Foreign) -> str | None:
     hooked = has_hooks(self.proj) or (hasattr(self, "q") and has_hooks(self.q))
     if hooked:
         return "q or proj has a hook"
+    if self.use_conv and not isinstance(activation_of(self.proj.act), str):
+        return MAPPED
     layers = (self.q.ln, self.kv, self.proj.ln) if hasattr(self, "q") else (self.qkv, self.proj.ln)
     return UNFOLDED if self.use_conv and not all(type(normed(layer)) is Packed for layer in layers) else None
 
@@ -136,8 +140,11 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
 @fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="", call=_as_tokens)
 def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpParts | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
-    if not (tokens or type_name(self.ln1).endswith("LinearNorm")):
+    is_map = not type_name(self.ln1).endswith("LinearNorm")
+    if is_map and not tokens:
         return "a map"
+    if is_map and (has_hooks(self.drop) or not isinstance(activation_of(self.act), str)):
+        return MAPPED
     return folded_mlp(normed(self.ln1), self.act, normed(self.ln2), (self.drop, None))
 
 
@@ -155,7 +162,9 @@ def _branches(*bodies: tuple[Foreign, Reader, nn.Module], maps: bool) -> list[Br
     """A branch of tokens for each (module, its reader, drop path); None if one of them must be called with a map."""
     if not maps:
         return [Branch(body, drop_path=drop_path) for body, _, drop_path in bodies]
-    if not all(is_our_forward(body.__dict__.get("forward")) and not has_hooks(body) for body, *_ in bodies):
+    if not all(is_our_forward(body.__dict__.get("forward")) for body, *_ in bodies):
+        return None
+    if any(has_hooks(module) for body, _, drop_path in bodies for module in (body, drop_path)):
         return None
     found = []
     for body, read, drop_path in bodies:
