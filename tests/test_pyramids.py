@@ -296,15 +296,21 @@ def test_t2t_starts_with_its_fixed_tables():
 
 @torch.no_grad()
 def test_folded_norms_equal_the_layers():
-    """Oracle: the layer and then its BatchNorm, in float64; none is folded before `freeze`, or while it is training."""
+    """Oracle: the layer and then its BatchNorm, in float64, of another ε too.
+
+    None is folded before `freeze`, while it is training, or without the counter of its training forwards.
+    """
     model, _ = pair(CASES["levit"], CASES["levit"].sizes[0])
     assert all(normed(module) is module for module in model.eval().modules())
     freeze(model)
     for module in (m for m in model.eval().modules() if isinstance(m, LinearNorm)):
         x = torch.randn(2, 3, module.linear.in_features).double()
-        fold = normed(module)
-        assert distance(nn.functional.linear(x, fold.weight, fold.bias), module(x)) <= ROUNDINGS * EPS64
+        for module.bn.eps in (1e-5, 1.0):
+            fold = normed(module)
+            assert distance(nn.functional.linear(x, fold.weight, fold.bias), module(x)) <= ROUNDINGS * EPS64
         assert normed(module.train()) is module
+        module.eval().bn.num_batches_tracked = None
+        assert normed(module) is module
 
 
 @torch.no_grad()

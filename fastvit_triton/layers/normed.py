@@ -95,8 +95,8 @@ def folded(owner: nn.Module, layer: Foreign, norm: Foreign) -> Packed | None:
     if (sources := sources_of(owner, layer, norm)) is None:
         return None
     shape = (-1, *[1] * (layer.weight.dim() - 1))
-    weight = derived(owner, "weight", sources, lambda: layer.weight * factor(norm).view(shape))
-    bias = derived(owner, "bias", sources, lambda: shift(layer, norm))
+    weight = derived(owner, f"weight {norm.eps}", sources, lambda: layer.weight * factor(norm).view(shape))
+    bias = derived(owner, f"bias {norm.eps}", sources, lambda: shift(layer, norm))
     return Packed(weight, bias, tuple(t for t in sources if t is not None))
 
 
@@ -114,8 +114,8 @@ def folded_taps(owner: nn.Module, conv: Foreign, norm: Foreign) -> tuple[Tensor,
     """
     if (sources := sources_of(owner, conv, norm)) is None:
         return None
-    taps = derived(owner, "taps", sources, lambda: (conv.weight.flatten(1) * factor(norm)[:, None]).t())
-    bias = derived(owner, "bias", sources, lambda: shift(conv, norm))
+    taps = derived(owner, f"taps {norm.eps}", sources, lambda: (conv.weight.flatten(1) * factor(norm)[:, None]).t())
+    bias = derived(owner, f"bias {norm.eps}", sources, lambda: shift(conv, norm))
     return taps.t().unflatten(1, conv.kernel_size).unsqueeze(1), bias
 
 
@@ -129,7 +129,7 @@ def normed(module: Foreign) -> Layer:
 
 def sources_of(owner: nn.Module, layer: Foreign, norm: Foreign) -> tuple[Tensor | None, ...] | None:
     """The tensors that a fold kept for the owner depends on; None if there is none, or the norm must be called."""
-    if not is_constant(norm):
+    if not is_constant(norm) or norm.num_batches_tracked is None:  # without it, a training forward is not noticed
         return None
     found = layer.weight, layer.bias, *norm._parameters.values(), *norm._buffers.values()
     return found if are_plain_tensors(*found) and keeps(owner, *found) else None
