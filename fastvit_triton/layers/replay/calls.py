@@ -65,7 +65,9 @@ class Recorded:
         self.sources = [(t, not t.is_inference()) for t in sources.values()]
         self.versions = self._versions()
         self.kernels = tuple({k: None for part in (program.forward, program.backward) if part for k in part.kernels})
-        self.direct = self._direct()
+        index = program.device.index
+        self.index = -1 if index is None else index
+        self.direct = launch.direct_state(self.index, self.kernels) if self.kernels else None
         self.sdpa = _sdpa_settings() if made.operators else None
 
     def addresses(self, module: nn.Module) -> list[int] | None:
@@ -75,15 +77,11 @@ class Recorded:
             self.guard.holds(module)
             and _layouts(self.held) == self.layouts
             and [a % 16 for a in addresses] == self.alignments
-            and (not self.kernels or self._direct() == self.direct is not None)
+            and (not self.kernels or launch.direct_state(self.index, self.kernels) == self.direct is not None)
             and (not self.sources or self._versions() == self.versions)
             and (self.sdpa is None or _sdpa_settings() == self.sdpa)
         )
         return addresses if same else None
-
-    def _direct(self) -> tuple | None:
-        index = self.program.device.index
-        return launch.direct_state(-1 if index is None else index, self.kernels) if self.kernels else None
 
     def _versions(self) -> list[tuple]:
         """(address, version, dtype, device) of each source; inference tensors have no version."""
