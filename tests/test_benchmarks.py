@@ -35,6 +35,7 @@ def part(tmp_path):
     return lambda seconds=60.0, **named: ResultFile("x", tmp_path, Deadline(seconds), True, lambda line: None, **named)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")  # warnings of other libraries
 def test_dry_run_executes_every_part(tmp_path):
     """Oracle: the files. Every part writes a complete one, with its provenance and without missing rows or errors."""

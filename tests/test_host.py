@@ -43,6 +43,7 @@ def test_a_block_makes_few_calls(make, way, batch):
     assert calls(make, "inference", way, batch) <= LIMITS[way](calls(host.by_timm, "inference", "plain", 0))
 
 
+@pytest.mark.full
 def test_rows():
     """Oracle: every phase, block and way has one row, with positive numbers."""
     rows = host.rows(rounds=2)

@@ -199,7 +199,7 @@ def test_fastest():
     assert fastest({}, "b", "") is None
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_way_in_use_stays_if_all_are_as_fast(invented, train):
     """Oracle: a table that says mixed; all times are equal."""
     model, images = model_and_images(train)
