@@ -147,13 +147,15 @@ def test_tower(name, fallbacks):
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-@pytest.mark.parametrize("name", ["VJEPA2Model", "sam.SamVisionEncoder", "MgpstrModel"])
+@pytest.mark.parametrize("name", ["VJEPA2Model", "sam.SamVisionEncoder", "MgpstrModel", "PixtralVisionModel"])
 def test_patches_of_images_and_videos_are_projected(name):
     """Oracle: by hand: the convolution of a patch embedding is converted, of frames too; `test_tower` compares it."""
     model, _ = made(name)
     rows = optimize(model).rows
     convs = [path for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Conv3d))]
-    [patches] = [path for path in convs if "embed" in path and model.get_submodule(path).in_channels <= 4]
+    [patches] = [
+        path for path in convs if re.search("embed|patch", path) and model.get_submodule(path).in_channels <= 4
+    ]
     assert [row.became for row in rows if row.path == patches] == ["fused patch projection"]
 
 
