@@ -481,6 +481,7 @@ def test_errors_of_pytorch_are_one_sentence(error, sentence, code, monkeypatch, 
     assert sentence in refused(capsys, "evaluate", "--checkpoint", __file__, code=code)
 
 
+@pytest.mark.full
 def test_deterministic(tmp_path: Path):
     """Oracle: the same bits with one and with two threads, of weights that two threads sum in another order."""
     weights = []

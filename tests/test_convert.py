@@ -649,6 +649,7 @@ def test_compiles_as_one_graph(name, backend):
     assert same(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 def test_compiled_training_with_dynamic_batches(name="timm_deit3"):
     """Oracle: the same model uncompiled, outputs and gradients, for two batch sizes."""

@@ -67,7 +67,9 @@ def gradients(run, model, images):
     return y, torch.cat([g.flatten() for g in grads if g is not None])
 
 
-@pytest.mark.parametrize("name", [OURS, "timm_deit3", "torchvision_vit"])
+@pytest.mark.parametrize(
+    "name", ["timm_deit3", *(pytest.param(n, marks=pytest.mark.full) for n in (OURS, "torchvision_vit"))]
+)
 def test_our_backend_after_optimize(name):
     """Oracle: the untouched model, output and gradients; the kernels that conversion chose are in the graph."""
     model, truth = made(name)

@@ -82,7 +82,7 @@ def quick_is_fast(variant):
     return 5.0 if variant.startswith("{") and json.loads(variant) == QUICK else 10.0
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
     """Oracle: the invented times; another process, which reads the file, chooses the fastest."""
     times = {"fused, our attention": 3.0}
