@@ -379,12 +379,15 @@ def test_resized_tables_equal_timms(old, new):
     assert torch.equal(resize_table(table, old, old), table)
 
 
+DRAWS = 4  # of PyTorch's error: a single one is small by chance for one of a hundred tensors
+
+
 def within_budget(
     model: nn.Module, images: Tensor, dtype: torch.dtype, way: str, zero: tuple[str, ...] = ()
 ) -> list[str]:
     """Names of results whose error exceeds twice the sum of PyTorch's own in this dtype and one rounding.
 
-    PyTorch's error is the larger of two: for the images, and for images changed by one rounding.
+    PyTorch's error is the largest of DRAWS: for the images, and for images changed by one rounding or a few.
     """
 
     def results(dtype: torch.dtype, factor: float = 1.0) -> dict[str, Tensor]:
@@ -395,16 +398,17 @@ def within_budget(
         return {name: tensor.double() for name, tensor in found.items()}
 
     weights = torch.randn(len(images), 5).double()
-    truth, plain, other = results(torch.float64), results(dtype), results(dtype, 1 + torch.finfo(dtype).eps)
+    truth, plain = results(torch.float64), [results(dtype, 1 + k * torch.finfo(dtype).eps) for k in range(DRAWS)]
     with interpreting(), forcing(way):
         fused = results(dtype)
     total = max(float(t.abs().max()) for t in truth.values())
-    assert any(not torch.equal(fused[name], plain[name]) for name in truth)  # the kernels ran
+    assert any(not torch.equal(fused[name], plain[0][name]) for name in truth)  # the kernels ran
     found = []
     for name, want in truth.items():
-        least = total if name.endswith(zero) else 1e-3 * total
+        cancels = name.endswith(zero) or not want.any()  # a softmax of one key has no gradient
+        least = total if cancels else 1e-3 * total
         rounding = torch.finfo(dtype).eps * max(float(want.abs().max()), least)
-        own = max((each[name] - want).abs().max() for each in (plain, other))
+        own = max((each[name] - want).abs().max() for each in plain)
         if (fused[name] - want).abs().max() > 2 * (own + rounding):
             found.append(name)
     return found
