@@ -97,6 +97,7 @@ WITHOUT_WEIGHTS = (  # in the original's outputs
     "sam.SamVisionEncoder", "Llama4VisionModel", "bridgetower.BridgeTowerVisionModel",
     "kosmos2_5.Kosmos2_5VisionModel", "Lfm3VlVisionModel",
 )  # fmt: skip
+EPS64 = torch.finfo(torch.float64).eps
 SHORT = "sam.SamVisionEncoder", "Llama4VisionModel", "MgpstrModel", "HieraModel"  # the others run in the full test
 NAMES = [pytest.param(n, marks=() if n in SHORT else pytest.mark.full) for n in TOWERS]
 
@@ -209,8 +210,11 @@ def test_changed(name, change):
         got = run(model, given)
     shapes = [[getattr(m, "shapes", None) for m in each.modules()] for each in (model, original)]
     assert shapes[0] == shapes[1]
-    exact = 4 * EXACT if change is hooked else EXACT  # both layers double what they round
-    tolerance = FEW if name in ROUNDED or change is eager else exact
+    tolerance = FEW if name in ROUNDED or change is eager else EXACT
+    if change is hooked:  # doubled layers amplify rounding: the original's answer to one rounding of its inputs
+        floats = {key for key, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        nudged = given | {key: given[key] * (1 + EPS64) for key in floats}
+        tolerance += 2 * distance(joined(run(copy.deepcopy(original), nudged)[1]), joined(want[1]))
     assert distance(got[0], want[0]) <= tolerance and distance(joined(got[1]), joined(want[1])) <= tolerance
 
 
