@@ -17,10 +17,10 @@ from .composed import ComposedParts, heads_of, merged_heads
 from .hooks import is_plain_module
 from .module_parts import CONVOLUTIONS, Layer, Packed, is_readable
 from .normed import is_constant
-from .ways import way_alone
+from .parted import Parted
 
 
-class MixedAttention(nn.Module):
+class MixedAttention(Parted):
     """Self-attention with a packed qkv projection, whose maps a subclass computes.
 
     Args:
@@ -59,25 +59,9 @@ class MixedAttention(nn.Module):
         """The linear layers applied to x."""
         return (self.qkv,)
 
-    def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
-        return self.parts().sizes()
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str | None = None,
-        **end: Any,
-    ) -> Output:
-        """x [B, N, D] → [B, N, D]; for the arguments see `layers.body.Body`."""
-        if way is None:
-            way = way_alone(self, x)
-        if way == "plain":
-            return self.proj_drop(self.proj(self.attend(self.qkv(x))))
-        return self.parts()(x, norm, stats, way, **end)
+    def plain(self, x: Tensor) -> Tensor:
+        """x [B, N, D] → [B, N, D]."""
+        return self.proj_drop(self.proj(self.attend(self.qkv(x))))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"

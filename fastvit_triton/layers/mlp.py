@@ -1,16 +1,13 @@
 """The MLP of a block. Parameter names are timm's: fc1, fc2."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ..kernels.activation import ACTIVATIONS
-from ..kernels.cost import Branch
-from .body import Before, Given, MlpParts, Output, activate
-from .ways import way_alone
+from .body import MlpParts, activate
+from .parted import Parted
 
 
-class Mlp(nn.Module):
+class Mlp(Parted):
     """fc1, activation, fc2 (ViT, arXiv:2010.11929, eq. 3); for "swiglu" fc1 packs gate and value (arXiv:2002.05202).
 
     Args:
@@ -35,25 +32,9 @@ class Mlp(nn.Module):
         """The linear layers applied to x."""
         return (self.fc1,)
 
-    def sizes(self) -> Branch:
-        """See `layers.body.Body`."""
-        return self.parts().sizes()
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str | None = None,
-        **end: Any,
-    ) -> Output:
-        """x [B, ..., D] → [B, ..., D]; for the arguments see `layers.body.Body`."""
-        if way is None:
-            way = way_alone(self, x)
-        if way == "plain":
-            return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
-        return self.parts()(x, norm, stats, way, **end)
+    def plain(self, x: Tensor) -> Tensor:
+        """x [B, ..., D] → [B, ..., D]."""
+        return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
 
     def parts(self) -> MlpParts:
         """Its submodules as `MlpParts`."""
