@@ -208,6 +208,9 @@ MODELS = {
 TOKENS = ("torch_", "mlp_")
 KINDS = ("swin", "twins", "pvt", "tnt", "crossvit", "pit", "segformer", "glpn")
 PYRAMIDS = [n for n in MODELS if any(kind in n for kind in KINDS)]
+# plain models all of whose modules, with other settings, others of the list have, too
+REPEATS = """timm_deit_distilled timm_deit3 timm_clip timm_beit_shared timm_eva hf_vit_eager hf_deit hf_mae hf_dinov2
+hf_beit_shared hf_dinov3_gated hf_data2vec vit_pytorch_simple""".split()
 
 
 def redraw(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from foreign import MODELS, PYRAMIDS, build, inputs, outputs
+from foreign import MODELS, PYRAMIDS, REPEATS, build, inputs, outputs
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
 from timm.models import convnext, densenet, metaformer, mlp_mixer, regnet, resnet
@@ -124,7 +124,7 @@ NOT_ATTENTION = {"timm_cait": 2, "hf_siglip": 1, "hf_siglip2": 1, "torch_multihe
 NOT_ATTENTION |= {"timm_swin_v2": 3, "timm_swin_v2_ragged": 4, "timm_twins_svt": 2, "timm_twins_svt_ragged": 2}
 NOT_ATTENTION |= {"hf_swinv2": 3, "torchvision_swin": 1, "torchvision_swin_ragged": 2}
 NOT_ATTENTION |= {"torchvision_swin_v2": 4, "torchvision_swin_v2_ragged": 4}
-HEAVY = [n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt")]
+HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt"))]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS])

@@ -15,7 +15,7 @@ import timm
 import torch
 import transformers
 import vit_pytorch
-from foreign import HF, MODELS, PYRAMIDS, TIMM, build, inputs, outputs
+from foreign import HF, MODELS, PYRAMIDS, REPEATS, TIMM, build, inputs, outputs
 from interpreter import interpreting
 from timm.models import beit
 from torch import nn
@@ -117,7 +117,7 @@ def test_references_equal_the_original(name, train, references):
 
 
 USUAL = ("timm_swin", "timm_pvt_v2", "timm_tnt", "torchvision_swin_v2_ragged")  # pyramids that show every part
-HEAVY = [n for n in PYRAMIDS if n not in USUAL]
+HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in USUAL)]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS])
@@ -876,7 +876,7 @@ def test_a_module_of_another_release_is_not_fused(name, path, change, why):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
 @pytest.mark.parametrize("change", [rename, extend])
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.full) for name in TOWERS[1:])])
 def test_models_with_modules_of_another_release_compile(name, change):
     """Oracle: the model before the changes of the test above, made to all modules at once and to the first layer."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)

@@ -126,6 +126,7 @@ def test_torch_export_runs_alone(trained, tmp_path):
     assert prepared(json.loads(text)) and agrees(logits.detach(), model, images)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="Inductor needs a C++ compiler")
 def test_aotinductor(trained, tmp_path):
     """Oracle: the model in float64, for another batch size; what `train` stored."""

@@ -29,7 +29,17 @@ STATS = dataclasses.replace(
     ragged={"odd": linear.OP.ragged["odd"], "rms": linear.OP.ragged["rms"]},
 )
 KERNELS = [op for op in (*OPS, STATS) if op.ragged]
-EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in KERNELS for name, case in op.ragged.items()]
+EVERY = {f"{op.name}-{name}": (op, case) for op in KERNELS for name, case in op.ragged.items()}
+# cases of many seconds, which by default run in float32 and with the default launch parameters
+LONG = ["depthwise-many_blocks", "patch_embed-registers"]
+LONG += [f"window_attention-{name}" for name in ("padded", "padded_last", "swin", "swin384", "swinv2", "swinv2_256")]
+UNLESS_LONG = [pytest.param(*EVERY[name], marks=pytest.mark.full if name in LONG else (), id=name) for name in EVERY]
+TYPED = [pytest.param(torch.float32, *EVERY[name], id=f"torch.float32-{name}") for name in EVERY]
+TYPED += [
+    pytest.param(dtype, *parameters.values, marks=parameters.marks, id=f"{dtype}-{parameters.id}")
+    for dtype in (torch.float16, torch.bfloat16)
+    for parameters in UNLESS_LONG
+]
 
 
 def leaves(value):
@@ -80,9 +90,8 @@ def outside(op, arguments, dtype):
     return found
 
 
-@pytest.mark.parametrize("op, case", EVERY)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_kernel_equals_float64(op, case, dtype):
+@pytest.mark.parametrize("dtype, op, case", TYPED)
+def test_kernel_equals_float64(dtype, op, case):
     """Oracle: the reference in float64, within the budget of `outside`; new memory is filled with NaN."""
     assert outside(op, op.inputs(case, dtype, "cpu"), dtype) == []
 
@@ -127,7 +136,7 @@ def launched(op, case, architecture):
     return [(x.name, x.grid, [(n, v) for n, v in x.values.items() if isinstance(v, numbers)]) for x in launches]
 
 
-@pytest.mark.parametrize("op, case", EVERY)
+@pytest.mark.parametrize("op, case", UNLESS_LONG)
 def test_launch_parameters_of_tables_are_correct(op, case, monkeypatch):
     """Oracle: as above, with the block sizes and WGMMA row order of each architecture's table.
 

@@ -26,7 +26,12 @@ from fastvit_triton.kernels.argument import Norm, can_read_values
 from fastvit_triton.kernels.backend import backend, set_backend, using_backend, why_not
 from fastvit_triton.kernels.layer_norm import row_stats
 
-EVERY = [pytest.param(op, case, id=f"{op.name}-{name}") for op in OPS for name, case in op.cases.items()]
+LONG = {"window_attention-large"}  # many seconds
+EVERY = [
+    pytest.param(op, case, id=id, marks=pytest.mark.full if id in LONG else ())
+    for op in OPS
+    for id, case in ((f"{op.name}-{name}", case) for name, case in op.cases.items())
+]
 EPS64 = torch.finfo(torch.float64).eps
 
 

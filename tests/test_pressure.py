@@ -90,21 +90,28 @@ def packed(t):
     return t.clone(memory_format=torch.contiguous_format)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("op, case", CASES)
+LONG = {"window_attention-large"}  # several seconds a layout
+LAID = [
+    pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=pytest.mark.full if case.id in LONG else ())
+    for case in CASES
+    for name in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("op, case, layout", LAID)
 def test_memory_layout_changes_nothing(op, case, layout):
     """Oracle: the same values stored contiguously, bit for bit, outputs and gradients.
 
     PyTorch's own products may sum at most 64 terms in another order if a matrix is transposed. Values far apart lie on
     separate pages with unmapped memory in between, so 32-bit offsets, which wrap as on a GPU, are detected.
     """
-    ours = {n: laid(v, layout) for n, v in op.inputs(case, torch.float32, "cpu").items()}
+    ours = {n: laid(v, LAYOUTS[layout]) for n, v in op.inputs(case, torch.float32, "cpu").items()}
     copies = {n: laid(v, packed) for n, v in ours.items()}
     # the gradient of a sum is one number with strides 0
-    around = (lambda t: t.flatten()[0].expand(t.shape)) if layout is LAYOUTS["expanded"] else layout
+    around = (lambda t: t.flatten()[0].expand(t.shape)) if layout == "expanded" else LAYOUTS[layout]
     with interpreting():
         got, want = results(op.run, ours, around), results(op.run, copies, lambda t: packed(around(t)))
-    roundings = 64 * torch.finfo(torch.float32).eps if layout is LAYOUTS["transposed"] else 0.0
+    roundings = 64 * torch.finfo(torch.float32).eps if layout == "transposed" else 0.0
     assert [n for n in want if not largest(got[n] - want[n]) <= roundings * largest(want[n])] == []
 
 
