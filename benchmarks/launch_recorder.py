@@ -95,6 +95,9 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     def product(a, b, out_dtype=None):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype)
 
+    def layer(x, weight, bias=None):
+        return x.new_empty(*x.shape[:-1], len(weight))
+
     def widened(a):
         return a.new_empty(a.shape, dtype=torch.float32)
 
@@ -102,6 +105,7 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         (launcher, "run", lambda kernel, grid, arguments, fixed: run(kernel, *arguments, grid=grid, **fixed)),
         (torch.Tensor, "__matmul__", product),
         (torch, "mm", product),
+        (torch.nn.functional, "linear", layer),
         (torch.Tensor, "float", widened),
     ]
     before = [owner.__dict__.get(name) for owner, name, _ in patches]

@@ -29,9 +29,8 @@ recovery recipes train shards readme features masked""".split()
 # `--durations=0` to take a minute on two cores; slow files contribute the quickest test of each concern.
 FAST = {
     **dict.fromkeys("augment block count data equations fewshot fingerprint kernels loss mix naflex".split(), ""),
-    **dict.fromkeys(
-        "community graphs house hub measured published ranges scaling schedule warm_up weights".split(), ""
-    ),
+    **dict.fromkeys("community graphs house hub measured published ranges scaling schedule warm_up".split(), ""),
+    **dict.fromkeys("weights weights_faults weights_positions weights_pyramids".split(), ""),
     "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
     "benchmarks": r"^(?!test_dry_run|test_compiled|test_cpu_benchmark)",
     "cli": r"doctor_names|convert_round_trip|rejects|version|models|defaults|order_typed",
