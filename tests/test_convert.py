@@ -631,13 +631,15 @@ def test_timm_masks_equal_the_original(references):
     assert torch.equal(model(x, is_causal=True), plain(x, is_causal=True))
 
 
-SLOW = [pytest.param(n, marks=pytest.mark.full) for n in PYRAMIDS if n != "timm_swin"]
-COMPILED = [*SLOW, "timm_deit3", "timm_eva02", "timm_swin", "hf_vit", "hf_dinov3", "torchvision_vit", "vit_pytorch_vit"]
+BOTH = "timm_deit3 timm_eva02 timm_swin hf_vit hf_dinov3 torchvision_vit vit_pytorch_vit torch_encoder_layer".split()
+COMPILED = [(name, backend) for name in BOTH for backend in ("auto", "kernels")]
+COMPILED += [pytest.param(n, "kernels", marks=pytest.mark.full) for n in PYRAMIDS if n != "timm_swin"]
+# without kernels, test_backend.py compiles the other hierarchical models
+COMPILED += [pytest.param(n, "auto", marks=pytest.mark.full) for n in PYRAMIDS if "hf_" in n]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's warning
-@pytest.mark.parametrize("backend", ["auto", "kernels"])
-@pytest.mark.parametrize("name", [*COMPILED, "torch_encoder_layer"])
+@pytest.mark.parametrize("name, backend", COMPILED)
 def test_compiles_as_one_graph(name, backend):
     """Oracle: the same model uncompiled; fullgraph=True raises on any graph break."""
     model, given = build(name, torch.float32).eval(), inputs(name, torch.float32)
