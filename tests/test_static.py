@@ -18,7 +18,7 @@ from fastvit_triton import layer_norm
 from fastvit_triton.kernels import OPS
 from fastvit_triton.kernels import launch as launcher
 
-ARCHS = [pytest.param("sm_80", marks=pytest.mark.full), "sm_90", "gfx942"]
+ARCHS = ("sm_80", "sm_90", "gfx942")
 PRODUCTS = {
     "attention._fwd_kernel",
     "attention._bwd_kernel",
@@ -44,12 +44,14 @@ def launches(arch: str) -> list[Launch]:
     return [launch for phase in phases for found in phase.values() for launch in found]
 
 
+@pytest.mark.full
 def test_launches_in_use_have_no_violations(rows):
     """Oracle: no spilled bytes, shared memory within the GPU's, at least one resident block, matrix instructions."""
     found = [f"{r['kernel']} ({r['op']} {r['phase']}): {v}" for r in rows for v in r["violations"]]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.full
 def test_products_run_on_matrix_units(rows):
     """Oracle: kernels known to multiply use the GPU's own matrix instruction, and no other kernel does."""
     used = {r["kernel"]: set(r["mma"]) for r in rows}
@@ -58,6 +60,7 @@ def test_products_run_on_matrix_units(rows):
     assert all(name.startswith(kind) for names in used.values() for name in names)
 
 
+@pytest.mark.full
 def test_no_launch_is_worse_than_in_the_committed_report(rows):
     """Oracle: the committed rows of the same launches: no new spill, no lost matrix instruction, bounds within 5 %.
 
