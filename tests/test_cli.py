@@ -307,6 +307,7 @@ def test_invalid_input(digits_run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "--lr is 'high'; use a number" in refused(capsys, "train", "--lr", "high")
 
 
+@pytest.mark.full
 def test_overwrite_and_weights(digits_run: Path, tmp_path: Path):
     """Oracle: the epoch in the state; one epoch from trained weights beats one from random weights."""
     out = tmp_path / "run"
@@ -395,6 +396,7 @@ def test_full_disk(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_resume_auto_and_more_epochs(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: the number of epochs in the state; a run that is started, resumed, changed and extended."""
     out = tmp_path / "run"
@@ -441,6 +443,7 @@ def test_names_that_the_encoding_lacks_are_escaped(digits_run: Path, tmp_path: P
     assert child.returncode == 0 and r"\u65e5.png: " in printed
 
 
+@pytest.mark.full
 def test_class_names_are_data(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Oracle: names that are formulas, markup, terminal commands and no UTF-8 are printed as they are, or escaped."""
     names = {"$\\frac$": "$\\frac$", "[red]x": "[red]x", "esc\x1b[2J": r"esc\x1b[2J", "bad\udcff": r"bad\udcff"}
@@ -496,7 +499,7 @@ def test_deterministic(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("default")  # warnings of other libraries
-@pytest.mark.parametrize("words", [(), ("--train", "--dtype", "bfloat16")])
+@pytest.mark.parametrize("words", [(), pytest.param(("--train", "--dtype", "bfloat16"), marks=pytest.mark.full)])
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture, words: tuple[str, ...]):
     """Oracle: the verdicts; every variant is correct, a CPU gets no absolute times, and the file has its provenance."""
     with compiling("aot_eager"):  # captures the same graphs without a compiler

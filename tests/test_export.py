@@ -116,6 +116,7 @@ def test_exported_programs_save_and_load(name, tmp_path):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_aotinductor(tmp_path):
     """Oracle: the untouched model; a program of the optimised model runs without its Python code."""
     model, truth = made("timm_deit3")

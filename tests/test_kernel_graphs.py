@@ -71,7 +71,11 @@ def detached(argument):
     return argument.detach().clone() if isinstance(argument, torch.Tensor) else argument
 
 
-@pytest.mark.parametrize("name", sorted(op.LIBRARY._op_defs))
+LONG = {"fastvit_triton::attention_bwd", "fastvit_triton::window_attention_bwd"}  # many seconds
+DEFINED = [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in sorted(op.LIBRARY._op_defs)]
+
+
+@pytest.mark.parametrize("name", DEFINED)
 def test_opcheck(name):
     """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
     calls = [call for (op_, *_), call in recorded().items() if op_ == f"{name.replace('::', '.')}.default"]

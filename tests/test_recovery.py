@@ -130,6 +130,7 @@ def main(root: Path, seed: int) -> None:
     print(f"{kills} kills in {runs} runs, {inside} inside a write")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the trainers are forked")
 def test_killed_runs_end_in_the_same_weights(tmp_path: Path):
     """Oracle: the weights of an uninterrupted run, bit by bit, after twenty kills, some of them during a write."""

@@ -176,7 +176,7 @@ CHANGES = {  # changes made after a call was recorded: functions of the first bl
 }
 
 
-@pytest.mark.parametrize("make, training", [("ours", False), ("timm", True)])
+@pytest.mark.parametrize("make, training", [("ours", False), pytest.param("timm", True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_later_changes_take_effect(interpreted, make, change, training):
     """Oracle: a copy of the model that never replays, changed in the same way."""

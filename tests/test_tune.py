@@ -110,7 +110,7 @@ def test_the_fastest_is_saved_and_used(invented, monkeypatch, train):
     assert found.model.keys() == {"eager", "before", "after", "torch.compile"}
 
 
-@pytest.mark.parametrize("way", ["plain", "mixed, SDPA"])
+@pytest.mark.parametrize("way", ["plain", pytest.param("mixed, SDPA", marks=pytest.mark.full)])
 def test_any_way_can_be_chosen(invented, monkeypatch, way):
     """Oracle: the invented times."""
     monkeypatch.setattr(Invented, "us", by_name(**{way: 2.0, "fused": 5.0}))
@@ -139,7 +139,7 @@ def test_an_incorrect_candidate_has_no_time(invented, monkeypatch):
         assert row["best"] == row["tried"][0]["config"] != QUICK
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_launch_parameters_that_make_a_block_incorrect_are_not_kept(invented, monkeypatch, fails):
     """Oracle: blocks that are wrong or fail with the new rows, although each candidate is correct by itself."""
     monkeypatch.setattr(Invented, "us", staticmethod(quick_is_fast))
@@ -199,7 +199,8 @@ def test_fastest():
     assert fastest({}, "b", "") is None
 
 
-@pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("train", [False, True])
 def test_the_way_in_use_stays_if_all_are_as_fast(invented, train):
     """Oracle: a table that says mixed; all times are equal."""
     model, images = model_and_images(train)
