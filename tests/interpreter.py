@@ -9,6 +9,7 @@ Every load and store is checked against the memory of the launch's tensors: an u
 
 import contextlib
 import dataclasses
+import functools
 import math
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import triton.language as tl
 from triton import knobs
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -71,6 +73,45 @@ def _remembered(np_dtype):
         return _DTYPES[name]
 
     return remembered
+
+
+@functools.cache
+def _shape(sizes):
+    """(number of values, shape) of a tensor, which Triton makes again for each of them."""
+    return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
+
+
+def _tensor(self, handle, type):
+    """`tl.tensor.__init__` with shared shapes."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _shape(tuple(type.shape.values) if type.is_block() else ())
+
+
+def _block_type(original):
+    """`tl.block_type.__init__`, which checks each shape once; equal shapes are one object."""
+    made = {}
+
+    def init(self, element_ty, shape):
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        if sizes not in made:
+            original(self, element_ty, shape)
+            made[sizes] = self.shape, self.numel, f"<{self.shape}, "
+        self.element_ty = element_ty
+        self.shape, self.numel, start = made[sizes]
+        self.name = f"{start}{element_ty}>"
+
+    return init
+
+
+def _broadcast(original):
+    """`broadcast_impl_value`, which compares equal shapes number by number."""
+
+    def broadcast(self, lhs, rhs):
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return original(self, lhs, rhs)
+
+    return broadcast
 
 
 def _indexed(original):
@@ -217,6 +258,9 @@ def interpreting():
         (interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype)),
         (interpreter, "_patch_lang", _language(interpreter._patch_lang)),
         (interpreter.interpreter_builder, "options", unchecked),
+        (tl.tensor, "__init__", _tensor),
+        (tl.block_type, "__init__", _block_type(tl.block_type.__init__)),
+        (TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value)),
         (builder, "create_dot", lambda self, a, b, d, *r: dot(self, _widened(a), _widened(b), d, *r)),
         (builder, "create_masked_load", _loading(builder.create_masked_load)),
         (builder, "create_masked_store", _storing(builder.create_masked_store)),
