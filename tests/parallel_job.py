@@ -1,6 +1,6 @@
 """The job that each process of `tests/test_parallel.py` runs under torchrun: it measures and writes one JSON file.
 
-    torchrun --nproc-per-node 2 tests/parallel_job.py <folder>
+    torchrun --nproc-per-node 2 tests/parallel_job.py <folder> [compiled]
 
 The error of a gradient or weight is listed as (‖got − float64‖, the same for one process without engines, ‖float64‖).
 """
@@ -10,7 +10,6 @@ import functools
 import json
 import shutil
 import sys
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -174,12 +173,22 @@ def cases(world: World) -> dict:
     }
     if world.world_size == 4:
         return {name: found[name] for name in ("ddp", "fsdp", "ddp, few images", "fsdp, few images")}
+    return found
+
+
+def compiled_cases(world: World) -> dict:
+    """`cases` compiled with Inductor."""
     import fastvit_triton.convert.backend  # noqa: F401  (registers the backend's name)
 
-    if shutil.which("c++") or shutil.which("g++"):  # needed by Inductor
-        found["fsdp, compiled"] = small, lambda: fsdp(compiled(m := small(), find_blocks(m)), world), 10
-        found["ddp, compiled"] = small, lambda: ddp(compiled(m := small(), [m]), world), 10
-    return found
+    return {
+        "fsdp, compiled": (small, lambda: fsdp(compiled(m := small(), find_blocks(m)), world), 10),
+        "ddp, compiled": (small, lambda: ddp(compiled(m := small(), [m]), world), 10),
+    }
+
+
+def compare(table: dict, world: World) -> dict[str, dict]:
+    """`errors` of each case of a table."""
+    return {name: errors(make, train(wrap(), world, images), images) for name, (make, wrap, images) in table.items()}
 
 
 def trained(wrap, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -365,38 +374,35 @@ def str_key(entry: tuple) -> str:
     return str(entry[0])
 
 
+def measured(folder: Path, world: World) -> dict:
+    """Everything that is compared with one process, except compiled models."""
+    report = {"errors": compare(cases(world), world)}
+    model = fsdp(ours(), world, dtype=torch.bfloat16)
+    report["errors"]["fsdp, bfloat16"] = half_errors(model, world)
+    if world.world_size == 2:  # also runs the kernels, because FSDP2 frees and gathers the weights that they read
+        from interpreter import interpreting
+
+        references(small, 2)
+        model = fsdp(small(), world)
+        with interpreting():
+            got = train(model, world, 2, steps=1)
+        report["errors"]["fsdp, kernels"] = errors(small, got, 2)
+    report["checkpoints"] = checkpoints(folder, world)
+    report["runs"] = runs(folder, world)
+    report["broadcast"] = world.all_gather(world.broadcast(world.rank))
+    return report
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, compiling = Path(sys.argv[1]), sys.argv[2:] == ["compiled"]
     warnings.simplefilter("ignore")
     faulthandler.dump_traceback_later(240, exit=True)  # prints stack traces on a deadlock
     torch.set_num_threads(1)
     with process_group("cpu") as world:
-        report = {"errors": {}, "seconds": {}}
-        for name, (make, wrap, images) in cases(world).items():
-            began = time.perf_counter()
-            report["errors"][name] = errors(make, train(wrap(), world, images), images)
-            report["seconds"][name] = time.perf_counter() - began
-        model = fsdp(ours(), world, dtype=torch.bfloat16)
-        report["errors"]["fsdp, bfloat16"] = half_errors(model, world)
-        if world.world_size == 2:  # also runs the kernels, because FSDP2 frees and gathers the weights that they read
-            from interpreter import interpreting
-
-            began = time.perf_counter()
-            references(small, 2)
-            model = fsdp(small(), world)
-            with interpreting():
-                got = train(model, world, 2, steps=1)
-            report["errors"]["fsdp, kernels"] = errors(small, got, 2)
-            report["seconds"]["fsdp, kernels"] = time.perf_counter() - began
-        began = time.perf_counter()
-        report["checkpoints"] = checkpoints(folder, world)
-        report["seconds"]["checkpoints"] = time.perf_counter() - began
-        began = time.perf_counter()
-        report["runs"] = runs(folder, world)
-        report["seconds"]["runs"] = time.perf_counter() - began
-        report["broadcast"] = world.all_gather(world.broadcast(world.rank))
+        report = {"errors": compare(compiled_cases(world), world)} if compiling else measured(folder, world)
         if world.is_main:
-            (folder / f"report-{world.world_size}.json").write_text(json.dumps(report))
+            name = "compiled" if compiling else world.world_size
+            (folder / f"report-{name}.json").write_text(json.dumps(report))
     assert not torch.distributed.is_initialized()
 
 

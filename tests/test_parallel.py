@@ -86,11 +86,25 @@ def report(request) -> dict:
 def test_gradients_and_weights_equal_one_process(report):
     """Oracle: float64 on one process; gradients, and weights after three clipped steps, with DDP and FSDP2.
 
-    Ten images on four processes make uneven shares, three leave one process without an image; also with recomputed,
-    optimised and compiled blocks, and with the kernels in the interpreter.
+    Ten images on four processes make uneven shares, three leave one process without an image; also with recomputed
+    and optimised blocks, and with the kernels in the interpreter.
     """
-    table = report["errors"]
-    assert len(table) >= (10 if len(report["broadcast"]) == 2 else 5)
+    assert len(report["errors"]) == (10 if len(report["broadcast"]) == 2 else 5)
+    compare_with_one(report["errors"])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="Inductor needs a C++ compiler")
+def test_gradients_and_weights_of_compiled_models_equal_one_process(folder):
+    """Oracle: as above; blocks compiled within FSDP2, and a whole model within DDP."""
+    launch(2, str(Path(parallel_job.__file__)), str(folder), "compiled")
+    table = json.loads((folder / "report-compiled.json").read_text())["errors"]
+    assert len(table) == 2
+    compare_with_one(table)
+
+
+def compare_with_one(table: dict) -> None:
+    """Asserts that every error is at most twice that of one process, and a rounding."""
     for case, found in table.items():
         assert sum(name.startswith("grad") for name in found) == len(found) / 2 > 10
         eps = torch.finfo(torch.bfloat16).eps if "bfloat16" in case else EPS
