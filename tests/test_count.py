@@ -132,6 +132,16 @@ def test_each_gpu_has_its_own_choices(monkeypatch):
     assert second.compiled.nbytes < second.eager.nbytes
 
 
+@pytest.mark.parametrize("name, branches", [("tnt_s_patch16_224", 4), ("cct_7_3x1_32", 2), ("cait_xxs24_224", 2)])
+def test_each_branch_is_counted_once(name, branches):
+    """Oracle: by hand: the branches of two blocks, and CaiT's class blocks' MLPs."""
+    with weightless():
+        model = create_model(name, depth=2).to(torch.bfloat16).eval()
+    side = 32 if name.startswith("cct") else 224
+    found = predict(model, cost.gpus()["h200"], False, empty(8, 3, side, side))
+    assert sum(len(choice.branches) for choice in found.blocks) == 2 * branches + 2 * name.startswith("cait")
+
+
 def test_training_counts_every_output():
     """Oracle: by hand: the products of two heads on one input, and two each in the backward pass (one is for x)."""
 

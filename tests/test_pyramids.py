@@ -30,11 +30,14 @@ from fastvit_triton.layers import (
     WindowAttention,
     resize_pos_embed,
     resize_table,
+    ways,
 )
+from fastvit_triton.layers.conv_projection import ConvBlock
 from fastvit_triton.layers.cross import CrossAttention
 from fastvit_triton.layers.inner import SplitAttention
 from fastvit_triton.layers.levit import DistanceAttention, DistanceDownsample
 from fastvit_triton.layers.normed import LinearNorm, normed
+from fastvit_triton.layers.replay import calls
 from fastvit_triton.models import FeatureGetterNet
 from fastvit_triton.train.build import build_masked_model
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits
@@ -440,6 +443,63 @@ def test_kernels_give_the_same(name, dtype, way, always_folded):
     options, size = TRACED[name]
     model, _ = pair(CASES[name], size, drop_path_rate=0.0, **options)
     assert within_budget(model.eval(), torch.randn(1, 3, *size), dtype, way, CASES[name].zero) == []
+
+
+NO_BLOCKS = "botnet", "attention_conv", "attention_conv_full", "vt"  # attention within convolutional networks
+SHOWN = "tnt", "cait", "cct", "refiner", "cvt"
+REPLAYED = [n if n in SHOWN else pytest.param(n, marks=pytest.mark.full) for n in CASES if n not in NO_BLOCKS]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_blocks_are_replayed(name, always_folded, monkeypatch):
+    """Oracle: the same calls without replays, bit by bit, of other images and weights each time."""
+    options, size = TRACED[name]
+    model = pair(CASES[name], size, **options)[0].float().eval()
+    learned = [p for p in model.parameters() if p.requires_grad]
+    with interpreting(), forcing("fused"):
+        for i in range(6):
+            images, found = torch.randn(2, 3, *size), []
+            for enabled in (False, True):
+                monkeypatch.setattr(ways, "REPLAYS", enabled)
+                with torch.set_grad_enabled(i > 2):
+                    found.append([y := model(images)])
+                if i > 2:
+                    found[-1] += torch.autograd.grad(y.square().sum(), learned)
+            assert all(torch.equal(*both) for both in zip(*found, strict=True))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9375)  # LeViT grows without bound
+            if i == 2:
+                check_recorded(model)
+
+
+def check_recorded(model: nn.Module) -> None:
+    """Asserts that all calls which might be recorded were."""
+    programs = [m.__dict__[calls.PROGRAMS].found.values() for m in model.modules() if calls.PROGRAMS in m.__dict__]
+    assert programs and all(type(one) is calls.Recorded for found in programs for one in found)
+
+
+def test_blocks_that_update_statistics_are_not_replayed(monkeypatch):
+    """Oracle: the statistics without replays; in evaluation the same blocks are replayed, and expected to be."""
+    options, size = TRACED["cvt"]
+    model = pair(CASES["cvt"], size, **options)[0].float().train()
+    models, images = [model, copy.deepcopy(model)], torch.randn(2, 3, *size)
+    with interpreting(), forcing("fused"):
+        for _ in range(4):
+            for enabled, each in zip((True, False), models, strict=True):
+                monkeypatch.setattr(ways, "REPLAYS", enabled)
+                each(images)
+        monkeypatch.setattr(ways, "REPLAYS", True)
+        blocks = [m for m in model.modules() if isinstance(m, ConvBlock)]
+        assert not any(type(one) is calls.Recorded for m in blocks for one in vars(m)[calls.PROGRAMS].found.values())
+        assert blocks and not any(vars(m)[ways.SIZES].replayed for m in blocks)
+        model.eval()
+        for _ in range(3):
+            model(images)
+        assert all(vars(m)[ways.SIZES].replayed for m in blocks)
+        assert all(calls.Recorded in map(type, vars(m)[calls.PROGRAMS].found.values()) for m in blocks)
+    for one, other in zip(*(m.buffers() for m in models), strict=True):
+        assert torch.equal(one, other)
 
 
 INSIDE = [("levit", f"stages.0.blocks.0.{part}") for part in ("attn.qkv", "attn.proj", "attn.proj.act", "mlp.act")]

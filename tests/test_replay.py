@@ -470,14 +470,22 @@ def test_outputs_may_be_written_to(interpreted, training):
     assert len(recorded(block)) == 1
 
 
-def test_parameters_equal_by_value_are_not_recorded(interpreted):
-    """Oracle: a one-element parameter gets its gradient even if another parameter has the same value."""
-    block, x = ours().train().blocks[0], torch.randn(2, 5, 16)
-    block.mlp.gate = nn.Parameter(torch.ones(1))
-    with forcing("mixed"):
-        for _ in range(4):
-            block(x)
-    assert recorded(block) == []
+def test_tensors_equal_by_value_are_another_state(interpreted):
+    """Oracle: by hand: a replaced parameter or buffer of one element is noticed, and such an attribute not recorded."""
+    for kind in ("parameter", "buffer", "attribute"):
+        block, x = ours().train().blocks[0], torch.randn(2, 5, 16)
+        one = torch.ones(1) if kind == "buffer" else nn.Parameter(torch.ones(1))
+        if kind == "attribute":
+            block.mlp.gate = one.detach()
+        else:
+            getattr(block.mlp, f"register_{kind}")("gate", one)
+        with forcing("mixed"):
+            for _ in range(4):
+                block(x)
+        found = recorded(block)
+        assert len(found) == (kind != "attribute") and all(one.guard.holds(block) for one in found)
+        block.mlp.gate = copy.deepcopy(one)
+        assert not any(one.guard.holds(block) for one in found), kind
 
 
 def test_settings_of_pytorchs_attention_are_followed(interpreted):

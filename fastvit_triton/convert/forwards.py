@@ -215,20 +215,6 @@ def original(module: nn.Module, *inputs: Any, **named: Any) -> Any:
     return type(module).forward(module, *inputs, **named)
 
 
-def replayed(forward: Callable, module: nn.Module, x: Tensor) -> Tensor:
-    """forward(module, x) for modules that a third-party forward calls as one block, plain, called or replayed.
-
-    Args:
-        forward: calls `add_branches` with block=module.
-        module: contains the modules of the block, such as an nn.ModuleList, and keeps their sizes and recordings.
-        x: [B, N, D].
-    """
-    way, settings = (None, ()) if ways.state.inside_plain else ways.known_way(module, x)
-    if way is None:
-        return forward(module, x)
-    return ways.plainly(forward, module, x) if way == "plain" else replay.call(settings, forward, module, x)
-
-
 def _has(module: nn.Module, path: str) -> bool:
     try:
         attrgetter(path)(module)

@@ -4,6 +4,7 @@ ViT, SimpleViT and the models that copy their code (T2T, MAE, PiT, ...), DeepViT
 attention that heads mix are computed by PyTorch between the fused projections.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..layers.body import AttentionParts, MlpParts, normalize, project
 from ..layers.branch import Branch, add_branches, runs_plain
+from ..layers.compact import add_mlp, attend
 from ..layers.composed import ComposedParts, heads_of, merged_heads
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import DROPOUTS, IDENTITIES, Foreign, is_inactive
-from .forwards import fused_body, fused_forward, original, replayed
+from ..layers.replay import call_block
+from .forwards import fused_body, fused_forward, original
 from .from_torch import sequential_parts
 from .third_party import four_axes, is_fusable
 
@@ -181,17 +184,22 @@ def blocks(self: Foreign, x: Tensor) -> Tensor:
 
 
 def _blocks(self: Foreign, x: Tensor) -> Tensor:
-    """All blocks, together; each for itself where only replays of a block are expected to save time."""
-    branches = [Branch(body) for pair in self.layers for body in pair]
-    if not runs_plain(x, *branches[:2]):
-        return add_branches(x, *branches)
-    for pair in self.layers:
-        x = replayed(_block, pair, x)
+    """All blocks of two bodies."""
+    return _add(self.layers, x, lambda pair: tuple(map(Branch, pair)))
+
+
+def _add(layers: Foreign, x: Tensor, branches: Callable[..., tuple[Branch, ...]], *inputs: object) -> Tensor:
+    """Adds branches(pair, *inputs) of all pairs; each pair for itself where only its replay is faster than plain."""
+    every = [branch for pair in layers for branch in branches(pair, *inputs)]
+    if not runs_plain(x, *every[:2]):
+        return add_branches(x, *every)
+
+    def block(pair: Foreign, x: Tensor, *inputs: object) -> Tensor:
+        return add_branches(x, *branches(pair, *inputs), block=pair)
+
+    for pair in layers:
+        x = call_block(block, pair, x, *inputs)
     return x
-
-
-def _block(pair: Foreign, x: Tensor) -> Tensor:
-    return add_branches(x, *map(Branch, pair), block=pair)
 
 
 @fused_forward("blocks and last norm", "vit_pytorch.na_vit.Transformer", needs="layers norm", takes="mask attn_mask")
@@ -199,9 +207,12 @@ def navit_transformer(self: Foreign, x: Tensor, mask: Tensor | None = None, attn
     """Runs all blocks of NaViT with masks, and the final norm; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x):
         return original(self, x, mask, attn_mask)
-    call = dict(mask=mask, attn_mask=attn_mask)
-    pairs = ((Branch(attn, call=call), Branch(mlp)) for attn, mlp in self.layers)
-    return self.norm(add_branches(x, *(branch for pair in pairs for branch in pair)))
+    return self.norm(_add(self.layers, x, _navit_branches, mask, attn_mask))
+
+
+def _navit_branches(pair: Foreign, mask: Tensor | None, attn_mask: Tensor | None) -> tuple[Branch, ...]:
+    attn, mlp = pair
+    return Branch(attn, call=dict(mask=mask, attn_mask=attn_mask)), Branch(mlp)
 
 
 def _cait_reason(self: Foreign) -> str | None:
@@ -220,12 +231,14 @@ def cait_transformer(self: Foreign, x: Tensor, context: Tensor | None = None) ->
     """Runs all blocks of CaiT, with a context for attention or not; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, x) or _cait_reason(self) is not None:
         return original(self, x, context)
-    branches = []
-    for attn, mlp in self.layers:
-        call = None if context is None else {"context": context}
-        branches.append(Branch(attn.fn, layer_scale=attn.scale.flatten(), call=call))
-        branches.append(Branch(mlp.fn, layer_scale=mlp.scale.flatten()))
-    return add_branches(x, *branches)
+    return _add(self.layers, x, _cait_branches, context)
+
+
+def _cait_branches(pair: Foreign, context: Tensor | None) -> tuple[Branch, ...]:
+    attn, mlp = pair
+    call = None if context is None else {"context": context}
+    first = Branch(attn.fn, layer_scale=attn.scale.flatten(), call=call)
+    return first, Branch(mlp.fn, layer_scale=mlp.scale.flatten())
 
 
 @fused_body("vit_pytorch.cct.Attention", needs="qkv attn_drop proj proj_drop heads scale", takes="")
@@ -255,6 +268,5 @@ def cct_layer(self: Foreign, src: Tensor, *inputs: object, **named: object) -> T
     drop_path = self.drop_path
     if is_plain_module(drop_path, ("vit_pytorch.cct.DropPath",)) and not (drop_path.training and drop_path.drop_prob):
         drop_path = None
-    x = normalize(add_branches(src, Branch(self.self_attn, self.pre_norm, drop_path=drop_path)), self.norm1)
-    mlp = MlpParts((self.linear1,), "gelu", self.linear2, (self.dropout1, self.dropout2))
-    return add_branches(x, Branch(mlp, drop_path=drop_path))
+    x = normalize(call_block(attend, self.self_attn, src, self.pre_norm, drop_path), self.norm1)
+    return call_block(add_mlp, self.linear1, x, self.dropout1, self.linear2, self.dropout2, drop_path)

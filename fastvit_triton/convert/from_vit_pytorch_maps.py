@@ -14,12 +14,13 @@ from ..kernels.depthwise import depthwise
 from ..kernels.linear import linear
 from ..kernels.window import window_attention
 from ..layers.body import MlpParts, activate, project
-from ..layers.branch import Branch, add_branches
+from ..layers.branch import Branch, add_branches, runs_plain
 from ..layers.composed import ComposedParts, heads_of, merged_heads
 from ..layers.freeze import derived
 from ..layers.hooks import has_hooks, is_our_forward, is_plain_module, type_name
 from ..layers.module_parts import Foreign, Packed, activation_of, is_depthwise_conv, is_identity, is_patch_conv
 from ..layers.normed import folded_linear, folded_taps
+from ..layers.replay import call_block
 from ..layers.spatial import reduced_map, taps_of
 from .channel_maps import REPLACED, Grid, dropped, is_norm, layers_of, map_like, map_of, normalized, packed, tokens_of
 from .forwards import fused_forward, original
@@ -219,18 +220,29 @@ def _branches(bodies: list[Foreign], grid: Grid) -> list[Branch] | None:
     return found
 
 
-def _added(self: Foreign, x: Tensor, bodies: list[Foreign]) -> Tensor | None:
-    """The map x with the branches of these modules added; None if one of them must be called."""
-    grid = x.shape[2], x.shape[3]
-    branches = _branches(bodies, grid) if is_fusable(self, x) else None
-    return None if branches is None else map_like(x, add_branches(tokens_of(x), *branches), grid, self.training)
+def _added(self: Foreign, x: Tensor, pairs: list[tuple[Foreign, tuple[Foreign, ...]]]) -> Tensor | None:
+    """The map x with the branches of all bodies of (module, bodies) added; None if one of them must be called."""
+    grid, y = (x.shape[2], x.shape[3]), tokens_of(x)
+    branches = _branches([body for _, bodies in pairs for body in bodies], grid) if is_fusable(self, x) else None
+    if branches is None:
+        return None
+    if runs_plain(y, *branches[:2]):
+        for module, bodies in pairs:
+            y = call_block(_pair, module, y, grid, *bodies)
+    else:
+        y = add_branches(y, *branches)
+    return map_like(x, y, grid, self.training)
+
+
+def _pair(module: Foreign, x: Tensor, grid: Grid, *bodies: Foreign) -> Tensor:
+    return add_branches(x, *_branches(list(bodies), grid) or (), block=module)
 
 
 @fused_forward("blocks", f"{CVT}Transformer", f"{LEVIT}Transformer", needs="layers", takes="", by_name=True)
 def blocks(self: Foreign, x: Tensor) -> Tensor:
     """Runs all blocks; [B, C, H, W] → [B, C', H', W']."""
     adds = getattr(self, "attn_residual", True)
-    y = _added(self, x, [body for pair in self.layers for body in pair]) if adds else None
+    y = _added(self, x, [(pair, tuple(pair)) for pair in self.layers]) if adds else None
     return original(self, x) if y is None else y
 
 
@@ -240,7 +252,7 @@ def twins_blocks(self: Foreign, x: Tensor) -> Tensor:
     bodies = [body for block in self.layers for body in block if not is_identity(body)]
     if not all(is_plain_module(body, (f"{TWINS}Residual",)) for body in bodies):
         return original(self, x)
-    y = _added(self, x, [body.fn for body in bodies])
+    y = _added(self, x, [(a, (a.fn, b.fn)) for a, b in zip(bodies[::2], bodies[1::2], strict=True)])
     return original(self, x) if y is None else y
 
 

@@ -286,6 +286,17 @@ def assuming(gpu: Gpu) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Context in which no observer is called, because the choices are not followed."""
+    global _observer
+    before, _observer = _observer, None
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+@contextlib.contextmanager
 def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
     """Context in which `observer` is called with each choice."""
     global _observer

@@ -62,15 +62,16 @@ class Block(nn.Module):
         if way == "plain" or not can_fuse(x):
             x = plainly(self._plain, x)
             return x if next_norm is None else (x, None)
-        return add_branches(x, *self._branches(), block=self, stats=stats, next_norm=next_norm)
+        return add_branches(x, *self.branches(x), block=self, stats=stats, next_norm=next_norm)
 
-    def _branches(self) -> tuple[Branch, Branch]:
+    def branches(self, x: Tensor) -> tuple[Branch, Branch]:
+        """Attention and MLP with their norms and factors, for x [B, N, D]."""
         attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1)
         return attn, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2)
 
     def _plain(self, x: Tensor) -> Tensor:
         if self.training:  # stochastic depth may compute a branch for a subset of the images
-            return add_branches(x, *self._branches())
+            return add_branches(x, *self.branches(x))
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 

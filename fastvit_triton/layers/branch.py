@@ -6,12 +6,14 @@ fused into the epilogue of its last one. A module whose weights cannot be read i
 replaced layers run.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels import plan
 from ..kernels.argument import NextNorm, Normalized
 from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
@@ -104,9 +106,14 @@ def add_branches(
     return x if next_norm is None else (x, stats)
 
 
-def runs_plain(x: Tensor, *branches: Branch) -> bool:
-    """True if `add_branches` would run these branches of x in the plain way."""
-    return ways.state.inside_plain or _way(None, x, branches, [_body(branch, x) for branch in branches]) == "plain"
+def runs_plain(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> bool:
+    """True if `add_branches` would run these branches of x in the plain way; for `block` see there."""
+    if ways.state.inside_plain:
+        return True
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else plan.unobserved():
+        if block is not None and (way := ways.known_way(block, x)[0]) is not None:
+            return way == "plain"
+        return _way(block, x, branches, [_body(branch, x) for branch in branches]) == "plain"
 
 
 def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodies: list[Body | None]) -> str:

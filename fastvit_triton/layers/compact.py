@@ -15,6 +15,7 @@ from .drop_path import DropPath
 from .embed import sincos1d, whole_patches
 from .hooks import can_fuse
 from .module_parts import is_patch_conv
+from .replay import call_block
 
 
 class CompactBlock(nn.Module):
@@ -40,14 +41,27 @@ class CompactBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
-        x = add_branches(x, Branch(self.self_attn, self.pre_norm, drop_path=self.drop_path))
-        x = normalize(x, self.norm1)
-        parts = MlpParts((self.linear1,), "gelu", self.linear2, (self.dropout1, self.dropout2))
-        branch = Branch(parts, drop_path=self.drop_path)
-        if can_fuse(x) and not runs_plain(x, branch):
-            return add_branches(x, branch)
+        x = normalize(call_block(attend, self.self_attn, x, self.pre_norm, self.drop_path), self.norm1)
+        layers = self.dropout1, self.linear2, self.dropout2, self.drop_path
+        if can_fuse(x) and not runs_plain(x, mlp_branch(self.linear1, *layers), block=self.linear1):
+            return call_block(add_mlp, self.linear1, x, *layers)
         h = self.dropout1(activate(self.linear1(x), "gelu"))
         return x + self.drop_path(self.dropout2(self.linear2(h)))
+
+
+def attend(attn: nn.Module, x: Tensor, norm: nn.Module, drop_path: nn.Module | None) -> Tensor:
+    """x [B, N, D] plus attention after a norm."""
+    return add_branches(x, Branch(attn, norm, drop_path=drop_path), block=attn)
+
+
+def add_mlp(fc1: nn.Module, x: Tensor, *layers: Any) -> Tensor:
+    """x [B, N, D] plus an MLP without norm, see `mlp_branch`."""
+    return add_branches(x, mlp_branch(fc1, *layers), block=fc1)
+
+
+def mlp_branch(fc1: nn.Module, drop1: nn.Module, fc2: Any, drop2: nn.Module, drop_path: nn.Module | None) -> Branch:
+    """An MLP with GELU whose layers are modules of a block."""
+    return Branch(MlpParts((fc1,), "gelu", fc2, (drop1, drop2)), drop_path=drop_path)
 
 
 class ConvTokenizer(nn.Module):

@@ -20,6 +20,7 @@ from .hooks import can_fuse, has_hooks
 from .module_parts import CONVOLUTIONS, Foreign, is_plain_module
 from .normed import folded
 from .recompute import recomputed
+from .replay import call_block
 from .spatial import taps_of
 from .ways import plainly
 
@@ -183,13 +184,16 @@ class ConvBlock(Block):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # the size of the map comes with x
         """Tokens [B, T + H · W, D] of a grid (H, W) → [B, T + H · W, D]."""
+        return call_block(ConvBlock._run, self, x, grid)
+
+    def _run(self, x: Tensor, grid: Grid) -> Tensor:
         hooked = has_hooks(self.attn)
         attn: Any = self.attn if hooked else ConvAttentionParts(self.attn, grid)
         branches = (
             Branch(attn, self.norm1, drop_path=self.drop_path1, call=dict(grid=grid) if hooked else None),
             Branch(self.mlp, self.norm2, drop_path=self.drop_path2),
         )
-        return add_branches(x, *branches) if can_fuse(x) else plainly(add_branches, x, *branches)
+        return add_branches(x, *branches, block=self) if can_fuse(x) else plainly(add_branches, x, *branches)
 
 
 class ConvStage(nn.Module):

@@ -15,6 +15,7 @@ from .drop_path import DropPath
 from .hooks import can_fuse
 from .module_parts import CONVOLUTIONS, activation_of, is_depthwise_conv, is_plain_module
 from .normed import folded
+from .replay import call_block
 
 Grid = tuple[int, int]
 
@@ -109,6 +110,9 @@ class EnhancedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 1 + N, D] → [B, 1 + N, D]."""
+        return call_block(EnhancedBlock._run, self, x)
+
+    def _run(self, x: Tensor) -> Tensor:
         attn = Branch(self.attn, self.norm1, None, self.drop_path)
         return add_branches(x, attn, Branch(self.leff, self.norm2, None, self.drop_path), block=self)
 
@@ -123,5 +127,7 @@ class LayerAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, layers, D] → [B, 1, D]."""
-        attn = Branch(self.attn, self.norm1)
-        return add_branches(x, attn, Branch(self.feedforward, self.norm2), block=self)[:, -1:]
+        return call_block(LayerAttention._run, self, x)[:, -1:]
+
+    def _run(self, x: Tensor) -> Tensor:
+        return add_branches(x, Branch(self.attn, self.norm1), Branch(self.feedforward, self.norm2), block=self)

@@ -10,6 +10,7 @@ from functools import partial
 from types import FunctionType
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from ..kernels.backend import constant, kernels_available
@@ -26,7 +27,7 @@ KNOWN = tuple(
     for name in (
         "torch.nn.modules", "torch.nn.functional", "torch._C", "torch.distributed.fsdp", "timm.layers", "timm.models",
         "transformers.models", "transformers.activations", "transformers.configuration_utils", "torchvision.models",
-        "torchvision.ops", "vit_pytorch", "builtins", "collections", PACKAGE,
+        "torchvision.ops", "vit_pytorch", "einops", "builtins", "collections", PACKAGE,
     )
 )  # fmt: skip
 ATTENTIONS = None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", PACKAGE  # in transformers
@@ -87,8 +88,13 @@ def is_repeatable(module: nn.Module) -> bool:
 
 
 def runs_known_code(module: nn.Module, hooks_count: bool = True) -> bool:
-    """True if the module has only plain tensors and known packages' code and, if `hooks_count`, no hooks or patches."""
+    """True if the module has only plain tensors and known packages' code and, if `hooks_count`, no hooks or patches.
+
+    False also for BatchNorms that update their statistics, because a recorded call must write to nothing else.
+    """
     facts = module.__dict__
+    if isinstance(module, _BatchNorm) and facts["training"] and facts["track_running_stats"]:
+        return False
     if not are_plain_tensors(*facts["_parameters"].values(), *facts["_buffers"].values()):
         return False
     if hooks_count and (facts["_forward_hooks"] or has_hooks(module)):  # passive hooks count here, too

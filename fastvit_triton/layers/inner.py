@@ -1,16 +1,19 @@
 """Layers of TNT: pixels attend within their patch, and are added to the patch's token. Parameter names are timm's."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .body import AttentionParts, finish, normalize
-from .branch import Branch, add_branches
+from .branch import Branch, add_branches, runs_plain
 from .drop_path import DropPath
 from .embed import PatchEmbed
 from .hooks import can_fuse
 from .mlp import Mlp
 from .parted import Parted
+from .replay import call_block
 
 
 class SplitAttention(Parted):
@@ -120,12 +123,37 @@ class InnerBlock(nn.Module):
 
     def forward(self, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels [B · N, n, c] and tokens [B, 1 + N, D] → the same."""
-        drop = self.drop_path
-        inner = Branch(self.attn_in, self.norm_in, None, drop), Branch(self.mlp_in, self.norm_mlp_in, None, drop)
-        outer = Branch(self.attn_out, self.norm_out, None, drop), Branch(self.mlp, self.norm_mlp, None, drop)
-        pixels = add_branches(pixels, *inner)
-        added = merged_pixels(pixels, patches.shape[1] - 1, self.norm1_proj, self.proj, self.norm2_proj)
-        return pixels, add_branches(torch.cat((patches[:, :1], patches[:, 1:] + added), 1), *outer)
+        return add_inner_outer(self, pixels, patches)
+
+
+def inner_outer(block: Any) -> tuple[tuple, tuple]:
+    """(attention, its norm, MLP, its norm, stochastic depth) of the pixels and of the patches of a TNT block."""
+    inner = block.attn_in, block.norm_in, block.mlp_in, block.norm_mlp_in, block.drop_path
+    return inner, (block.attn_out, block.norm_out, block.mlp, block.norm_mlp, block.drop_path)
+
+
+def inner_outer_plain(block: Any, pixels: Tensor, patches: Tensor) -> bool:
+    """True if the branches of the pixels and those of the patches are both plain."""
+    return all(
+        runs_plain(x, *_branches(attn, *others), block=attn)
+        for (attn, *others), x in zip(inner_outer(block), (pixels, patches), strict=True)
+    )
+
+
+def add_inner_outer(block: Any, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+    """A TNT block with the attributes of `InnerBlock`, see `InnerBlock.forward`."""
+    inner, outer = inner_outer(block)
+    pixels = call_block(_add, inner[0], pixels, *inner[1:])
+    added = merged_pixels(pixels, patches.shape[1] - 1, block.norm1_proj, block.proj, block.norm2_proj)
+    return pixels, call_block(_add, outer[0], torch.cat((patches[:, :1], patches[:, 1:] + added), 1), *outer[1:])
+
+
+def _add(attn: nn.Module, x: Tensor, *others: nn.Module) -> Tensor:
+    return add_branches(x, *_branches(attn, *others), block=attn)
+
+
+def _branches(attn: nn.Module, norm1: Any, mlp: Any, norm2: Any, drop_path: Any) -> tuple[Branch, Branch]:
+    return Branch(attn, norm1, None, drop_path), Branch(mlp, norm2, None, drop_path)
 
 
 def merged_pixels(x: Tensor, patches: int, before: nn.Module, proj: nn.Module, after: nn.Module | None) -> Tensor:

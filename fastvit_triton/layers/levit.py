@@ -22,6 +22,7 @@ from .hooks import can_fuse, has_hooks
 from .module_parts import activation_of
 from .normed import ConvNorm, LinearNorm, normed
 from .parted import Parted
+from .replay import call_block
 from .window import expand_table
 
 Grid = tuple[int, int]
@@ -188,6 +189,9 @@ class NormedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
+        return call_block(NormedBlock._run, self, x)
+
+    def _run(self, x: Tensor) -> Tensor:
         attn = Branch(self.attn, None, None, self.drop_path1)
         return add_branches(x, attn, Branch(self.mlp, None, None, self.drop_path2), block=self)
 
@@ -201,7 +205,10 @@ class LevitDownsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N', D']."""
-        return add_branches(self.attn_downsample(x), Branch(self.mlp, None, None, self.drop_path))
+        return call_block(LevitDownsample._run, self, self.attn_downsample(x))
+
+    def _run(self, x: Tensor) -> Tensor:
+        return add_branches(x, Branch(self.mlp, None, None, self.drop_path), block=self)
 
 
 class LevitStage(nn.Module):

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from .block import Block, Blocks
-from .body import Given, Output
 from .branch import Branch, add_branches
 from .hooks import can_fuse, has_hooks
 from .mixing import RefinedAttention, RefinedParts
 from .mlp import Mlp
 from .recompute import recomputed
+from .replay import call_block
 from .ways import plainly
 
 
@@ -57,15 +57,11 @@ class ScaledBlock(Block):
             if gamma is not None and self.init_values is not None:
                 nn.init.constant_(gamma, self.init_values)
 
-    def forward(self, x: Tensor, stats: Given | None = None, next_norm: nn.Module | None = None) -> Output:
-        """[B, N, D] → [B, N, D]; for `stats` and `next_norm` see `add_branches`."""
-        if can_fuse(x):
-            return add_branches(x, *self.branches(x), stats=stats, next_norm=next_norm)
-        x = plainly(add_branches, x, *self.branches(x))
-        return x if next_norm is None else (x, None)
+    def _plain(self, x: Tensor) -> Tensor:
+        return add_branches(x, *self.branches(x))
 
     def branches(self, x: Tensor) -> tuple[Branch, Branch]:
-        """Attention and MLP with their norms and factors."""
+        """Attention and MLP with their norms and factors, for x [B, N, D]."""
         first = self.scale(x, self.gamma_1)
         second = first if self.gamma_2 is None else self.scale(x, self.gamma_2)
         return (
@@ -112,6 +108,9 @@ class RefinedBlock(ScaledBlock):
 
     def forward(self, x: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """[B, N, D] and the map [B, H, N, N] of the block before, or None → [B, N, D], map."""
+        return call_block(RefinedBlock._run, self, x, previous)
+
+    def _run(self, x: Tensor, previous: Tensor | None) -> tuple[Tensor, Tensor]:
         passed: list[Tensor] = []
         parts, call = RefinedParts(self.attn, previous, passed), None
         attn: Any = parts
@@ -123,7 +122,7 @@ class RefinedBlock(ScaledBlock):
             Branch(attn, self.norm1, drop_path=self.drop_path1, layer_scale=scale, call=call),
             Branch(self.mlp, self.norm2, drop_path=self.drop_path2, layer_scale=self.scale(x, self.mlp.scale_channel)),
         )
-        x = add_branches(x, *branches) if can_fuse(x) else plainly(add_branches, x, *branches)
+        x = add_branches(x, *branches, block=self) if can_fuse(x) else plainly(add_branches, x, *branches)
         return x, passed[-1]
 
 

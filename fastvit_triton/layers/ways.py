@@ -30,10 +30,12 @@ class Sizes(NamedTuple):
     Attributes:
         branches: sizes, for any number of images and tokens.
         replayed: its calls can be replayed, see `replay`; found on the first call, as it affects only speed.
+        training: mode of the module, as BatchNorms update their statistics in training and are not replayed.
     """
 
     branches: tuple[Branch, ...]
     replayed: bool
+    training: bool
 
 
 class State(threading.local):
@@ -56,22 +58,25 @@ def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
 
     The settings are the cache key: sizes of the module, shape, dtype and device of x, and global state.
     """
-    if SIZES not in module.__dict__ or torch.compiler.is_compiling():
+    if SIZES not in module.__dict__ or plan._observer is not None or torch.compiler.is_compiling():
+        return None, None  # an observer must see each choice, once
+    facts = module.__dict__
+    if facts[SIZES].training is not facts["training"]:
         return None, None
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     precision = torch._C._get_float32_matmul_precision()  # the residual stream may become float32 after a 16-bit x
     settings = (
-        module.__dict__[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, precision,
+        facts[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, precision,
         plan.forced, plan.assumed, backend._switch, launch.target, measured.in_use,
     )  # fmt: skip
-    if settings in _ways and plan._observer is None:  # an observer must see each choice
+    if settings in _ways:
         return _ways[settings], settings
     if not kernels_available(x):
         return None, None
     if len(_ways) >= MAX_WAYS:
         _ways.clear()
-    way = _ways[settings] = _way(x, *settings[0])
+    way = _ways[settings] = _way(x, *settings[0][:2])
     return way, settings
 
 
@@ -89,9 +94,9 @@ def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...]
     if module is None:
         return _way(x, branches, False)
     known = module.__dict__.get(SIZES)
-    if known is None or known.branches != branches:
-        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module))
-    return _way(x, *known)
+    if known is None or known.branches != branches or known.training is not module.training:
+        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training)
+    return _way(x, *known[:2])
 
 
 def way_alone(body: Any, x: Tensor) -> str:

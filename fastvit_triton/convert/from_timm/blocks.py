@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from ...kernels.attention import attention
 from ...kernels.patch_embed import patch_embed
 from ...layers.body import AttentionParts, finish, fold_or_normalize, normalize, project
-from ...layers.branch import Branch, add_branches, runs_plain
+from ...layers.branch import Branch, add_branches
 from ...layers.hooks import has_hooks, is_our_forward, type_name
+from ...layers.inner import add_inner_outer, inner_outer, inner_outer_plain
 from ...layers.module_parts import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
 from ...layers.ways import plainly
 from ..forwards import arguments, fused_body, fused_forward, original
@@ -148,34 +149,25 @@ def tnt_parts(self: Foreign) -> AttentionParts | str:
     return dropped(self) or AttentionParts(layers, self.proj, self.num_heads, self.scale, drops=(self.proj_drop,))
 
 
+def _tnt_folds(self: Foreign) -> list[tuple[nn.Module, nn.Module | None]]:
+    pairs = [((norm1, attn), (norm2, mlp)) for attn, norm1, mlp, norm2, _ in inner_outer(self)]
+    return [*pairs[0], *pairs[1], (self.norm1_proj, None if self.norm2_proj is None else self.proj)]
+
+
 @fused_forward(
     "pre-norm block",
     "timm.models.tnt.Block",
     needs="norm_in attn_in norm_mlp_in mlp_in norm1_proj proj norm2_proj norm_out attn_out norm_mlp mlp drop_path",
     takes="patch_embed",
-    folds=lambda self: sum(_tnt_branches(self), [(self.norm1_proj, None if self.norm2_proj is None else self.proj)]),
+    folds=_tnt_folds,
 )
 def tnt_block(self: Foreign, pixel_embed: Tensor, patch_embed: Tensor) -> tuple[Tensor, Tensor]:
     """TNT's block: pixels [B·N, n, D'] attend within patches, then tokens [B, 1 + N, D] that receive them attend."""
     if not is_fusable(self, pixel_embed):
         return original(self, pixel_embed, patch_embed)
-    inner, outer = ([Branch(body, norm, None, self.drop_path) for norm, body in pair] for pair in _tnt_branches(self))
-    if runs_plain(pixel_embed, *inner) and runs_plain(patch_embed, *outer):
+    if inner_outer_plain(self, pixel_embed, patch_embed):
         return plainly(original, self, pixel_embed, patch_embed)
-    pixels = add_branches(pixel_embed, *inner)
-    cls, patches = patch_embed[:, :1], patch_embed[:, 1:]
-    if self.norm2_proj is None:
-        added = finish(normalize(pixels, self.norm1_proj).reshape(*patches.shape[:2], -1), self.proj)
-    else:
-        added = normalize(finish(pixels.reshape(*patches.shape[:2], -1), self.proj, self.norm1_proj), self.norm2_proj)
-    tokens = torch.cat((cls, patches + added), 1)
-    return pixels, add_branches(tokens, *outer)
-
-
-def _tnt_branches(self: Foreign) -> tuple[list, list]:
-    """(norm, body) of both branches of pixels, and of both branches of patches."""
-    inner = [(self.norm_in, self.attn_in), (self.norm_mlp_in, self.mlp_in)]
-    return inner, [(self.norm_out, self.attn_out), (self.norm_mlp, self.mlp)]
+    return add_inner_outer(self, pixel_embed, patch_embed)
 
 
 @fused_forward(

@@ -16,6 +16,7 @@ from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, gated
 from ...layers.hooks import has_hooks, is_plain_module, type_name
 from ...layers.module_parts import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_inactive
+from ...layers.replay import call_block
 from ..forwards import INNER, fused_body, fused_forward, original
 from ..from_torch import multihead_parts, multihead_reason
 from ..third_party import is_fusable, scores_mask
@@ -111,6 +112,13 @@ def _mgp_str_reason(self: Foreign) -> str | None:
     return None
 
 
+def _mgp_str_block(block: Foreign, x: Tensor) -> Tensor:
+    attn = block.attn
+    parts = AttentionParts((attn.qkv,), attn.proj, attn.num_heads, attn.scale, drops=(attn.proj_drop,))
+    pair = Branch(parts, block.norm1, None, block.drop_path), Branch(block.mlp, block.norm2, None, block.drop_path)
+    return add_branches(x, *pair, block=block)
+
+
 @fused_forward(
     "encoder of pre-norm blocks",
     f"{MGP_STR}Encoder",
@@ -132,10 +140,7 @@ def mgp_str_encoder(
         return original(self, hidden_states, output_attentions, output_hidden_states, return_dict)
     states = [hidden_states]
     for block in self.blocks:
-        attn = block.attn
-        parts = AttentionParts((attn.qkv,), attn.proj, attn.num_heads, attn.scale, drops=(attn.proj_drop,))
-        pair = Branch(parts, block.norm1, None, block.drop_path), Branch(block.mlp, block.norm2, None, block.drop_path)
-        states.append(add_branches(states[-1], *pair, block=block))
+        states.append(call_block(_mgp_str_block, block, states[-1]))
     all_states = tuple(states) if output_hidden_states else None
     if not return_dict:
         return (states[-1],) if all_states is None else (states[-1], all_states)

@@ -132,6 +132,23 @@ def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object,
     return forward(module, *inputs, **named)
 
 
+def call_block(forward: Callable, module: nn.Module, x: Tensor, *inputs: object) -> Any:
+    """forward(module, x, *inputs), plain, called or replayed.
+
+    Args:
+        forward: calls `add_branches` with block=module.
+        module: a block, one of its branches' modules, or an nn.ModuleList of them; keeps their sizes and recordings.
+        x: [B, N, D].
+        *inputs: the other modules, tensors and numbers.
+    """
+    way, settings = (None, ()) if ways.state.inside_plain else ways.known_way(module, x)
+    if way is None:
+        return forward(module, x, *inputs)
+    if way == "plain":
+        return ways.plainly(forward, module, x, *inputs)
+    return call(settings, forward, module, x, *inputs)
+
+
 def _sdpa_settings() -> tuple:
     """Global settings by which PyTorch selects a backend of scaled_dot_product_attention."""
     return (

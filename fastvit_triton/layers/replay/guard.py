@@ -26,6 +26,8 @@ class Guard:
         root: weak reference.
         inside: as in Args.
         tensors: parameters, buffers and other tensors of all modules, each once.
+        single: (number of the module, "_parameters" or "_buffers", name, tensor) of those with one element, because ==
+            compares a replaced one by its value.
     """
 
     def __init__(self, root: nn.Module, inside: list[nn.Module]) -> None:
@@ -37,12 +39,23 @@ class Guard:
             _collect(module.__dict__, objects)
         self.objects = [(value, _copied(value.__dict__)) for value in objects.values()]
         self.tensors = list({id(t): t for module in modules for t in _tensors(module)}.values())
+        self.single = [
+            (i, kind, name, t)
+            for i, module in enumerate(modules)
+            for kind in ("_parameters", "_buffers")
+            for name, t in module.__dict__[kind].items()
+            if t is not None and t.numel() < 2
+        ]
 
     def holds(self, root: nn.Module | None) -> bool:
         """True if nothing has changed since the snapshot."""
         try:
-            for module, (cls, facts) in zip((root, *self.inside), self.facts, strict=True):
+            modules = root, *self.inside
+            for module, (cls, facts) in zip(modules, self.facts, strict=True):
                 if module.__class__ is not cls or module.__dict__ != facts:
+                    return False
+            for i, kind, name, t in self.single:
+                if modules[i].__dict__[kind][name] is not t:
                     return False
             for cls, forward in self.forwards:
                 if cls.forward is not forward:

@@ -64,7 +64,7 @@ def record(
     recorder = Recorder(device)
     try:
         guard = Guard(module, inside[1:])
-        _refuse_tensors(guard.tensors, tensors)
+        _refuse_tensors(guard, tensors)
         given = [*leaves.values(), *guard.tensors]
         with recorder:
             result = forward(module, *inputs, **named)
@@ -77,14 +77,15 @@ def record(
     return made
 
 
-def _refuse_tensors(held: list[Tensor], inputs: list[Tensor]) -> None:
+def _refuse_tensors(guard: Guard, inputs: list[Tensor]) -> None:
     """Raises Refusal for tensors that a program cannot take."""
+    held, single = guard.tensors, {id(t) for *_, t in guard.single}
     if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *held)):
         raise Refusal("a tensor has hooks or is on another device")
     if any(t.grad_fn is not None for t in held):
         raise Refusal("a weight is computed")  # from other tensors, to which gradients would flow
-    if any(t.numel() < 2 for t in held):
-        raise Refusal("a tensor has one element")  # the guard's == would compare its value
+    if any(t.numel() < 2 and id(t) not in single for t in held):
+        raise Refusal("an attribute is a tensor of one element")  # the guard's == would compare its value
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
