@@ -13,7 +13,8 @@ from .embed import PatchEmbed
 from .hooks import can_fuse
 from .mlp import Mlp
 from .parted import Parted
-from .replay import call_block
+from .replay import call, call_block
+from .ways import known_way, state
 
 
 class SplitAttention(Parted):
@@ -141,7 +142,17 @@ def inner_outer_plain(block: Any, pixels: Tensor, patches: Tensor) -> bool:
 
 
 def add_inner_outer(block: Any, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
-    """A TNT block with the attributes of `InnerBlock`, see `InnerBlock.forward`."""
+    """A TNT block with the attributes of `InnerBlock`, see `InnerBlock.forward`.
+
+    Without gradients it is replayed as a whole; two outputs with gradients are not replayed, but each pair of branches.
+    """
+    known = [known_way(attn, x) for (attn, *_), x in zip(inner_outer(block), (pixels, patches), strict=True)]
+    if torch.is_grad_enabled() or state.inside_plain or {way for way, _ in known} <= {None, "plain"}:
+        return _add_both(block, pixels, patches)
+    return call(tuple(settings for _, settings in known), _add_both, block, pixels, patches)
+
+
+def _add_both(block: Any, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
     inner, outer = inner_outer(block)
     pixels = call_block(_add, inner[0], pixels, *inner[1:])
     added = merged_pixels(pixels, patches.shape[1] - 1, block.norm1_proj, block.proj, block.norm2_proj)

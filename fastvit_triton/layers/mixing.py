@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ..kernels.cost import Branch as Sizes
 from .body import Before, Given, Output
 from .composed import ComposedParts, heads_of, merged_heads
+from .freeze import derived
 from .hooks import is_plain_module
 from .module_parts import CONVOLUTIONS, Layer, Packed, is_readable
-from .normed import is_constant
+from .normed import is_constant, sources_of
 from .parted import Parted
 
 
@@ -97,7 +98,7 @@ class ReAttention(MixedAttention):
 
         P' = s · BatchNorm(Θ softmax(q kᵀ / √d) + b),   one channel a head
 
-    In evaluation mode Θ and the BatchNorm are one map.
+    In evaluation mode Θ and the BatchNorm are one map, which is kept after `freeze`.
 
     Args:
         dim: D, channels per token.
@@ -120,12 +121,19 @@ class ReAttention(MixedAttention):
 
     def folded(self) -> Packed:
         """Θ, b, BatchNorm with its running statistics, and s as one map over the heads: weight [H, H], bias [H]."""
+        norm = self.var_norm
+        if (sources := sources_of(self, self.reatten_matrix, norm)) is None:
+            return Packed(*self._fold())
+        weight = derived(self, f"map {norm.eps}", sources, lambda: self._fold()[0])
+        return Packed(weight, derived(self, f"map's bias {norm.eps}", sources, lambda: self._fold()[1]))
+
+    def _fold(self) -> tuple[Tensor, Tensor]:
         norm, conv = self.var_norm, self.reatten_matrix
         mean, variance, bias = norm.running_mean, norm.running_var, conv.bias
         assert mean is not None and variance is not None and bias is not None
         gain = norm.weight * (variance + norm.eps).rsqrt()  # [H]
         weight = gain[:, None] * conv.weight[..., 0, 0]
-        return Packed(self.factor * weight, self.factor * (gain * (bias - mean) + norm.bias))
+        return self.factor * weight, self.factor * (gain * (bias - mean) + norm.bias)
 
 
 class RefinedAttention(MixedAttention):
