@@ -46,8 +46,8 @@ class Entry:
     """A line of coverage_models.txt.
 
     Attributes:
-        package: "timm", "torchvision" or "transformers".
-        model: timm's name, torchvision's function, or transformers' class, also with its module.
+        package: "timm", "torchvision", "transformers" or "vit_pytorch".
+        model: timm's name, torchvision's function, or the class of transformers or vit-pytorch, also with its module.
         inputs: input by name, as sizes or values; empty for images of timm's size.
         options: of the configuration.
         called: False to count parameters only, not a call.
@@ -110,8 +110,10 @@ def build(entry: Entry) -> nn.Module:
             model = getattr(package, entry.model)(**options)
         else:
             module, _, name = entry.model.rpartition(".")
-            cls = getattr(importlib.import_module(f"transformers.{module}" if module else "transformers"), name)
-            model = cls._from_config(cls.config_class(**options))
+            cls = getattr(importlib.import_module(f"{entry.package}.{module}" if module else entry.package), name)
+            configured = entry.package == "transformers"  # vit-pytorch takes tuples only
+            tuples = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+            model = cls._from_config(cls.config_class(**options)) if configured else cls(**tuples)
     model = model.to(DTYPE).eval()
     return model._apply(lambda t: t.to("meta") if t.is_floating_point() else t)  # integer buffers keep their values
 
@@ -127,7 +129,7 @@ def inputs_of(entry: Entry, model: nn.Module) -> tuple[tuple[Tensor, ...], dict[
     if not entry.inputs:
         return (tensor(f"Bx{'x'.join(map(str, model.pretrained_cfg['input_size']))}"),), {}
     found = {name: tensor(text) for name, text in entry.inputs}
-    return (tuple(found.values()), {}) if entry.package == "torchvision" else ((), found)
+    return ((), found) if entry.package == "transformers" else (tuple(found.values()), {})
 
 
 def inside(model: nn.Module, report: Report) -> float:
@@ -209,7 +211,7 @@ def main() -> None:
     parser.add_argument("list", nargs="?", choices=("models", "towers"), default="models", help="which list of models")
     parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression for package:model")
-    parser.add_argument("--package", default="", help="only timm's, torchvision's or transformers' models")
+    parser.add_argument("--package", default="", help="only the models of this package")
     given = parser.parse_args()
     path = TOWERS if given.list == "towers" else MODELS
     chosen = [e for e in entries(path.read_text(encoding="utf-8")) if given.package in ("", e.package)]

@@ -17,6 +17,8 @@ transformers ViTForImageClassification pixel_values=Bx3x32x32 {"hidden_size": 24
 transformers models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel\
  hidden_states=32x1176 grid_thw=[[1,4,4],[1,2,8]] {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32}
 transformers NoModel pixel_values=Bx3x32x32
+vit_pytorch pit.PiT x=Bx3x32x32 {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 24, "depth": [1, 1],\
+ "heads": 2, "mlp_dim": 48, "dim_head": 12}
 """.replace("\\\n", "")
 
 
@@ -28,6 +30,7 @@ def test_entries():
         "ViTForImageClassification",
         "Qwen2VisionTransformerPretrainedModel",
         "NoModel",
+        "PiT",
     ]
     assert found[0].inputs == () and json.loads(found[0].options) == {"depth": 1}
     assert found[2].inputs == (("hidden_states", "32x1176"), ("grid_thw", "[[1,4,4],[1,2,8]]"))
@@ -40,7 +43,7 @@ def test_entries():
 
 def test_rows():
     """Oracle: launches and bytes of `benchmarks.launches`; parameters of linear layers by hand."""
-    timm, hf, qwen, missing = map(coverage.guarded, coverage.entries(TINY))
+    timm, hf, qwen, missing, pit = map(coverage.guarded, coverage.entries(TINY))
     setting = Setting("timm:vit_tiny_patch16_224", 8, arch="sm_90", frozen=True, depth=1)
     with forcing("fused"):
         fused = trace(setting)[0].count
@@ -56,6 +59,7 @@ def test_rows():
     block, head = 4 * 24 * 25 + 24 * 48 + 48 + 48 * 24 + 24, 25 * 5
     assert hf["inside"] == round(block / (block + head), 4) and hf["fused"][0] < hf["eager"][0]
     assert "error" not in qwen and qwen["eager"][0] > 0
+    assert pit["left"] == [] and pit["fused"][0] < pit["eager"][0] and sum(pit["plan"].values()) == 4
     assert missing == {"model": "transformers:NoModel", "error": missing["error"]} and "NoModel" in missing["error"]
 
 
