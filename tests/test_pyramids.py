@@ -483,6 +483,24 @@ def check_recorded(model: nn.Module) -> None:
     assert around and all(path.startswith(around) for path in called)
 
 
+@pytest.mark.parametrize("name, path", [("tnt", "attn_in"), ("tnt", "mlp"), ("cct", "self_attn"), ("cct", "linear1")])
+def test_hooks_of_branches_run_in_every_call(name, path):
+    """Oracle: the number of calls, of modules that keep the record of their pair of branches, or belong to one."""
+    options, size = TRACED[name]
+    model, seen = pair(CASES[name], size, **options)[0].float().eval(), []
+    block = model.classifier.blocks[0] if name == "cct" else model.blocks[0]
+    images = torch.randn(2, 3, *size)
+    with interpreting(), forcing("fused"):
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients):
+                for i in range(6):
+                    if i == 3:
+                        handle = block.get_submodule(path).register_forward_hook(lambda *_: seen.append(1))
+                    model(images)
+                handle.remove()
+    assert len(seen) == 6
+
+
 def test_blocks_that_update_statistics_are_not_replayed(monkeypatch):
     """Oracle: the statistics without replays; in evaluation the same blocks are replayed, and expected to be."""
     options, size = TRACED["cvt"]

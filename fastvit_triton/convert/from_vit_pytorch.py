@@ -18,7 +18,7 @@ from ..layers.compact import add_mlp, attend
 from ..layers.composed import ComposedParts, heads_of, merged_heads
 from ..layers.hooks import has_hooks, is_plain_module, type_name
 from ..layers.module_parts import DROPOUTS, IDENTITIES, Foreign, is_inactive
-from ..layers.replay import call_block
+from ..layers.replay import call_block, call_branches
 from .forwards import fused_body, fused_forward, original
 from .from_torch import sequential_parts
 from .third_party import four_axes, is_fusable
@@ -268,5 +268,5 @@ def cct_layer(self: Foreign, src: Tensor, *inputs: object, **named: object) -> T
     drop_path = self.drop_path
     if is_plain_module(drop_path, ("vit_pytorch.cct.DropPath",)) and not (drop_path.training and drop_path.drop_prob):
         drop_path = None
-    x = normalize(call_block(attend, self.self_attn, src, self.pre_norm, drop_path), self.norm1)
-    return call_block(add_mlp, self.linear1, x, self.dropout1, self.linear2, self.dropout2, drop_path)
+    x = normalize(call_branches(attend, self.self_attn, src, self.pre_norm, drop_path), self.norm1)
+    return call_branches(add_mlp, self.linear1, x, self.dropout1, self.linear2, self.dropout2, drop_path)

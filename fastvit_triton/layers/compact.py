@@ -15,7 +15,7 @@ from .drop_path import DropPath
 from .embed import sincos1d, whole_patches
 from .hooks import can_fuse
 from .module_parts import is_patch_conv
-from .replay import call_block
+from .replay import call_branches
 
 
 class CompactBlock(nn.Module):
@@ -41,10 +41,10 @@ class CompactBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
-        x = normalize(call_block(attend, self.self_attn, x, self.pre_norm, self.drop_path), self.norm1)
+        x = normalize(call_branches(attend, self.self_attn, x, self.pre_norm, self.drop_path), self.norm1)
         layers = self.dropout1, self.linear2, self.dropout2, self.drop_path
         if can_fuse(x) and not runs_plain(x, mlp_branch(self.linear1, *layers), block=self.linear1):
-            return call_block(add_mlp, self.linear1, x, *layers)
+            return call_branches(add_mlp, self.linear1, x, *layers)
         h = self.dropout1(activate(self.linear1(x), "gelu"))
         return x + self.drop_path(self.dropout2(self.linear2(h)))
 

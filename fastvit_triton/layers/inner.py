@@ -13,7 +13,7 @@ from .embed import PatchEmbed
 from .hooks import can_fuse
 from .mlp import Mlp
 from .parted import Parted
-from .replay import call, call_block
+from .replay import call, call_branches
 from .ways import known_way, state
 
 
@@ -147,16 +147,17 @@ def add_inner_outer(block: Any, pixels: Tensor, patches: Tensor) -> tuple[Tensor
     Without gradients it is replayed as a whole; two outputs with gradients are not replayed, but each pair of branches.
     """
     known = [known_way(attn, x) for (attn, *_), x in zip(inner_outer(block), (pixels, patches), strict=True)]
-    if torch.is_grad_enabled() or state.inside_plain or {way for way, _ in known} <= {None, "plain"}:
+    plain = any(way is None for way, _ in known) or all(way == "plain" for way, _ in known)
+    if torch.is_grad_enabled() or state.inside_plain or plain:
         return _add_both(block, pixels, patches)
     return call(tuple(settings for _, settings in known), _add_both, block, pixels, patches)
 
 
 def _add_both(block: Any, pixels: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
     inner, outer = inner_outer(block)
-    pixels = call_block(_add, inner[0], pixels, *inner[1:])
+    pixels = call_branches(_add, inner[0], pixels, *inner[1:])
     added = merged_pixels(pixels, patches.shape[1] - 1, block.norm1_proj, block.proj, block.norm2_proj)
-    return pixels, call_block(_add, outer[0], torch.cat((patches[:, :1], patches[:, 1:] + added), 1), *outer[1:])
+    return pixels, call_branches(_add, outer[0], torch.cat((patches[:, :1], patches[:, 1:] + added), 1), *outer[1:])
 
 
 def _add(attn: nn.Module, x: Tensor, *others: nn.Module) -> Tensor:

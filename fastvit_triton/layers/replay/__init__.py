@@ -10,6 +10,6 @@ package, or if it reads a value on the host or writes to a tensor that existed b
 FASTVIT_TRITON_REPLAY=0 disables replays.
 """
 
-from .calls import call, call_block
+from .calls import call, call_block, call_branches
 
-__all__ = ["call", "call_block"]
+__all__ = ["call", "call_block", "call_branches"]

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from ...kernels import launch, plan
 from .. import packing, ways
 from ..freeze import PROGRAMS
-from ..hooks import has_global_hooks
+from ..hooks import has_global_hooks, has_hooks
 from .guard import Uncompared
 from .record import Record, record
 
@@ -137,7 +138,7 @@ def call_block(forward: Callable, module: nn.Module, x: Tensor, *inputs: object)
 
     Args:
         forward: calls `add_branches` with block=module.
-        module: a block, one of its branches' modules, or an nn.ModuleList of them; keeps their sizes and recordings.
+        module: a block, or an nn.ModuleList of the branches' modules; keeps their sizes and recordings.
         x: [B, N, D].
         *inputs: the other modules, tensors and numbers.
     """
@@ -147,6 +148,12 @@ def call_block(forward: Callable, module: nn.Module, x: Tensor, *inputs: object)
     if way == "plain":
         return ways.plainly(forward, module, x, *inputs)
     return call(settings, forward, module, x, *inputs)
+
+
+def call_branches(forward: Callable, module: nn.Module, x: Tensor, *inputs: object) -> Any:
+    """As `call_block`, for a module that is one of the branches; its hooks, if any, run in each call."""
+    hooked = module.__dict__["_forward_hooks"] or has_hooks(module)
+    return (forward if hooked else partial(call_block, forward))(module, x, *inputs)
 
 
 def _sdpa_settings() -> tuple:
