@@ -24,6 +24,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.data import ImageNetInfo, create_transform, resolve_data_config
 from torch import Tensor, nn
+from transformers.activations import QuickGELUActivation
 
 from benchmarks import pretrained_table
 from fastvit_triton import create_model, data_config, list_models, load_model, load_weights, save_weights, transforms
@@ -210,6 +211,9 @@ VIT = dict(T, intermediate_size=100)
 TEXT = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3, vocab_size=10)
 TEXT |= dict(max_position_embeddings=4, bos_token_id=1, eos_token_id=2)
 WINDOWS = dict(embed_dim=12, depths=[2, 2], num_heads=[1, 2], mlp_ratio=2)
+DISTANCES = dict(
+    image_size=64, hidden_sizes=[16, 24, 32], key_dim=[8] * 3, depths=[2, 1, 1], num_attention_heads=[2] * 3
+)
 LABELS = {i: f"name {i}" for i in range(7)}
 # class, its config, our name, how to read its output
 FOREIGN = {
@@ -247,6 +251,15 @@ FOREIGN = {
         transformers.PvtConfig(image_size=64, depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 40, 64], num_labels=7),
         *("pvt_tiny", "logits"),
     ),
+    "levit": (
+        *("LevitForImageClassificationWithTeacher", transformers.LevitConfig(**DISTANCES, num_labels=7)),
+        *("levit_256", "logits"),
+    ),
+    "cvt": (
+        "CvtForImageClassification",
+        transformers.CvtConfig(embed_dim=[8, 12, 16], num_heads=[1, 3, 2], depth=[1, 2, 3], id2label=LABELS),
+        *("cvt_21_224", "logits"),
+    ),
     "clip": (
         *("CLIPVisionModelWithProjection", transformers.CLIPVisionConfig(**VIT, projection_dim=20)),
         *("vit_base_patch32_clip_224", "image_embeds"),
@@ -259,6 +272,9 @@ def test_transformers(case: str, tmp_path: Path):
     """Oracle: transformers' model that wrote the folder: its output, and the class names."""
     cls, config, name, output = FOREIGN[case]
     theirs = randomize(getattr(transformers, cls)(config, **dict(add_pooling_layer=False) if cls == "ViTModel" else {}))
+    for module in theirs.modules() if case == "cvt" else ():
+        if hasattr(module, "activation"):
+            module.activation = QuickGELUActivation()  # of the authors' code, which made the weights
     theirs.save_pretrained(tmp_path, max_shard_size="60KB" if case == "vit" else "5GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == (case == "vit")
     ours, _ = load_model(tmp_path)
@@ -266,7 +282,9 @@ def test_transformers(case: str, tmp_path: Path):
     y = getattr(theirs(x), output)
     assert_close(ours.eval()(x), y[:, 0] if output == "last_hidden_state" else y)
     assert CATALOGUE[ours.variant] is CATALOGUE[name] and ("_gap_" in ours.variant) == ("_gap_" in name)
-    assert ours.pretrained_cfg.get("label_names") == (tuple(LABELS.values()) if case in ("vit", "swin") else None)
+    assert ours.pretrained_cfg.get("label_names") == (
+        tuple(LABELS.values()) if case in ("vit", "swin", "cvt") else None
+    )
 
 
 def test_known_configurations_have_their_names(tmp_path: Path):
@@ -292,6 +310,36 @@ def test_known_configurations_have_their_names(tmp_path: Path):
     assert (found["crop_mode"], found["crop_pct"], found["input_size"]) == ("center", 0.875, (3, 518, 518))
 
 
+PROCESSORS = {
+    "levit": (transformers.LevitImageProcessorPil, {}, (3, 224, 224)),
+    "cvt": (transformers.ConvNextImageProcessorPil, dict(size={"shortest_edge": 224}), (3, 224, 224)),
+    "cvt at 384": (transformers.ConvNextImageProcessorPil, {}, (3, 384, 384)),
+}
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_images_of_processors(case: str, old: bool, tmp_path: Path):
+    """Oracle: transformers' processor on a smooth image. Crops are cut before resizing here and after it there: pixels
+    may be rounded to neighbouring levels of 255. Files of 4.x have one number as the size, and other class names."""
+    cls, options, size = PROCESSORS[case]
+    processor = cls(**options)
+    processor.save_pretrained(tmp_path)
+    held = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    if old:
+        kind = held.pop("image_processor_type").removesuffix("Pil").replace("ImageProcessor", "FeatureExtractor")
+        held |= dict(size=held["size"]["shortest_edge"], feature_extractor_type=kind)
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(held))
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type=case.partition(" ")[0])))
+    found = data_config(create_model(f"local-dir:{tmp_path}"))
+    assert found["input_size"] == size
+    rows, columns = torch.meshgrid(torch.arange(500), torch.arange(640), indexing="ij")
+    image = Image.fromarray(torch.stack((rows // 2, columns // 3, (rows + columns) // 5), -1).byte().numpy())
+    want = processor(image, return_tensors="pt")["pixel_values"]
+    got = transform_of(found)(image)[None]
+    assert got.shape == want.shape and (got - want).abs().max() <= 1.01 / 255 / min(found["std"])
+
+
 def test_unknown_configurations_are_refused(tmp_path: Path):
     """Oracle: one sentence that says what is wrong."""
     for config, words in (
@@ -300,6 +348,12 @@ def test_unknown_configurations_are_refused(tmp_path: Path):
         ({}, 'it has neither "architecture"'),
         ({"model_type": "vit", "hidden_act": "mish"}, "hidden_act is 'mish'"),
         ({"model_type": "vit", "hidden_size": "wide"}, "describes no model of ours"),
+        ({"model_type": "cvt", "kernel_qkv": [3, 5, 3]}, "kernel_qkv is [3, 5, 3]; our cvt_13_224 has [3, 3, 3]"),
+        ({"model_type": "levit", "key_dim": [16, 32, 16]}, "key_dim is [16, 32, 16]; our levit_128 has one value for"),
+        (
+            {"model_type": "levit", "architectures": ["LevitForImageClassification"]},
+            "has one head; our levit_128 has those of LevitForImageClassificationWithTeacher",
+        ),
         ([], "holds a list; expected a JSON object"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,6 +1,7 @@
 """Tests of checkpoints of the hierarchical models and of the survey's. Oracle: the libraries that write them."""
 
 import re
+from collections import OrderedDict
 
 import pytest
 import timm
@@ -54,6 +55,66 @@ def test_hierarchical_models_of_timm(family, tmp_path):
         theirs.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=True)
         theirs.train().eval()  # timm's LeViT keeps its biases until then
         assert distance(theirs(x), ours(x)) <= TOLERANCE
+
+
+def named_by_levit(config: transformers.LevitConfig) -> nn.Module:
+    """Modules with the names, in the order, of facebookresearch/LeViT (levit.py), without their sizes."""
+
+    def normed() -> nn.Sequential:
+        return nn.Sequential(OrderedDict(c=nn.Linear(1, 1, bias=False), bn=nn.BatchNorm1d(1)))
+
+    def attention(**layers: nn.Module) -> nn.Module:
+        module = nn.Module()
+        module.attention_biases = nn.Parameter(torch.zeros(1))
+        for name, layer in layers.items():
+            module.add_module(name, layer)
+        module.register_buffer("attention_bias_idxs", torch.zeros(1).long())
+        return module
+
+    def residual(inside: nn.Module) -> nn.ModuleDict:
+        return nn.ModuleDict(dict(m=inside))
+
+    def last() -> nn.Sequential:
+        return nn.Sequential(nn.Identity(), normed())
+
+    def mlp() -> nn.Module:
+        return residual(nn.Sequential(normed(), nn.Identity(), normed()))
+
+    blocks: list[nn.Module] = []
+    for i, depth in enumerate(config.depths):
+        blocks += [layer for _ in range(depth) for layer in (residual(attention(qkv=normed(), proj=last())), mlp())]
+        if i + 1 < len(config.depths):
+            blocks += [attention(kv=normed(), q=last(), proj=last()), mlp()]
+    stem = [normed(), nn.Identity()] * 3 + [normed()]
+    head = OrderedDict(bn=nn.BatchNorm1d(1), l=nn.Linear(1, 1))
+    parts = dict(patch_embed=nn.Sequential(*stem), blocks=nn.Sequential(*blocks))
+    return nn.ModuleDict(parts | dict(head=nn.Sequential(head), head_dist=nn.Sequential(head)))
+
+
+@pytest.mark.parametrize("layout", ["transformers LeViT", "LeViT"])
+@pytest.mark.parametrize("headless", [False, True])
+def test_levit(layout, headless):
+    """Oracle: transformers' logits, with its names and with those of the authors, whose tensors have the same order."""
+    sizes = dict(hidden_sizes=[16, 24, 32], key_dim=[8] * 3, depths=[2, 1, 3], num_attention_heads=[2, 3, 1])
+    config = transformers.LevitConfig(image_size=96, **sizes, num_labels=7)
+    theirs = randomize(transformers.LevitForImageClassificationWithTeacher(config)).eval()
+    state = (theirs.levit if headless and layout != "LeViT" else theirs).state_dict()
+    if layout == "LeViT":
+        names = [key for key in named_by_levit(config).state_dict() if not key.endswith("_idxs")]
+        state = dict(zip(names, state.values(), strict=True)) | {
+            "blocks.0.m.attention_bias_idxs": torch.zeros(1).long()
+        }
+        state = {key: tensor for key, tensor in state.items() if not (headless and key.startswith("head"))}
+    options = dict(img_size=96, embed_dim=(16, 24, 32), key_dim=8, depths=(2, 1, 3), num_heads=(2, 3, 1))
+    ours = randomize(create_model("levit_128", **options, num_classes=0 if headless else 7)).eval()
+    report = load_weights(ours, state)
+    assert report.family == layout and not report.reinitialised and len(report.dropped) == (layout == "LeViT")
+    x = images(ours)
+    with torch.no_grad():
+        if headless:
+            assert distance(ours(x), theirs.levit(x).pooler_output) <= TOLERANCE
+        else:
+            assert distance(ours(x), theirs(x).logits) <= TOLERANCE
 
 
 SWIN = dict(img_size=16, patch_size=2, embed_dim=12, depths=(1, 2), num_heads=(2, 3), window_size=4, num_classes=7)

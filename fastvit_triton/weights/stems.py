@@ -4,7 +4,8 @@ Our names are timm's, and the authors' of families that timm has not.
 
 Sources: state dicts of timm 1.0.31; naver-ai/pit (pit.py); huawei-noah/Efficient-AI-Backbones
 (tnt_pytorch/tnt.py); IBM/CrossViT (models/crossvit.py);
-yitu-opensource/T2T-ViT (models/t2t_vit.py); coeusguo/ceit (ceit_model.py).
+yitu-opensource/T2T-ViT (models/t2t_vit.py); coeusguo/ceit (ceit_model.py); facebookresearch/LeViT (levit.py);
+transformers 5.23.
 """
 
 import math
@@ -101,7 +102,63 @@ def _flat(state: State) -> State:
     return {k: t.flatten(1) if t.dim() == 4 and not k.startswith("stem.") else t for k, t in state.items()}
 
 
+LAYER = re.compile(r"(?:encoder\.stages\.(\d+)\.layers|blocks)\.(\d+)\.(?:m\.|module\.)?(.+)")
+INSIDE = {
+    "q.1": "q.ln",
+    "proj.1": "proj.ln",
+    "0": "ln1",
+    "2": "ln2",
+}  # the authors' names in a layer, then transformers'
+INSIDE |= {"queries_keys_values": "qkv", "keys_values": "kv", "queries": "q.ln", "projection": "proj.ln"}
+INSIDE |= {"linear_up": "ln1", "linear_down": "ln2"}
+LEAVES = {"c": "linear", "l": "linear", "convolution": "linear", "batch_norm": "bn"}
+LEVIT_HEADS = {"classifier": "head", "classifier_distill": "head_dist"}
+
+
+def _from_levit(key: str) -> str:
+    """Names of a layer, of the stem and of the heads; the layers keep their numbers."""
+    found = LAYER.fullmatch(key)
+    head, inside = (key[: found.start(3)], found[3]) if found else ("", key)
+    if inside.count(".") < 2:
+        return key
+    module, part, leaf = inside.rsplit(".", 2)
+    if conv := re.fullmatch(r"(patch_embed\.|patch_embeddings\.embedding_layer_)(\d+)", module):
+        number = int(conv[2])
+        module = f"stem.conv{number // 2 + 1 if conv[1] == 'patch_embed.' else number}"
+    module = (INSIDE if found else LEVIT_HEADS).get(module, module)
+    return f"{head}{module}.{LEAVES.get(part, part)}.{leaf}"
+
+
+def _read_levit(state: State) -> State:
+    """Attentions and MLPs are one list of layers for the authors, and one per stage in transformers; each attention
+    with a stride ends a stage there and begins the next one in timm, with the MLP after it."""
+    layers: dict[tuple[int, int], dict[str, Any]] = {}
+    read: State = {}
+    for key, tensor in state.items():
+        key = _from_levit(key)
+        if found := LAYER.fullmatch(key):
+            layers.setdefault((int(found[1] or 0), int(found[2])), {})[found[3]] = tensor
+        else:
+            read[key] = tensor
+    stage, block = 0, -1
+    for _, layer in sorted(layers.items()):
+        if "kv.linear.weight" in layer:
+            stage, block, home = stage + 1, -1, f"stages.{stage + 1}.downsample.attn_downsample"
+        elif "qkv.linear.weight" in layer:
+            block, home = block + 1, f"stages.{stage}.blocks.{block + 1}.attn"
+        else:
+            home = f"stages.{stage}.downsample.mlp" if block < 0 else f"stages.{stage}.blocks.{block}.mlp"
+        read |= {f"{home}.{name}": tensor for name, tensor in layer.items()}
+    return read
+
+
+LEVIT: dict[str, Any] = dict(resize="bicubic", read=_read_levit)
 TIMM_LEVIT = Layout(name="timm", mark="stem.conv1.linear.weight", resize="bicubic", read=_flat)
+LEVIT_LAYOUTS = (
+    Layout(name="transformers LeViT", mark="patch_embeddings.embedding_layer_1.convolution.weight", **LEVIT),
+    Layout(name="LeViT", mark="patch_embed.0.c.weight", **LEVIT),
+    TIMM_LEVIT,
+)
 
 
 def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
@@ -137,7 +194,7 @@ CROSS_LAYOUTS = (
 ROWS: dict[str, tuple] = {  # see `Spelling`
     "pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}, write),
     "crossvit": ("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)}, write),
-    "levit": ("LeViT", (TIMM_LEVIT,), fit_levit, {"timm": (TIMM_LEVIT,)}, write),
+    "levit": ("LeViT", LEVIT_LAYOUTS, fit_levit, {"timm": (TIMM_LEVIT,)}, write),
     "t2t": ("T2T-ViT", (T2T,), fit_t2t, {}, write),
     "ceit": ("CeiT", (CEIT,), fit_ceit, {}, write),
     "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}, write),

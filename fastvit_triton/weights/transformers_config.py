@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from ..models import CATALOGUE, model_config
 from ..models.config import sides
+from . import transformers_stages
 from .adapt import WeightsError
+from .transformers_stages import STAGES, square
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}
 ACTIVATIONS |= {"relu": "relu", "silu": "silu"}
@@ -70,23 +72,6 @@ KINDS = (
 )
 
 
-COMMON = {"image_size": "img_size", "num_channels": "in_chans", "layer_norm_eps": "eps"}
-COMMON |= {name: name for name in ("depths", "qkv_bias")}
-# model type of a pyramid → one of our models, which has the defaults of transformers, and theirs → ours
-PYRAMIDS = {
-    "swin": (
-        "swin_tiny_patch4_window7_224",
-        COMMON | {name: name for name in ("patch_size", "embed_dim", "num_heads", "window_size", "mlp_ratio")},
-    ),
-    "pvt": (
-        "pvt_tiny",
-        COMMON
-        | {"hidden_sizes": "embed_dims", "num_attention_heads": "num_heads", "sequence_reduction_ratios": "sr_ratios"}
-        | {"mlp_ratios": "mlp_ratios"},
-    ),
-}
-
-
 def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Our name, options and configuration of a checkpoint, from its config.json and preprocessor_config.json.
 
@@ -94,12 +79,14 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
         ValueError: the model type, an activation or a head is none of ours.
     """
     model_type = config["model_type"]
-    if model_type in PYRAMIDS:
-        return _read_pyramid(config, processor, *PYRAMIDS[model_type])
+    if model_type in STAGES:
+        name, found = _nearest(*transformers_stages.read(config, processor))
+        sizes = {"image_size": model_config(name, **found).img_size, "num_channels": config.get("num_channels", 3)}
+        return name, found, _cfg(name, found, sizes, config, processor)
     kind = next((kind for kind in KINDS if model_type in (kind.model_type, kind.outer)), None)
     if kind is None:
         known = [name for kind in KINDS for name in (kind.outer, kind.model_type) if name]
-        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*known, *PYRAMIDS])}")
+        raise ValueError(f"model_type is {model_type!r}; known are {', '.join([*known, *STAGES])}")
     held = DEFAULTS | kind.defaults | (config.get("vision_config", {}) if model_type == kind.outer else config)
     head = (config.get("architectures") or [kind.bare])[0]
     if head == "CLIPForImageClassification":
@@ -130,23 +117,6 @@ def read(config: dict[str, Any], processor: dict[str, Any]) -> tuple[str, dict[s
     return name, options, _cfg(name, options, held, config, processor)
 
 
-def _read_pyramid(
-    config: dict[str, Any], processor: dict[str, Any], base: str, fields: dict[str, str]
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """As `read`, for models whose configurations have a list per stage."""
-    for name, allowed in {"hidden_act": "gelu", "use_absolute_embeddings": False}.items():
-        if config.get(name, allowed) != allowed:
-            raise ValueError(f"{name} is {config[name]!r}; our {base} has {allowed!r}")
-    options = {ours: config[theirs] for theirs, ours in fields.items() if theirs in config}
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    head = (config.get("architectures") or [""])[0]
-    count = len(config.get("id2label") or ()) or config.get("num_labels", 2)
-    options["num_classes"] = count if "ForImageClassification" in head else 0
-    name, options = _nearest(base, options)
-    sizes = {"image_size": model_config(name, **options).img_size, "num_channels": config.get("num_channels", 3)}
-    return name, options, _cfg(name, options, sizes, config, processor)
-
-
 def _cfg(
     name: str, options: dict[str, Any], held: dict[str, Any], config: dict[str, Any], processor: dict[str, Any]
 ) -> dict[str, Any]:
@@ -169,10 +139,11 @@ def write(model: Any, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any],
     Raises:
         WeightsError: its class has no such ratio of the MLP.
     """
-    if model.layout in PYRAMIDS:
-        return _write_pyramid(model.layout, model.config, cfg), _processor(cfg)
+    if model.layout in STAGES:
+        labels = _labels(model.num_classes, cfg)
+        return transformers_stages.write(model.layout, model.config) | labels, _processor(cfg)
     kind, config = next(kind for kind in KINDS if kind.layout == layout), model.config
-    held: dict[str, Any] = {theirs: _square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
+    held: dict[str, Any] = {theirs: square(getattr(config, ours)) for theirs, ours in FIELDS.items()}
     held |= {
         "hidden_act": next(t for t, ours in ACTIVATIONS.items() if ours == config.act),
         "qkv_bias": config.qkv_bias,
@@ -205,22 +176,6 @@ def write(model: Any, layout: str, cfg: dict[str, Any]) -> tuple[dict[str, Any],
     return {"architectures": [architecture], "dtype": "float32", **held, **labels}, _processor(cfg)
 
 
-def _write_pyramid(model_type: str, config: Any, cfg: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a model whose configuration has a list per stage."""
-    held: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in PYRAMIDS[model_type][1].items()}
-    held |= {key: _square(held[key]) for key in held.keys() & {"image_size", "patch_size", "window_size"}}
-    if model_type == "pvt":
-        held["mlp_ratios"] = [int(ratio) for ratio in config.mlp_ratios]
-        if any(ratio != int(ratio) for ratio in config.mlp_ratios):
-            raise WeightsError(f"mlp_ratios is {config.mlp_ratios}; PvtConfig of transformers needs whole numbers")
-        patches = [config.patch_size[0], *[2] * (len(config.depths) - 1)]
-        held |= dict(num_encoder_blocks=len(config.depths), patch_sizes=patches, strides=patches)
-        held |= {"num_labels": config.num_classes} if config.num_classes else {}  # PvtConfig counts no labels
-    name = model_type.capitalize() + ("ForImageClassification" if config.num_classes else "Model")
-    kind = {"architectures": [name], "dtype": "float32", "model_type": model_type, "hidden_act": "gelu"}
-    return {**kind, **held, **_labels(config.num_classes, cfg)}
-
-
 def _labels(classes: int, cfg: dict[str, Any]) -> dict[str, Any]:
     """The names of the classes, by default LABEL_0, LABEL_1, …; none without a head."""
     if not classes:
@@ -232,11 +187,6 @@ def _labels(classes: int, cfg: dict[str, Any]) -> dict[str, Any]:
 def _gated(hidden: int) -> int:
     """Channels of gate and value together of a SwiGLU, each a multiple of 8, as in Dinov2SwiGLUFFN."""
     return 2 * ((int(hidden * 2 / 3) + 7) // 8 * 8)
-
-
-def _square(value: Any) -> Any:
-    """One number for two equal sides, as transformers writes them."""
-    return value[0] if isinstance(value, (tuple, list)) and value[0] == value[1] else value
 
 
 def _nearest(base: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -261,16 +211,21 @@ def _images(held: dict[str, Any], processor: dict[str, Any]) -> dict[str, Any]:
     """How images are prepared, with timm's keys."""
     height, width = sides(held["image_size"])
     size, crop = processor.get("size", {}), processor.get("crop_size")
-    size = size if isinstance(size, dict) else {"shortest_edge" if crop else "height": size}
+    kind = str(processor.get("image_processor_type") or processor.get("feature_extractor_type"))
+    convnext, levit = kind.startswith("ConvNext"), kind.startswith("Levit")
+    size = size if isinstance(size, dict) else {"shortest_edge" if crop or convnext or levit else "height": size}
     cfg: dict[str, Any] = {"input_size": (held["num_channels"], height, width), **IMAGENET}
     cfg |= {
         ours: tuple(processor[key]) for ours, key in (("mean", "image_mean"), ("std", "image_std")) if key in processor
     }
     cfg["interpolation"] = RESAMPLING.get(processor.get("resample", 2), "bilinear")
-    if "shortest_edge" not in size or not processor.get("do_center_crop", True):
+    if convnext and size.get("shortest_edge", 384) < 384:  # its size is that of the crop; from 384 it crops nothing
+        return cfg | {"crop_pct": processor.get("crop_pct", 224 / 256), "crop_mode": "center"}
+    if convnext or "shortest_edge" not in size or not processor.get("do_center_crop", True):
         return cfg | {"crop_pct": 1.0, "crop_mode": "squash"}
     inner = crop.get("height", height) if isinstance(crop, dict) else crop or size["shortest_edge"]
-    return cfg | {"crop_pct": min(inner / size["shortest_edge"], 1.0), "crop_mode": "center"}
+    shortest = int(256 / 224 * size["shortest_edge"]) if levit else size["shortest_edge"]
+    return cfg | {"crop_pct": min(inner / shortest, 1.0), "crop_mode": "center"}
 
 
 def _processor(cfg: dict[str, Any]) -> dict[str, Any]:
