@@ -220,6 +220,7 @@ DROPS = [
     if hasattr(CATALOGUE[name].VARIANTS[name], rate)
     and (family, rate) != ("cpvt", "patch_drop_rate")
     and (family, rate) != ("cpvt_gap", "patch_drop_rate")  # the convolution needs the whole grid
+    and not (family.startswith("attention_conv") and rate == "attn_drop_rate")  # refused: maps are not of an image
 ]
 
 

@@ -114,19 +114,22 @@ def test_stochastic_depth_equals_timms(name):
     assert distance(ours(images), ours(images)) > 0.01  # it drops
 
 
-@pytest.mark.parametrize("name", ["swin", "twins_svt", "twins_pcpvt"])
-def test_dropout_on_attention_equals_timms(name):
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "twins_pcpvt", "cpvt", "pit", "tnt", "crossvit"])
+def test_dropout_on_attention_equals_the_oracles(name):
     """Oracle: the family's in training mode, with the same seed: logits and gradients; without training, no dropout."""
     case = CASES[name]
     ours, theirs = pair(case, case.sizes[0], drop_path_rate=0.0, attn_drop_rate=0.4)
-    images = torch.randn(2, 3, *case.sizes[0]).double()
+    for module in theirs.modules():
+        if isinstance(module, nn.Dropout):
+            module.inplace = False  # timm's TNT overwrites the probabilities, which their gradient needs
+    images = torch.randn(max(2, case.batch), 3, *case.sizes[0]).double()
     assert_same(case, ours.train(), theirs.train(), images, seed=3)
     torch.manual_seed(4)
     assert distance(ours(images), ours(images)) > 0.01  # it drops
     assert_same(case, ours.eval(), theirs.eval(), images)
 
 
-@pytest.mark.parametrize("name", ["swin", "twins_svt", "pvt"])
+@pytest.mark.parametrize("name", ["swin", "twins_svt", "pvt", "tnt", "crossvit", "cvt", "ceit", "t2t_transformer"])
 def test_fused_blocks_drop_the_same(name):
     """Oracle: the plain way with the same seed; projections and MLPs run our kernels."""
     case = CASES[name]

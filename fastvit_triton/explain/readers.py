@@ -110,11 +110,6 @@ def _class_attention(module: Foreign) -> Parts | str:
     return dropped(module) or partial(_first_token, module)
 
 
-def _first_token_parts(module: Foreign) -> Parts:
-    """Our class attention, which has no dropout on its probabilities."""
-    return partial(_first_token, module)
-
-
 def _first_token(module: Foreign, x: Tensor) -> Heads:
     q, k, v = (getattr(module, name if hasattr(module, name) else f"w{name}") for name in "qkv")
     tokens = (project(x[:, :1], (q,)), *project(x, (k, v)).chunk(2, -1))
@@ -213,7 +208,7 @@ def _positional_heads(module: Foreign, x: Tensor) -> Heads:
 READERS: dict[str, Callable[..., Parts | str]] = {  # types whose heads are not those of a fused body
     "timm.models.cait.ClassAttn": _class_attention,
     "timm.models.crossvit.CrossAttention": _class_attention,
-    "fastvit_triton.layers.cross.CrossAttention": _first_token_parts,
+    "fastvit_triton.layers.cross.CrossAttention": _class_attention,
     "timm.models.cait.TalkingHeadAttn": _talking_heads,
     "fastvit_triton.layers.levit.DistanceAttention": _levit,
     "fastvit_triton.layers.levit.DistanceDownsample": _levit,

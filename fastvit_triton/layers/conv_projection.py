@@ -92,11 +92,18 @@ class ConvAttention(nn.Module):
         num_heads: H.
         stride: of the convolutions of keys and values.
         qkv_bias: biases on the projections of queries, keys and values.
+        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
         proj_drop: dropout after the output projection.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, stride: int = 2, qkv_bias: bool = True, proj_drop: float = 0.0
+        self,
+        dim: int,
+        num_heads: int,
+        stride: int = 2,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
     ) -> None:
         super().__init__()
         self.num_heads, self.stride, self.scale = num_heads, stride, dim**-0.5
@@ -104,14 +111,23 @@ class ConvAttention(nn.Module):
             self.add_module(f"conv_proj_{name}", ConvProjection(dim, 1 if name == "q" else stride))
         for name in "qkv":
             self.add_module(f"proj_{name}", nn.Linear(dim, dim, bias=qkv_bias))
+        self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Tokens [B, T + H · W, D] of a grid (H, W), of which T are prefix tokens → [B, T + H · W, D]."""
         q, k, v = self.heads(x, grid, nn.Module.__call__, lambda x, layer: layer(x))
-        o = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
+        return self.proj_drop(self.proj(self.attend(q, k, v)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, fused: bool = False) -> Tensor:
+        """Attention of queries, keys and values [B, heads, N or M, d] → [B, N, D]."""
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        if fused and dropout == 0.0:
+            o = attention(q, k, v, scale=self.scale)
+        else:
+            o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
+        return o.transpose(1, 2).flatten(2)
 
     def heads(
         self, x: Tensor, grid: Grid, convolve: Callable[[Any, Tensor], Tensor], apply: Callable[[Tensor, Any], Tensor]
@@ -173,8 +189,7 @@ class ConvAttentionParts(NamedTuple):
             return project(x, (layer,), None, None, way)
 
         q, k, v = layers.heads(x, self.grid, ConvProjection.fused, apply)
-        o = attention(q, k, v, scale=layers.scale).transpose(1, 2).flatten(2)
-        return finish(o, layers.proj, None, layers.proj_drop, way=way, **end)
+        return finish(layers.attend(q, k, v, True), layers.proj, None, layers.proj_drop, way=way, **end)
 
 
 class ConvBlock(Block):

@@ -45,13 +45,17 @@ class CrossAttention(nn.Module):
         dim: D, channels.
         num_heads: H.
         qkv_bias: biases on the projections of queries, keys and values.
+        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
         proj_drop: dropout after the output projection.
     """
 
-    def __init__(self, dim: int, num_heads: int, qkv_bias: bool = True, proj_drop: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0
+    ) -> None:
         super().__init__()
         self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
         self.wq, self.wk, self.wv = (nn.Linear(dim, dim, bias=qkv_bias) for _ in range(3))
+        self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -62,8 +66,12 @@ class CrossAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [B, 1, D] to k and v [B, N, D], [B, 1, D]."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-        run = attention if can_fuse(q) else F.scaled_dot_product_attention
-        return run(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        if can_fuse(q) and dropout == 0.0:
+            o = attention(q, k, v, scale=self.scale)
+        else:
+            o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
+        return o.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"

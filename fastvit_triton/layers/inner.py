@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .body import AttentionParts, finish, normalize
 from .branch import Branch, add_branches, runs_plain
+from .composed import ComposedParts, heads_of
 from .drop_path import DropPath
 from .embed import PatchEmbed
 from .hooks import can_fuse
@@ -24,27 +25,42 @@ class SplitAttention(Parted):
         dim: D, channels.
         num_heads: H.
         qkv_bias: biases on both projections.
+        attn_drop: dropout on the attention probabilities; while it is active, PyTorch computes the attention.
         proj_drop: dropout after the output projection.
     """
 
-    def __init__(self, dim: int, num_heads: int, qkv_bias: bool = False, proj_drop: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
+    ) -> None:
         super().__init__()
         self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def parts(self) -> AttentionParts:
-        """Its submodules as `AttentionParts`."""
-        return AttentionParts((self.qk, self.v), self.proj, self.num_heads, self.scale, drops=(self.proj_drop,))
+    def parts(self) -> AttentionParts | ComposedParts:
+        """Its submodules as `AttentionParts`; as `ComposedParts` while probabilities are dropped."""
+        layers, drops = (self.qk, self.v), (self.proj_drop,)
+        if self.attn_drop.training and self.attn_drop.p > 0:
+            return ComposedParts("attention", layers, self._attend_packed, self.proj, self.num_heads, drops=drops)
+        return AttentionParts(layers, self.proj, self.num_heads, self.scale, drops=drops)
 
     def plain(self, x: Tensor) -> Tensor:
         """x [B, N, D] → [B, N, D]."""
-        parts = (*self.qk(x).chunk(2, -1), self.v(x))
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in parts)
-        o = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
+        heads = *heads_of(self.qk(x), self.num_heads, 2), *heads_of(self.v(x), self.num_heads, 1)
+        return self.proj_drop(self.proj(self._attend(*heads)))
+
+    def _attend_packed(self, qkv: Tensor) -> Tensor:
+        """Projections [B, N, 3 · D] → [B, N, D]."""
+        return self._attend(*heads_of(qkv, self.num_heads))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the heads [B, H, N, d] → [B, N, D], by PyTorch."""
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
+        return o.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"
@@ -94,6 +110,7 @@ class InnerBlock(nn.Module):
         proj_drop: dropout after the attention projection and inside the MLP.
         drop_path: probability of skipping each branch.
         legacy: the pixels' norm is that of each pixel, not of all together.
+        attn_drop: dropout on the attention probabilities.
     """
 
     def __init__(
@@ -107,17 +124,18 @@ class InnerBlock(nn.Module):
         proj_drop: float = 0.0,
         drop_path: float = 0.0,
         legacy: bool = False,
+        attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
         self.norm_in = nn.LayerNorm(inner)
-        self.attn_in = SplitAttention(inner, num_heads[0], qkv_bias, proj_drop)
+        self.attn_in = SplitAttention(inner, num_heads[0], qkv_bias, attn_drop, proj_drop)
         self.norm_mlp_in = nn.LayerNorm(inner)
         self.mlp_in = Mlp(inner, 4 * inner, drop=proj_drop)
         self.norm1_proj = nn.LayerNorm(inner if legacy else inner * pixels)
         self.proj = nn.Linear(inner * pixels, dim, bias=legacy)
         self.norm2_proj = None if legacy else nn.LayerNorm(dim)
         self.norm_out = nn.LayerNorm(dim)
-        self.attn_out = SplitAttention(dim, num_heads[1], qkv_bias, proj_drop)
+        self.attn_out = SplitAttention(dim, num_heads[1], qkv_bias, attn_drop, proj_drop)
         self.drop_path = DropPath(drop_path)
         self.norm_mlp = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)

@@ -49,7 +49,7 @@ class AttentionConvConfig(TokenConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_patches(self)
-        check_only(self, final_norm=False)
+        check_only(self, final_norm=False, attn_drop_rate=0.0)
 
 
 class AttentionConv(TokenModel):

@@ -30,6 +30,7 @@ class BranchConfig(BaseConfig):
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the positions.
         proj_drop_rate: dropout after the attention projection and inside the MLP.
+        attn_drop_rate: dropout on attention probabilities.
     """
 
     img_size: int | tuple[int, int] = 240
@@ -45,6 +46,7 @@ class BranchConfig(BaseConfig):
     drop_rate: float = 0.0
     pos_drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
     eps: ClassVar[float] = 1e-6  # of every LayerNorm
 
     def __post_init__(self) -> None:

@@ -54,7 +54,8 @@ class ConvolutionalTransformer(TokenModel):
         super().__init__(config)
         D, (side, _), (height, width) = config.embed_dim, sides(config.patch_size), sides(config.img_size)
         grid, drop, hidden = (height // side, width // side), config.proj_drop_rate, int(D * config.mlp_ratio)
-        attention = partial(Attention, D, config.num_heads, qkv_bias=config.qkv_bias, proj_drop=drop)
+        options: Any = dict(qkv_bias=config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
+        attention = partial(Attention, D, config.num_heads, **options)
         self.i2t = ImageToTokens(config.in_chans, D, side)
         self.cls_token = nn.Parameter(torch.empty(1, 1, D))
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + grid[0] * grid[1], D))
@@ -108,9 +109,8 @@ class ConvolutionalTransformer(TokenModel):
         return dict(stem=r"^cls_token|pos_embed|i2t", blocks=blocks)
 
 
-SIZES = dict(
-    tiny=CeitConfig(embed_dim=192, num_heads=3), small=CeitConfig(), base=CeitConfig(embed_dim=768, num_heads=12)
-)
+SIZES = {"tiny": CeitConfig(embed_dim=192, num_heads=3), "small": CeitConfig()}
+SIZES["base"] = CeitConfig(embed_dim=768, num_heads=12)
 
 MODEL = ConvolutionalTransformer
 VARIANTS = {f"ceit_{n}_224": config for n, config in SIZES.items()}

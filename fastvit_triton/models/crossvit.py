@@ -73,15 +73,15 @@ class CrossVit(BranchModel):
 
 def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[float]) -> MultiScaleBlock:
     """Builds the blocks of both branches with their cross attentions."""
-    bias, drop, branches = config.qkv_bias, config.proj_drop_rate, []
+    bias, drops, branches = config.qkv_bias, (config.attn_drop_rate, config.proj_drop_rate), []
     fusion: list[nn.Module] = []
     for i, (D, heads) in enumerate(zip(config.embed_dim, config.num_heads, strict=True)):
         hidden = int(D * config.mlp_ratio[i])
         blocks = (
             Block(
                 D,
-                Attention(D, heads, qkv_bias=bias, proj_drop=drop),
-                Mlp(D, hidden, drop=drop),
+                Attention(D, heads, qkv_bias=bias, attn_drop=drops[0], proj_drop=drops[1]),
+                Mlp(D, hidden, drop=drops[1]),
                 config.eps,
                 drop_path=p,
             )
@@ -89,7 +89,7 @@ def build_block(config: CrossVitConfig, counts: tuple[int, ...], rates: list[flo
         )
         branches.append(Blocks(*blocks))
         cross = [
-            CrossBlock(D, CrossAttention(D, heads, bias, drop), config.eps, rates[-1]) for _ in range(counts[-1] or 1)
+            CrossBlock(D, CrossAttention(D, heads, bias, *drops), config.eps, rates[-1]) for _ in range(counts[-1] or 1)
         ]
         fusion.append(nn.Sequential(*cross) if counts[-1] else cross[0])
     return MultiScaleBlock(config.embed_dim, branches, fusion[1:] + fusion[:1], config.eps)

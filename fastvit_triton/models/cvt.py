@@ -26,6 +26,7 @@ class CvtConfig(PyramidConfig):
     Attributes:
         embed_dim: channels of each stage.
         mlp_ratio: hidden channels of the MLP divided by the channels.
+        attn_drop_rate: dropout on attention probabilities.
         class_token: prepend a learned token in the last stage.
     """
 
@@ -33,6 +34,7 @@ class CvtConfig(PyramidConfig):
     depths: tuple[int, ...] = (1, 2, 10)
     num_heads: tuple[int, ...] = (1, 3, 6)
     mlp_ratio: float = 4.0
+    attn_drop_rate: float = 0.0
     class_token: bool = True
     global_pool: str = "token"
     eps: float = 1e-5
@@ -105,7 +107,7 @@ class ConvolutionalVisionTransformer(PyramidTransformer):
 def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:
     """Builds one block of a stage."""
     D, drop = config.widths[stage], config.proj_drop_rate
-    attn = ConvAttention(D, config.num_heads[stage], proj_drop=drop)
+    attn = ConvAttention(D, config.num_heads[stage], attn_drop=config.attn_drop_rate, proj_drop=drop)
     mlp = Mlp(D, int(D * config.mlp_ratio), "quick_gelu", drop=drop)
     return ConvBlock(D, attn, mlp, config.eps, drop_path=drop_path)
 
@@ -113,7 +115,6 @@ def build_block(config: CvtConfig, stage: int, drop_path: float) -> ConvBlock:
 MODEL = ConvolutionalVisionTransformer
 SIZES = {"13": CvtConfig(), "21": CvtConfig(depths=(1, 4, 16))}
 VARIANTS = {f"cvt_{name}_{side}": size.replace(img_size=side) for side in (224, 384) for name, size in SIZES.items()}
-WIDE = SIZES["13"].replace(embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
-VARIANTS["cvt_w24_384"] = WIDE.replace(img_size=384)
+VARIANTS["cvt_w24_384"] = CvtConfig(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
 ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names and GELU; it counts
 PARAMS = dict(zip(VARIANTS, (19_997_480, 31_622_696, 19_997_480, 31_622_696, 277_196_392), strict=True))

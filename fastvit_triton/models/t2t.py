@@ -98,7 +98,8 @@ class TokensToTokenViT(TokenModel):
 def build_block(config: T2tConfig, drop_path: float) -> Block:
     """Builds one block."""
     D, drop = config.embed_dim, config.proj_drop_rate
-    attn = Attention(D, config.num_heads, qkv_bias=config.qkv_bias, scale=config.qk_scale, proj_drop=drop)
+    options: Any = dict(qkv_bias=config.qkv_bias, attn_drop=config.attn_drop_rate, proj_drop=drop)
+    attn = Attention(D, config.num_heads, scale=config.qk_scale, **options)
     return Block(D, attn, Mlp(D, int(D * config.mlp_ratio), drop=drop), config.eps, drop_path=drop_path)
 
 

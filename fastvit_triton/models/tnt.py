@@ -73,7 +73,7 @@ class TransformerInTransformer(TokenModel):
         self.pos_drop, heads = nn.Dropout(config.pos_drop_rate), (config.num_heads_inner, config.num_heads_outer)
         options = config.mlp_ratio, config.qkv_bias, config.proj_drop_rate
         for rate in drop_path_rates(config.drop_path_rate, config.depth):
-            self.blocks.append(InnerBlock(c, D, n, heads, *options, rate, config.legacy))
+            self.blocks.append(InnerBlock(c, D, n, heads, *options, rate, config.legacy, config.attn_drop_rate))
         self.build_head()
 
     def stages(self, image: Tensor) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ class TokenConfig(BaseConfig):
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the positions.
         proj_drop_rate: dropout after the attention projection and inside the MLP.
+        attn_drop_rate: dropout on attention probabilities.
     """
 
     patch_size: int | tuple[int, int] = 16
@@ -38,6 +39,7 @@ class TokenConfig(BaseConfig):
     drop_rate: float = 0.0
     pos_drop_rate: float = 0.0
     proj_drop_rate: float = 0.0
+    attn_drop_rate: float = 0.0
 
     pools: ClassVar[tuple[str, ...]] = ("token", "avg", "none")
     eps: ClassVar[float] = 1e-5  # of every LayerNorm
