@@ -746,6 +746,46 @@ def test_timm_is_refused_what_it_cannot_build(tmp_path: Path):
     assert "has eps=1e-06, not 1e-12; use --to fastvit_triton" in message and not (tmp_path / "a").exists()
 
 
+SHALLOW: dict = dict(img_size=32, num_classes=7)
+OF_TIMM: dict[str, tuple[str, dict]] = {
+    "levit": ("levit_128s", SHALLOW | dict(img_size=64, depths=(1, 1, 1), num_heads=(2, 3, 4), key_dim=8)),
+    "pit": ("pit_s_224", SHALLOW | dict(depths=(1, 1, 1), num_heads=(1, 2, 4), base_dims=(8, 8, 8))),
+    "twins": ("twins_svt_small", SHALLOW | dict(patch_size=2, depths=(1, 1, 1, 1))),
+    "cait": ("cait_xxs24_224", SHALLOW | dict(depth=1, depth_token_only=1, global_pool="avg")),
+    "tnt": ("tnt_s_patch16_224", SHALLOW | dict(depth=1, inner_dim=12)),
+    "crossvit": ("crossvit_9_240", dict(img_size=120, num_classes=7, depth=((1, 1, 0),))),
+    "swin": ("swin_tiny_patch4_window7_224", SHALLOW | dict(depths=(1, 1), embed_dim=12, num_heads=(1, 2))),
+}
+
+
+@pytest.mark.parametrize("case", OF_TIMM)
+def test_folders_of_other_models_load_in_timm(case: str, tmp_path: Path):
+    """Oracle: timm's model from the folder, and ours; both give the same output."""
+    name, options = OF_TIMM[case]
+    ours = randomize(create_model(name, **options)).eval()
+    save_pretrained(ours, tmp_path, layout="timm")
+    theirs, x = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval(), images(ours)
+    assert_close(theirs(x), ours(x))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "fastvit_triton"}))
+    assert load_model(tmp_path)[0].config == ours.config  # from timm's names of options
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("cpvt_tiny", {}, "has no option pegs"),
+        ("cait_xxs24_224", dict(act="relu"), "timm's cait_xxs24_224 has no option act"),
+        ("cait_xxs24_224", dict(global_pool="map"), "has no global_pool 'map'"),
+        ("levit_128s", dict(patch_size=8), "has no option patch_size"),
+    ],
+)
+def test_options_that_timm_has_not_are_refused(name: str, options: dict, words: str, tmp_path: Path):
+    """Oracle: one sentence that names the option; nothing is written."""
+    message = failure(create_model(name, **options), tmp_path / "a", layout="timm", of=save_pretrained)
+    assert words in message and not (tmp_path / "a").exists()
+
+
 def test_a_readme_of_the_user_stays(tmp_path: Path):
     """Oracle: huggingface_hub's mixin, which writes a model card only where there is none."""
     (tmp_path / "README.md").write_text("mine")

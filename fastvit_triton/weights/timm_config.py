@@ -7,12 +7,24 @@ from ..models import CATALOGUE, model_config
 from ..models.base import ImageModel
 from . import pretrained
 from .adapt import WeightsError, variant
+from .transformers_stages import square
 
 ARGUMENTS = {"act_layer": "act"}  # timm's argument → our option; others have the same name, see `ViTConfig`
 IGNORED = ("dynamic_img_pad", "use_naflex", "fix_init", "scriptable", "exportable", "no_jit")
 TRAINING = ("weight_init", "grad_checkpointing")  # options that change no output in evaluation, and all rates
 GENERIC = "vit_base_patch16_224"  # the architecture that is written for a plain ViT that timm has not
 FIXED = ("eps", "mlp", "norm", "head_dim", "pre_logits")  # options that timm takes as Python objects, or not at all
+BASIC = "img_size in_chans global_pool patch_size mlp_ratio"
+# layout, but of plain ViTs → options that timm's class takes from a config.json; "a=b": our a is its b
+OPTIONS = {
+    "swin": f"{BASIC} embed_dim depths num_heads window_size always_partition qkv_bias dynamic_img_size",
+    "twins": f"{BASIC} embed_dims depths num_heads mlp_ratios sr_ratios wss",
+    "cait": f"{BASIC} embed_dim depth num_heads qkv_bias init_values depth_token_only mlp_ratio_token_only",
+    "pit": f"{BASIC} base_dims depths=depth num_heads=heads stride",
+    "tnt": f"{BASIC} embed_dim depth qkv_bias inner_dim num_heads_inner num_heads_outer first_stride legacy",
+    "crossvit": f"{BASIC} embed_dim depth num_heads qkv_bias img_scale multi_conv crop_scale",
+    "levit": "img_size in_chans global_pool mlp_ratio embed_dim depths=depth num_heads key_dim attn_ratio",
+}
 
 
 def tuples(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -34,8 +46,16 @@ def read(config: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
         if cfg.get("fixed_input_size", True):
             given["img_size"] = tuple(cfg["input_size"][1:])
     given |= config.get("model_args") or {}
-    options = {ARGUMENTS.get(key, key): value for key, value in given.items() if key not in IGNORED}
+    layout = getattr(CATALOGUE[name], "MODEL", ImageModel).layout if name in CATALOGUE else ""
+    ours_by_theirs = ARGUMENTS | {theirs: ours for ours, theirs in _names(layout).items()}
+    options = {ours_by_theirs.get(key, key): value for key, value in given.items() if key not in IGNORED}
     return name, {key: value for key, value in options.items() if value is not None}, cfg
+
+
+def _names(layout: str) -> dict[str, Any]:
+    """Our options of a layout → timm's; none for plain ViTs."""
+    pairs = (name.partition("=") for name in OPTIONS.get(layout, "").split())
+    return {ours: theirs or ours for ours, _, theirs in pairs}
 
 
 def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
@@ -60,13 +80,20 @@ def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
         needs = ", ".join(f"{key}={standard[key]!r}, not {config[key]!r}" for key in wrong)
         fix = "use --to fastvit_triton, or a .safetensors file"
         raise WeightsError(f"timm cannot build {name} from a config.json: its {architecture} has {needs}; {fix}")
+    layout = model.layout if known else "vit"
+    names = _names(layout) or dict.fromkeys(standard) | {ours: theirs for theirs, ours in ARGUMENTS.items()}
+    if wrong := [key for key in changed if key not in names and key != "num_classes"]:
+        raise WeightsError(f"timm's {architecture} has no option {', '.join(wrong)}; use --to fastvit_triton")
+    if layout == "cait" and config["global_pool"] not in ("token", "avg"):
+        raise WeightsError(f"timm's {architecture} has no global_pool {config['global_pool']!r}; use token or avg")
+    if layout == "twins" and "patch_size" in changed:  # for which timm takes no tuple
+        changed["patch_size"] = square(changed["patch_size"])
     if architecture.startswith("naflex") or "." in name:
         raise WeightsError(f"timm has other parameter names for {name}; use --to fastvit_triton")
     if str(changed.get("pos_embed", "none")) != "none":  # a fixed table is stored as if it were learned
         del changed["pos_embed"]
     changed.pop("patch_embed", None)  # likewise a linear stem, as a convolution
     changed.pop("num_classes", None)
-    named = {ours: theirs for theirs, ours in ARGUMENTS.items()}
     first = "patch_embed.backbone.stem.conv" if hasattr(getattr(model, "patch_embed", None), "backbone") else None
     heads = model.head_names
     inside = {key: value for key, value in cfg.items() if key not in ("label_names", "architecture")}
@@ -76,5 +103,5 @@ def write(model: ImageModel, cfg: dict[str, Any]) -> dict[str, Any]:
     if cfg.get("label_names"):
         config["label_names"] = cfg["label_names"]
     if changed:
-        config["model_args"] = {named.get(key, key): value for key, value in changed.items()}
+        config["model_args"] = {names[key] or key: value for key, value in changed.items()}
     return {**config, "pretrained_cfg": inside}
