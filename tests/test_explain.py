@@ -595,3 +595,12 @@ def test_published_tables_equal_the_paper():
     assert largest[0] is None and largest[1] < largest[2]
     axes = figures.draw_published().axes
     assert [a.get_title("left") for a in axes] == [f"Table {n} (published)" for n in (2, 5, 6)]
+
+
+def test_filters_are_those_of_the_stem():
+    """Oracle: models whose blocks were created before their stem; 3600 and 784 inputs of a block are squares of one."""
+    model = create_model("attention_conv", img_size=32, in_chans=1, depth=1)
+    assert explain.patch_filters(model, 1).shape == model.patch_embed.proj.weight.shape
+    assert (
+        explain.patch_filters(create_model("t2t_vit_7", img_size=32, in_chans=1, embed_dim=784, num_heads=4), 1) is None
+    )

@@ -5,6 +5,7 @@ Sources   ViT, arXiv:2010.11929, figure 7 left and centre; Oquab et al., DINOv2,
           arXiv:2103.11886, and Gong et al., arXiv:2104.12753 (similarity by depth).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ def geometry(model: nn.Module, images: Tensor, tokens: int) -> Geometry:
     """
     H, W = images.shape[2:]
     filters = patch_filters(model, images.shape[1])
-    stem: Any = getattr(model, "patch_embed", None)
+    stem: Any = getattr(model, "patch_embed", model)
     if filters is not None:
         grid = H // filters.shape[2], W // filters.shape[3]
     elif hasattr(stem, "grid_of"):
@@ -65,13 +66,15 @@ def patch_filters(model: nn.Module, channels: int) -> Tensor | None:
         model: any ViT.
         channels: C of its images; the inputs of a linear layer are in the order (row, column, channel).
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if path.startswith("blocks."):  # which may come before the stem
+            continue
         if isinstance(module, nn.Conv2d):
             fits = module.kernel_size == module.stride and module.in_channels == channels and module.groups == 1
             return module.weight.detach() if fits else None
         if isinstance(module, nn.Linear):
             side = round((module.in_features / channels) ** 0.5)
-            if side * side * channels != module.in_features:
+            if side * side * channels != module.in_features or not re.search("patch|embed", path):
                 return None
             return module.weight.detach().unflatten(1, (side, side, channels)).movedim(-1, 1)
     return None
