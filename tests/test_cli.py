@@ -193,6 +193,7 @@ def test_models_are_refused_before_images_are_listed(digits_run: Path, tmp_path:
     monkeypatch.setattr(data, "load", lambda *words, **options: pytest.fail("listed"))
     words = ("train", "--data", tmp_path, "--out", tmp_path / "out", "--img-size", 97)
     assert "img_size height 97 is not a multiple of patch_size 16" in refused(capsys, *words)
+    assert "--distillation soft needs a --teacher" in refused(capsys, *words[:-2], "--distillation", "soft")
     assert "needs a --model with a distillation token" in refused(capsys, *words[:-2], "--teacher", digits_run)
 
 

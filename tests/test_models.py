@@ -554,6 +554,22 @@ def test_bad_options_raise_one_sentence(name, options, error, words):
     assert "\n" not in str(raised.value)
 
 
+def test_none_leaves_what_cannot_be_none():
+    """Oracle: timm, which drops options that are None."""
+    given = dict(num_classes=None, drop_rate=None, img_size=None, depth=1)
+    assert model_config("vit_tiny_patch16_224", **given) == model_config("vit_tiny_patch16_224", depth=1)
+    assert (
+        model_config("deit3_small_patch16_224", init_values=None).init_values is None
+    )  # which switches LayerScale off
+
+
+def test_tokens_say_which_option_an_image_needs():
+    """Oracle: the option that makes the model take the image."""
+    for shape, words in (([1, 1, 32, 32], "with in_chans="), ([1, 3, 48, 32], "with img_size="), ([3, 32, 32], "32]$")):
+        with pytest.raises(ValueError, match=words):
+            create_model("ceit_tiny_224", img_size=32, depth=1)(torch.randn(shape))
+
+
 def test_wrong_images_raise_one_sentence():
     """Oracle: channels and size, both given."""
     model = create_model("vit_tiny_patch16_224", depth=1)

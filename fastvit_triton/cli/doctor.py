@@ -25,7 +25,7 @@ NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
 which reads its operands and writes its results once. Those of torch.compile are estimated by a rule \
 (convert/counting/inductor_rule.py). Expected times are the longer of GPU and host time of the blocks, from published \
-rates and estimates (kernels/tuned/rates.json); the range in brackets is from the best to the pessimistic rates of our \
+rates and estimates (kernels/tuned/rates.json); a range in brackets is from the best to the pessimistic rates of our \
 kernels. The choice uses the pessimistic ones. torch.compile is expected to take the GPU time of the mixed way with \
 PyTorch's attention, and no host time."""
 FROZEN = " Frozen: after fastvit_triton.freeze, which folds the LayerNorms of fused blocks into their projections once."

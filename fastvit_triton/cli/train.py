@@ -128,6 +128,8 @@ def _train_in(out: Path, args: argparse.Namespace, world: "World") -> int:
         use_deterministic_algorithms()
     # errors of the model come before images are listed, which may take minutes
     student = skeleton(recipe.model, **recipe.options | dict(img_size=recipe.img_size))
+    if settings["distillation"] != "hard" and not settings["teacher"]:
+        raise ValueError(f"--distillation {settings['distillation']} needs a --teacher to learn from")
     if settings["teacher"] and not hasattr(student, "set_distilled_training"):
         raise ValueError("--teacher needs a --model with a distillation token, such as deit_tiny_distilled_patch16_224")
     torch.manual_seed(settings["seed"])
@@ -206,7 +208,7 @@ def _print_task(trainer: "Trainer", settings: dict, parallel: str | None) -> Non
     where = f"{world.world_size} processes, {parallel}, {world.device.type}" if parallel else world.device
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print_line(f"{trainer.recipe.model}, {parameters:,} parameters, on {where}")
-    steps = f"{trainer.epochs} epochs of {len(data.train)} steps"
+    steps = f"{trainer.epochs} {'epoch' if trainer.epochs == 1 else 'epochs'} of {len(data.train)} steps"
     print_line(f"{settings['data']}: {len(data.classes)} classes; {steps}")
 
 

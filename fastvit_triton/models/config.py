@@ -50,18 +50,19 @@ class BaseConfig:
                 raise ValueError(f"{field} is {getattr(self, field)}; use a rate in [0, 1)")
 
     def replace(self: Config, **overrides: Any) -> Config:
-        """Returns a copy with some fields changed.
+        """Returns a copy with some fields changed; as in timm, None leaves a field that cannot be None.
 
         Raises:
             TypeError: a field is unknown; the message suggests names.
             ValueError: a value is outside its range.
         """
-        names = [field.name for field in dataclasses.fields(self)]
+        kinds = {field.name: field.type for field in dataclasses.fields(self)}
         for name in overrides:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
+            if name not in kinds:
+                near = difflib.get_close_matches(name, kinds, n=3, cutoff=0.3) or kinds
                 raise TypeError(f"{type(self).__name__} has no option {name!r}; the nearest are {', '.join(near)}")
-        return dataclasses.replace(self, **overrides)
+        left = {name for name, value in overrides.items() if value is None and NoneType not in get_args(kinds[name])}
+        return dataclasses.replace(self, **{name: v for name, v in overrides.items() if name not in left})
 
 
 CHOICES = {

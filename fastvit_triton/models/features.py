@@ -91,9 +91,10 @@ class FeatureGetterNet(nn.Module):
         self.output_fmt = output_fmt or model.feature_formats[0]
         check_format(self.output_fmt, model.feature_formats)
         info = model.feature_info
-        take, _ = feature_take_indices(
-            len(info), model.feature_indices if out_indices is None else out_indices, "out_indices"
-        )
+        if out_indices is None:
+            found = model.feature_indices
+            out_indices = min(found, len(info)) if isinstance(found, int) else found
+        take, _ = feature_take_indices(len(info), out_indices, "out_indices")
         self.out_indices = sorted(set(take))  # the order of the outputs
         self.feature_info = FeatureInfo(info, self.out_indices)
         self.return_dict, self.norm = return_dict, norm

@@ -85,8 +85,10 @@ class TokenModel(ImageModel):
         """(rows, columns) of patches of image [B, C, H, W]; raises ValueError unless it has the model's size."""
         config, (height, width) = self.config, self.config.img_size
         if tuple(image.shape[1:]) != (config.in_chans, height, width):
-            size = f"[B, {config.in_chans}, {height}, {width}]"
-            raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}; build it with img_size=")
+            size, fits = f"[B, {config.in_chans}, {height}, {width}]", image.dim() == 4
+            option = "in_chans" if fits and image.shape[1] != config.in_chans else "img_size"
+            fix = f"; build it with {option}=" if fits else ""
+            raise ValueError(f"image has shape {list(image.shape)}, the model takes {size}{fix}")
         return height // config.patch_size[0], width // config.patch_size[1]
 
     def forward_features(self, image: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ def summary(out: Path, data: Data) -> str:
     reached = f"loss {float(last['test_loss']):.4f}"
     if last["test_accuracy"]:
         reached = f"accuracy {100 * float(last['test_accuracy']):.2f} %"
-    lines = [f"\ntest {reached} after {last['epoch']} epochs\n"]
+    lines = [f"\ntest {reached} after {last['epoch']} {'epoch' if last['epoch'] == '1' else 'epochs'}\n"]
     width = max(len(str(out / name)) for name in FILES)
     lines += [f"  {out / name!s:{width}}  {about}" for name, about in FILES.items() if (out / name).exists()]
     if bad := data.train.bad | data.test.bad:
