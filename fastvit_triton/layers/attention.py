@@ -13,6 +13,7 @@ from ..kernels.cost import Branch as Sizes
 from . import ways
 from .body import Before, Given, Output, finish, project
 from .branch import Branch, add_branches
+from .composed import attend
 from .hooks import can_fuse
 from .mlp import Mlp
 from .module_parts import is_identity, norm_of
@@ -89,21 +90,17 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]; a subclass may override it."""
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
         fused = not ways.state.inside_plain and can_fuse(qkv) and kernels_available(qkv, self.head_dim)
-        simple = fused and self.position is None and dropout == 0.0
+        simple = fused and self.position is None and not (self.attn_drop.training and self.attn_drop.p > 0)
         if simple and is_identity(self.q_norm) and is_identity(self.k_norm):
             return attention_qkv(qkv, self.num_heads, self.scale)
         if simple and (q_norm := norm_of(self.q_norm)) is not None and (k_norm := norm_of(self.k_norm)) is not None:
             return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm)
-        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        heads = qkv.reshape(*qkv.shape[:2], 3, self.num_heads, self.head_dim)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         q, k = self.q_norm(q), self.k_norm(k)
         bias = None if self.position is None else self.scale * self.position(q)
-        if dropout == 0.0 and fused:
-            o = attention(q, k, v, bias, self.scale)
-        else:
-            o = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.scale)
-        return o.transpose(1, 2).flatten(2)
+        return attend(q, k, v, self.scale, self.attn_drop, fused, bias)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}"

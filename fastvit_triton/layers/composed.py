@@ -6,9 +6,11 @@ Like `AttentionParts` and `MlpParts`, it describes modules of any library by the
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.activation import GATED
+from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
 from ..kernels.cost import Branch
 from .body import Before, Given, MlpParts, Output, activate, finish, fold_or_normalize, project
@@ -105,6 +107,18 @@ def heads_of(x: Tensor, num_heads: int, parts: int = 3) -> tuple[Tensor, ...]:
 def merged_heads(o: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Outputs of heads [B, H, N, D] → [B, *shape, H · D], where the shape has N tokens."""
     return o.transpose(1, 2).flatten(2).unflatten(1, shape)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, drop: nn.Dropout, fused: bool = False, bias: Tensor | None = None
+) -> Tensor:
+    """Attention of the heads [B, H, N or M, D] → [B, N, H · D]; PyTorch's while probabilities are dropped."""
+    dropout = drop.p if drop.training else 0.0
+    if fused and dropout == 0.0:
+        o = attention(q, k, v, bias, scale)
+    else:
+        o = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale)
+    return o.transpose(1, 2).flatten(2)
 
 
 def attend_all(qkv: Tensor, num_heads: int, scale: float) -> Tensor:

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention import attention
 from ..kernels.cost import Branch as Sizes
 from ..kernels.depthwise import depthwise
 from .block import Block, Blocks
 from .body import Before, Given, Output, finish, project
 from .branch import Branch, add_branches
+from .composed import attend
 from .hooks import can_fuse, has_hooks
 from .module_parts import CONVOLUTIONS, Foreign, is_plain_module
 from .normed import folded
@@ -118,16 +117,7 @@ class ConvAttention(nn.Module):
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Tokens [B, T + H · W, D] of a grid (H, W), of which T are prefix tokens → [B, T + H · W, D]."""
         q, k, v = self.heads(x, grid, nn.Module.__call__, lambda x, layer: layer(x))
-        return self.proj_drop(self.proj(self.attend(q, k, v)))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, fused: bool = False) -> Tensor:
-        """Attention of queries, keys and values [B, heads, N or M, d] → [B, N, D]."""
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        if fused and dropout == 0.0:
-            o = attention(q, k, v, scale=self.scale)
-        else:
-            o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
-        return o.transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(attend(q, k, v, self.scale, self.attn_drop)))
 
     def heads(
         self, x: Tensor, grid: Grid, convolve: Callable[[Any, Tensor], Tensor], apply: Callable[[Tensor, Any], Tensor]
@@ -189,7 +179,8 @@ class ConvAttentionParts(NamedTuple):
             return project(x, (layer,), None, None, way)
 
         q, k, v = layers.heads(x, self.grid, ConvProjection.fused, apply)
-        return finish(layers.attend(q, k, v, True), layers.proj, None, layers.proj_drop, way=way, **end)
+        o = attend(q, k, v, layers.scale, layers.attn_drop, fused=True)
+        return finish(o, layers.proj, None, layers.proj_drop, way=way, **end)
 
 
 class ConvBlock(Block):

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention import attention
 from .block import Blocks
 from .body import finish, fold_or_normalize, normalize, project
+from .composed import attend
 from .drop_path import DropPath
 from .embed import PatchEmbed
 from .hooks import can_fuse, has_hooks
@@ -66,12 +66,7 @@ class CrossAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [B, 1, D] to k and v [B, N, D], [B, 1, D]."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        if can_fuse(q) and dropout == 0.0:
-            o = attention(q, k, v, scale=self.scale)
-        else:
-            o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
-        return o.transpose(1, 2).flatten(2)
+        return attend(q, k, v, self.scale, self.attn_drop, can_fuse(q))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"

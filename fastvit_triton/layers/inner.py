@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .body import AttentionParts, finish, normalize
 from .branch import Branch, add_branches, runs_plain
-from .composed import ComposedParts, heads_of
+from .composed import ComposedParts, attend, heads_of
 from .drop_path import DropPath
 from .embed import PatchEmbed
 from .hooks import can_fuse
@@ -44,23 +43,18 @@ class SplitAttention(Parted):
         """Its submodules as `AttentionParts`; as `ComposedParts` while probabilities are dropped."""
         layers, drops = (self.qk, self.v), (self.proj_drop,)
         if self.attn_drop.training and self.attn_drop.p > 0:
-            return ComposedParts("attention", layers, self._attend_packed, self.proj, self.num_heads, drops=drops)
+            return ComposedParts("attention", layers, self._attend, self.proj, self.num_heads, drops=drops)
         return AttentionParts(layers, self.proj, self.num_heads, self.scale, drops=drops)
 
     def plain(self, x: Tensor) -> Tensor:
         """x [B, N, D] → [B, N, D]."""
-        heads = *heads_of(self.qk(x), self.num_heads, 2), *heads_of(self.v(x), self.num_heads, 1)
-        return self.proj_drop(self.proj(self._attend(*heads)))
+        (q, k), (v,) = heads_of(self.qk(x), self.num_heads, 2), heads_of(self.v(x), self.num_heads, 1)
+        return self.proj_drop(self.proj(attend(q, k, v, self.scale, self.attn_drop)))
 
-    def _attend_packed(self, qkv: Tensor) -> Tensor:
-        """Projections [B, N, 3 · D] → [B, N, D]."""
-        return self._attend(*heads_of(qkv, self.num_heads))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the heads [B, H, N, d] → [B, N, D], by PyTorch."""
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
-        return o.transpose(1, 2).flatten(2)
+    def _attend(self, qkv: Tensor) -> Tensor:
+        """Attention of projections [B, N, 3 · D] → [B, N, D]."""
+        q, k, v = heads_of(qkv, self.num_heads)
+        return attend(q, k, v, self.scale, self.attn_drop)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"

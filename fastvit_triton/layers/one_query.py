@@ -1,13 +1,13 @@
 """Attention of one query: pooling of tokens, and attention of the class token. Parameter names are timm's."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from . import ways
 from .body import normalize, project
 from .branch import Branch, add_branches
+from .composed import attend
 from .hooks import can_fuse
 from .module_parts import is_readable
 
@@ -60,12 +60,8 @@ class ClassAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, 1, D]."""
-        (q, k, v), dropout = self.heads(x), self.attn_drop.p if self.attn_drop.training else 0.0
-        if dropout == 0.0 and can_fuse(x) and not ways.state.inside_plain:
-            o = attention(q, k, v, None, self.scale)
-        else:
-            o = F.scaled_dot_product_attention(q, k, v, None, dropout, scale=self.scale)
-        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
+        fused = can_fuse(x) and not ways.state.inside_plain
+        return self.proj_drop(self.proj(attend(*self.heads(x), self.scale, self.attn_drop, fused)))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cost import Branch as Sizes
 from .body import Before, Given, Output, finish, project
+from .composed import attend
 from .spatial import ReducedParts
 from .ways import way_alone
 
@@ -95,9 +95,7 @@ class ReducedAttention(nn.Module):
         q, k, v = (
             t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
         )  # [B, heads, N or M, d]
-        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
-        o = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=self.scale)
-        return o.transpose(1, 2).flatten(2).unflatten(1, grid)
+        return attend(q, k, v, self.scale, self.attn_drop).unflatten(1, grid)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, ratio={self.ratio}"

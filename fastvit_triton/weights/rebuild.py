@@ -56,6 +56,9 @@ def compare(tensors: Mapping[str, Tensor], name: str, config: Mapping[str, objec
     if depth * TENSORS_PER_BLOCK > len(tensors):
         raise ValueError(f"its config has depth {depth:,}, and the file {len(tensors):,} tensors")
     empty = skeleton(name, **config)
+    for key, value in config.items():
+        if value is None and (default := getattr(empty.config, key, None)) is not None:
+            raise ValueError(f"{key} is None; leave it out, or give a value such as {default!r}")
     if layout == "fastvit_triton":
         adapt.check(empty, empty.state_dict(), dict(tensors), {}, layout)
     wanted = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
