@@ -168,12 +168,12 @@ def patches(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return both
 
 
-@torch.no_grad()
 def test_two_blocks_have_two_features():
     """Oracle: as many maps as blocks, where the usual number of features is 3."""
     assert len(create_model("cct_2_3x2_32", features_only=True)(torch.zeros(1, 3, 32, 32))) == 2
 
 
+@torch.no_grad()
 def test_naflex_intermediates_equal_timms():
     """Oracle: timm's NaFlexVit on the same patches, in its input form; padding tokens are undefined."""
     name = "naflexvit_base_patch16_gap"

@@ -306,7 +306,7 @@ def test_torchrun_trains_as_one_process_does(tmp_path, capsys):
     assert one.keys() == two.keys()
     capsys.readouterr()
     assert main(["train", "--device", "cpu", "--resume", "--out", str(tmp_path / "two")]) == 0
-    assert "after 1 epochs" in capsys.readouterr().out
+    assert "after 1 epoch\n" in capsys.readouterr().out
 
 
 def interrupt(out: Path, number: int, *options: str) -> tuple[int, str]:
