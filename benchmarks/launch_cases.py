@@ -155,6 +155,9 @@ def _attentions() -> Iterator[Case]:
         q, k, v = (new(B, n, 12, d).transpose(1, 2) for n, d in ((Nq, D), (Nk, D), (Nk, Dv)))
         return attention, (q, k, v), options
 
+    def axes(B, Nq, *lengths):
+        return tuple(new(B, 12, Nq, n) for n in lengths)
+
     other = {
         "bias N=197 D=64": lambda: heads(256, 197, 197, 64, 64, bias=new(1, 12, 197, 197)),
         "bias N=257 D=80": lambda: heads(64, 257, 257, 80, 80, bias=new(1, 12, 257, 257)),
@@ -163,6 +166,10 @@ def _attentions() -> Iterator[Case]:
         "padded N=256 D=64": lambda: heads(256, 256, 256, 64, 64, kv_lens=torch.full((256,), 256, dtype=torch.int32)),
         "class token D=64": lambda: heads(256, 1, 197, 64, 64),
         "levit D=16 Dv=32": lambda: heads(256, 49, 196, 16, 32, bias=new(1, 12, 49, 196)),
+        "axes 64x64 D=64": lambda: heads(4, 4096, 4096, 64, 64, axis_bias=axes(4, 4096, 64, 64)),
+        "axes 14x14 D=64": lambda: heads(100, 196, 196, 64, 64, axis_bias=axes(100, 196, 14, 14)),
+        "axes 14x14 D=80": lambda: heads(100, 196, 196, 80, 80, axis_bias=axes(100, 196, 14, 14)),
+        "axes 7x7 D=96": lambda: heads(256, 196, 49, 96, 96, axis_bias=axes(256, 196, 7, 7)),
     }
     for name, build in other.items():
         yield Case(name, "attention", "bfloat16", build)

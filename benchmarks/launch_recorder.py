@@ -294,5 +294,8 @@ def _attention_work(launch: Launch) -> Work:
     if kernel == "_bwd_dkdv_kernel":
         tiles = math.ceil(Nq / a["BLOCK_M"])
         return Work(flops, padded_pair * a["BLOCK_N"] * tiles * a["BLOCK_M"], Nq // a["BLOCK_M"])
+    if kernel == "_bwd_axes_kernel":  # dS times zeros and ones is no arithmetic of the operation
+        passes = math.ceil(Nk / a["BLOCK_N"])
+        return Work(flops, (padded_pair + 2 * a["WIDTH"]) * a["BLOCK_M"] * passes * a["BLOCK_N"], passes)
     passes = Nk // a["BLOCK_N"]
     return Work(flops, padded_pair * a["BLOCK_M"] * (passes * a["BLOCK_N"] + a["TAIL"]), passes)

@@ -125,6 +125,20 @@ def test_fully_masked_rows_give_zero_and_no_gradient(kind, return_lse):
         assert (t.grad[0] == 0).all() and t.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [(3, 5), (200, 60)])  # the second is stored as one bias
+def test_biases_of_rows_and_columns_equal_their_sum(size):
+    """Oracle: the bias of every key, written out."""
+    (h, w), B, H, N = size, 2, 2, 4
+    q, k, v = (randn(B, H, n, 8) for n in (N, h * w, h * w))
+    row, column = randn(B, H, N, h), randn(B, H, N, w)
+    bias = torch.stack([row[..., n // w] + column[..., n % w] for n in range(h * w)], -1)
+    wanted = attention(q, k, v, bias)
+    torch.testing.assert_close(attention(q, k, v, axis_bias=(row, column)), wanted)
+    o, lse = attention(q, k, v, axis_bias=(row, column), return_lse=True)
+    torch.testing.assert_close(o, wanted)
+    torch.testing.assert_close(lse, attention(q, k, v, bias, return_lse=True)[1])
+
+
 def test_kv_lens_equals_cutting_the_keys():
     """Oracle: each image by itself, with its own keys."""
     q, k, v = randn(3, 2, 4, 5), randn(3, 2, 6, 5), randn(3, 2, 6, 5)
@@ -358,6 +372,20 @@ def test_depthwise_equals_the_modules_of_other_packages():
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(3, 3)), r"bias must have axes \[G, H, Nq, Nk\]"),
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, bias=randn(1, 2, 3, 2)), "axis Nk of bias must be 3, got 2"),
         (lambda: attention(*[randn(1, 2, 3, 4)] * 3, kv_lens=torch.ones(2)), "axis B of kv_lens must be 1, got 2"),
+        (
+            lambda: attention(*[randn(1, 2, 6, 4)] * 3, axis_bias=(randn(1, 2, 6, 2), randn(1, 2, 6, 2))),
+            "axis_bias has 2 rows and 2 columns, and k has 6 keys",
+        ),
+        (
+            lambda: attention(*[randn(1, 2, 6, 4)] * 3, axis_bias=(randn(1, 1, 6, 2), randn(1, 2, 6, 3))),
+            "axis H of the row of axis_bias must be 2, got 1",
+        ),
+        (
+            lambda: attention(
+                *[randn(1, 2, 6, 4)] * 3, randn(1, 1, 1, 6), axis_bias=(randn(1, 2, 6, 2), randn(1, 2, 6, 3))
+            ),
+            "axis_bias is given with bias or kv_lens",
+        ),
         (lambda: attention_qkv(randn(1, 2, 10), 2), "multiple of 3·num_heads = 6, got 10"),
         (lambda: attention_qkv(randn(2, 12), 2, varlen=(torch.tensor([0, 2]), 1)), "max_seqlen must be at least 2"),
         (lambda: attention_qkv(randn(2, 12), 2, varlen=(torch.tensor([0, 3]), 3)), "end with at most T = 2, got 3"),

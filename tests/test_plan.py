@@ -82,6 +82,19 @@ def test_expected_time_of_launches():
     assert cost.launch_us(gpu, product._replace(kind="fused product"), 1) == pytest.approx(want)
 
 
+def test_pytorch_stores_a_decomposed_bias():
+    """Oracle: by hand, one value for each score, written once and read once; our kernel adds the parts of the bias."""
+    gpu, (attn, mlp) = cost.gpus()["h200"], vit("B", 8, 196)
+    for way, passes in (("plain", 2), ("fused", 0)):
+        bare, biased = (
+            sum(one.nbytes for one in cost.launches(gpu, (one, mlp), way, False, False))
+            for one in (attn, attn._replace(decomposed=1))
+        )
+        assert biased - bare == 2 * passes * 8 * attn.heads * 196 * 196, way
+    launches = cost.launches(gpu, (attn._replace(decomposed=1),), "mixed", True, False)
+    assert {one.kind for one in launches if one.flops} == {"product", "fused attention"}
+
+
 def test_rates_say_where_they_come_from():
     """Oracle: every GPU has a source; the pessimistic ratio is the smallest."""
     for name, gpu in cost.gpus().items():

@@ -283,6 +283,7 @@ MUTATIONS = {
     "attention_backward._bwd_dq_kernel": ("delta = tl.sum", "delta = -tl.sum", attention.OP, "bias"),
     "attention_backward._bwd_dkdv_kernel": ("dk0 * softmax_scale", "dk0 * scale", attention.OP, "bias"),
     "attention_backward._bwd_dbias_kernel": ("dp - tl.load", "dp + tl.load", attention.OP, "bias"),
+    "attention_backward._bwd_axes_kernel": ("dp - delta", "dp + delta", attention.OP, "axes"),
     "layer_norm._fwd_kernel": ("x - mean", "x + mean", layer_norm.OP, "ragged"),
     "layer_norm_backward._bwd_kernel": ("t -= normed *", "t += normed *", layer_norm.OP, "ragged"),
     "layer_norm_backward._sum_kernel": ("total += tl.sum", "total -= tl.sum", layer_norm.OP, "ragged"),

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from importlib import import_module
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from towers_timm import MODELS, build, images
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert.forwards import FORWARDS
 from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.layers.freeze import kept_folds
 
 READ = {name.rpartition(".")[2] for name in FORWARDS if name.startswith("timm.")} - {"PatchEmbed"}
@@ -157,3 +159,19 @@ def test_notes_are_not_repeated():
     notes = [(row.why or "").split("; ") for row in optimize(build("levit").eval()).rows]
     assert any("its BatchNorm is folded" in note for row in notes for note in row)
     assert all(len(set(row)) == len(row) for row in notes)
+
+
+@pytest.mark.parametrize("name", ["sam", "mvit"])
+def test_biases_of_rows_and_columns_are_not_summed(name, monkeypatch):
+    """Oracle: the original's outputs and gradients; the function that sums the biases for every key is not called."""
+    monkeypatch.setattr(import_module("fastvit_triton.kernels.attention"), "sum_of_axes", None)
+    model, x = build(name).float().eval(), images(name).float()
+    original = copy.deepcopy(model)
+    optimize(model)
+    wanted, tables = original(x), [p for n, p in original.named_parameters() if "rel_pos" in n]
+    with interpreting(), forcing("fused"):
+        found = model(x)
+        grads = torch.autograd.grad(found.square().sum(), [p for n, p in model.named_parameters() if "rel_pos" in n])
+    assert tables and distance(found, wanted) <= SINGLE
+    for got, want in zip(grads, torch.autograd.grad(wanted.square().sum(), tables), strict=True):
+        assert distance(got, want) <= 10 * SINGLE  # sums over all queries, of products of six matmuls

@@ -3,6 +3,7 @@
 Math      S = scale · Q Kᵀ + bias              [Nq, Nk]                          (1)
           O = softmax(S) V                     [Nq, Dv]                          (2)
           L = ln Σₙ exp(S)                     [Nq]      natural log, fp32       (3)
+          axis_bias: bias[:, i·w + j] = row[:, i] + column[:, j] for the key in row i and column j of a map.
           A row whose keys are all masked gives O = 0 and no gradient, and L = −inf.
 Backward  equations (4) to (8) of `attention_backward`.
 Kernels   Scores and L are kept in base 2, as S·log₂e and L·log₂e, because exp2 is one instruction.
@@ -17,6 +18,7 @@ Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; running m
           Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
           Dosovitskiy et al., ViT, arXiv:2010.11929, eq. 5-8.
           Dehghani et al., NaViT, arXiv:2307.06304, section 2.1 (packed images).
+          Li et al., MViTv2, arXiv:2112.01526, section 4.1 (biases of rows and columns).
 Differs   From FlashAttention-2: any Nq and Nk (197 is the usual case), D ≠ Dv (LeViT), any softmax scale (T2T-ViT,
           CvT), a bias shared by groups of images (Swin).
 """
@@ -42,6 +44,7 @@ from .attention_inner import (
 from .attention_launch import (
     ARGUMENTS,
     arguments_of,
+    bias_kind,
     blocks_of,
     prepare,
     prepared,
@@ -54,6 +57,8 @@ from .launch import cdiv
 from .op import Op, cast, expect, make_randn, once_differentiable, register
 from .tile import jit, tl
 
+MAX_AXES = 256  # rows and columns of keys up to which their biases are added within the kernels
+
 
 def attention(
     q: Tensor,
@@ -63,6 +68,7 @@ def attention(
     scale: float | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
+    axis_bias: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | Any:
     """softmax(scale · q kᵀ + bias) v, for any numbers of queries and keys.
 
@@ -75,6 +81,9 @@ def attention(
         scale: multiplies q kᵀ; None means D^-0.5.
         kv_lens: [B] integers, number of valid keys of each image; later keys are masked. Values are clamped to 0 … Nk.
         return_lse: also return L of equation (3), which has no gradient.
+        axis_bias: (row [B, H, Nq, h], column [B, H, Nq, w]) for keys that are a map of h · w = Nk: the bias of a key is
+            that of its row plus that of its column, as of decomposed relative positions. The kernels do not store the
+            sum if h + w ≤ 256. Not with bias or kv_lens.
 
     Returns:
         [B, H, Nq, Dv]; with `return_lse` also L [B, H, Nq], fp32.
@@ -89,12 +98,24 @@ def attention(
     expect("v", v, q, B=B, H=H, Nk=k.shape[2], Dv=None)
     check.heads(q, k, v)
     check.scores(q, (H, q.shape[2], k.shape[2]), bias, kv_lens, scale, return_lse)
+    columns, bare = 0, bias is kv_lens is None
+    if axis_bias is not None:
+        check.axis_bias(q, (H, q.shape[2], k.shape[2]), axis_bias, bare)
+        columns, bare = axis_bias[1].shape[3], False
+        if not columns or axis_bias[0].shape[3] + columns > MAX_AXES:
+            bias, axis_bias, columns = sum_of_axes(*axis_bias), None, 0
     if kernels_available(q, max(D, v.shape[3])) and (
-        return_lse or prefers_kernel(q, H, (q.shape[2], k.shape[2]), (D, v.shape[3]), bias is kv_lens is None, False)
+        return_lse or prefers_kernel(q, H, (q.shape[2], k.shape[2]), (D, v.shape[3]), bare, False)
     ):
-        o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale)
+        bias = bias if axis_bias is None else torch.cat(axis_bias, -1)
+        o, lse = _Fn.apply(*cast(q, k, v), bias, kv_lens, None, 0, D**-0.5 if scale is None else scale, columns)
         return (o, lse * math.log(2)) if return_lse else o
-    return reference(q, k, v, bias, scale, kv_lens, return_lse)
+    return reference(q, k, v, bias, scale, kv_lens, return_lse, axis_bias)
+
+
+def sum_of_axes(row: Tensor, column: Tensor) -> Tensor:
+    """Biases of rows [..., h] and of columns [..., w] → those of all keys [..., h · w]."""
+    return (row[..., :, None] + column[..., None, :]).flatten(-2)
 
 
 def varlen_attention(
@@ -164,10 +185,11 @@ def reference(
     scale: float | None = None,
     kv_lens: Tensor | None = None,
     return_lse: bool = False,
+    axis_bias: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | Any:
     """Equations (1) and (2) by PyTorch's fused attention; written out if L or forward-mode AD is needed."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mask = _mask(q, k, bias, kv_lens)
+    mask = _mask(q, k, bias if axis_bias is None else sum_of_axes(*axis_bias), kv_lens)
     if not return_lse and torch.autograd.forward_ad._current_level < 0:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = scale * (q @ k.mT).float() if q.dtype != torch.float64 else scale * (q @ k.mT)  # (1) [B, H, Nq, Nk]
@@ -212,8 +234,9 @@ def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, kv_lens_ptr, cu_seqlens_ptr, o_ptr, l_ptr,
     q_strides, k_strides, v_strides, bias_strides, o_strides, l_strides, H, Nq, Nk, T, G, tiles, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, HAS_KV_LENS: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr,
-    SAFE: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_KV_LENS: tl.constexpr,
+    HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. Loops over all keys. Equations (1) to (3)."""
     tile, b, h, start, Nq, Nk = program_position(
@@ -235,14 +258,14 @@ def _fwd_kernel(
     for first in range(0, full, BLOCK_N):
         row_max, row_sum, o0, o1 = fwd_step(
             q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, first + tl.arange(0, BLOCK_N), Nq, Nk, row_max, row_sum, o0, o1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, False,
+            m, first + tl.arange(0, BLOCK_N), first, Nq, Nk, row_max, row_sum, o0, o1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, False,
         )  # fmt: skip
     if TAIL > 0:  # 197 = 3·64 + 5: only the last block of keys is masked
         row_max, row_sum, o0, o1 = fwd_step(
             q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, full + tl.arange(0, TAIL), Nq, Nk, row_max, row_sum, o0, o1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, SAFE, True,
+            m, full + tl.arange(0, TAIL), full, Nq, Nk, row_max, row_sum, o0, o1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, SAFE, True,
         )  # fmt: skip
     nonzero_sum = row_sum
     if SAFE:
@@ -259,7 +282,7 @@ def _fwd_kernel(
     )
 
 
-def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
+def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
     """(o [B, H, Nq, Dv] stored as [B, Nq, H, Dv], L [B, H, Nq] in base 2)."""
     o, lse = _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
     if cu_seqlens is not None:
@@ -268,40 +291,40 @@ def _fwd(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if o.numel():
         tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, o=o, l=lse)
-        for one in prepared(_prepare, tensors, max_seqlen, scale):
+        for one in prepared(_prepare, tensors, max_seqlen, scale, columns):
             start(one, tensors)
     return o, lse
 
 
-def _prepare(tensors, max_seqlen, scale):
+def _prepare(tensors, max_seqlen, scale, columns):
     """The launch of the forward pass."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
-    blocks = blocks_of("fwd", q, bias, images, Nq, Nk, width)
+    blocks = blocks_of("fwd", q, bias_kind(bias, columns), images, Nq, Nk, width)
     tiles = cdiv(Nq, blocks["BLOCK_M"])
     safe = bias is not None or kv_lens is not None or scale <= 0 or not Nk
     tail = tail_block(Nk, blocks["BLOCK_N"], kv_lens is not None or cu_seqlens is not None)
-    arguments = arguments_of(tensors, max_seqlen, scale) | dict(tiles=tiles, SAFE=safe, TAIL=tail)
+    arguments = arguments_of(tensors, max_seqlen, scale, columns) | dict(tiles=tiles, SAFE=safe, TAIL=tail)
     return [prepare(_fwd_kernel, tiles * images * q.shape[1], blocks, **arguments)]
 
 
-def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
+def _fwd_fake(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
     B, H, Nq, _ = q.shape
     o = q.new_empty(B, Nq, H, v.shape[3]).transpose(1, 2)
     return o, q.new_empty(B, H, Nq, dtype=torch.float32)
 
 
-fwd_op = register("attention_fwd", f"({ARGUMENTS}) -> (Tensor, Tensor)", _fwd, _fwd_fake)
+fwd_op = register("attention_fwd", f"({ARGUMENTS}, SymInt columns=0) -> (Tensor, Tensor)", _fwd, _fwd_fake)
 
 
 class _Fn(torch.autograd.Function):
     """Autograd of attention_fwd by attention_bwd, for q, k, v [B, H, N, D]; saves the tensors listed in the header."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale):
-        o, lse = fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale)
+    def forward(ctx, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns=0):
+        o, lse = fwd_op(q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, columns)
         ctx.save_for_backward(q, k, v, bias, kv_lens, cu_seqlens, o, lse)
-        ctx.sizes = max_seqlen, scale
+        ctx.sizes, ctx.columns = (max_seqlen, scale), columns
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         return o, lse
@@ -310,17 +333,24 @@ class _Fn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, _):
         if do is None:
-            return (None,) * 8
+            return (None,) * 9
         *inputs, o, lse = ctx.saved_tensors
-        dq, dk, dv, dbias = bwd_op(do, *inputs, *ctx.sizes, o, lse, False, ctx.needs_input_grad[3])
-        return dq, dk, dv, dbias if ctx.needs_input_grad[3] else None, None, None, None, None
+        learn_bias = ctx.needs_input_grad[3]
+        dq, dk, dv, dbias = bwd_op(do, *inputs, *ctx.sizes, o, lse, False, learn_bias, ctx.columns)
+        return dq, dk, dv, dbias if learn_bias else None, None, None, None, None, None
 
 
 def _inputs(case: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> dict:
     randn, (B, H, Nq, Nk, D, Dv) = make_randn(device, dtype), (case[a] for a in ("B", "H", "Nq", "Nk", "D", "Dv"))
-    arguments = {"q": randn(B, Nq, H, D).transpose(1, 2), "k": randn(B, H, Nk, D), "v": randn(B, H, Nk, Dv)}
+    arguments: dict[str, Any] = {
+        "q": randn(B, Nq, H, D).transpose(1, 2),
+        "k": randn(B, H, Nk, D),
+        "v": randn(B, H, Nk, Dv),
+    }
     if "G" in case:
         arguments["bias"] = randn(case["G"], H, Nq, Nk)
+    if "rows" in case:
+        arguments["axis_bias"] = tuple(randn(B, H, Nq, n) for n in (case["rows"], Nk // case["rows"]))
     if "short" in case:
         lens = [Nk - case["short"] * (b % 2) for b in range(B)]
         arguments["kv_lens"] = torch.tensor(lens, dtype=torch.int64, device=device)
@@ -343,6 +373,7 @@ OP = Op(
         "bias": dict(B=4, H=1, Nq=3, Nk=5, D=3, Dv=2, G=2),
         "padded": dict(B=2, H=1, Nq=3, Nk=9, D=4, Dv=4, short=4),
         "class_token": dict(B=2, H=3, Nq=1, Nk=17, D=8, Dv=8),
+        "axes": dict(B=2, H=2, Nq=3, Nk=6, D=4, Dv=4, rows=2),
     },
     inputs=_inputs,
     ragged={
@@ -355,9 +386,13 @@ OP = Op(
         "so400m": dict(B=1, H=1, Nq=65, Nk=65, D=72, Dv=72),
         "giant": dict(B=1, H=1, Nq=17, Nk=33, D=88, Dv=88),
         "widest": dict(B=1, H=1, Nq=20, Nk=20, D=256, Dv=192),
+        "axes": dict(B=1, H=2, Nq=70, Nk=70, D=32, Dv=32, rows=5),
+        "axes_pooled": dict(B=2, H=1, Nq=33, Nk=18, D=24, Dv=40, rows=6),
+        "axes_aligned": dict(B=1, H=1, Nq=17, Nk=128, D=16, Dv=16, rows=2),
         "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
         "no_padded": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8, short=1),
         "no_queries": dict(B=2, H=2, Nq=0, Nk=4, D=8, Dv=8),
+        "no_columns": dict(B=2, H=2, Nq=3, Nk=0, D=8, Dv=8, rows=5),
         "no_keys": dict(B=2, H=2, Nq=4, Nk=0, D=8, Dv=8),
     },
 )

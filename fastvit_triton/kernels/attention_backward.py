@@ -5,9 +5,11 @@ Math      P = exp(S − L)                       recomputed, never stored       
           dS = P ∘ (dO Vᵀ − Δ)                                                   (6)
           dV = Pᵀ dO    dQ = scale · dS K    dK = scale · dSᵀ Q                  (7)
           dbias[g] = Σ dS over images b ≡ g (mod G), in order                    (8)
+          d_row[:, i] = Σ dS over the keys in row i, d_column[:, j] likewise     (9)
 Kernels   If two blocks of keys cover all keys (197 ≤ 2·128), one program computes all gradients of a head, with five
           matrix products. Otherwise one kernel computes Δ and dQ and another dK and dV, with seven products. A third
-          kernel computes dbias. No atomics: every run gives the same bits.
+          kernel computes dbias, or the sums of (9) as a product of dS with zeros and ones. No atomics: every run gives
+          the same bits.
 Cost      2·B·H·Nq·Nk·(3·D + 2·Dv) flops with one program per head, 2·B·H·Nq·Nk·(4·D + 3·Dv) otherwise.
 Source    Dao, FlashAttention-2, arXiv:2307.08691, algorithm 2.
 """
@@ -32,6 +34,7 @@ from .attention_inner import (
 from .attention_launch import (
     ARGUMENTS,
     arguments_of,
+    bias_kind,
     blocks_of,
     prepare,
     prepared,
@@ -51,8 +54,9 @@ def _bwd_dq_kernel(
     q_strides, k_strides, v_strides, bias_strides, o_strides, do_strides, l_strides, dq_strides,
     H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, HAS_KV_LENS: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_KV_LENS: tl.constexpr,
+    HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. Loops over keys; writes Δ of equation (5) and dQ of (7)."""
     tile, b, h, start, Nq, Nk = program_position(
@@ -83,14 +87,14 @@ def _bwd_dq_kernel(
     for first in range(0, full, BLOCK_N):
         dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, first + tl.arange(0, BLOCK_N), Nq, Nk, lse, delta, dq0, dq1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
+            m, first + tl.arange(0, BLOCK_N), first, Nq, Nk, lse, delta, dq0, dq1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False,
         )  # fmt: skip
     if TAIL > 0:
         dq0, dq1 = dq_step(
             q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides,
-            m, full + tl.arange(0, TAIL), Nq, Nk, lse, delta, dq0, dq1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
+            m, full + tl.arange(0, TAIL), full, Nq, Nk, lse, delta, dq0, dq1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True,
         )  # fmt: skip
     store_tiles(dq_ptr, dq0 * softmax_scale, dq1 * softmax_scale, m, dq_stride, Nq, D, D0, D1)
 
@@ -101,8 +105,9 @@ def _bwd_dkdv_kernel(
     q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, dk_strides, dv_strides,
     H, Nq, Nk, T, G, tiles, scale, softmax_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, HAS_KV_LENS: tl.constexpr, HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_KV_LENS: tl.constexpr,
+    HAS_CU_SEQLENS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one head. Loops over queries; writes dK and dV of equation (7)."""
     keys = Nk  # rows to write, including those of masked keys
@@ -132,14 +137,14 @@ def _bwd_dkdv_kernel(
     for first in range(0, full, BLOCK_M):
         dk0, dk1, dv0, dv1 = dkdv_step(
             k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
-            first + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, False,
+            first + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, False,
         )  # fmt: skip
     if full < Nq:
         dk0, dk1, dv0, dv1 = dkdv_step(
             k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
-            full + tl.arange(0, BLOCK_M), n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
-            D, D0, D1, Dv, V0, V1, BIAS, PRECISION, True,
+            full + tl.arange(0, BLOCK_M), n, tile * BLOCK_N, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+            D, D0, D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True,
         )  # fmt: skip
     if HAS_KV_LENS:
         valid = (n < Nk)[:, None]
@@ -230,15 +235,54 @@ def _bwd_dbias_kernel(
         k0, k1 = load_tiles(k_at, n, k_stride, keys, D, D0, D1, True)
         do0, do1 = load_tiles(do_at, m, do_stride, Nq, Dv, V0, V1, True)
         p, dp = p_and_dp(
-            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_stride, bias_strides, m, n, Nq, keys,
-            load_lse(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, PRECISION, True,
+            q0, q1, do0, do1, k0, k1, v_at, bias_ptr, v_stride, bias_strides, m, n, 0, Nq, keys,
+            load_lse(l_ptr + at, m, Nq), scale, D1, Dv, V0, V1, BIAS, 0, 0, PRECISION, True,
         )  # fmt: skip
         dbias += p * (dp - tl.load(delta_ptr + at + m, mask=m < Nq, other=0.0)[:, None])
     at = dbias_ptr + ((g * H + h) * Nq + m)[:, None] * Nk + n[None, :]
     tl.store(at, dbias, mask=(m < Nq)[:, None] & (n < Nk)[None, :])
 
 
-def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias):
+@jit(do_not_specialize=["tiles"])
+def _bwd_axes_kernel(
+    q_ptr, k_ptr, v_ptr, bias_ptr, do_ptr, l_ptr, delta_ptr, dbias_ptr,
+    q_strides, k_strides, v_strides, bias_strides, do_strides, l_strides, H, Nq, Nk, tiles, scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head. Loops over keys; writes the sums of equation (9)."""
+    m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    h = (tl.program_id(0) // tiles % H).to(tl.int64)
+    q_ptr, q_stride = head_pointer(q_ptr, q_strides, b, h, 0, UNIT)
+    k_ptr, k_stride = head_pointer(k_ptr, k_strides, b, h, 0, UNIT)
+    v_ptr, v_stride = head_pointer(v_ptr, v_strides, b, h, 0, UNIT)
+    do_ptr, do_stride = head_pointer(do_ptr, do_strides, b, h, 0, UNIT)
+    bias_ptr += b * bias_strides[0] + h * bias_strides[1]
+    l_at = b * l_strides[0] + h * l_strides[1]
+    q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, True)  # [BLOCK_M, D0], [BLOCK_M, D1]
+    do0, do1 = load_tiles(do_ptr, m, do_stride, Nq, Dv, V0, V1, True)  # [BLOCK_M, V0], [BLOCK_M, V1]
+    lse = load_lse(l_ptr + l_at, m, Nq)
+    delta = tl.load(delta_ptr + l_at + m, mask=m < Nq, other=0.0)
+    axis = tl.arange(0, WIDTH)[None, :]  # all rows, then all columns
+    sums = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for first in range(0, Nk, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, True)
+        p, dp = p_and_dp(
+            q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, Nq, Nk, lse, scale,
+            D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, True,
+        )  # fmt: skip
+        ds = (p * (dp - delta[:, None])).to(q0.dtype)  # (6)
+        here = ((n // COLUMNS)[:, None] == axis) | ((ROWS + n % COLUMNS)[:, None] == axis)  # [BLOCK_N, WIDTH]
+        place = tl.where(here, 1.0, 0.0).to(q0.dtype)  # Triton's interpreter converts no bool to bfloat16
+        sums = tl.dot(ds, place, sums, input_precision=PRECISION)  # (9)
+    at = dbias_ptr + ((b * H + h) * Nq + m)[:, None] * (ROWS + COLUMNS) + axis
+    tl.store(at, sums, mask=(m < Nq)[:, None] & (axis < ROWS + COLUMNS))
+
+
+def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0):
     """(dq, dk, dv, dbias); with `packed`, dq is dqkv [B, N, 3, H, D]. Outputs that are not needed are empty."""
     outputs = _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias)
     dq, dk, dv, dbias = outputs
@@ -251,46 +295,52 @@ def _bwd(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, pack
     do, q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (do, q, k, v))
     tensors = dict(q=q, k=k, v=v, bias=bias, kv_lens=kv_lens, cu_seqlens=cu_seqlens, do=do, o=o, l=lse)
     tensors |= dict(dq=dq, dk=dk, dv=dv)
-    if learn_bias:  # dbias is not broadcast over heads, queries and keys
+    if learn_bias and columns:
+        tensors["dbias"] = dbias
+    elif learn_bias:  # dbias is not broadcast over heads, queries and keys
         shape = (bias.shape[0], *q.shape[1:3], k.shape[2])
         tensors["dbias"] = torch.zeros(shape, dtype=torch.float32, device=q.device)
-    launches = prepared(_prepare, tensors, max_seqlen, scale)
+    launches = prepared(_prepare, tensors, max_seqlen, scale, columns)
     if any("delta" in one.tensors for one in launches):
         tensors["delta"] = torch.empty_like(lse)
     for one in launches:
         start(one, tensors)
-    if learn_bias:
+    if learn_bias and not columns:
         dbias.copy_(tensors["dbias"].sum_to_size(bias.shape))
     return outputs
 
 
-def _prepare(tensors, max_seqlen, scale):
+def _prepare(tensors, max_seqlen, scale, columns):
     """Launches of the backward pass: one if a program can hold a whole head, else one each for dq, dk/dv and dbias."""
     q, k, v, bias, kv_lens, cu_seqlens, *_ = tensors.values()
     images, Nq, Nk, width = sizes_of(q, k, v, cu_seqlens, max_seqlen)
     heads, ragged = images * q.shape[1], kv_lens is not None or cu_seqlens is not None
-    arguments, launches = arguments_of(tensors, max_seqlen, scale), []
+    arguments, launches, kind = arguments_of(tensors, max_seqlen, scale, columns), [], bias_kind(bias, columns)
     blocks = whole_head_blocks(q, bias, ragged, images, Nq, Nk, width)
     if blocks and q.numel() and k.numel():
         tail = tail_block(Nq, blocks["BLOCK_M"], cu_seqlens is not None)
         return [prepare(_bwd_kernel, heads, blocks, **arguments, tiles=1, TAIL=tail)]
     if q.numel():
-        blocks = blocks_of("bwd_dq", q, bias, images, Nq, Nk, width)
+        blocks = blocks_of("bwd_dq", q, kind, images, Nq, Nk, width)
         tiles, tail = cdiv(Nq, blocks["BLOCK_M"]), tail_block(Nk, blocks["BLOCK_N"], ragged)
         launches += [prepare(_bwd_dq_kernel, tiles * heads, blocks, **arguments, tiles=tiles, TAIL=tail)]
     if k.numel():
-        blocks = blocks_of("bwd_dkdv", q, bias, images, Nq, Nk, width)
+        blocks = blocks_of("bwd_dkdv", q, kind, images, Nq, Nk, width)
         tiles = cdiv(Nk, blocks["BLOCK_N"])
         launches += [prepare(_bwd_dkdv_kernel, tiles * heads, blocks, **arguments, tiles=tiles)]
-    if "dbias" in tensors and q.numel() and k.numel():
-        blocks = blocks_of("bwd_dbias", q, bias, images, Nq, Nk, width)
+    if "dbias" in tensors and columns and q.numel() and k.numel():
+        blocks = blocks_of("bwd_axes", q, "", images, Nq, Nk, max(width, arguments["WIDTH"]))
+        tiles = cdiv(Nq, blocks["BLOCK_M"])
+        launches += [prepare(_bwd_axes_kernel, tiles * heads, blocks, **arguments, tiles=tiles)]
+    elif "dbias" in tensors and q.numel() and k.numel():
+        blocks = blocks_of("bwd_dbias", q, kind, images, Nq, Nk, width)
         tiles = dict(tiles_m=cdiv(Nq, blocks["BLOCK_M"]), tiles_n=cdiv(Nk, blocks["BLOCK_N"]))
         programs = math.prod(tiles.values()) * q.shape[1] * bias.shape[0]
         launches += [prepare(_bwd_dbias_kernel, programs, blocks, **arguments, **tiles, B=images)]
     return launches
 
 
-def _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias):
+def _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse, packed, learn_bias, columns=0):
     B, H, N, D = q.shape
     dbias = q.new_empty(bias.shape, dtype=bias.dtype) if learn_bias else q.new_empty(0)
     if packed:
@@ -300,7 +350,8 @@ def _bwd_fake(do, q, k, v, bias, kv_lens, cu_seqlens, max_seqlen, scale, o, lse,
 
 bwd_op = register(
     "attention_bwd",
-    f"(Tensor do, {ARGUMENTS}, Tensor o, Tensor lse, bool packed, bool learn_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor do, {ARGUMENTS}, Tensor o, Tensor lse, bool packed, bool learn_bias, SymInt columns=0)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _bwd,
     _bwd_fake,
 )

@@ -8,6 +8,7 @@ Flags     MASKED: indices may lie past Nq or Nk, so loads are masked.
           SAFE: scores are scaled before the maximum is taken (there is a bias, or the scale may be negative), and a row
           may have no keys.
           BIAS: 0 without a bias, 1 for a bias that is added, 2 for a boolean mask.
+          ROWS, COLUMNS: of the map of keys, if the bias is that of a key's row plus that of its column; else 0.
 """
 
 from .tile import jit, load_rows, store_rows, tl
@@ -90,12 +91,22 @@ def add_product(p, x0, x1, sum0, sum1, D1: tl.constexpr, PRECISION: tl.constexpr
 
 
 @jit
-def _add_bias(s, bias_ptr, m, n, inside, bias_strides, BIAS: tl.constexpr):
-    """Adds the bias of queries m and keys n to base-2 scores; m, n and inside broadcast to the shape of s."""
-    at = bias_ptr + m.to(tl.int64) * bias_strides[2] + n.to(tl.int64) * bias_strides[3]
+def _load_bias(
+    bias_ptr, m, n, first, inside, Nq, bias_strides, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The bias of queries m and keys n = first, … in base 2; m, n and inside broadcast to the shape of the scores."""
+    at = bias_ptr + m.to(tl.int64) * bias_strides[2]
+    if COLUMNS > 0:  # the biases of all rows, then of all columns
+        if tl.constexpr(COLUMNS) % n.numel == 0:  # all keys are in one row
+            row = tl.load(at + first // COLUMNS, mask=m < Nq, other=0.0)
+        else:
+            row = tl.load(at + n // COLUMNS, mask=inside, other=0.0)
+        column = tl.load(at + ROWS + n % COLUMNS, mask=inside, other=0.0)
+        return (row.to(tl.float32) + column.to(tl.float32)) * 1.4426950408889634  # log₂e
+    at += n.to(tl.int64) * bias_strides[3]
     if BIAS == 2:  # boolean: True means attend
-        return tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
-    return s + tl.load(at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634  # log₂e
+        return tl.where(tl.load(at, mask=inside, other=0) != 0, 0.0, float("-inf"))
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
 
 
 @jit
@@ -107,18 +118,22 @@ def load_lse(l_ptr, m, Nq):
 
 @jit
 def fwd_step(
-    q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, Nq, Nk, row_max, row_sum, o0, o1, scale,
+    q0, q1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, Nq, Nk, row_max, row_sum, o0, o1,
+    scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr, MASKED: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, SAFE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Forward step over one block of keys: equations (1) and (2) with a running row maximum and row sum."""
+    if BIAS > 0:  # before Q Kᵀ, whose layout Triton then takes for row_max: else it computes each exponential twice
+        inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
+        bias = _load_bias(bias_ptr, m[:, None], n[None, :], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
     k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, MASKED)
     s = dot_transposed(q0, q1, k0, k1, D1, PRECISION)  # [BLOCK_M, BLOCK_N]
     if SAFE:  # scores are scaled first: a bias is added to them, or the scale may be negative
         s *= scale
         if BIAS > 0:
-            inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
-            s = _add_bias(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
+            s += bias
         scale = 1.0
     if MASKED:
         s = tl.where((n < Nk)[None, :], s, float("-inf"))
@@ -135,15 +150,15 @@ def fwd_step(
 
 @jit
 def p_and_dp(
-    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, Nq, Nk, lse, scale,
+    q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, Nq, Nk, lse, scale,
     D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(P of equation (4), dO Vᵀ), both [queries, keys]."""
     s = dot_transposed(q0, q1, k0, k1, D1, PRECISION) * scale  # [BLOCK_M, BLOCK_N]
     if BIAS > 0:
         inside = (m < Nq)[:, None] & (n < Nk)[None, :] if MASKED else (m < Nq)[:, None]
-        s = _add_bias(s, bias_ptr, m[:, None], n[None, :], inside, bias_strides, BIAS)
+        s += _load_bias(bias_ptr, m[:, None], n[None, :], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
     p = tl.exp2(s - lse[:, None])
     if MASKED:
         p = tl.where((n < Nk)[None, :], p, 0.0)
@@ -153,16 +168,16 @@ def p_and_dp(
 
 @jit
 def dq_step(
-    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, Nq, Nk, lse, delta, dq0, dq1,
-    scale,
+    q0, q1, do0, do1, k_ptr, v_ptr, bias_ptr, k_stride, v_stride, bias_strides, m, n, first, Nq, Nk, lse, delta,
+    dq0, dq1, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dQ step over one block of keys: dS of equation (6), and dS K added to dQ."""
     k0, k1 = load_tiles(k_ptr, n, k_stride, Nk, D, D0, D1, MASKED)
     p, dp = p_and_dp(
-        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, Nq, Nk, lse, scale,
-        D1, Dv, V0, V1, BIAS, PRECISION, MASKED,
+        q0, q1, do0, do1, k0, k1, v_ptr, bias_ptr, v_stride, bias_strides, m, n, first, Nq, Nk, lse, scale,
+        D1, Dv, V0, V1, BIAS, ROWS, COLUMNS, PRECISION, MASKED,
     )  # fmt: skip
     return add_product(p * (dp - delta[:, None]), k0, k1, dq0, dq1, D1, PRECISION)
 
@@ -170,9 +185,9 @@ def dq_step(
 @jit
 def dkdv_step(
     k0, k1, v0, v1, q_ptr, do_ptr, l_ptr, delta_ptr, bias_ptr, q_stride, do_stride, bias_strides,
-    m, n, Nq, Nk, dk0, dk1, dv0, dv1, scale,
+    m, n, first, Nq, Nk, dk0, dk1, dv0, dv1, scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, Dv: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dK, dV step over one block of queries. Sᵀ and dPᵀ are computed directly, so P and dS are never transposed."""
     q0, q1 = load_tiles(q_ptr, m, q_stride, Nq, D, D0, D1, MASKED)
@@ -182,7 +197,7 @@ def dkdv_step(
     s = dot_transposed(k0, k1, q0, q1, D1, PRECISION) * scale  # [BLOCK_N, BLOCK_M]
     if BIAS > 0:
         inside = (m < Nq)[None, :] & (n < Nk)[:, None] if MASKED else (n < Nk)[:, None]
-        s = _add_bias(s, bias_ptr, m[None, :], n[:, None], inside, bias_strides, BIAS)
+        s += _load_bias(bias_ptr, m[None, :], n[:, None], first, inside, Nq, bias_strides, BIAS, ROWS, COLUMNS)
     p = tl.exp2(s - lse[None, :])  # (4); rows of keys past the end are not stored
     dv0, dv1 = add_product(p, do0, do1, dv0, dv1, V1, PRECISION)
     ds = p * (dot_transposed(v0, v1, do0, do1, V1, PRECISION) - delta[None, :])  # (6)

@@ -23,9 +23,10 @@ Tensors = dict[str, Any]  # by name: a tensor, or None
 
 _prepared: dict[tuple, list] = {}  # by layout of the tensors; see `prepared`
 
-# Default launch parameters by kernel, with separate entries for a bias and for IEEE float32 products. The first row
-# whose limit, in bytes, is at least the wider of q's and v's heads is used. Every row fits every architecture; only
-# rows for fp32 heads of more than 64 channels spill registers.
+# Default launch parameters by kernel, with separate entries for a bias, for biases of rows and columns ("axes"), and
+# for IEEE float32 products. The first row whose limit, in bytes, is at least the wider of q's and v's heads is used.
+# Every row fits every architecture; only rows for fp32 heads of more than 64 channels spill registers, and with axes
+# those for fp32 heads of more than 32, and for 256 channels.
 SPACE = {
     "fwd": (
         (64, dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)),
@@ -39,6 +40,16 @@ SPACE = {
         (192, dict(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=2)),
         (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_axes": (
+        (192, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+    ),
+    "fwd_axes_ieee": (
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2)),
         (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
     ),
     "fwd_ieee": (
@@ -61,6 +72,18 @@ SPACE = {
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
+    "bwd_dq_axes": (
+        (128, dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (160, dict(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (192, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dq_axes_ieee": (
+        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
     "bwd_dq_ieee": (
         (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
@@ -81,6 +104,14 @@ SPACE = {
         (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
+    "bwd_dkdv_axes": (
+        (160, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_dkdv_axes_ieee": (
+        (128, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
     "bwd_dkdv_ieee": (
         (128, dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
@@ -91,6 +122,16 @@ SPACE = {
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
     ),
+    "bwd_axes": (  # by the wider of the heads and of all rows and columns
+        (160, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
+        (256, dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (512, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
+    "bwd_axes_ieee": (
+        (256, dict(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1)),
+        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
+    ),
     "bwd_dbias_ieee": (
         (256, dict(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
@@ -98,18 +139,24 @@ SPACE = {
 }
 
 
-def tuned_row(kernel: str, q: Tensor, bias: Tensor | None, width: int) -> tuple[str, dict[str, int]]:
-    """(row name in tuned/, default launch parameters) for heads of `width` channels, in whole tiles."""
-    ieee, biased = "_ieee" if precision(q) == "ieee" else "", "" if bias is None else "_bias"
-    name = next(name for name in (kernel + biased + ieee, kernel + ieee, kernel) if name in SPACE)
+def bias_kind(bias: Tensor | None, columns: int) -> str:
+    """ "_bias", "_axes" for biases of rows and columns, or "" without: part of a row's name."""
+    return "" if bias is None else "_axes" if columns else "_bias"
+
+
+def tuned_row(kernel: str, q: Tensor, kind: str, width: int) -> tuple[str, dict[str, int]]:
+    """(row name in tuned/, default launch parameters) by `bias_kind`, for heads of `width` channels, in whole tiles."""
+    ieee = "_ieee" if precision(q) == "ieee" else ""
+    names = [f"{kernel}{kind}{ieee}", f"{kernel}{ieee}", kernel]
+    name = next(name for name in names if name in SPACE)
     size, kind = width * q.element_size(), "fp32." if q.dtype == torch.float32 else ""
     default = next(row for limit, row in SPACE[name] if size <= limit)
     return f"attention.{name}.{kind}{next(w for w in WIDTHS if size <= w)}", default
 
 
-def blocks_of(kernel: str, q: Tensor, bias: Tensor | None, images: int, Nq: int, Nk: int, width: int) -> dict[str, int]:
+def blocks_of(kernel: str, q: Tensor, kind: str, images: int, Nq: int, Nk: int, width: int) -> dict[str, int]:
     """Launch parameters: from measurements or tuned/ if present, else from SPACE."""
-    block = config(*tuned_row(kernel, q, bias, width), q.device, images * q.shape[1], Nq, Nk)
+    block = config(*tuned_row(kernel, q, kind, width), q.device, images * q.shape[1], Nq, Nk)
     if kernel == "fwd":
         block["BLOCK_M"] = min(block["BLOCK_M"], power_of_2(max(Nq, 16)))
     return block
@@ -137,18 +184,20 @@ def tail_block(N: int, block: int, ragged: bool) -> int:
     return block if ragged else (power_of_2(max(rest, 16)) if rest else 0)
 
 
-def arguments_of(tensors: Tensors, max_seqlen: int, scale: float) -> dict[str, object]:
+def arguments_of(tensors: Tensors, max_seqlen: int, scale: float, columns: int = 0) -> dict[str, object]:
     """Arguments of the kernels by name, except pointers: strides, sizes and flags.
 
     Args:
         tensors: q, k, v, bias, kv_lens, cu_seqlens, l, and those that have the layout of q, k or v.
         max_seqlen: of packed images.
         scale: softmax scale.
+        columns: of the map of keys, if the bias is that of its rows and columns; else 0.
     """
     q, k, v, bias, kv_lens, cu_seqlens = (tensors[n] for n in ("q", "k", "v", "bias", "kv_lens", "cu_seqlens"))
     (_, H, Nq, D), Nk, Dv = q.shape, k.shape[2], v.shape[3]
     (D0, D1), (V0, V1) = split_tiles(D), split_tiles(Dv)
-    if bias is not None:
+    rows = Nk // columns if columns else 0
+    if bias is not None and not columns:
         bias = bias.expand(bias.shape[0], H, Nq, Nk)
     heads = {n: t for n, t in tensors.items() if n in ("q", "k", "v", "o", "do", "dq", "dk", "dv")}
     strides: dict[str, Any] = {name: strides_of(t, cu_seqlens) for name, t in heads.items()}
@@ -161,6 +210,7 @@ def arguments_of(tensors: Tensors, max_seqlen: int, scale: float) -> dict[str, o
         H=H, Nq=Nq if cu_seqlens is None else max_seqlen, Nk=Nk, T=Nq,
         scale=scale * math.log2(math.e), softmax_scale=scale,
         D=D, D0=D0, D1=D1, Dv=Dv, V0=V0, V1=V1, BIAS=0 if bias is None else 2 if bias.dtype == torch.bool else 1,
+        ROWS=rows, COLUMNS=columns, WIDTH=power_of_2(max(rows + columns, 16)),
         HAS_KV_LENS=kv_lens is not None, HAS_CU_SEQLENS=cu_seqlens is not None, PRECISION=precision(q), UNIT=unit,
     )  # fmt: skip
 

@@ -184,6 +184,20 @@ def scores(
     expect_bool("return_lse", return_lse)
 
 
+def axis_bias(x: Tensor, sizes: tuple[int, int, int], value: object, bare: bool) -> None:
+    """Raises ValueError or TypeError unless the biases of rows and columns fit x [B, ...] and sizes H, Nq, Nk."""
+    H, Nq, Nk = sizes
+    pair("axis_bias", value, "a tuple of two tensors, the biases of rows and columns")
+    row, column = list(value)  # type: ignore[call-overload]
+    for name, one in (("row", row), ("column", column)):
+        expect(f"the {name} of axis_bias", one, x, B=x.shape[0], H=H, Nq=Nq, length=None)
+        expect_floating(f"the {name} of axis_bias", one)
+    if row.shape[3] * column.shape[3] != Nk:
+        raise ValueError(f"axis_bias has {row.shape[3]} rows and {column.shape[3]} columns, and k has {Nk} keys")
+    if not bare:
+        raise ValueError("axis_bias is given with bias or kv_lens; add one to the other, or leave it out")
+
+
 def packed(
     qkv: Tensor, num_heads: int, q_norm: NormLike | None, k_norm: NormLike | None, rope: Rope | None, prefix_tokens: int
 ) -> int:

@@ -64,6 +64,7 @@ class Branch(NamedTuple):
         scales: number of LayerScale and stochastic depth present (0 to 2).
         itemsize: bytes per value.
         keys: of attention in windows: tokens of a window; of reduced attention: tokens per key; else 0.
+        decomposed: 1 if scores have a bias by row plus one by column, whose sum PyTorch stores for every key; else 0.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Branch(NamedTuple):
     scales: int = 0
     itemsize: int = 2
     keys: int = 0
+    decomposed: int = 0
 
     @property
     def attends(self) -> bool:
@@ -94,6 +96,7 @@ class Branch(NamedTuple):
         """Name of its shape in tables of measurements."""
         heads = f" H={self.heads}" if self.heads else ""
         heads += f" K={self.keys}" if self.keys else ""
+        heads += " decomposed bias" * self.decomposed
         wide = " fp32" if self.itemsize == 4 else ""
         return f"{self.kind} C={self.channels} F={self.width}{heads} N={self.tokens} B={self.images}{wide}"
 
@@ -223,11 +226,19 @@ def attention_launch(branch: Branch, ours: bool, backward: bool = False) -> Laun
     M = branch.images * branch.tokens
     flops = (10.0 if backward else 4.0) * M * branch.keys_per_query * branch.inner
     values = M * (branch.width + branch.inner) * (2 if backward else 1)
+    values += 0 if ours else branch.decomposed * bias_values(branch) * (2 if backward else 1)
     return Launch("fused attention" if ours else "attention", flops, branch.itemsize * values, backward=backward)
+
+
+def bias_values(branch: Branch) -> int:
+    """Number of scores, and so of values of a bias of every query and key."""
+    return branch.images * branch.heads * branch.tokens * branch.keys_per_query
 
 
 def _faster_attention(gpu: Gpu | None, branch: Branch, backward: bool = False) -> Launch:
     """The faster attention kernel, ours or PyTorch's, for a mixed branch; PyTorch's copies into windows and back."""
+    if branch.decomposed:  # only our kernel does not store the sum
+        return attention_launch(branch, True, backward)
     assert gpu is not None, "the choice depends on the GPU"
     theirs, ours = (attention_launch(branch, one, backward) for one in (False, True))
     if branch.kind == "window_attention":
@@ -269,6 +280,7 @@ def forward(
     core = [one_pass(b, M * (b.width + b.inner))]  # the activation
     if attention:
         core = [_faster_attention(gpu, b) if way == "mixed" else attention_launch(b, False)]
+        core += [one_pass(b, bias_values(b))] * (b.decomposed and way == "plain")
     if way == "mixed":
         core = conv or core
     else:
@@ -314,6 +326,7 @@ def _backward(gpu: Gpu, b: Branch, way: str) -> list[Launch]:
             sums += [one_pass(b, 2 * M * C)] * 2
         if attention:  # FlashAttention's three kernels, and packing dq, dk, dv
             middle = [attention_launch(b, False, True), small, small, one_pass(b, 2 * M * b.width)]
+            middle += [one_pass(b, bias_values(b))] * (2 * b.decomposed)  # sums over rows and over columns
         norm = [one_pass(b, 3 * M * C, "norm backward"), small, small, one_pass(b, 3 * M * C)]  # last: the residual
         return [*products, *sums, *middle, *norm, *[one_pass(b, 3 * M * C)] * b.scales]
     middle = [one_pass(b, 2 * M * (b.width + b.inner))]

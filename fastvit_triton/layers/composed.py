@@ -30,6 +30,7 @@ class ComposedParts(NamedTuple):
         first: norm inside the module, before the projections.
         last: norm before the last layer.
         drops: dropout after the last layer.
+        decomposed: scores have a bias by row plus one by column, see `cost.Branch`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ComposedParts(NamedTuple):
     first: nn.Module | None = None
     last: nn.Module | None = None
     drops: tuple[nn.Module | None] = (None,)
+    decomposed: bool = False
 
     def entering(self) -> tuple[Layer, ...]:
         """The linear layers that read x."""
@@ -51,7 +53,8 @@ class ComposedParts(NamedTuple):
         outer, inner = width_of((self.proj,))
         width, channels = width_of(self.projections) if self.projections else (3 * inner, outer)
         kind = "attention" if self.num_heads else "mlp"
-        return Branch(kind, 0, 0, channels, width, inner, self.num_heads, keys=self.keys)
+        sizes = (channels, width, inner, self.num_heads)
+        return Branch(kind, 0, 0, *sizes, keys=self.keys, decomposed=int(self.decomposed))
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention import attention
+from ..kernels.attention import attention, sum_of_axes
 from .body import project
 from .composed import heads_of
 from .hooks import can_fuse, has_hooks
@@ -35,8 +35,12 @@ class Rel2d(nn.Module):
 
     def forward(self, q: Tensor) -> Tensor:
         """Queries [B, H, N, d] → their products with the embeddings of every key's distance, [B, H, N, N]."""
+        return sum_of_axes(*self.axes(q))
+
+    def axes(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, N, d] → their products with the embeddings of every row's, and every column's, distance."""
         tables = (pairs(table, n) for table, n in zip((self.height_rel, self.width_rel), self.grid, strict=True))
-        return decomposed_bias(q, tables, self.grid)
+        return axis_bias(q, tables, self.grid)
 
 
 class BottleneckAttention(nn.Module):
@@ -66,11 +70,10 @@ class BottleneckAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, D, H, W] → [B, D, H', W']."""
         q, k, v = self.heads(x)
-        bias = self.scale * self.pos_embed(q)
-        if can_fuse(x):
-            o = attention(q, k, v, bias, self.scale)
+        if can_fuse(x) and not has_hooks(self.pos_embed):
+            o = attention(q, k, v, scale=self.scale, axis_bias=self.pos_embed.axes(self.scale * q))
         else:
-            o = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
+            o = F.scaled_dot_product_attention(q, k, v, self.scale * self.pos_embed(q), scale=self.scale)
         return self.merge(o)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -98,8 +101,8 @@ def pairs(table: Tensor, n: int) -> Tensor:
     return table[at - at[:, None] + n - 1]
 
 
-def decomposed_bias(q: Tensor, tables: Iterable[Tensor], grid: Sequence[int]) -> Tensor:
-    """q · embeddings of the distances in rows plus those in columns, also SAM's and MViT v2's bias.
+def axis_bias(q: Tensor, tables: Iterable[Tensor], grid: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """q · embeddings of the distances in rows and of those in columns, also SAM's and MViT v2's bias.
 
     Args:
         q: [B, H, h · w, D].
@@ -107,8 +110,8 @@ def decomposed_bias(q: Tensor, tables: Iterable[Tensor], grid: Sequence[int]) ->
         grid: (h, w).
 
     Returns:
-        [B, H, h · w, h' · w'].
+        `axis_bias` of `kernels.attention`: [B, H, h · w, h'] and [B, H, h · w, w'].
     """
     q, (rows, columns) = q.unflatten(2, tuple(grid)), tables
-    vertical, horizontal = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
-    return (vertical[..., :, None] + horizontal[..., None, :]).flatten(4).flatten(2, 3)
+    row, column = torch.einsum("bnhwc,hkc->bnhwk", q, rows), torch.einsum("bnhwc,wkc->bnhwk", q, columns)
+    return row.flatten(2, 3), column.flatten(2, 3)

@@ -10,6 +10,7 @@ REAL = {
         "windows": dict(B=128, H=4, Nq=49, Nk=49, D=32, Dv=32, G=64),
         "bias": dict(B=8, H=12, Nq=197, Nk=197, D=64, Dv=64, G=1),
         "padded": dict(B=8, H=12, Nq=256, Nk=256, D=64, Dv=64, short=59),
+        "SAM-B windows": dict(B=25, H=12, Nq=196, Nk=196, D=64, Dv=64, rows=14),
     },
     "attention_qkv": {"ViT-B": dict(B=8, H=12, N=197, D=64), "ViT-S": dict(B=8, H=6, N=197, D=64)},
     "varlen_attention": {"naflex": dict(H=12, D=64, a=197, b=577, c=49)},

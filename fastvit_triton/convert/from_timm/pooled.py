@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.attention import attention
+from ...kernels.attention import attention, sum_of_axes
 from ...layers.body import finish, normalize, project
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, attend_all, heads_of, merged_heads
 from ...layers.freeze import derived
 from ...layers.module_parts import Foreign
-from ...layers.rel2d import decomposed_bias
+from ...layers.rel2d import axis_bias
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 from .attention import dropped
@@ -96,11 +96,15 @@ def mvit_attention(self: Foreign, x: Tensor, feat_size: Grid) -> tuple[Tensor, l
         _mvit_pooled(self, t, feat_size, getattr(self, f"pool_{name}"), getattr(self, f"norm_{name}"))
         for t, name in zip(heads_of(project(x, (self.qkv,)), self.num_heads), "qkv", strict=True)
     )
-    bias, first = None, int(self.has_cls_token)
+    axes, bias, first = None, None, int(self.has_cls_token)
     if self.rel_pos_type == "spatial":
         tables = (_mvit_distances(self, f"rel_pos_{axis}", n, m) for axis, n, m in zip("hw", size, small, strict=True))
-        bias = F.pad(decomposed_bias(q[:, :, first:], tables, size), (first, 0, first, 0))
-    o = attention(q, k, v, bias, self.scale)
+        row, column = axis_bias(q[:, :, first:], tables, size)
+        if first:  # the class token is in no row or column
+            bias = F.pad(sum_of_axes(row, column), (first, 0, first, 0))
+        else:
+            axes = row, column
+    o = attention(q, k, v, bias, self.scale, axis_bias=axes)
     o = o + q if self.residual_pooling else o
     return finish(o.transpose(1, 2).flatten(2), self.proj), list(size)
 

@@ -16,7 +16,7 @@ from ...layers.composed import ComposedParts, heads_of, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import has_hooks
 from ...layers.module_parts import Foreign
-from ...layers.rel2d import decomposed_bias
+from ...layers.rel2d import axis_bias
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import four_axes, head_norms, is_fusable
 from .attention import dropped
@@ -165,9 +165,9 @@ def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
 )
 def sam_parts(self: Foreign) -> ComposedParts | str:
     """Parts of SAM's attention on a map, with decomposed relative positions or rotary ones."""
-    between = partial(_sam_heads, self)
+    parts = (self.qkv,), partial(_sam_heads, self), self.proj, self.num_heads
     return dropped(self) or ComposedParts(
-        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
+        "attention", *parts, drops=(self.proj_drop,), decomposed=bool(self.use_rel_pos)
     )
 
 
@@ -176,14 +176,14 @@ def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
     grid = qkv.shape[1:3]
     q, k, v = heads_of(qkv, self.num_heads)
     q, k = normalize(q, self.q_norm), normalize(k, self.k_norm)
-    bias = None
+    axes = None
     if self.use_rel_pos:
         tables = (_distances(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
-        bias = decomposed_bias(q, tables, grid)
+        axes = axis_bias(q, tables, grid)
     elif self.rope is not None:
         sin, cos = self.rope.get_embed().chunk(2, -1)
         q, k = (rotate(t, (cos, sin, True), 0).to(v.dtype) for t in (q, k))
-    return merged_heads(attention(q, k, v, bias, self.scale), grid)
+    return merged_heads(attention(q, k, v, scale=self.scale, axis_bias=axes), grid)
 
 
 def _distances(self: Foreign, name: str, n: int) -> Tensor:

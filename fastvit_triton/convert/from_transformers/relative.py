@@ -1,7 +1,7 @@
 """Fused forwards for transformers' attention with relative positions by axis: SAM and its copies, SegGPT, ViTDet.
 
 The bias of a query q at (i, j) and a key at (k, l) is q · rows[i − k] + q · columns[j − l], from Li et al., MViTv2,
-arXiv:2112.01526, section 4.1. It depends on the image, so that one bias is computed for each window.
+arXiv:2112.01526, section 4.1. It depends on the image, so that it is computed for each window.
 """
 
 import torch
@@ -29,12 +29,12 @@ def _expanded(table: Tensor, size: int) -> Tensor:
     return table.unfold(0, size, 1).flip(-1)
 
 
-def axis_bias(self: Foreign, q: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The bias [B, H, N, N] for queries [B, H, N, d] on a grid (height, width)."""
+def axes_of(self: Foreign, q: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The bias of each row and column of keys, [B, H, N, height] and [B, H, N, width], for queries [B, H, N, d]."""
     q = q.unflatten(2, grid)
     rows = torch.einsum("bnhwc,hck->bnhwk", q, _table(self, "rel_pos_h", grid[0]))
     columns = torch.einsum("bnhwc,wck->bnhwk", q, _table(self, "rel_pos_w", grid[1]))
-    return (rows[..., None] + columns[..., None, :]).flatten(4).flatten(2, 3)
+    return rows.flatten(2, 3), columns.flatten(2, 3)
 
 
 def _parts(self: Foreign, heads: int, positions: bool) -> ComposedParts:
@@ -42,10 +42,10 @@ def _parts(self: Foreign, heads: int, positions: bool) -> ComposedParts:
 
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = heads_of(qkv, heads)
-        bias = axis_bias(self, q, (qkv.shape[1], qkv.shape[2])) if positions else None
-        return merged_heads(attention(q, k, v, bias, self.scale), qkv.shape[1:-1])
+        axes = axes_of(self, q, (qkv.shape[1], qkv.shape[2])) if positions else None
+        return merged_heads(attention(q, k, v, scale=self.scale, axis_bias=axes), qkv.shape[1:-1])
 
-    return ComposedParts("attention", (self.qkv,), attend, self.proj, heads)
+    return ComposedParts("attention", (self.qkv,), attend, self.proj, heads, decomposed=bool(positions))
 
 
 @fused_body(
