@@ -321,7 +321,8 @@ PROCESSORS = {
 @pytest.mark.parametrize("case", PROCESSORS)
 def test_images_of_processors(case: str, old: bool, tmp_path: Path):
     """Oracle: transformers' processor on a smooth image. Crops are cut before resizing here and after it there: pixels
-    may be rounded to neighbouring levels of 255. Files of 4.x have one number as the size, and other class names."""
+    may be rounded to neighbouring levels of 255, which three operations in float32 scale and shift. Files of 4.x have
+    one number as the size, and other class names."""
     cls, options, size = PROCESSORS[case]
     processor = cls(**options)
     processor.save_pretrained(tmp_path)
@@ -337,7 +338,9 @@ def test_images_of_processors(case: str, old: bool, tmp_path: Path):
     image = Image.fromarray(torch.stack((rows // 2, columns // 3, (rows + columns) // 5), -1).byte().numpy())
     want = processor(image, return_tensors="pt")["pixel_values"]
     got = transform_of(found)(image)[None]
-    assert got.shape == want.shape and (got - want).abs().max() <= 1.01 / 255 / min(found["std"])
+    assert got.shape == want.shape and (got - want).abs().max() <= (1 / 255 + 8 * torch.finfo(torch.float32).eps) / min(
+        found["std"]
+    )
 
 
 def test_unknown_configurations_are_refused(tmp_path: Path):

@@ -624,7 +624,11 @@ def test_launches_of_a_frozen_block(block):
         ("crossvit_tiny_240", dict(num_heads=(0, 3)), r"num_heads is \(0, 3\); use numbers above 0"),
         ("crossvit_tiny_240", dict(mlp_ratio=(4.0,)), r"mlp_ratio is \(4.0,\); it must have 2 values"),
         ("crossvit_tiny_240", dict(depth=((1,),)), "each fusion has blocks of 2 branches, and cross attentions"),
-        ("crossvit_tiny_240", dict(img_size=256), "a branch has images of 256x256; patch_size 12 must divide both"),
+        (
+            "crossvit_tiny_240",
+            dict(img_size=256),
+            "a branch has images of 256x256; patch_size 12 must divide both; the nearest img_size is 240x240",
+        ),
         ("cpvt_tiny", dict(pegs=-1), "pegs is -1; it must be at least 0"),
         ("cpvt_tiny", dict(peg_padding="ones"), "peg_padding is 'ones'; use one of zeros, "),
     ],

@@ -193,8 +193,7 @@ class ImageModel(HubMethods, nn.Module):
             num_classes: outputs of the new head.
             global_pool: the pooling from now on, as in the config; None leaves it.
         """
-        pool = {} if global_pool is None else {"global_pool": global_pool}
-        self.config = self.config.replace(num_classes=num_classes, **pool)
+        self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
         self.num_classes = num_classes
         for name in self.head_names:
             module, _, leaf = name.rpartition(".")

@@ -65,10 +65,18 @@ class BranchConfig(BaseConfig):
             raise ValueError(f"embed_dim is {self.embed_dim}, no multiples of num_heads {self.num_heads}")
         for size, side in zip(self.sizes, self.patch_size, strict=True):
             if any(length < side or length % side for length in size):
-                raise ValueError(f"a branch has images of {size[0]}x{size[1]}; patch_size {side} must divide both")
+                wrong = f"a branch has images of {size[0]}x{size[1]}; patch_size {side} must divide both"
+                near = [self._nearest(length) for length in sides(self.img_size)]
+                raise ValueError(wrong + ("" if None in near else f"; the nearest img_size is {near[0]}x{near[1]}"))
         object.__setattr__(self, "global_pool", ALIASES.get(self.global_pool, self.global_pool))
         if self.global_pool not in ("token", "avg"):
             raise ValueError(f"global_pool is {self.global_pool!r}; use one of token, avg")
+
+    def _nearest(self, length: int) -> int | None:
+        """The side of an image nearest to `length` that the patches of both branches divide; None if it is far."""
+        pairs = list(zip(self.img_scale, self.patch_size, strict=True))
+        near = sorted(range(max(1, length - 480), length + 480), key=lambda n: abs(n - length))
+        return next((n for n in near if all(int(s * n) >= P and int(s * n) % P == 0 for s, P in pairs)), None)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -182,8 +190,7 @@ class BranchModel(ImageModel):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the heads by zero-initialised ones; 0 removes them. For the arguments see `ImageModel`."""
-        pool = {} if global_pool is None else {"global_pool": global_pool}
-        self.config = self.config.replace(num_classes=num_classes, **pool)
+        self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
         self.num_classes, like = num_classes, next(self.parameters())
         self.head = nn.ModuleList(self.make_heads()).to(like).train(self.training)
         for parameter in self.head.parameters():

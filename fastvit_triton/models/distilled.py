@@ -86,8 +86,7 @@ class NormedHead(NamedStages):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the heads by new ones, whose linear layers are zero; 0 removes them."""
         like, names = next(self.parameters()), [name.partition(".")[0] for name in self.head_names]
-        pool = {} if global_pool is None else {"global_pool": global_pool}
-        self.config = self.config.replace(num_classes=num_classes, **pool)
+        self.config = self.config.replace(num_classes=num_classes, global_pool=global_pool)
         self.num_classes = num_classes
         for name in names:
             setattr(self, name, self.make_head().to(like).train(self.training))
