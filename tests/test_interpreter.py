@@ -249,6 +249,14 @@ def test_unchecked_key_lengths_stay_in_bounds(lens):
         assert largest(got[name] - want) <= 16 * torch.finfo(torch.float32).eps * largest(want).clamp(min=1), name
 
 
+def test_a_map_without_columns_has_no_keys():
+    """Oracle: attention without keys gives zeros."""
+    q, k = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 0, 8)
+    with interpreting():
+        o = attention.attention(q, k, k, axis_bias=(torch.randn(2, 1, 3, 5), torch.randn(2, 1, 3, 0)))
+    assert torch.equal(o, torch.zeros_like(q))
+
+
 @jit
 def _copy_kernel(x_ptr, y_ptr, first, N, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Copies N values from x + first; without MASKED, a whole block."""

@@ -392,7 +392,6 @@ OP = Op(
         "no_images": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8),
         "no_padded": dict(B=0, H=2, Nq=4, Nk=4, D=8, Dv=8, short=1),
         "no_queries": dict(B=2, H=2, Nq=0, Nk=4, D=8, Dv=8),
-        "no_columns": dict(B=2, H=2, Nq=3, Nk=0, D=8, Dv=8, rows=5),
         "no_keys": dict(B=2, H=2, Nq=4, Nk=0, D=8, Dv=8),
     },
 )
