@@ -1,6 +1,8 @@
 """Tests of data sets: the digits, image folders, transforms, and invalid folders and files."""
 
+import gc
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from PIL import Image
 
 from fastvit_triton.train.augment import random_affine
 from fastvit_triton.train.data import DIGITS_MEAN, DIGITS_STD, digits, load
-from fastvit_triton.train.data.folder import scan_folder
+from fastvit_triton.train.data.folder import FolderBatches, scan_folder
 from fastvit_triton.train.data.transform import Transform, find_defect, read_image, save_image
 from fastvit_triton.train.recipes import DIGITS, FOLDER
 
@@ -171,6 +173,25 @@ def test_workers_do_not_change_the_batches(folder: Path):
     assert len(here) == len(there) == 6
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
     assert not torch.equal(here[0], here[3])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_pipes_of_workers_are_no_cyclic_garbage(folder: Path):
+    """Oracle: the collector's list of garbage, of which it finalises all objects in any order."""
+    batches = load(str(folder), RECIPE, workers=2).train
+    list(batches)
+    batches.cycle = batches
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)  # keeps what it would free
+    try:
+        del batches
+        gc.collect()
+        found = [value for value in gc.garbage if isinstance(value, FolderBatches | Connection)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    (batches,) = found
+    del batches.cycle
 
 
 def test_invalid_folders_raise(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Image folders: `train/<class>/…` and `val/<class>/…`, decoded on the fly by worker processes."""
 
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,7 @@ class FolderBatches:
             files, targets = [path for path, _ in kept], [target for _, target in kept]
         self.indices: list[int] = []
         self.files, self.targets, self.world = files, targets, world or World()
+        self._kept: weakref.finalize | None = None
         order = getattr(files, "order", partial(torch.randperm, len(files)))
         self.sampler = SeededBatches(len(files), order if crop is not None else None, repeats, batch_size, self.world)
         self.loader = DataLoader(
@@ -198,7 +200,13 @@ class FolderBatches:
     def iter_from(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterates over an epoch without its first `count` batches, which are not decoded."""
         self.sampler.start_epoch(count)
-        return self._stream(iter(self.loader))
+        loaded = iter(self.loader)  # the same in every epoch, with its workers
+        if self.loader.num_workers and self._kept is None:
+            # Arguments of a finaliser are no cyclic garbage, in which the collector closes the pipes of workers while
+            # their threads close them, and with them files that were opened between, and waits 5 s for the workers.
+            self._kept = weakref.finalize(self, id, loaded)
+            self._kept.atexit = False
+        return self._stream(loaded)
 
     def _stream(self, loaded: Iterator) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
