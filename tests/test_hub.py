@@ -338,9 +338,8 @@ def test_images_of_processors(case: str, old: bool, tmp_path: Path):
     image = Image.fromarray(torch.stack((rows // 2, columns // 3, (rows + columns) // 5), -1).byte().numpy())
     want = processor(image, return_tensors="pt")["pixel_values"]
     got = transform_of(found)(image)[None]
-    assert got.shape == want.shape and (got - want).abs().max() <= (1 / 255 + 8 * torch.finfo(torch.float32).eps) / min(
-        found["std"]
-    )
+    level = (1 / 255 + 8 * torch.finfo(torch.float32).eps) / min(found["std"])
+    assert got.shape == want.shape and (got - want).abs().max() <= level
 
 
 def test_unknown_configurations_are_refused(tmp_path: Path):

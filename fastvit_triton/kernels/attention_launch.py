@@ -80,10 +80,6 @@ SPACE = {
         (512, dict(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
     ),
-    "bwd_dq_axes_ieee": (
-        (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
-        (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),
-    ),
     "bwd_dq_ieee": (
         (128, dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)),
         (1024, dict(BLOCK_M=16, BLOCK_N=16, num_warps=8, num_stages=1)),

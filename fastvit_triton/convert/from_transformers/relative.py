@@ -4,7 +4,6 @@ The bias of a query q at (i, j) and a key at (k, l) is q · rows[i − k] + q ·
 arXiv:2112.01526, section 4.1. It depends on the image, so that it is computed for each window.
 """
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels.attention import attention
@@ -12,12 +11,13 @@ from ...layers.composed import ComposedParts, heads_of, merged_heads
 from ...layers.freeze import derived
 from ...layers.hooks import has_hooks
 from ...layers.module_parts import Foreign
+from ...layers.rel2d import axis_bias
 from ..forwards import fused_body
 from .vit import classes
 
 
 def _table(self: Foreign, name: str, size: int) -> Tensor:
-    """Positions [n, d, n] of all pairs of queries and keys along an axis, interpolated to its length."""
+    """Positions [n, n, d] of all pairs of queries and keys along an axis, interpolated to its length."""
     table = getattr(self, name)
     return derived(self, f"{name} {size}", (table,), lambda: _expanded(table, size))
 
@@ -26,15 +26,7 @@ def _expanded(table: Tensor, size: int) -> Tensor:
     """Views and a flip, not an index, whose gradient is not the same in every run on a CPU."""
     if len(table) != 2 * size - 1:
         table = nn.functional.interpolate(table.mT[None], size=2 * size - 1, mode="linear")[0].mT
-    return table.unfold(0, size, 1).flip(-1)
-
-
-def axes_of(self: Foreign, q: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The bias of each row and column of keys, [B, H, N, height] and [B, H, N, width], for queries [B, H, N, d]."""
-    q = q.unflatten(2, grid)
-    rows = torch.einsum("bnhwc,hck->bnhwk", q, _table(self, "rel_pos_h", grid[0]))
-    columns = torch.einsum("bnhwc,wck->bnhwk", q, _table(self, "rel_pos_w", grid[1]))
-    return rows.flatten(2, 3), columns.flatten(2, 3)
+    return table.unfold(0, size, 1).flip(-1).mT
 
 
 def _parts(self: Foreign, heads: int, positions: bool) -> ComposedParts:
@@ -42,7 +34,10 @@ def _parts(self: Foreign, heads: int, positions: bool) -> ComposedParts:
 
     def attend(qkv: Tensor) -> Tensor:
         q, k, v = heads_of(qkv, heads)
-        axes = axes_of(self, q, (qkv.shape[1], qkv.shape[2])) if positions else None
+        grid, axes = qkv.shape[1:3], None
+        if positions:
+            tables = (_table(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
+            axes = axis_bias(q, tables, grid)
         return merged_heads(attention(q, k, v, scale=self.scale, axis_bias=axes), qkv.shape[1:-1])
 
     return ComposedParts("attention", (self.qkv,), attend, self.proj, heads, decomposed=bool(positions))
