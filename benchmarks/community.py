@@ -5,7 +5,7 @@
     python -m benchmarks.community table
 
 A file holds what `fastvit-triton benchmark --out`, `selftest` and, optionally, `tune --export` wrote on one GPU, as
-schema.json there says. examples/measure_on_your_gpu.ipynb makes one without this package.
+schema.json there says. `fastvit-triton check` writes such a file, and so does examples/measure_on_your_gpu.ipynb.
 """
 
 import argparse

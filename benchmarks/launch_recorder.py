@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -95,11 +96,6 @@ def recording(arch: str) -> Iterator[list[Launch]]:
     def product(a, b, out_dtype=None):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype)
 
-    linear = torch.nn.functional.linear
-
-    def layer(x, weight, bias=None):
-        return linear(x, weight, bias) if torch.is_grad_enabled() else x.new_empty(*x.shape[:-1], len(weight))
-
     def widened(a):
         return a.new_empty(a.shape, dtype=torch.float32)
 
@@ -107,18 +103,28 @@ def recording(arch: str) -> Iterator[list[Launch]]:
         (launcher, "run", lambda kernel, grid, arguments, fixed: run(kernel, *arguments, grid=grid, **fixed)),
         (torch.Tensor, "__matmul__", product),
         (torch, "mm", product),
-        (torch.nn.functional, "linear", layer),
         (torch.Tensor, "float", widened),
     ]
     before = [owner.__dict__.get(name) for owner, name, _ in patches]
     for owner, name, function in patches:
         setattr(owner, name, function)
     try:
-        with targeting(arch), using_backend("triton"):
+        with targeting(arch), using_backend("triton"), _NoLinear():
             yield found
     finally:
         for (owner, name, _), function in zip(patches, before, strict=True):
             setattr(owner, name, function) if function is not None else delattr(owner, name)
+
+
+class _NoLinear(TorchFunctionMode):
+    """Context in which F.linear returns memory without values; a patched F.linear would end the conversion."""
+
+    def __torch_function__(self, function: Callable, types: object, arguments: tuple = (), named: dict | None = None):
+        """The result of a function of torch, or memory of its shape."""
+        if function is torch.nn.functional.linear and not torch.is_grad_enabled():
+            x, weight = arguments[:2]
+            return x.new_empty(*x.shape[:-1], len(weight))
+        return function(*arguments, **named or {})
 
 
 def _pointers(value: object) -> object:

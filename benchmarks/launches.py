@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import fastvit_triton
+from fastvit_triton.cli.checks import check_size, image_size
 from fastvit_triton.convert.counting.inductor_rule import inductor_count
 from fastvit_triton.convert.counting.trace import Count, Trace, tracing
 from fastvit_triton.convert.counting.values import without_weights
@@ -29,6 +30,7 @@ from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import Choice, observing
+from fastvit_triton.layers.embed import sides
 
 COMMAND = "python -m benchmarks.launches --table --out benchmarks/results/launches.json"
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -49,6 +51,7 @@ class Setting:
         ours: use our model of that name instead of timm's optimised model.
         frozen: keep folded weights between calls.
         depth: number of blocks; None for the model's default.
+        size: height and width of images in pixels; None for the model's own.
     """
 
     model: str
@@ -58,21 +61,33 @@ class Setting:
     ours: bool = False
     frozen: bool = False
     depth: int | None = None
+    size: tuple[int, int] | None = None
 
 
 def build(setting: Setting) -> nn.Module:
     """The model of a setting, with parameters that have no storage."""
     name = setting.model.removeprefix("timm:")
-    options = {} if setting.depth is None else {"depth": setting.depth}
+    options: dict = {} if setting.depth is None else {"depth": setting.depth}
     with torch.device("meta"):
         if setting.ours or name == setting.model:
+            options |= {} if setting.size is None else {"img_size": setting.size}
             model = fastvit_triton.create_model(name, **options)
         else:
             import timm
 
             model = timm.create_model(name, **options)
+            if setting.size is not None and hasattr(model, "set_input_size"):
+                model.set_input_size(img_size=setting.size)
     model.to(torch.float32 if setting.phase == "autocast" else torch.bfloat16)
     return without_weights(model).train(setting.phase != "inference")
+
+
+def image_shape(setting: Setting, model: nn.Module) -> tuple[int, int, int]:
+    """[C, H, W] of the images of a setting, for the model that `build` made: the model's own size unless one is set."""
+    if hasattr(model, "config"):
+        return model.config.in_chans, *(setting.size or sides(model.config.img_size))
+    channels, *own = model.pretrained_cfg["input_size"]
+    return channels, *(setting.size or own)
 
 
 def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
@@ -83,7 +98,7 @@ def trace(setting: Setting) -> tuple[Trace, dict[str, str]]:
     model, gpu = build(setting), nullcontext() if setting.arch is None else targeting(setting.arch)
     if setting.arch is not None and model.__class__.__module__.partition(".")[0] != "fastvit_triton":
         fastvit_triton.optimize(model)
-    images = torch.empty(setting.batch, 3, 224, 224, dtype=next(model.parameters()).dtype)
+    images = torch.empty(setting.batch, *image_shape(setting, model), dtype=next(model.parameters()).dtype)
     ways = {} if setting.arch is None else dict.fromkeys(("stem", "attention", "mlp"), "plain")
 
     def chosen(choice: Choice) -> None:
@@ -189,6 +204,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="number of images (default: 8)")
     parser.add_argument("--phase", default="inference", choices=PHASES)
     parser.add_argument("--depth", type=int, help="number of blocks (default: the model's)")
+    text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
+    parser.add_argument("--img-size", "--image-size", type=image_size, metavar="SIZE", help=text)
     parser.add_argument("--ours", action="store_true", help="our model of that name, not timm's optimised model")
     parser.add_argument("--frozen", action="store_true", help="after fastvit_triton.freeze")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -202,8 +219,13 @@ def main() -> None:
                 temporary.write_text(to_json(rows))
         print(f"{len(rows)} rows, {sum(bool(row['violations']) for row in rows)} of them violate a limit")
         return
-    setting = Setting(given.model, given.batch, given.phase, given.arch, given.ours, given.frozen, given.depth)
-    block, rest = parts(setting)
+    size = given.img_size
+    setting = Setting(given.model, given.batch, given.phase, given.arch, given.ours, given.frozen, given.depth, size)
+    try:
+        check_size("--img-size", size or (1, 1))
+        block, rest = parts(setting)
+    except ValueError as error:
+        parser.error(str(error))
     found = figures(setting) | {"block": block, "violations": violations(setting, block, rest)}
     if given.json:
         print(json.dumps(found, indent=1))

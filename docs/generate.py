@@ -138,6 +138,20 @@ def towers() -> str:
     return (RESULTS / "coverage-towers.md").read_text(encoding="utf-8")
 
 
+def recompiles() -> str:
+    """Graphs and breaks of compiled towers, original and converted."""
+    result = json.loads((RESULTS / "recompiles.json").read_text())
+    kinds = "original", "converted"
+    lines = [["tower", "calls: graphs, breaks", "converted", "captured: graphs", "converted", "with kernels"]]
+    for row in result["rows"]:
+        calls = [row[kind].get("calls") for kind in kinds]
+        cells = ["" if found is None else f"{found['graphs']}, {found['breaks']}" for found in calls]
+        whole = [row[kind]["captured"] for kind in (*kinds, "kernels")]
+        cells += ["no" if "error" in found else found["graphs"] for found in whole]
+        lines.append([f"`{row['model'].rpartition('.')[2]}`", *cells])
+    return f"Written by `{result['command']}` on {result['date']}.\n\n{_table(*lines)}"
+
+
 def fields(name: str) -> list[list[str]]:
     """The lines of a text file of this folder, as lists of four fields, which " | " separates.
 
@@ -269,7 +283,7 @@ Source: `benchmarks/results/survey.json`, {" to ".join(sorted({dates[0], dates[-
 REPORTED = "What the papers report, and what this package shows"
 GENERATED = "Written by `python docs/generate.py` from {}."
 PAGES = dict(ways=ways, coverage=coverage, towers=towers, memory=memory, models=models, kernels=kernels, api=api)
-PAGES |= dict(faults=faults, fashion_mnist=fashion_mnist)
+PAGES |= dict(faults=faults, fashion_mnist=fashion_mnist, recompiles=recompiles)
 WRITTEN = dict(claims=claims, survey=survey)
 
 

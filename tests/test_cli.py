@@ -157,6 +157,13 @@ WRONG = {
         "--model": ("vit_nothing", "vit_nothing"),
         "--device": ("warp", "--device warp"),
     },
+    "check": {
+        "--model": ("vit_nothing", "no model is called 'vit_nothing'"),
+        "--batch": ("0", "--batch is 0"),
+        "--img-size": ("big", "--img-size is big"),
+        "--dtype": ("int8", "--dtype: invalid choice"),
+        "--out": ("nowhere/x.json", "--out nowhere/x.json"),
+    },
     "doctor": {
         "--gpu": ("gtx970", "--gpu is gtx970"),
         "--batch": ("-1", "--batch is -1"),

@@ -1,12 +1,16 @@
 """Tests of launches and bytes of whole models, counted without a GPU, and of their limits."""
 
+import itertools
+import json
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from sampling import sampled
 from torch import nn
 
+from benchmarks import launches
 from benchmarks.launches import MODELS, PHASES, Setting, build, figures, parts, trace, violations
 from fastvit_triton import optimize
 from fastvit_triton.convert.counting.inductor_rule import inductor_count
@@ -142,6 +146,33 @@ def test_command_gives_whole_model_and_block():
     assert whole["ways"].keys() == {"stem", "attention", "mlp"} and set(whole["ways"].values()) <= set(WAYS)
 
 
+@pytest.mark.parametrize("model", ["timm:vit_small_patch14_reg4_dinov2", "vit_small_patch14_reg4_dinov2"])
+def test_images_have_the_models_own_size(model):
+    """Oracle: by hand: 37² or 16² patches and 5 other tokens; 38 values of each in a block, 4 for two LayerScales."""
+    own, small = (parts(Setting(model, 2, arch="sm_90", size=size))[0] for size in (None, (224, 224)))
+    C, H, tokens = 384, 6, 2 * (37**2 - 16**2)
+    assert own["eager_launches"] == small["eager_launches"] == 12
+    assert own["eager_bytes"] - small["eager_bytes"] == tokens * (2 * C * (38 + 4) + 4 * (2 * 2 + H))
+    assert own["bytes"] > small["bytes"] and own["ways"].keys() == small["ways"].keys()
+
+
+def test_the_command_takes_an_image_size(monkeypatch, capsys):
+    """Oracle: `figures` of the same setting; sizes that do not fit give one sentence and exit code 2."""
+    words = ["launches", "--model", "vit_small_patch14_reg4_dinov2", "--batch", "2", "--depth", "1"]
+
+    def run(*more):
+        monkeypatch.setattr("sys.argv", [*words, *more])
+        launches.main()
+
+    run("--img-size", "266x224", "--json")
+    want = figures(Setting(words[2], 2, arch="sm_90", depth=1, size=(266, 224)))
+    assert json.loads(capsys.readouterr().out).items() >= want.items()
+    for size, sentence in (("225", "height 225 is not a multiple of patch_size 14"), ("0", "--img-size is 0")):
+        with pytest.raises(SystemExit, match="2"):
+            run("--img-size", size)
+        assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_forced_ways_are_used(way):
     """Oracle: the forced way; only fused blocks launch our linear kernel."""
@@ -151,9 +182,9 @@ def test_forced_ways_are_used(way):
     assert any(event.name == "linear._fwd_kernel" for event in found.events) == (way == "fused")
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("batch", [8, 256])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize(
+    "phase, batch, arch", sampled(itertools.product(PHASES, (8, 256), ("sm_80", "sm_89", "sm_90")), 4)
+)
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=[] if i in (0, 2) else pytest.mark.full) for i, m in enumerate(MODELS)]
 )

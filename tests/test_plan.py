@@ -82,6 +82,19 @@ def test_expected_time_of_launches():
     assert cost.launch_us(gpu, product._replace(kind="fused product"), 1) == pytest.approx(want)
 
 
+def test_tiles_run_in_whole_waves():
+    """Oracle: by hand, for 100 multiprocessors and the best tile: a part of a wave takes as long as a full one.
+
+    One row more than a wave of the largest tiles takes 5 waves of tiles of 64 x 128, which have work for 4.02; one tile
+    of 64 x 64 is fastest as one of 128 x 256, at full rate, and a product of that size as eight of 64 x 64.
+    """
+    gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100)
+    assert cost.TILES == {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}
+    for M, N, slower in ((128 * 100 + 1, 256, 5 / 4.02 / 0.82), (64, 64, 100), (128, 256, 100 / 8 / 0.65)):
+        product = cost.Launch("product", 2.0 * M * N * 2000, 1.0, (M, N, 2000))
+        assert cost.launch_us(gpu, product) == pytest.approx(slower * 2.0 * M * N * 2000 / (100e6 * 0.94))
+
+
 def test_pytorch_stores_a_decomposed_bias():
     """Oracle: by hand, one value for each score, written once and read once; our kernel adds the parts of the bias."""
     gpu, (attn, mlp) = cost.gpus()["h200"], vit("B", 8, 196)

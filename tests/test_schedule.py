@@ -139,6 +139,13 @@ def test_ema(warmup: bool):
     assert ema_decay_at(1, 0.9999) == 2 / 11 and ema_decay_at(10**9, 0.9999) == 0.9999
     with pytest.raises(ValueError, match=r"decay is 1.0; use a number in \[0, 1\)"):
         ema_model(model, 1.0)
+    usual = ema_model(nn.Linear(1, 1, bias=False).double(), warmup=warmup)
+    usual.module.weight.data.zero_()
+    usual.n_averaged.fill_(10**6)  # updates, after which the warm-up has no effect
+    one = nn.Linear(1, 1, bias=False).double()
+    one.weight.data.fill_(1.0)
+    usual.update_parameters(one)
+    assert math.isclose(usual.module.weight.item(), 1 - 0.9999, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])

@@ -5,11 +5,11 @@ import os
 import sys
 
 from .. import __version__
-from . import benchmark, convert, doctor, evaluate, explain, export, models, pack, predict, selftest, train, tune
+from . import benchmark, check, convert, doctor, evaluate, explain, export, models, pack, predict, selftest, train, tune
 from .console import print_error
 from .parser import Parser
 
-COMMANDS = (train, predict, explain, evaluate, models, benchmark, selftest, tune, doctor, convert, export, pack)
+COMMANDS = (train, predict, explain, evaluate, models, check, benchmark, selftest, tune, doctor, convert, export, pack)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,7 +19,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments; None means `sys.argv[1:]`.
 
     Returns:
-        Exit code: 0; 1 (disk, memory or another process failed, or a check of `selftest`); 2 (invalid input); or 130
+        Exit code: 0; 1 (disk, memory or another process failed, or a check of
+        `selftest`, or `check` has no result); 2 (invalid input); or 130
         (Ctrl-C).
     """
     # Idle threads sleep instead of spinning; on busy cores small models train up to 20 times faster.

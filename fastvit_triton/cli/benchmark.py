@@ -96,7 +96,7 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     from ..measure.model_cases import Run, case, least_bytes
 
     made = case(Run(name, batch, training), getattr(torch, dtype), device)
-    needed, there = least_bytes(made, COPIES), _memory(device)
+    needed, there = least_bytes(made, COPIES), memory_of(device)
     if needed > there:
         fits = max(int(batch * there / needed), 1)
         raise ValueError(
@@ -113,7 +113,7 @@ def _case(name: str, batch: int, training: bool, dtype: str, device: "torch.devi
     return replace(made, variants=[first, *others])
 
 
-def _memory(device: "torch.device") -> int:
+def memory_of(device: "torch.device") -> int:
     """Memory of the device in bytes."""
     import torch
 
@@ -180,7 +180,8 @@ def _mebibytes(count: int | None) -> str:
 def _write(args: argparse.Namespace, rows: list[dict], gpu: bool) -> None:
     """Writes rows with their provenance as JSON; absolute times are left out on a CPU."""
     from ..measure.machine import provenance
+    from ..measure.variants import without_times
 
-    kept = [row if gpu else {n: v for n, v in row.items() if n not in ("us", "q1", "q3", "tflops")} for row in rows]
+    kept = rows if gpu else without_times(rows)
     with replacing(args.out) as temporary:
         temporary.write_text(json.dumps(provenance() | dict(rows=kept), indent=1) + "\n")

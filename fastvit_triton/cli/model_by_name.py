@@ -116,6 +116,16 @@ def build_model(name: str, size: Size | None = None, device: "torch.device | str
     return found
 
 
+def random_model(
+    name: str, size: Size | None, device: "torch.device", dtype: "torch.dtype", train: bool = False
+) -> NamedModel:
+    """As `build_model`, with random values of `dtype` in all parameters, in training or evaluation mode."""
+    from ..measure.model_cases import randomized
+
+    built = build_model(name, size, device)
+    return built._replace(model=randomized(built.model, dtype).to(dtype).train(train))
+
+
 def _ours(name: str, size: Size | None) -> NamedModel:
     from ..models import create_model
     from ..models.config import sides

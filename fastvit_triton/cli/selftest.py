@@ -3,6 +3,8 @@
 import argparse
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,39 +34,94 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks every op and its gradients against float64 on a GPU, repeatability, streams, CUDA graphs and memory."""
-    from functools import partial
-
-    from ..measure.selftest import planned
-    from ..measure.timeout import Deadline
-    from ..measure.workers import Run, Worker, count
-
     check_output("--out", args.out)
-    device = _device(args)
-    names, rows, notes, start = list(planned(device)), [], [], time.monotonic()
+    checks = Checks(_device(args))
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        stage = bar.add_task("compiling and checking", total=len(names))
+        stage = bar.add_task("compiling and checking", total=len(checks.names))
+        try:
+            checks.run(args.seconds, lambda: bar.update(stage, advance=1))
+        finally:
+            _write(args.out, checks)
+    where = f"{place_of(checks.device)} in {checks.seconds:.0f} s"
+    print_line(f"{checks.sentence(where)}; {args.out} holds them")
+    return int(not checks.are_passed())
+
+
+@dataclass
+class Checks:
+    """The checks of a device, and their results so far.
+
+    Attributes:
+        device: where the kernels run; on a CPU in Triton's interpreter.
+        names: of the checks to run, most important first; empty means all.
+        rows: one for each finished check, in the order of the names.
+        notes: why the run ended early, if it did.
+        not_reached: names of checks without a row.
+        seconds: how long it took.
+    """
+
+    device: "torch.device"
+    names: list[str] = field(default_factory=list)
+    rows: list[dict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    not_reached: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        from ..measure.selftest import planned
+
+        self.names = self.names or list(planned(self.device))
+
+    def run(self, seconds: float, on_row: Callable[[], object] = lambda: None) -> None:
+        """Runs the checks in processes of their own; those not finished after `seconds` are stopped.
+
+        Args:
+            seconds: time limit.
+            on_row: called after each check.
+
+        Raises:
+            ChildProcessError: no process starts.
+        """
+        from functools import partial
+
+        from ..measure.timeout import Deadline
+        from ..measure.workers import Run, Worker, count
 
         def add(row: dict) -> None:
-            rows.append(row)
-            bar.update(stage, advance=1)
+            self.rows.append(row)
+            on_row()
 
-        work = Run(names, Deadline(args.seconds), add, partial(Worker, device))
+        start, work = time.monotonic(), Run(self.names, Deadline(seconds), add, partial(Worker, self.device))
         try:
-            work.run(count(device))
+            work.run(count(self.device))
         except ChildProcessError as error:  # a check made the device unusable for all processes
-            if not rows:
+            if not self.rows:
                 raise
-            notes.append(str(error))
+            self.notes.append(str(error))
         finally:
-            rows.sort(key=lambda row: names.index(row["case"]))
-            took = time.monotonic() - start
-            passed = [row for row in rows if not _why(row) and "skipped" not in row]
-            _write(args.out, device, rows, len(passed), work.not_reached, took)
-    said = _sentence(rows, passed, len(work.not_reached), f"{_place(device)} in {took:.0f} s")
-    print_line("; ".join([said, *notes, f"{args.out} holds them"]))
-    return int(any(map(_why, rows)) or not passed)
+            self.rows.sort(key=lambda row: self.names.index(row["case"]))
+            self.not_reached, self.seconds = work.not_reached, time.monotonic() - start
+
+    def passed(self) -> list[dict]:
+        """Rows of the checks that passed."""
+        return [row for row in self.rows if not _why(row) and "skipped" not in row]
+
+    def are_passed(self) -> bool:
+        """True if a check passed and none failed."""
+        return bool(self.passed()) and not any(map(_why, self.rows))
+
+    def facts(self) -> dict:
+        """Numbers and names of a result file: what passed, failed and was not reached."""
+        gpu = place_of(self.device) if self.device.type == "cuda" else None
+        failed = [row["case"] for row in self.rows if _why(row)]
+        facts = dict(gpu=gpu, device=str(self.device), seconds=round(self.seconds, 1), passed=len(self.passed()))
+        return facts | dict(failed=failed, not_reached=self.not_reached)
+
+    def sentence(self, where: str) -> str:
+        """One sentence that summarises the results; `where` follows "passed on"."""
+        return "; ".join([_sentence(self.rows, self.passed(), len(self.not_reached), where), *self.notes])
 
 
 def _check_seconds(option: str, value: float) -> None:
@@ -97,7 +154,8 @@ def _device(args: argparse.Namespace) -> "torch.device":
     return device
 
 
-def _place(device: "torch.device") -> str:
+def place_of(device: "torch.device") -> str:
+    """Where the kernels run: the GPU's name, or the interpreter."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU in Triton's interpreter"
@@ -127,16 +185,10 @@ def _sentence(rows: list[dict], passed: list[dict], missed: int, where: str) -> 
     return "; ".join([said, *(text for text, number in more.items() if number)])
 
 
-def _write(
-    path: Path, device: "torch.device", rows: list[dict], passed: int, not_reached: list[str], seconds: float
-) -> None:
+def _write(path: Path, checks: Checks) -> None:
     """Writes rows with their provenance as JSON."""
     from ..measure.machine import provenance
 
-    facts: dict[str, object] = dict(
-        gpu=_place(device) if device.type == "cuda" else None, device=str(device), seconds=round(seconds, 1)
-    )
-    failed = [row["case"] for row in rows if _why(row)]
-    facts |= dict(passed=passed, failed=failed, not_reached=not_reached, rows=rows)
+    held = provenance() | checks.facts() | dict(rows=checks.rows)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(provenance() | facts, indent=1) + "\n")
+        temporary.write_text(json.dumps(held, indent=1) + "\n")

@@ -1,10 +1,12 @@
 """`tune`: finds the fastest way to run a model on this machine's GPU, and saves it for later processes."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from .checks import at_least, check_output, check_size, image_size
 from .console import add_device_option, print_line, select_device
-from .model_by_name import PREFIXES, build_model, check_name
+from .model_by_name import PREFIXES, NamedModel, check_name, random_model
 
 if TYPE_CHECKING:
     from ..measure.tune import Tuned
@@ -84,15 +86,13 @@ def run(args: argparse.Namespace) -> int:
 def _tune(args: argparse.Namespace) -> int:
     import torch
 
-    from ..measure.model_cases import randomized
     from ..measure.tune import tune
 
     device = select_device(args.device)
     if device.type != "cuda":
         raise ValueError("tune measures a GPU and there is none here; --dry-run executes every step on the CPU")
     dtype = getattr(torch, DTYPES[args.dtype])
-    built = build_model(args.model, args.img_size, device)
-    model = randomized(built.model, dtype).to(dtype).train(args.train)
+    built = random_model(args.model, args.img_size, device, dtype, args.train)
     images, named = built.inputs(args.batch, partial(torch.randn, device=device, dtype=dtype))
     example = images[0] if images else named
     columns = TextColumn("{task.description:40.40}"), BarColumn(), TimeElapsedColumn()
@@ -104,7 +104,7 @@ def _tune(args: argparse.Namespace) -> int:
             bar.update(stage, completed=done, description=what)
 
         try:
-            found = tune(model, example, args.train, args.seconds, on_progress)
+            found = tune(built.model, example, args.train, args.seconds, on_progress)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"--batch {args.batch} does not fit into memory; lower it") from error
     phase = "training" if args.train else "inference"
@@ -122,20 +122,39 @@ def _dry_run(args: argparse.Namespace) -> int:
             return subprocess.run(command, env=os.environ | more).returncode
     import torch
 
-    from ..kernels.launch import targeting
-    from ..kernels.tile import repair_interpreter
-    from ..measure.model_cases import randomized
     from ..measure.tune import tune
-    from ..measure.variants import compiling
-    from ..models import create_model
 
-    model = randomized(create_model("vit_tiny_patch16_224", **TINY), torch.float16).half().train(args.train)
-    repair_interpreter()
-    with targeting("sm_90"), compiling("aot_eager"):
-        found = tune(model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
+    with pretending():
+        found = tune(tiny_model(args.train).model, torch.randn(2, 3, 32, 32).half(), args.train, args.seconds)
     _report(found, "dry run: a tiny model in Triton's interpreter", False)
     print_line("Every step was executed. Times in the interpreter are meaningless; nothing was saved.")
     return 0
+
+
+@contextlib.contextmanager
+def pretending() -> Iterator[None]:
+    """Context of a dry run: kernels run in Triton's interpreter as on an H200, and torch.compile needs no compiler.
+
+    TRITON_INTERPRET must be 1.
+    """
+    from ..kernels.launch import targeting
+    from ..kernels.tile import repair_interpreter
+    from ..measure.variants import compiling
+
+    repair_interpreter()
+    with targeting("sm_90"), compiling("aot_eager"):
+        yield
+
+
+def tiny_model(train: bool) -> NamedModel:
+    """The model of a dry run, in float16."""
+    import torch
+
+    from ..measure.model_cases import randomized
+    from ..models import create_model
+
+    model = randomized(create_model("vit_tiny_patch16_224", **TINY), torch.float16).half().train(train)
+    return NamedModel(model, (3, 32, 32), ours=True)
 
 
 def _report(found: "Tuned", title: str, timed: bool) -> None:

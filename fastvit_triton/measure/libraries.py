@@ -25,16 +25,19 @@ TORCHVISION = {"vit_base_patch16_224": "vit_b_16", "vit_large_patch16_224": "vit
 
 
 class ModelCall:
-    """Callable of a variant: runs a module in `contexts` and returns the first output tensor."""
+    """Callable of a variant: runs a module in `contexts` and returns the first output tensor.
+
+    It takes images as `image`, which the module takes as its positional input, or under the module's own names.
+    """
 
     def __init__(self, module: nn.Module, *contexts: Callable, run: Callable | None = None) -> None:
         self.module, self._contexts, self._run = module, contexts, module if run is None else run
 
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+    def __call__(self, image: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         with contextlib.ExitStack() as stack:
             for context in self._contexts:
                 stack.enter_context(context())
-            return next(leaves(self._run(image)))
+            return next(leaves(self._run(*(() if image is None else (image,)), **named)))
 
 
 class _Outputs(nn.Module):

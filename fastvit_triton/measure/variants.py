@@ -74,13 +74,16 @@ def with_backend(backend: str, function: Callable) -> Callable:
     return call
 
 
-def compiled(function: Callable, mode: str | None = None, ours: bool = False) -> Callable:
-    """Compiles a function with torch.compile as one static graph; `ours` selects our backend."""
+def compiled(function: Callable, mode: str | None = None, ours: bool = False, fullgraph: bool = True) -> Callable:
+    """Compiles a function with torch.compile for static shapes; `ours` selects our backend.
+
+    Graph breaks raise an error, unless `fullgraph` is False.
+    """
     backend: str | Callable = _compiler
     if ours:
         inner = None if _compiler == "inductor" else torch._dynamo.lookup_backend(_compiler)
         backend = "fastvit_triton" if inner is None else functools.partial(rewriting, inner=inner)
-    return torch.compile(function, backend=backend, mode=mode, dynamic=False, fullgraph=True)
+    return torch.compile(function, backend=backend, mode=mode, dynamic=False, fullgraph=fullgraph)
 
 
 @contextlib.contextmanager
@@ -200,16 +203,17 @@ def measure(
     copies: int = 3,
     latency: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
+    share: float = 0.8,
 ) -> Measured:
     """Compares every variant with float64, then times those that match.
 
     Args:
         case: the computation.
         phase: one of its phases.
-        device, deadline, seconds, copies, latency: as in `samples_of`. Comparisons end after 80 % of the remaining
-            time; variants not compared by then are not timed.
+        device, deadline, seconds, copies, latency: as in `samples_of`.
         on_progress: called with "compiling kernels" on a GPU, "float64", the name of each variant as its comparison
             begins, and "timing".
+        share: fraction of the remaining time after which comparisons end; variants not compared by then are not timed.
     """
     sets = [case.inputs(seed) for seed in range(copies)]
     rows, calls = (
@@ -220,7 +224,7 @@ def measure(
         on_progress("compiling kernels")
         compile_kernels(case, sets[0], phase)
     torch.compiler.reset()  # Dynamo limits recompilations of one function, and cases share functions
-    verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(0.8 * deadline.left), on_progress)
+    verdicts, errors = compare_variants(case, sets[0], phase, deadline.sooner(share * deadline.left), on_progress)
     for name, found in verdicts.items():
         rows[name] |= found.columns() | _memory(case, calls[name], sets[0], device, phase)
     right = {name: step_of(case, calls[name], sets, phase) for name, found in verdicts.items() if found.match}
@@ -231,6 +235,11 @@ def measure(
     for name, taken in samples.items():
         rows[name] |= _timing_columns(case, taken, samples.get(case.variants[0].name), phase)
     return Measured(rows, samples)
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    """The rows without absolute times, which mean little on a CPU, whose clocks and load vary; ratios are kept."""
+    return [{name: v for name, v in row.items() if name not in ("us", "q1", "q3", "tflops")} for row in rows]
 
 
 def compile_kernels(case: Case, arguments: dict, phase: str) -> int:

@@ -1,5 +1,6 @@
 """Runs checks in worker processes, so that a kernel fault ends only one of them and all cores compile kernels.
 
+`result_of` runs a longer measurement in a process of its own, with a time limit that also ends a kernel that hangs.
 `python -m fastvit_triton.measure.workers DEVICE` is a worker: it reads names and writes rows, one per line.
 """
 
@@ -9,17 +10,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from ..kernels.tile import repair_interpreter
 from .machine import device_answers
 from .selftest import Check, planned
-from .timeout import Deadline, capturing
+from .timeout import Deadline, TimedOut, capturing
 
 COMMAND = (sys.executable, "-m", __name__)  # of a worker, without the device
 MARK = "row: "  # prefix of output lines that are rows
@@ -31,8 +34,7 @@ class Worker:
     """A process that runs checks on a device, one at a time; on a CPU kernels run in Triton's interpreter."""
 
     def __init__(self, device: torch.device) -> None:
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # to import the same package
-        variables = dict(PYTHONPATH=path, PYTHONSAFEPATH="1", OMP_NUM_THREADS="1")
+        variables = _same_package() | dict(OMP_NUM_THREADS="1")
         variables["TRITON_INTERPRET"] = "0" if device.type == "cuda" else "1"
         process = subprocess.Popen(
             [*COMMAND, str(device)],
@@ -163,6 +165,60 @@ class Run:
                 return None
             self._begun.append(self._todo.popleft())
             return self._begun[-1]
+
+
+def _same_package() -> dict[str, str]:
+    """Environment variables by which another Python imports the same package."""
+    return dict(PYTHONPATH=os.pathsep.join(folder or os.getcwd() for folder in sys.path), PYTHONSAFEPATH="1")
+
+
+def result_of(command: Sequence[str], seconds: float, variables: dict[str, str] | None = None) -> dict:
+    """Runs a program that writes a JSON object to the file named by its last argument, and returns that object.
+
+    Args:
+        command: the program and its arguments, without the file.
+        seconds: time limit; then the program is killed, and on POSIX the programs that it started.
+        variables: environment variables to add.
+
+    Raises:
+        TimedOut: it wrote nothing in time.
+        ChildProcessError: it ended without writing; the message has its exit code and its last line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "result.json", Path(folder) / "log"
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                [*command, str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | _same_package() | (variables or {}),
+                start_new_session=True,  # only the parent handles Ctrl-C; makes it the leader of a process group
+            )
+        late = False
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _kill_group(process)
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        if late:
+            raise TimedOut(f"it did not finish in {seconds:.0f} s")
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        raise ChildProcessError(f"its process ended with code {process.returncode}: {last}"[:300])
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    """Kills a process that leads a process group, with the group, and waits for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it and all others have ended
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    process.wait()
 
 
 def count(device: torch.device) -> int:

@@ -1,0 +1,145 @@
+"""Runs one stage of `check` in a process of its own: `python -m fastvit_triton.cli.check_stage REQUEST FILE`.
+
+The request is JSON, the fields of `Request`; the result is written to the file as JSON.
+"""
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..files import replacing
+from .model_by_name import NamedModel, Size, random_model
+from .tune import DTYPES, pretending, tiny_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..measure.check import Subject
+    from ..measure.timeout import Deadline
+    from ..measure.tune import Tuned
+
+RESERVE = 4.0  # seconds of a stage that are kept for the end of the process
+TIMED = {"cuda": 10.0, "cpu": 12.0}  # seconds at the end of a comparison for timing
+
+
+class Request(NamedTuple):
+    """What a stage measures.
+
+    Attributes:
+        stage: "tune", "compare" or "max-autotune".
+        model: name for `build_model`.
+        size: height and width of images; None means the model's own.
+        batch: number of images.
+        dtype: one of `DTYPES`.
+        train: training steps instead of inference.
+        device: name of the device.
+        dry: a tiny model in Triton's interpreter.
+        budget: seconds that the stage has.
+        end: time since the epoch at which it must have ended.
+    """
+
+    stage: str
+    model: str
+    size: Size | None
+    batch: int
+    dtype: str
+    train: bool
+    device: str
+    dry: bool
+    budget: float = 0.0
+    end: float = 0.0
+
+    def deadline(self) -> "Deadline":
+        """The end of the measurements."""
+        from ..measure.timeout import Deadline
+
+        return Deadline(self.end - time.time() - RESERVE)
+
+    def built(self) -> NamedModel:
+        """The model with random weights."""
+        import torch
+
+        if self.dry:
+            return tiny_model(self.train)
+        size = None if self.size is None else (self.size[0], self.size[1])
+        return random_model(self.model, size, torch.device(self.device), getattr(torch, DTYPES[self.dtype]), self.train)
+
+
+def subject_of(request: Request) -> "Subject":
+    """The model of a request and its inputs, as `measure.check` takes them."""
+    import torch
+
+    from ..measure.check import Subject
+
+    built, dtype, device = request.built(), getattr(torch, DTYPES[request.dtype]), torch.device(request.device)
+
+    def inputs(seed: int) -> dict:
+        generator = torch.Generator(device).manual_seed(seed)
+        images, named = built.inputs(request.batch, partial(_random, generator, dtype))
+        return dict(image=images[0]) if images else named
+
+    return Subject(request.model, built.model, inputs, request.batch, dtype, device, built.ours)
+
+
+def _random(generator: "torch.Generator", dtype: "torch.dtype", *shape: int) -> "torch.Tensor":
+    import torch
+
+    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
+
+
+def compare(request: Request) -> dict:
+    """Measures eager PyTorch, ours and torch.compile, in the mode max-autotune if the stage is called so."""
+    from ..measure.check import compare
+
+    mode = "max-autotune" if request.stage == "max-autotune" else None
+    kind = "cuda" if request.device.startswith("cuda") else "cpu"
+    return compare(subject_of(request), mode, request.deadline(), TIMED[kind], request.budget)
+
+
+def tune(request: Request) -> dict:
+    """Tunes the model; returns what was chosen, the file that holds it, and "said"."""
+    from ..measure.tune import tune
+
+    subject = subject_of(request)
+    example = subject.inputs(0)
+    left = request.deadline().left  # the last candidate may take longer than tune's limit
+    found = tune(subject.model, example.get("image", example), request.train, max(0.85 * left, 1.0))
+    parts = [dict(name=p["name"], count=p["count"], before=p["rule"], after=p["way"]) for p in found.parts]
+    return dict(parts=parts, path=str(found.path), model=found.model, said=_tuned(found))
+
+
+def _tuned(found: "Tuned") -> str:
+    """What `tune` found, in one line."""
+    new = [row for row in found.launches if row["best"] is not None and row["best"] != row["tried"][0]["config"]]
+    ways = [(part, part["way"] or f"{part['rule']}, not measured in time") for part in found.parts]
+    said = [f"{part['count']} × {part['name']} {way} (before: {part['rule']})" for part, way in ways]
+    return f"{', '.join(said)}; new launch parameters for {len(new)} of {len(found.launches)} launches; saved"
+
+
+STAGES = {"tune": tune, "compare": compare, "max-autotune": compare}
+
+
+def main() -> None:
+    """Runs the stage of the request and writes its result, or "error"."""
+    import torch
+
+    from ..measure.timeout import capturing
+
+    request, answer = Request(**json.loads(sys.argv[1])), dict[str, object]()
+    with capturing(answer, "error"), pretending() if request.dry else nullcontext():
+        if request.device.startswith("cuda"):
+            torch.cuda.set_device(request.device)
+        try:
+            answer |= STAGES[request.stage](request)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"--batch {request.batch} does not fit into memory; lower it") from error
+    with replacing(Path(sys.argv[2])) as temporary:
+        temporary.write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
