@@ -128,7 +128,7 @@ def _is_bf16(handle) -> bool:
     return getattr(handle.dtype, "scalar", handle.dtype) == tl.bfloat16
 
 
-def _widened(handle):
+def widened(handle):
     """A bfloat16 handle as float32 values."""
     if not _is_bf16(handle):
         return handle
@@ -261,7 +261,7 @@ def interpreting():
         (tl.tensor, "__init__", _tensor),
         (tl.block_type, "__init__", _block_type(tl.block_type.__init__)),
         (TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value)),
-        (builder, "create_dot", lambda self, a, b, d, *r: dot(self, _widened(a), _widened(b), d, *r)),
+        (builder, "create_dot", lambda self, a, b, d, *r: dot(self, widened(a), widened(b), d, *r)),
         (builder, "create_masked_load", _loading(builder.create_masked_load)),
         (builder, "create_masked_store", _storing(builder.create_masked_store)),
         (builder, "binary_op", _refusing("arithmetic", builder.binary_op)),

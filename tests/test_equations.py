@@ -8,15 +8,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from budget import telling
 from einops import rearrange, repeat
 from einops.layers.torch import Rearrange
+from timm.layers import DropPath
 from torch import nn
 
 from fastvit_triton import ViTConfig, create_model, explain
 from fastvit_triton.layers import (
     Attention,
     Block,
-    DropPath,
     LinearPatchEmbed,
     Mlp,
     NormPatchEmbed,
@@ -34,9 +35,9 @@ from fastvit_triton.train.loss import hard_distillation, soft_distillation
 EPS = torch.finfo(torch.float64).eps
 
 
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+def same(got: torch.Tensor, want: torch.Tensor, constant: bool = False) -> bool:
     """True if within 200 float64 roundings of the largest value: sums of some hundred terms in another order."""
-    got, want = got.detach(), want.detach()
+    got, want = got.detach(), telling(want.detach(), constant)
     return got.shape == want.shape and float((got - want).abs().max()) <= 200 * EPS * max(1.0, float(want.abs().max()))
 
 
@@ -109,6 +110,8 @@ def test_patch_embed_snippet():
     theirs, ours = random_(SnippetPatchEmbed(32, 8, 3, 12)), PatchEmbed((32, 32), (8, 8), 3, 12)
     copied(ours, theirs)
     assert same_gradients(ours, theirs, torch.randn(2, 3, 32, 32, dtype=torch.float64))
+    image = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert same(ours.proj(image).flatten(2).mT, ours(image))  # as a module, too
     with pytest.raises(ValueError, match="image is 24x32 pixels, the model takes 32x32"):
         ours(torch.zeros(1, 3, 24, 32, dtype=torch.float64))
 
@@ -163,8 +166,11 @@ def test_class_token_is_first_and_is_read():
     assert same(model(image), model.head(features[:, 0]))
     model(image).sum().backward()
     assert model.cls_token.grad.abs().sum() > 0 and model.pos_embed.grad.abs().sum() > 0
-    fresh = create_model("vit_tiny_patch16_224", weight_init="jax", depth=1)
-    assert (fresh.cls_token == 0).all() and 0.015 < fresh.pos_embed.std() < 0.025
+    for scheme, token in (("timm", 1e-6), ("jax", 0.0)):
+        fresh = create_model("vit_tiny_patch16_224", weight_init=scheme, depth=1)
+        error = 6 * 0.02 / (2 * fresh.pos_embed.numel()) ** 0.5  # six standard errors of a standard deviation
+        assert abs(fresh.pos_embed.std().item() - 0.02) < error and fresh.cls_token.abs().max() <= 6 * token
+    assert create_model("vit_tiny_patch16_224", depth=1).config.weight_init == "timm"
 
 
 def test_adding_positions_before_the_class_token_needs_a_shorter_table():
@@ -387,10 +393,16 @@ def test_attention_dropout_snippet():
 
 
 def test_mlp_snippet():
-    """fc1, GELU, fc2; D → 4 D → D."""
-    theirs, ours = random_(SnippetMlp(24, 96)), Mlp(24, 96)
-    copied(ours, theirs)
-    assert same_gradients(ours, theirs, X)
+    """fc1, GELU, dropout, fc2, dropout with the same random numbers; D → 4 D → D."""
+    for drop in (0.0, 0.3):
+        theirs, ours = random_(SnippetMlp(24, 96, drop=drop)), Mlp(24, 96, drop=drop)
+        copied(ours, theirs)
+        outputs = []
+        for module in (ours, theirs):
+            torch.manual_seed(3)
+            outputs.append(module.train()(X))
+        assert same(*outputs) and (drop == 0.0) == same(outputs[0], ours.eval()(X))
+        assert same_gradients(ours, theirs.eval(), X)
     w1, b1, w2, b2 = (p for p in (ours.fc1.weight, ours.fc1.bias, ours.fc2.weight, ours.fc2.bias))
     hidden = X @ w1.T + b1
     gelu = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
@@ -398,14 +410,18 @@ def test_mlp_snippet():
 
 
 def test_mlp_is_local():
-    """The MLP acts on each token alone: it commutes with any shift of the tokens."""
+    """The MLP acts on each token alone: it commutes with any shift of the tokens, and one alone gives the same."""
     mlp = random_(Mlp(24, 48))
     assert same(mlp(X).roll(2, 1), mlp(X.roll(2, 1)))
+    assert same(mlp(X)[:, 2:3], mlp(X[:, 2:3]))
 
 
 @pytest.mark.parametrize("drop_path", [0.0, 0.5])
 def test_block_snippet(drop_path):
-    """x + drop_path(attn(norm1 x)), then x + drop_path(mlp(norm2 x)), with the same mask drawn twice."""
+    """x + drop_path(attn(norm1 x)), then x + drop_path(mlp(norm2 x)), with the same mask drawn twice; timm's drop_path.
+
+    Both in training and in evaluation mode.
+    """
     theirs = random_(SnippetBlock(24, 3, qkv_bias=True, drop_path=drop_path)).train()
     ours = Block(24, Attention(24, 3), Mlp(24, 96), eps=1e-5, drop_path=drop_path).train()
     copied(ours, theirs)
@@ -415,6 +431,7 @@ def test_block_snippet(drop_path):
         outputs.append(module(X))
     assert same(*outputs)
     assert drop_path or same_gradients(ours, theirs, X)
+    assert same_gradients(ours.eval(), theirs.eval(), X)
 
 
 def test_equations_1_to_4():
@@ -442,7 +459,7 @@ def test_equations_1_to_4():
         z = affine(hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5)), f"blocks.{i}.mlp.fc2") + z  # (3)
     y = norm(z, "norm")[:, 0]  # (4)
     assert same(model(image), affine(y, "head"))
-    assert same(model(image).softmax(-1).sum(-1), torch.ones(2, dtype=torch.float64))
+    assert same(model(image).softmax(-1).sum(-1), torch.ones(2, dtype=torch.float64), constant=True)
 
 
 def test_post_norm_is_the_original_transformer():
@@ -597,19 +614,20 @@ def parameters(D: int, hidden: int, depth: int, patch: int, classes: int = 1000)
 
 
 @pytest.mark.parametrize(
-    "name, shape, millions",
+    "name, shape, heads, millions",
     [
-        ("vit_base_patch16_224", (768, 3072, 12, 16), 86),
-        ("vit_large_patch32_224", (1024, 4096, 24, 32), 307),
-        ("vit_huge_patch14_224", (1280, 5120, 32, 14), 632),
+        ("vit_base_patch16_224", (768, 3072, 12, 16), 12, 86),
+        ("vit_large_patch32_224", (1024, 4096, 24, 32), 16, 307),
+        ("vit_huge_patch14_224", (1280, 5120, 32, 14), 16, 632),
     ],
 )
-def test_sizes_of_the_paper(name, shape, millions):
+def test_sizes_of_the_paper(name, shape, heads, millions):
     """Oracle: table 1 of the paper, in millions, and the equations; 86.6 is printed as 86, and 307 is L/32."""
     with torch.device("meta"):
         model = create_model(name, num_classes=1000)
     count = sum(p.numel() for p in model.parameters())
     assert count == parameters(*shape) and abs(count / 1e6 - millions) < 0.6
+    assert {block.attn.num_heads for block in model.blocks} == {heads}
 
 
 def test_half_of_all_widths():
@@ -668,9 +686,12 @@ def test_hybrid_takes_the_feature_map_as_sequence():
 
 
 def test_higher_resolution_keeps_the_patch_and_lengthens_the_sequence():
-    """224 → 384 at P = 16: 196 → 576 tokens; finite logits from the resized table, and identity at the same size."""
+    """224 → 384 at P = 16: 196 → 576 tokens; positions interpolated by PyTorch, and identity at the same size."""
     model = create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True).eval()
-    assert model.positions((24, 24)).shape == (1, 577, 192)
+    old, new = model.pos_embed, model.positions((24, 24))
+    grid = old[:, 1:].unflatten(1, (14, 14)).movedim(-1, 1)
+    grid = F.interpolate(grid, (24, 24), mode="bicubic", antialias=True).flatten(2).mT
+    assert new.shape == (1, 577, 192) and torch.equal(new, torch.cat((old[:, :1], grid), 1))
     assert model(torch.randn(1, 3, 384, 384)).isfinite().all()
     assert model.positions((14, 14)) is model.pos_embed
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import triton.language as tl
+from budget import converted, largest, leaves, outside, results
 from interpreter import interpreting, poisoned
 from triton import jit
 from triton.runtime.errors import InterpreterError
@@ -20,11 +21,23 @@ from fastvit_triton.kernels.launch import TUNED
 
 pytestmark = pytest.mark.usefixtures("always_folded")
 
-# linear with given row statistics of x, which returns those of its output; models ask for no statistics of a gated one
+
+def with_statistics(function):
+    """Two linear layers by `function`; the LayerNorm of the second uses the row statistics that the first returns."""
+
+    def run(x, weight, **rest):
+        y, stats = function(x, weight, stats=layer_norm.row_stats(x), return_stats=True, **rest)
+        return y, function(y, weight.T.contiguous(), norm=(None, None, 1e-6), stats=stats)
+
+    return run
+
+
+# models ask for no statistics of a gated layer; the reference computes them from x
 STATS = dataclasses.replace(
     linear.OP,
     name="linear_with_statistics",
-    run=lambda x, **rest: linear.linear(x, stats=layer_norm.row_stats(x), return_stats=True, **rest),
+    run=with_statistics(linear.linear),
+    reference=with_statistics(linear.reference),
     cases={name: case for name, case in linear.OP.cases.items() if "gated" not in case},
     ragged={"odd": linear.OP.ragged["odd"], "rms": linear.OP.ragged["rms"]},
 )
@@ -42,69 +55,19 @@ TYPED += [
 ]
 
 
-def leaves(value):
-    """The tensors inside nested tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-
-
-def converted(value, dtype):
-    """The same structure with floating-point tensors in another dtype, as leaves of a new graph."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
-    return tuple(converted(v, dtype) for v in value) if isinstance(value, tuple) else value
-
-
-def largest(values):
-    """The largest magnitude; 0 if there are no values."""
-    return values.abs().max() if values.numel() else torch.tensor(0.0)
-
-
-def results(function, arguments, layout=lambda cotangent: cotangent):
-    """Outputs and gradients by name, for fixed random cotangents in the given memory layout."""
-    outputs = [t for t in leaves(function(**arguments)) if t.is_floating_point()]
-    found = {f"output {i}": t.detach().double() for i, t in enumerate(outputs)}
-    learning = [(n, i, t) for n, v in arguments.items() for i, t in enumerate(leaves(v)) if t.requires_grad]
-    generator = torch.Generator().manual_seed(7)
-    outputs = [t for t in outputs if t.requires_grad]
-    cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in outputs]
-    grads = torch.autograd.grad(outputs, [t for *_, t in learning], [layout(t) for t in cotangents])
-    return found | {f"gradient of {n}[{i}]": g.double() for (n, i, _), g in zip(learning, grads, strict=True)}
-
-
-def outside(op, arguments, dtype):
-    """Names of results whose error exceeds twice PyTorch's own error in this dtype plus one rounding."""
-    arguments = {n: converted(v, dtype) for n, v in arguments.items()}
-    truth = results(op.reference, {n: converted(v, torch.float64) for n, v in arguments.items()})
-    baseline = results(op.reference, arguments)
-    with interpreting(), poisoned():
-        got = results(op.run, arguments)
-    found = []
-    for name, want in truth.items():
-        allowed = 2 * (largest(baseline[name] - want) + torch.finfo(dtype).eps * largest(want))
-        if not (got[name].isfinite().all() and largest(got[name] - want) <= allowed):
-            found.append(name)
-    return found
-
-
 @pytest.mark.parametrize("dtype, op, case", TYPED)
 def test_kernel_equals_float64(dtype, op, case):
-    """Oracle: the reference in float64, within the budget of `outside`; new memory is filled with NaN."""
-    assert outside(op, op.inputs(case, dtype, "cpu"), dtype) == []
+    """Oracle: the reference in float64, within its `Budget`; new memory is filled with NaN."""
+    assert outside(op, case, dtype) == []
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_activation_equals_float64(name, dtype):
     """Oracle: as above, for pre-activations of magnitude 10, so that all pieces of an activation occur."""
-    arguments = depthwise.OP.inputs(dict(B=2, H=4, W=9, C=8, K=3), dtype, "cpu")
-    arguments["x"] = (arguments["x"].detach() * 5).requires_grad_()
-    assert outside(depthwise.OP, arguments | dict(activation=name), dtype) == []
-    x, weight, bias = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((9, 16), (8, 16), (8,)))
-    assert outside(linear.OP, dict(x=x, weight=weight, bias=bias, activation=name), dtype) == []
+    for op, case in ((depthwise.OP, dict(B=2, H=4, W=9, C=8, K=3)), (linear.OP, dict(B=1, N=9, K=16, F=8))):
+        x = op.inputs(case, dtype, "cpu")["x"].detach() * 5
+        assert outside(op, case, dtype, x=x.requires_grad_(), activation=name) == []
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of 0 · ∞
@@ -148,7 +111,7 @@ def test_launch_parameters_of_tables_are_correct(op, case, monkeypatch):
         if found not in seen:
             seen.append(found)
             monkeypatch.setattr(kernels.launch, "target", architecture)
-            assert outside(op, op.inputs(case, torch.float16, "cpu"), torch.float16) == [], architecture
+            assert outside(op, case, torch.float16) == [], architecture
 
 
 def alone(op, arguments, keep):

@@ -1,5 +1,6 @@
 """Tests of the ops' PyTorch references. Oracles: equations written out in float64, gradcheck, and error sentences."""
 
+import inspect
 import itertools
 import math
 from functools import partial
@@ -7,11 +8,15 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from budget import telling
+from interpreter import interpreting
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_triton import (
     add_layer_norm,
     attention,
     attention_qkv,
+    create_model,
     depthwise,
     fold,
     layer_norm,
@@ -46,7 +51,7 @@ def leaves(value):
 
 def close64(got, truth):
     """True within 100 roundings of the largest value: both sides are float64 sums of at most a few dozen terms."""
-    return (got - truth).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
+    return (got - telling(truth)).abs().max() <= 100 * EPS64 * truth.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("op, case", EVERY)
@@ -580,3 +585,67 @@ def test_switch_and_reasons(monkeypatch, switch):
     set_backend(None)
     with pytest.raises(ValueError, match="use one of auto, triton, torch"):
         backend()
+
+
+PATHS = pytest.mark.parametrize("path", [lambda: using_backend("torch"), interpreting], ids=["reference", "kernels"])
+
+
+@PATHS
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, for NaN
+@pytest.mark.parametrize("part", range(3), ids="qkv")
+def test_nan_stays_in_its_packed_image(part, path):
+    """Oracle: the same batch without NaN, bitwise, for outputs and gradients of all other images."""
+    T, H, D, ends = 12, 2, 8, torch.tensor([0, 5, 5, 8, 11])  # four images, one empty, and a token of none
+    clean = torch.randn(T, 3, H, D)
+    others = [*range(5), *range(8, 12)]
+    for bad in (6, 11):  # in the third image, and in no image
+
+        def run(values):
+            leaf = values.clone().requires_grad_()
+            with path():
+                o = varlen_attention(*leaf.unbind(1), ends, 5).flatten(1)
+                packed = attention_qkv(leaf.flatten(1), H, varlen=(ends, 5))
+                (grad,) = torch.autograd.grad((o + 2 * packed)[others].sum(), leaf)
+            return torch.cat((o, packed, grad.flatten(1)), 1)
+
+        dirty = clean.clone()
+        dirty[bad, part, 1, 3] = float("nan")
+        want, got = run(clean), run(dirty)
+        assert torch.equal(got[others], want[others]) and want[others].isfinite().all()
+        assert got[5:8].isnan().any() == (bad == 6)
+
+
+SCALED = [op for op in OPS if "sample_scale" in inspect.signature(op.run).parameters]
+
+
+@PATHS
+@pytest.mark.parametrize("op", SCALED, ids=lambda op: op.name)
+def test_a_sample_scale_that_requires_a_gradient_is_refused(op, path):
+    """Oracle: one sentence; without gradients, or detached, the op runs."""
+    arguments = op.inputs(next(iter(op.cases.values())), torch.float32, "cpu")
+    scale = torch.ones(arguments["x"].shape[0], requires_grad=True)
+    with path():
+        with pytest.raises(ValueError, match=r"sample_scale requires a gradient, .*; give sample_scale\.detach\(\)"):
+            op.run(**arguments | {"sample_scale": scale})
+        op.run(**arguments | {"sample_scale": scale.detach()})
+        with torch.no_grad():
+            op.run(**arguments | {"sample_scale": scale})
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("vit_digits_patch2_8", dict(embed_dim=8, num_heads=2)),
+        ("swin_tiny_patch4_window7_224", dict(embed_dim=8, num_heads=(2, 2), depths=(2, 1), window_size=2)),
+    ],
+)
+def test_second_derivatives_of_models(name, options, references):
+    """Oracle: finite differences of the gradients of images and biases, float64, on PyTorch's unfused attention."""
+    side, channels = (8, 1) if "digits" in name else (16, 3)
+    options |= dict(img_size=side, num_classes=2)
+    model = create_model(name, **options | ({"depth": 1} if "digits" in name else {})).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.requires_grad_(False), std=0.3)
+    image = torch.randn(1, channels, side, side, dtype=torch.float64, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(model, image, fast_mode=True)

@@ -15,7 +15,7 @@ import torch
 from interpreter import interpreting
 
 from fastvit_triton.cli import main
-from fastvit_triton.kernels import OPS, plan
+from fastvit_triton.kernels import OPS, settings
 from fastvit_triton.measure import selftest, workers
 from fastvit_triton.measure.compare import named_leaves, outcome
 from fastvit_triton.measure.timeout import Deadline
@@ -299,7 +299,7 @@ def test_memory_of_a_step_is_compared(monkeypatch):
 
     def peak_bytes(step, device):
         step()
-        return peaks[plan.forced]
+        return peaks[settings.forced]
 
     monkeypatch.setattr(selftest, "peak_bytes", peak_bytes)
     with interpreting():

@@ -232,8 +232,9 @@ def varlen(
     if prefix_tokens or return_lse or bias is not None or kv_lens is not None:
         raise ValueError("prefix_tokens, bias, kv_lens and return_lse are not supported with varlen; leave them out")
     expect("qkv", qkv, T=None, **{"3·H·D": None})
-    images(value[0], qkv, value[1])
-    return value[0], value[1]
+    longest = qkv.shape[0] if value[1] is None else value[1]
+    images(value[0], qkv, longest)
+    return value[0], longest
 
 
 def rotation(rope: Rope, x: Tensor, B: int, H: int, T: int, D: int) -> None:
