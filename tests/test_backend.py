@@ -14,9 +14,11 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from foreign import MODELS, PYRAMIDS, REPEATS, build, inputs, outputs
+from budget import assert_within_budget
+from foreign import MODELS, PYRAMIDS, REPEATS, build, inputs, outputs, redraw
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
+from sampling import sampled
 from timm.models import convnext, densenet, metaformer, mlp_mixer, regnet, resnet
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -84,21 +86,6 @@ def results(run, model, given):
     return {"output": y.detach().double()} | found
 
 
-def assert_within_budget(got, baseline, truth, dtype=torch.float32):
-    """Asserts error ≤ 2 · (PyTorch's own error in this dtype + one rounding) for the output and every gradient.
-
-    Some gradients cancel (those of key biases vanish in exact arithmetic), so one rounding is relative to the model's
-    largest gradient.
-    """
-    largest = max((float(g.norm()) for n, g in truth.items() if n != "output"), default=0.0)
-    assert got.keys() == truth.keys()
-    for name, want in truth.items():
-        size = float(want.norm()) if name == "output" else largest
-        allowed = 2 * (float((baseline[name] - want).norm()) + torch.finfo(dtype).eps * size)
-        error = float((got[name] - want).norm())
-        assert got[name].isfinite().all() and error <= allowed, (name, error, allowed)
-
-
 def cast(given, dtype):
     """Images, or a dictionary of tensors, with floating-point values in this dtype."""
     if isinstance(given, dict):
@@ -127,7 +114,10 @@ NOT_ATTENTION |= {"torchvision_swin_v2": 4, "torchvision_swin_v2_ragged": 4}
 HEAVY = [*REPEATS, *(n for n in PYRAMIDS if n not in ("timm_swin", "timm_tnt"))]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS])
+EACH = [pytest.param(n, marks=pytest.mark.full if n in HEAVY else ()) for n in MODELS]
+
+
+@pytest.mark.parametrize("name", sampled(EACH, 3))
 def test_models_equal_the_original(name, gpu):
     """Oracle: the unmodified model, every gradient; truth in float64. All of its attention must be rewritten."""
     whole = name not in ("timm_naflex", "hf_mae")  # these models have graph breaks
@@ -281,7 +271,7 @@ EXPECTED = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_other_architectures_equal_the_original(name, gpu):
     """Oracle: the model itself. Convolutional models stay unchanged, node for node; others are rewritten in part."""
-    model, images = FOREIGN[name]().eval(), torch.randn(2, 3, 32, 32)
+    model, images = redraw(FOREIGN[name]()).eval(), torch.randn(2, 3, 32, 32)
     eager, before = Eager(), []
     with torch.no_grad():
         want = model(images)
@@ -381,7 +371,7 @@ def writes_source(x):
 
 
 def writes_scale(x):
-    """The drop-path mask is modified in place after it was read, before the branch ends."""
+    """The drop-path mask is modified in place after it was read, before the residual is added, which stays apart."""
     draw = x.new_empty(2, 1, 1).fill_(0.5)
     h = F.linear(x.detach(), W24) * draw
     draw.mul_(3.0)
@@ -465,7 +455,7 @@ CASES = {
     "norm over two axes": (lambda x: F.gelu(F.linear(F.layer_norm(x, (5, 24)), W)), {"linear"}),
     "written norm": (written, {"linear", "layer_norm"}),
     "written source": (writes_source, LEFT),
-    "written scale": (writes_scale, LEFT),
+    "written scale": (writes_scale, {"linear"}),
     "wide values": (wide_values, LEFT),
     "another mode": (other_mode, {"linear", "layer_norm"}),
     "another autocast": (other_autocast, LEFT),

@@ -1,8 +1,9 @@
 """`torch.compile(model, backend="fastvit_triton")`: our kernels for matching subgraphs, Inductor for the rest.
 
 The graph captured by Dynamo is rewritten before autograd is traced, so the kernels' own backward passes run; the rest
-goes to Inductor with the caller's mode and options. A graph in which no kernel can run is passed on unchanged.
-Every decision is logged to "fastvit_triton.convert.backend" at level INFO, and is in `report`.
+goes to Inductor with the caller's mode and options. A graph in which no kernel can run is passed on unchanged, and so
+is one whose rewriting fails, with a warning. Every decision is logged to "fastvit_triton.convert.backend" at level
+INFO, and is in `report`.
 """
 
 import copy
@@ -53,9 +54,15 @@ def backend(
     Returns:
         The compiled function.
     """
-    found = rewrite(graph)
-    if found.rows and log.isEnabledFor(logging.INFO):
-        log.info("%s", found)
+    try:
+        found = rewrite(graph)
+    # Any error: the program ran without us, and Inductor compiles the graph, which is unchanged. The cause is logged.
+    except Exception as error:
+        traced = log.isEnabledFor(logging.DEBUG)
+        log.warning("graph %s is left to Inductor: its rewriting failed with %r", _identity(), error, exc_info=traced)
+    else:
+        if found.rows and log.isEnabledFor(logging.INFO):
+            log.info("%s", found)
     if inner is not None:
         return inner(graph, inputs)
     return torch._TorchCompileInductorWrapper(mode, options, None)(graph, inputs)
@@ -70,30 +77,60 @@ def _reset() -> None:
 vars(backend)["reset"] = _reset
 
 
+def _identity() -> str:
+    """The compile id of the graph, as in PyTorch's own logs."""
+    return f"[{torch._guards.CompileContext.current_compile_id()}]"
+
+
 def rewrite(graph: fx.GraphModule) -> Report:
-    """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels can run."""
-    rows = [row for part in _bodies(graph) for row in rewrite(part).rows]
-    candidates = [(node.name, _path(node), name) for node in graph.graph.nodes if (name := kind(node)) in CANDIDATES]
-    found = [t for node in graph.graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
+    """Rewrites a captured graph and its checkpointed subgraphs in place, where kernels can run.
+
+    Copies are rewritten first, so if this raises an error, all graphs are unchanged.
+    """
+    found, rewritten = _plan(graph)
+    for part, new in rewritten:
+        part.graph = new
+    return found
+
+
+def _plan(graph: fx.GraphModule) -> tuple[Report, list[tuple[Any, fx.Graph]]]:
+    """What a rewriting does, and each module whose graph it changes with the new graph."""
+    rows: list[Row] = []
+    found = [(part, _rewritten(part.graph, rows)) for part in _parts(graph)]
+    return Report(tuple(rows), unfused=UNFUSED), [(part, new) for part, new in found if new is not None]
+
+
+def _rewritten(graph: fx.Graph, rows: list[Row]) -> fx.Graph | None:
+    """A rewritten copy of a graph, or None if nothing is rewritten; adds a row for each candidate."""
+    candidates = [(node.name, _path(node), name) for node in graph.nodes if (name := kind(node)) in CANDIDATES]
+    found = [t for node in graph.nodes if (t := value(node)) is not None and t.is_floating_point()]
     reasons = [why_not(device, dtype) for device, dtype in dict.fromkeys((t.device, t.dtype) for t in found)]
     if not candidates or all(reasons):
         why = next(iter(reasons), "it computes nothing in floating point")
-        return Report((*rows, *(Row(path, call, why=why) for _, path, call in candidates)), unfused=UNFUSED)
-    rewriter = Rewriter(graph.graph)
+        rows += [Row(path, call, why=why) for _, path, call in candidates]
+        return None
+    rewriter = Rewriter(_copied(graph))
     rewriter.run()
-    if rewriter.became:
-        graph.recompile()
     for name, path, call in candidates:
         became = rewriter.became.get(name)
         why = rewriter.why.get(name, "it has nothing to be fused with")
         rows.append(Row(path, call, became, why=None if became else why))
-    return Report(tuple(rows), unfused=UNFUSED)
+    return rewriter.graph if rewriter.became else None
 
 
-def _bodies(graph: fx.GraphModule) -> list[Any]:
-    """The subgraphs that `torch.utils.checkpoint` runs."""
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph with all attributes of its nodes, such as those that Dynamo gives to inputs."""
+    twin = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, twin.nodes, strict=True):
+        vars(new).update({name: found for name, found in vars(old).items() if name not in vars(new)})
+    return twin
+
+
+def _parts(graph: Any) -> list[Any]:
+    """The subgraphs that `torch.utils.checkpoint` runs, and the graph itself, which comes after its own subgraphs."""
     calls = graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
-    return [graph.get_submodule(node.args[0].target) for node in calls]
+    bodies = [graph.get_submodule(body.target) for body, *_ in (node.args for node in calls)]
+    return [part for body in bodies for part in _parts(body)] + [graph]
 
 
 def _path(node: fx.Node) -> str:
@@ -110,8 +147,7 @@ def report(model: nn.Module, *inputs: object, **options: object) -> Report:
     found: list[Row] = []
 
     def look(graph, _):
-        twin = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-        found.extend(rewrite(twin).rows)
+        found.extend(_plan(graph)[0].rows)
         return graph.forward
 
     def call(*inputs, **options):

@@ -38,10 +38,10 @@ def attend_packed(anchor: fx.Node) -> Iterator[Match | str]:
     inner: list[fx.Node] = []
     if kind(anchor) != "reshape" or len(shape(anchor)) != 3:
         return
-    merged = up(anchor.args[0], inner)
+    merged = up(read(anchor)["input"], inner)
     if order(merged) != (0, 2, 1, 3):
         return
-    core = up(merged.args[0], inner)
+    core = up(read(merged)["input"], inner)
     found = _attention(core) if isinstance(core, fx.Node) else None
     if not isinstance(found, AttentionPattern):
         return
@@ -83,6 +83,9 @@ def _attention(node: fx.Node) -> AttentionPattern | str | None:
     (B, H, Nq, D), (_, _, Nk, _), (*_, Dv) = sizes
     if not (equal(sizes[1], (B, H, Nk, D)) and equal(sizes[2], (B, H, Nk, Dv))):
         return "its keys or values are broadcast"
+    summands = [t for t in (bias, windows) if t is not None]
+    if kind(node) == "matmul" and not all(_is_float(t, like=q) for t in summands):
+        return "it adds a tensor that is not of a floating-point dtype to the scores"  # a boolean bias is a mask
     if bias is not None:
         bias = _bias(bias, (B, H, Nq, Nk))
         if bias is None:
@@ -101,13 +104,16 @@ def _written_out(node: fx.Node) -> tuple | None:
     inner: list[fx.Node] = []
     weights, v = read(node)["input"], read(node)["other"]
     weights = up(weights, inner)
-    while kind(weights) == "to":  # a softmax in float32 is cast back
+    if kind(weights) == "to":  # a softmax in float32 is cast back
         inner.append(weights)
-        weights = up(weights.args[0], inner)
+        weights = up(read(weights)["input"], inner)
     if kind(weights) != "softmax" or read(weights).get("dim") not in (-1, len(shape(weights)) - 1):
         return None
     inner.append(weights)
-    scores, windows = _windows(up(read(weights)["input"], inner), inner)
+    scores = up(read(weights)["input"], inner)
+    if value(scores) is None or value(weights).dtype not in (value(scores).dtype, torch.float32):
+        return None
+    scores, windows = _windows(scores, inner)
     scale, bias = 1.0, None
     if kind(scores) == "add" and read(scores).get("alpha", 1) == 1:
         inner.append(scores)
@@ -117,8 +123,6 @@ def _written_out(node: fx.Node) -> tuple | None:
             scores, bias = a, b
         else:
             scores, bias = b, a
-        if value(bias) is None:
-            return None
     found = _product(scores, inner)
     if found is None or not equal(shape(scores), shape(weights)):
         return None
@@ -131,14 +135,14 @@ def _written_out(node: fx.Node) -> tuple | None:
     if axes != (0, 1, 3, 2):
         return None
     inner.append(kt[0])
-    k = _scaled_by(kt[0].args[0], inner)
+    k = _scaled_by(read(kt[0])["input"], inner)
     return q[0], k[0], v, bias, windows, scale * k[1], inner
 
 
 def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
     """(scores [B, H, Nq, Nk] before masking, window masks [1, W, 1, Nq, Nk] or None), as in Swin's shifted windows."""
     passed: list[fx.Node] = []
-    added: Argument = up(scores.args[0], passed) if kind(scores) == "reshape" else None
+    added: Argument = up(read(scores)["input"], passed) if kind(scores) == "reshape" else None
     if kind(added) != "add" or read(added).get("alpha", 1) != 1 or len(shape(added)) != 5:
         return scores, None
     given, (_, W, H, Nq, Nk) = read(added), shape(added)
@@ -149,7 +153,7 @@ def _windows(scores: Argument, inner: list[fx.Node]) -> tuple[fx.Node, fx.Node |
             or not equal(shape(masks), (1, W, 1, Nq, Nk))
         ):
             continue
-        before = split.args[0]
+        before = read(split)["input"]
         if equal(shape(before), shape(scores)) and equal(shape(before)[1:], (H, Nq, Nk)):
             inner += [scores, *passed, added, split]
             return up(before, inner), masks
@@ -181,6 +185,13 @@ def _product(node: fx.Node, inner: list[fx.Node]) -> tuple[fx.Node, float] | Non
     return node, factor
 
 
+def _is_float(node: Argument, like: fx.Node) -> bool:
+    """True for a floating-point tensor that is in float64 if and only if `like` is."""
+    found = value(node)
+    double = [t is not None and t.dtype == torch.float64 for t in (found, value(like))]
+    return found is not None and found.is_floating_point() and double[0] == double[1]
+
+
 def _bias(mask: Argument, sizes: tuple) -> fx.Node | Call | None:
     """The mask with axes [G, H, Nq, Nk], as `attention` takes it; None if its shape does not fit."""
     got = shape(mask)
@@ -197,18 +208,18 @@ def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
     for i, part in enumerate(parts):
         path = [part]
         if order(part) == (0, 2, 1, 3):  # each [B, N, H·D] third to [B, N, H, D] to [B, H, N, D]
-            heads = part.args[0]
+            heads = read(part)["input"]
             path += [heads]
-            third = heads.args[0] if kind(heads) == "reshape" else None
+            third = read(heads)["input"] if kind(heads) == "reshape" else None
             if len(shape(third)) != 3 or not equal(shape(third)[:2], shape(heads)[:2]):
                 return None
             part, axis = third, -1
             path.append(part)
         else:
             axis = 0
-        if kind(part) != "getitem" or part.args[1] != i:
+        if kind(part) != "getitem" or read(part)["index"] != i:
             return None
-        whole = part.args[0]
+        whole = read(part)["input"]
         if kind(whole) in ("unbind", "chunk"):
             given = read(whole)
             of = given["input"]
@@ -231,12 +242,12 @@ def _unpacked(found: AttentionPattern, inner: list[fx.Node]) -> fx.Node | None:
     inner.append(whole)
     if order(whole) != (2, 0, 3, 1, 4):  # [B, N, 3, H, D] to [3, B, H, N, D]
         return None
-    split = whole.args[0]
+    split = read(whole)["input"]
     B, H, N, D = shape(found.q)
     if kind(split) != "reshape" or not equal(shape(split), (B, N, 3, H, D)):
         return None
     inner.append(split)
-    return split.args[0]
+    return read(split)["input"]
 
 
 def unlike_self_attention(node: fx.Node) -> str | None:
@@ -251,7 +262,7 @@ def unlike_self_attention(node: fx.Node) -> str | None:
         return "it is causal, or has separate projections"
     if given["dropout_p"] != 0 and given.get("training", True):
         return "it drops attention probabilities"
-    if any(kind(user) != "getitem" or user.args[1] != 0 for user in node.users):
+    if any(kind(user) != "getitem" or read(user)["index"] != 0 for user in node.users):
         return "its attention weights are used"
     if not isinstance(E, int) or not equal(shape(weight), (3 * E, E)):
         return "its projection is not one of [3, H, D]"

@@ -6,7 +6,7 @@ match may be rewritten.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -151,17 +151,18 @@ def _activated(node: Argument) -> tuple[str | None, fx.Node, list[fx.Node]]:
     if kind(node) in SIMPLE:
         return kind(node), read(node)["input"], [node]
     if kind(node) == "mul":
-        for gate, x in (node.args, node.args[::-1]):  # act(first half) · second half
+        pair = tuple(read(node).values())
+        for gate, x in (pair, pair[::-1]):  # act(first half) · second half
             act, half, _ = _activated(gate) if kind(gate) in ("gelu", *SIMPLE) else (None, gate, [])
             if act in GATES and kind(half) == kind(x) == "getitem":
-                whole: Any = half.args[0]
+                (whole, first), (other, second) = read(half).values(), read(x).values()
                 given = read(whole) if kind(whole) == "chunk" else {}
                 halves = given.get("chunks") == 2 and given.get("dim", 0) in (-1, len(shape(given["input"])) - 1)
-                if halves and (half.args[1], x.args[1], x.args[0]) == (0, 1, whole):
+                if halves and (first, second, other) == (0, 1, whole):
                     return GATES[act], given["input"], [node, gate, half, x, whole]
-        for x, gate in (node.args, node.args[::-1]):  # x · sigmoid(1.702 x)
+        for x, gate in (pair, pair[::-1]):  # x · sigmoid(1.702 x)
             if kind(gate) == "sigmoid" and kind(times := read(gate)["input"]) == "mul":
-                if times.args in ((x, 1.702), (1.702, x)):
+                if tuple(read(times).values()) in ((x, 1.702), (1.702, x)):
                     return "quick_gelu", x, [node, gate, times]
     return None, node, []
 
@@ -216,11 +217,12 @@ def _with_prefix(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | Call | None
     inner, tokens, D = [node], [], shape(node)[2]
     for part in first:
         part = up(part, inner)
-        size = shape(part.args[0]) if kind(part) == "expand" else ()
+        row = read(part)["input"] if kind(part) == "expand" else None
+        size = shape(row)
         if len(size) != 3 or not equal(size, (1, shape(part)[1], D)):
             return
         inner.append(part)
-        tokens.append(part.args[0])
+        tokens.append(row)
     prefix = tokens[0] if len(tokens) == 1 else Call(torch.cat, (tuple(tokens), 1))
     for body, pos, passed in _with_positions(up(last, inner)):
         yield body, prefix, pos, [*inner, up(last, []), *passed, body]
@@ -230,8 +232,8 @@ def _tokens(node: fx.Node, inner: list[fx.Node]) -> tuple | None:
     """(image, weight, bias) of patch tokens [B, N, D]; skipped nodes are appended to `inner`."""
     if order(node) != (0, 2, 1):
         return None
-    flat = up(node.args[0], inner)
-    conv: Argument = up(flat.args[0], inner) if kind(flat) == "reshape" else None
+    flat = up(read(node)["input"], inner)
+    conv: Argument = up(read(flat)["input"], inner) if kind(flat) == "reshape" else None
     if kind(conv) != "conv2d" or len(shape(conv)) != 4 or not equal(shape(flat)[:2], shape(conv)[:2]):
         return None
     inner += [flat, conv]

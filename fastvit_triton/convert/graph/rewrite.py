@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from ...kernels.backend import why_not
-from ...kernels.linear import linear
-from ...kernels.mlp import mlp
 from .attention_patterns import attend, attend_packed, unlike_self_attention
-from .nodes import Regions, equal, kind, operands, order, outside, read, shape, tensors, value
+from .nodes import equal, kind, operands, order, outside, read, shape, tensors, value
 from .patterns import Call, Match, branch, embed, normalize
+from .regions import Regions
+
+FUSED = ("fused_linear", "fused_mlp")
 
 
 class Rewriter:
@@ -30,10 +31,11 @@ class Rewriter:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self.regions = graph, Regions(graph)
+        self.graph = graph
         self.became: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fake = next(tensors(*graph.nodes)).fake_mode  # infers shapes and dtypes without computing
+        self.regions = Regions(graph, self.fake)
 
     def run(self) -> None:
         """Makes all rewrites, in an order in which none prevents another."""
@@ -91,7 +93,7 @@ class Rewriter:
     def _hindrance(self, match: Match, inner: list[fx.Node]) -> str | None:
         """Why a rewrite is not allowed (not equivalent, or not run by a kernel); None if it is."""
         anchor, want = match.anchor, value(match.anchor)
-        x = value(match.args[0])
+        x, *_ = map(value, match.args)
         read_nodes = {n for node in (anchor, *inner) for n in node.all_input_nodes} - {anchor, *inner}
         if any(isinstance(n.meta.get("example_value"), torch.Tensor) and value(n) is None for n in read_nodes):
             return "it reads a subclass of Tensor"
@@ -100,7 +102,7 @@ class Rewriter:
         other = next((n for n in operands(match.args, match.kwargs) if n in inner), None) or outside(inner, anchor)
         if other is not None:
             return f"{other.name} is also read by other operators"
-        if not self.regions.together([anchor, *inner]):
+        if not self.regions.together([anchor, *inner], anchor):
             return "between its operators memory is written or a mode of PyTorch changes"
         if len({t.device for t in tensors(match.args, match.kwargs)}) > 1:
             return "its tensors are on several devices"
@@ -133,6 +135,7 @@ class Rewriter:
         """Replaces all uses of the old node; if the strides differ, its views become reshapes."""
         before, after = value(old), value(new)
         old.replace_all_uses_with(new)
+        self.regions.replaced(old, new)
         if after.is_contiguous() or after.stride() == before.stride():
             return
         readers = [new]
@@ -149,10 +152,14 @@ class Rewriter:
         inputs = (n for n in self.graph.find_nodes(op="placeholder") if value(n) is not None)
         source = next((n for n in inputs if like is not None and value(n).device == like.device), None)
         if source is not None:
-            node.args = (source, *node.args[1:])
+            _, *sizes = node.args
+            node.args = (source, *sizes)
             node.kwargs = {"dtype": like.dtype, **node.kwargs}
 
-    def _unusable(self, x: fx.Node, given: dict) -> str | None:
+    def _unusable(self, node: fx.Node, x: fx.Node, given: dict) -> str | None:
+        dtypes = {t.dtype for t in tensors(given)}
+        if dtypes - {torch.float32, torch.bfloat16, torch.float16} if self.regions.casts(node) else len(dtypes) > 1:
+            return "its tensors differ in dtype"
         return why_not(value(x).device, value(x).dtype, given["embed_dim_to_check"] // given["num_heads"])
 
     def _self_attention(self, before: fx.Node, x: fx.Node, given: dict) -> fx.Node:
@@ -168,11 +175,11 @@ class Rewriter:
     def _expand(self, node: fx.Node) -> None:
         """Expands a self-attention call of `F.multi_head_attention_forward` into its inner calls."""
         given, query = read(node), read(node)["query"]
-        reason = unlike_self_attention(node) or self._unusable(query, given)
+        reason = unlike_self_attention(node) or self._unusable(node, query, given)
         if reason is not None:
             self.why[node.name] = reason
             return
-        x = query.args[0] if order(query) == (1, 0, 2) else self._insert(node, torch.transpose, query, 0, 1)
+        x = read(query)["input"] if order(query) == (1, 0, 2) else self._insert(node, torch.transpose, query, 0, 1)
         y = self._self_attention(node, x, given)
         for item in list(node.users):
             for reader in list(item.users):
@@ -192,7 +199,9 @@ class Rewriter:
         given, call = read(node), partial(self._insert, node)
         x, width = given["src"], given["embed_dim_to_check"]
         masked = given.get("mask") is not None or len(shape(x)) != 3
-        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(x, given)
+        reason = "it has a mask, or no axes [B, N, D]" if masked else self._unusable(node, x, given)
+        if self.regions.casts(node):
+            reason = "autocast is enabled, which casts within it"
         if reason is not None:
             self.why[node.name] = reason
             return
@@ -218,14 +227,16 @@ class Rewriter:
     def _pack(self, norm: fx.Node) -> None:
         """Merges linear layers into one if they are the only readers of a LayerNorm (queries, keys and values)."""
         users = sorted(norm.users, key=self.regions.place)
-        layers = [read(n) for n in users if kind(n) == "linear" and n.args[0] is norm]
-        x = value(norm.args[0])
+        layers = [read(n) for n in users if kind(n) == "linear" and read(n)["input"] is norm]
+        x = value(read(norm)["input"])
         if len(users) < 2 or len(layers) < len(users) or why_not(x.device, x.dtype) is not None:
             return
         weights, biases = tuple(n["weight"] for n in layers), tuple(n.get("bias") for n in layers)
         first, fits = users[0], all(shape(w) and equal(shape(w), shape(weights[0])) for w in weights)
-        if not fits or not self.regions.together(users):
-            self.why[norm.name] = "the layers that follow differ in size, or a mode of PyTorch changes between them"
+        dtypes = {t.dtype for t in tensors(weights, biases)}
+        plain = len(dtypes) == 1 and (dtypes == {torch.float32} or not self.regions.casts(first))  # as `cat` needs
+        if not fits or not plain or not self.regions.together(users, first):
+            self.why[norm.name] = "the layers that follow differ in size or dtype, or a mode changes between them"
             return
         if any(self.regions.place(n) > self.regions.place(first) for n in operands(weights, biases)):
             return
@@ -245,13 +256,13 @@ class Rewriter:
         """Passes the row statistics of a linear layer's or MLP's output to the next call that normalises it."""
         left: dict[fx.Node, fx.Node] = {}
         for node in list(self.graph.nodes):
-            if node.target in (linear, mlp) and node.kwargs["norm"] is not None and not self.regions.casts(node):
-                maker = node.args[0]
-                if maker.target in (linear, mlp) and self.regions.together([maker, node]):
-                    y, stats = self._with_statistics(maker)
-                    left[y] = stats
-                if node.args[0] in left:
-                    node.kwargs = {**node.kwargs, "stats": left[node.args[0]]}
+            if kind(node) not in FUSED or read(node).get("norm") is None or self.regions.casts(node):
+                continue
+            x = read(node)["x"]
+            if kind(x) in FUSED and self.regions.alike(x, node) and not self.regions.writes(x, x, node):
+                x, left[x] = self._with_statistics(x)
+            if x in left:
+                node.kwargs = {**node.kwargs, "stats": left[x]}
 
     def _with_statistics(self, maker: Any) -> tuple[fx.Node, fx.Node]:
         """Makes a call return row statistics; returns (output node, statistics node) and updates all readers."""
@@ -267,6 +278,7 @@ class Rewriter:
             self.regions.moved(node, maker)
             pair.append(node)
         stats, y = pair
+        self.regions.replaced(maker, y)
         for user in users:
             user.replace_input_with(maker, y)
         return y, stats
