@@ -7,7 +7,7 @@ and batches slightly smaller than a captured size are padded. For images packed 
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from .kernels import settings
 from .layers.freeze import is_frozen
 
 WARMUPS = 3  # calls before a capture, which compile kernels and record blocks
@@ -46,6 +47,7 @@ class GraphedModel:
     Thread-safe: calls from several threads are serialised.
     """
 
+    @torch.no_grad()
     def __init__(
         self, model: nn.Module, example: tuple[Tensor, ...], batch_sizes: Sequence[int], max_graphs: int, copy: bool
     ) -> None:
@@ -125,7 +127,7 @@ class GraphedModel:
                 self._graphs.popitem(last=False)
             inputs = make()
             on_device = torch.cuda.device(inputs[0].device) if inputs[0].is_cuda else contextlib.nullcontext()
-            with torch.no_grad(), on_device:
+            with torch.no_grad(), on_device, without_cached_casts():
                 outputs, replay = capture(lambda: self.model(*inputs), self._pool)
             self._graphs[key] = Captured(inputs, outputs, replay, self._weights[1])
         self._graphs.move_to_end(key)
@@ -209,15 +211,25 @@ def capture(run: Callable[[], object], pool: Any) -> tuple[Any, Callable[[], Non
     return outputs, graph.replay
 
 
+@contextlib.contextmanager
+def without_cached_casts() -> Iterator[None]:
+    """Context in which autocast caches no casts of weights: it frees them later, and a graph would still read them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def _pool() -> Any:
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
 
 def key_of(rows: int, inputs: tuple[Tensor, ...]) -> tuple:
     """Key of the graph for inputs like these with `rows` rows."""
-    kind = inputs[0].device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return rows, autocast, *[(x.shape[1:], x.dtype, x.device) for x in inputs]
+    chosen = *settings.choices(inputs[0].device.type), *settings.operators()
+    return rows, chosen, *[(x.shape[1:], x.dtype, x.device) for x in inputs]
 
 
 def _rows(t: Tensor, sizes: dict[int, int], copy: bool) -> Tensor:

@@ -13,6 +13,7 @@ from . import graphs
 class GraphedPackedModel(graphs.GraphedModel):
     """Inference of a model on packed images by CUDA graphs; created by `cuda_graph_packed`."""
 
+    @torch.no_grad()
     def __init__(
         self,
         model: nn.Module,

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 
@@ -30,8 +31,10 @@ def one_call() -> Iterator[None]:
         state.lengths = before
 
 
-def longest(cu_seqlens: Tensor) -> int:
-    """Number of tokens of the longest image of cu_seqlens [B + 1]; the host waits for it."""
+def longest(cu_seqlens: Tensor) -> int | None:
+    """Number of tokens of the longest image of cu_seqlens [B + 1], for which the host waits; None in a trace."""
+    if torch.compiler.is_compiling():
+        return None
     known = next((length for t, length in state.lengths or () if _same(t, cu_seqlens)), None)
     if known is None:
         known = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
