@@ -4,6 +4,7 @@ With workers (`-n auto --dist loadfile`) a file runs in one process, and files a
 take longest come first. Workers share Triton's cache safely: its files are named by content and moved into place.
 """
 
+import logging
 import os
 import re
 
@@ -16,13 +17,13 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (must precede timm)
-from fastvit_triton.kernels import backend, fold, launch, op, plan
+from fastvit_triton.kernels import backend, fold, launch, op, settings
 from fastvit_triton.layers import ways
 
 # sorted by CPU time of the whole file, longest first
 LONGEST = """backend convert parallel cli static candidates export export_files interpreter freeze replay
-benchmarks kernel_graphs explain plan models pyramids pressure tune launches convert_hooks fake_device
-recovery recipes train shards readme features masked""".split()
+odd_graphs rewriting benchmarks kernel_graphs explain plan models pyramids pressure tune launches
+convert_hooks fake_device recovery recipes train shards readme features masked""".split()
 
 
 # For `-m fast`: file → a regular expression for the names of its fast tests; an empty one matches all. Chosen with
@@ -33,6 +34,7 @@ FAST = {
     **dict.fromkeys("weights weights_faults weights_positions weights_pyramids".split(), ""),
     "backend": r"equal_the_original\[timm_vit\]|linear_norm|autocast.*float16|drop_path|logged",
     "benchmarks": r"^(?!test_dry_run|test_compiled|test_cpu_benchmark)",
+    "check": r"overrun|verdict|paired|reasons|only_dropout|complete|exit_code|kernels|travels|summarised|contributed",
     "cli": r"doctor_names|convert_round_trip|rejects|version|models|defaults|order_typed",
     "convert": r"references_equal|report_|original_runs|keys|replaced|draws|masks|equal_the_original\[timm_vit\]",
     "convert_hooks": r"forwards_are_called\[|failed_optimize|see_every_call\[|fx|labels",
@@ -101,13 +103,13 @@ def state() -> dict[str, object]:
     return dict(
         switch=backend._switch,
         target=launch.target,
-        plan=(plan.forced, plan.assumed, plan._observer, ways.state.inside_plain),
+        plan=(settings.forced, settings.assumed, settings.observer, ways.state.inside_plain),
         registered=dict(op.REGISTERED),
         launch=(launch.run, JITFunction.run),
         call=torch.nn.Module.__call__,
         matmul=torch.Tensor.__matmul__,
         default_dtype=torch.get_default_dtype(),
-        precision=torch.get_float32_matmul_precision(),
+        ieee=launch.is_ieee(torch.float32),
         hooks=held,
     )
 
@@ -118,6 +120,17 @@ def restored():
     before = state()
     yield
     assert state() == before
+
+
+class Raise(logging.Handler):
+    """Raises what is logged to it."""
+
+    def emit(self, record):
+        raise AssertionError(record.getMessage())
+
+
+# a graph whose rewriting fails is left to Inductor with a warning; in tests this is an error
+logging.getLogger("fastvit_triton.convert.backend").addHandler(Raise(logging.WARNING))
 
 
 @pytest.fixture

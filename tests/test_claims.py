@@ -5,14 +5,17 @@ import ast
 import functools
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from pyramids import CASES
 
-from benchmarks import survey
+from benchmarks import claim_mutants, survey
 from fastvit_triton.models import FAMILIES, create_model
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +61,49 @@ def test_what_covers_a_claim_exists(key):
         else:
             assert word == WAITING[key]
     assert ("reported" in CLAIMS[key]) == (key in reported)
+
+
+def test_every_test_of_a_claim_sees_a_careless_edit():
+    """Oracle: the committed results: each claim with tests has an edit that makes it false, of today's line and tests,
+    and one of these tests failed with it."""
+    edits, found = claim_mutants.mutants(), claim_mutants.rows()
+    tested = {key: [word for word in words if "::" in word] for key, words in CLAIMS.items()}
+    assert claim_mutants.tests() == {key: words for key, words in tested.items() if words}
+    assert {edit.claim for edit in edits} == claim_mutants.tests().keys() and len({e.name for e in edits}) == len(edits)
+    stale = [edit.name for edit in edits if not claim_mutants.is_current(edit, found.get(edit.name))]
+    assert not stale, "run python -m benchmarks.claim_mutants --missing"
+    for edit in edits:
+        killer = found[edit.name]["killed"]
+        assert killer, f"{edit.name}: all tests pass with this edit"
+        assert killer.partition("[")[0] in {word.partition("[")[0] for word in CLAIMS[edit.claim]}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the tests run in forked processes")
+def test_ten_edits_are_seen_now(tmp_path):
+    """Oracle: as above, for edits that the commit chooses, in a process of their own."""
+    edits = sorted(claim_mutants.mutants(), key=lambda e: claim_mutants.short([str(claim_mutants.commit()), e.name]))
+    names, out = [edit.name for edit in edits[:10]], tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.claim_mutants", "--out", str(out), "--only", *names]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert all(row["killed"] for row in claim_mutants.rows(out).values())
+    assert claim_mutants.rows(out).keys() >= set(names)
+
+
+def test_edits_that_fit_no_file_raise(tmp_path):
+    """Oracle: the sentences."""
+    with pytest.raises(ValueError, match=r"entry '0-01 a.py' must be a number and a file, then lines \"- text\""):
+        claim_mutants.read("# comment\n\n0-01 a.py\n- x\n")
+    (edit,) = claim_mutants.read("0-01 examples/a.py\n- x = 1\n+ x = 2\n")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "a.py").write_text("x = 1\nx = 1\n")
+    with pytest.raises(ValueError, match=r"the text of 0-01 is 2 times in examples/a.py, not once$"):
+        claim_mutants.edited(edit, tmp_path)
+    (tmp_path / "examples" / "a.py").rename(tmp_path / "examples" / "b.py").write_text("if y:\n    x = 1\n")
+    (tmp_path / "examples" / "a.py").write_text("")
+    with pytest.raises(ValueError, match=r"0 times in examples/a.py, not once; it is in examples/b.py"):
+        claim_mutants.edited(edit, tmp_path)
+    assert claim_mutants.edited(edit._replace(file="examples/b.py"), tmp_path)[1] == "if y:\n    x = 2\n"
 
 
 @pytest.mark.parametrize("page", generate.WRITTEN)
