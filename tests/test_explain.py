@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import itertools
 import json
 import math
 import re
@@ -14,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from budget import allowed, telling
 from foreign import build, inputs, outputs
 from interpreter import interpreting
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
+from sampling import sampled
 from test_convert import Recorder, same, twins
 from test_data import truncate
 
@@ -48,8 +51,8 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def within(got, baseline, truth):
     """Asserts error ≤ 2 · (the baseline's own error + one rounding), against float64."""
     got, baseline, truth = (t.detach().double() for t in (got, baseline, truth))
-    allowed = 2 * ((baseline - truth).norm() + torch.finfo(torch.float32).eps * truth.norm())
-    assert got.shape == truth.shape and (got - truth).norm() <= allowed, (float((got - truth).norm()), float(allowed))
+    error, most = (got - truth).norm(), allowed((baseline - truth).norm(), telling(truth).norm(), torch.float32)
+    assert got.shape == truth.shape and error <= most, (float(error), float(most))
 
 
 def exact(got, want):
@@ -147,8 +150,7 @@ def test_captured_blocks_stay_fused():
     assert fused[0] == fused[1] and any("attention" in n for n in fused[0])
 
 
-@pytest.mark.parametrize("path", ["reference", "interpreter"])
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name, path", sampled(itertools.product(FOREIGN, ("interpreter", "reference")), 3))
 def test_maps_of_other_models_equal_their_softmax(name, path, request):
     """Oracle: the package's own probabilities, unfused, in float64."""
     truth, plain, model, exactly, given = twins(name, False)
@@ -586,8 +588,27 @@ def test_report_in_a_browser(page: Path, tmp_path: Path, width: int):
     assert facts["loaded"] == facts["images"] == 2 * len(EACH) + len(ONCE), facts
 
 
+def number(word: str) -> float | None:
+    """A number of a table, None for "-"."""
+    return None if word == "-" else float(word)
+
+
 def test_published_tables_equal_the_paper():
-    """Oracle: the paper's abstract (88.55, 90.72, 94.55, 77.63) and rankings: ViT-H/14 leads, more data helps it."""
+    """Oracle: the tables, row by row as the paper prints them; its abstract (88.55, 90.72, 94.55, 77.63) and rankings:
+    ViT-H/14 leads, more data helps it; from ImageNet alone larger models are worse."""
+    rows = (  # of table 2, one task each
+        "88.55 87.76 85.30 87.54 88.4", "90.72 90.54 88.62 90.54 90.55", "99.50 99.42 99.15 99.37 -",
+        "94.55 93.90 93.25 93.51 -", "97.56 97.32 94.67 96.62 -", "99.68 99.74 99.61 99.63 -",
+        "77.63 76.28 72.72 76.29 -",
+    )  # fmt: skip
+    assert list(zip(*published.TABLE_2.values(), strict=True)) == [tuple(map(number, row.split())) for row in rows]
+    rows = "77.91 83.97 84.15", "73.38 81.28 80.73", "76.53 85.15 87.12", "71.16 80.99 84.37", "- 85.13 88.04"
+    assert list(zip(*published.TABLE_5.values(), strict=True)) == [tuple(map(number, row.split())) for row in rows]
+    assert [list(row.values()) for row in published.TABLE_6.values()] == [
+        [55, 196, 224, 783, 1567, 4262], [106, 246, 274, 859, 1668], [50, 96, 141, 199, 563, 1126, 3306]
+    ]  # fmt: skip
+    alone = dict(zip(published.MODELS, published.TABLE_5["ImageNet"], strict=True))
+    assert alone["L/16"] < alone["B/16"] and alone["L/32"] < alone["B/32"]
     tasks = dict(zip(published.TASKS, published.TABLE_2["ViT-H/14, JFT"], strict=True))
     assert [tasks[t] for t in ("ImageNet", "ReaL", "CIFAR-100", "VTAB")] == [88.55, 90.72, 94.55, 77.63]
     assert all(len(row) == len(published.TASKS) for row in published.TABLE_2.values())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from budget import allowed, telling
 from foreign import build
 from torch import nn
 
@@ -81,8 +82,8 @@ def agrees(got: torch.Tensor, model: nn.Module, images: torch.Tensor) -> bool:
     """True if another runtime's error is at most what another order of summation explains, see `export.FACTOR`."""
     with torch.no_grad():
         own, exact = model(images), model.double()(images.double())
-    allowed = (own - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
-    return bool((got.double() - exact).abs().max() <= export.FACTOR * allowed)
+    most = allowed((own - exact).abs().max(), telling(exact).abs().max(), torch.float32)
+    return bool((got.double() - exact).abs().max() <= export.FACTOR / 2 * most)
 
 
 def prepared(metadata: dict[str, object]) -> bool:

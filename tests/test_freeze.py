@@ -9,8 +9,10 @@ import weakref
 
 import pytest
 import torch
+from budget import allowed
 from foreign import build, inputs, outputs
 from interpreter import interpreting
+from sampling import sampled
 
 from fastvit_triton import create_model, freeze, optimize, unfreeze
 from fastvit_triton.kernels import fold as fold_file
@@ -149,7 +151,7 @@ def changed(name: str, change, frozen: bool = False, again: bool = False):
 CHANGED = [("ours", c) for c in (*COUNTED, *SILENT)] + [("timm", c) for c in (_optimizer, _assign, *SILENT[:2])]
 
 
-@pytest.mark.parametrize("name, change", CHANGED)
+@pytest.mark.parametrize("name, change", sampled(CHANGED, 2))
 def test_changed_weights_change_the_next_call(name, change, way):
     """Oracle: a fresh copy of the changed model, which has cached nothing, bit by bit."""
     before, after, fresh = changed(name, change)
@@ -295,9 +297,9 @@ def test_gradients_reach_folded_parameters(name, way):
     ):
         with where:
             found[key] = torch.autograd.grad(owner(given).square().sum(), list(owner.parameters()))
-    size = max(float(g.norm()) for g in found["exact"]) * torch.finfo(torch.float32).eps
+    size = max(float(g.norm()) for g in found["exact"])
     for got, plain, want in zip(*found.values(), strict=True):
-        assert float((got - want).norm()) <= 2 * (float((plain - want).norm()) + size)
+        assert (got - want).norm() <= allowed((plain - want).norm(), size, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

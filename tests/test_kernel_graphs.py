@@ -10,9 +10,11 @@ import types
 import pytest
 import timm
 import torch
+from budget import leaves, results
 from functorch.compile import make_boxed_func
 from interpreter import interpreting
-from test_interpreter import STATS, leaves, results
+from sampling import sampled
+from test_interpreter import STATS
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,7 +77,7 @@ LONG = {"fastvit_triton::attention_bwd", "fastvit_triton::window_attention_bwd"}
 DEFINED = [pytest.param(n, marks=pytest.mark.full if n in LONG else ()) for n in sorted(op.LIBRARY._op_defs)]
 
 
-@pytest.mark.parametrize("name", DEFINED)
+@pytest.mark.parametrize("name", sampled(DEFINED, 2))
 def test_opcheck(name):
     """Oracle: torch.library.opcheck: schema, fake tensors, autograd registration, AOT dispatch with dynamic shapes."""
     calls = [call for (op_, *_), call in recorded().items() if op_ == f"{name.replace('::', '.')}.default"]
@@ -258,7 +260,7 @@ def test_double_backward_raises(op_):
         sums = [t.sum() for t in leaves(op_.run(**arguments)) if t.requires_grad]
         grads = torch.autograd.grad(sums, learning, create_graph=True)
         assert all(grad.requires_grad for grad in grads)
-        with pytest.raises(RuntimeError, match="can be differentiated once; FASTVIT_TRITON_BACKEND=torch gives"):
+        with pytest.raises(RuntimeError, match=r"once; FASTVIT_TRITON_BACKEND=torch under .*\(SDPBackend.MATH\) gives"):
             sum(grad.square().sum() for grad in grads).backward()
 
 

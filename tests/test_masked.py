@@ -108,12 +108,16 @@ def test_corruption():
 
 
 def test_mean_colours():
-    """Oracle: by hand: levels of 1/8, first channel in the highest bits; white is the last class."""
+    """Oracle: by hand: levels of 1/8, first channel in the highest bits; white is the last class; the loss of corrupted
+    patches alone."""
     pixels = torch.zeros(1, 3, 2, 6)
     pixels[0, :, :, 2:4] = 1.0
     pixels[0, :, 0, 4:] = torch.tensor([0.5, 0.25, 1.0])[:, None]  # averaged with the black row below
     assert masked.mean_colours(pixels, (2, 2)).tolist() == [[0, 511, 2 * 64 + 1 * 8 + 4]]
     assert masked.mean_colours(torch.full((1, 1, 2, 2), 0.3), (2, 2), bits=1).tolist() == [[0]]
+    logits, colours, chosen = torch.randn(2, 3, 4), torch.randint(4, (2, 3)), torch.tensor([[True, False, True]] * 2)
+    terms = [-logits[b, n].log_softmax(-1)[colours[b, n]] for b in range(2) for n in (0, 2)]
+    torch.testing.assert_close(masked.colour_loss(logits, colours, chosen), torch.stack(terms).mean())
 
 
 @pytest.mark.parametrize("kind", ["colours", "pixels"])

@@ -10,8 +10,10 @@ import re
 import pytest
 import torch
 import triton
+from budget import allowed, converted, largest, leaves, outside, results
 from interpreter import interpreting, poisoned
-from test_interpreter import STATS, converted, largest, leaves, outside, results
+from sampling import sampled
+from test_interpreter import STATS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.launch_recorder import compiled, record
@@ -221,7 +223,7 @@ def first(arguments):
 @pytest.mark.parametrize("op, case", [c for c in CASES if "shifted" not in c.id and "rope" not in c.id])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_large_inputs(op, case, dtype):
-    """Oracle: float64 where the dtype can represent it, within the budget of `outside`; elsewhere PyTorch's infinities.
+    """Oracle: float64 where the dtype can represent it, with twice PyTorch's own error; elsewhere PyTorch's infinities.
 
     Activations have magnitude 10⁴; the softmax scale reduces scores to about 1, as a softmax of 10⁸ is meaningless.
     Probabilities below the smallest normal number, such as exp(−100), may be rounded to 0 before they multiply 10⁴.
@@ -241,9 +243,9 @@ def test_large_inputs(op, case, dtype):
         got = results(op.run, arguments)
     for name, exact in truth.items():
         ours, theirs, want = (t.clamp(-top, top) for t in (got[name], baseline[name], exact))
-        allowed = 2 * (largest(theirs - want) + torch.finfo(dtype).eps * largest(want))
-        assert largest(ours - want) <= allowed + 1e4 * torch.finfo(torch.float32).tiny, name
-        beyond = exact.abs() > top + allowed
+        most = allowed(largest(theirs - want), largest(want), dtype) + 1e4 * torch.finfo(torch.float32).tiny
+        assert largest(ours - want) <= most, name
+        beyond = exact.abs() > top + most
         assert torch.equal(got[name][beyond], baseline[name][beyond]), name
 
 
@@ -323,18 +325,18 @@ def mutated(module, name, old, new):
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
-@pytest.mark.parametrize("kernel", MUTATIONS)
+@pytest.mark.parametrize("kernel", sampled(MUTATIONS, 2))
 def test_one_wrong_sign_is_detected(kernel, monkeypatch):
     """Oracle: the comparison with float64, which passes for the kernel and must fail for its mutated copy."""
     old, new, op_, case = MUTATIONS[kernel]
     file, name = kernel.split(".")
     in_16_bits = ("attention_backward._bwd_kernel", "mlp._fwd_kernel")  # these cover whole heads and whole MLPs
     dtype = torch.float16 if kernel in in_16_bits else torch.float32
-    module, arguments = MODULES[file], op_.inputs(op_.cases[case], dtype, "cpu")
-    assert outside(op_, arguments, dtype) == []
+    module, case = MODULES[file], op_.cases[case]
+    assert outside(op_, case, dtype) == []
     monkeypatch.setattr(module, name, mutated(module, name, old, new))
     monkeypatch.setattr(attention_launch, "_prepared", {})  # clears launches that hold the original kernel
-    assert outside(op_, arguments, dtype) != []
+    assert outside(op_, case, dtype) != []
 
 
 def test_every_kernel_has_a_mutation():

@@ -13,7 +13,7 @@ from torch import nn
 import fastvit_triton
 from benchmarks.recognition import fingerprints, merged
 from fastvit_triton.convert import forwards, recognition
-from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint, foreign_code, recognised
+from fastvit_triton.convert.recognition import KNOWN, Unreadable, fingerprint, recognised
 
 CLIP = "transformers.models.clip.modeling_clip"
 
@@ -144,20 +144,6 @@ def test_code_without_source_or_with_free_variables_is_unreadable(tmp_path):
     with pytest.raises(Unreadable, match="scale"):
         fingerprint(module_from(source, "meaning_closure", tmp_path).make(2))
     assert recognised(scope["Layer"]) is None
-
-
-def test_a_known_name_needs_its_own_code(tmp_path):
-    """Oracle: a forward from another file, or from other lines of the same file, is named."""
-    source = BASE + "\ndef forward(self, x, mask=None):\n    return x\n"
-    module = module_from(source, "meaning_first", tmp_path)
-    assert foreign_code(module.Layer) is None
-    own, module.forward.__qualname__ = module.Layer.forward, "Layer.forward"
-    module.Layer.forward = module.forward
-    assert "lines of Layer" in foreign_code(module.Layer)
-    module.Layer.forward = own
-    exec(compile("class Layer(Base):\n    def forward(self, x):\n        return x", "<string>", "exec"),
-         vars(module) | {"Base": nn.Module}, scope := {})  # fmt: skip
-    assert "file of meaning_first" in foreign_code(scope["Layer"])
 
 
 def test_the_file_has_the_installed_releases():

@@ -4,6 +4,7 @@ As a script, `test_recovery.py FOLDER SEED`, this file is the process that forks
 """
 
 import errno
+import itertools
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from sampling import sampled
 from test_train import RECIPE, save, stripes, tiny
 
 from fastvit_triton.cli.loading import load_trained
@@ -184,8 +186,10 @@ def test_a_damaged_state_is_replaced_by_the_previous_one(tmp_path: Path, damage:
         checkpoint.newest_state(out)
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
-@pytest.mark.parametrize("name", [outputs.WEIGHTS, outputs.BEST, outputs.LOG])
+@pytest.mark.parametrize(
+    "name, damage",
+    sampled(itertools.product((outputs.WEIGHTS, outputs.BEST, outputs.LOG), ("missing", "empty", "cut")), 4),
+)
 def test_files_that_follow_from_the_state_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: str
 ):

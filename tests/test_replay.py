@@ -12,6 +12,7 @@ import timm
 import torch
 import transformers
 from interpreter import interpreting
+from sampling import sampled
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -115,7 +116,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("make, way, call", CASES)
+@pytest.mark.parametrize("make, way, call", sampled(CASES, 2))
 def test_replays_equal_the_call(interpreted, make, way, call):
     """Oracle: three calls in a row, of which the first two record; each with other images and other weights."""
     model = MODELS[make]()
@@ -508,3 +509,97 @@ def plain(module, x):
         return module(x)
     finally:
         ways.REPLAYS = True
+
+
+def test_deterministic_algorithms_are_followed(interpreted):
+    """Oracle: the call without replays; it runs another attention, whose gradients are deterministic."""
+    block, x = ours().train().blocks[0], torch.randn(2, 5, 16)
+    with forcing("mixed"):
+        for _ in range(3):
+            again(block, x, True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            for _ in range(3):
+                assert same(again(block, x, True), again(block, x, True, enabled=False))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert len(recorded(block)) == 2
+
+
+def put(memory, *parameters):
+    """Moves parameters of 16 elements to offsets in a tensor."""
+    for parameter, offset in parameters:
+        parameter.data = memory[offset : offset + 16]
+
+
+SHARED = {  # how two norms' weights share memory, and whether the call may be recorded
+    "the same memory": (lambda b: put(torch.randn(16), (b.norm1.weight, 0), (b.norm2.weight, 0)), False),
+    "in part": (lambda b: put(torch.randn(20), (b.norm1.weight, 0), (b.norm2.weight, 4)), False),
+    "one parameter": (lambda b: setattr(b.norm2, "weight", b.norm1.weight), True),
+    "side by side": (lambda b: put(torch.randn(32), (b.norm1.weight, 0), (b.norm2.weight, 16)), True),
+    "input and weight": (lambda b: put(torch.randn(16), (b.norm1.weight, 0)), False),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shared", SHARED)
+def test_tensors_that_share_memory_may_be_separated(interpreted, shared, training):
+    """Oracle: the call without replays, while they share memory and afterwards."""
+    block, (share, allowed) = ours().train(training).blocks[0], SHARED[shared]
+    block.requires_grad_(training)
+    share(block)
+    x = block.norm1.weight.detach().view(1, 1, 16) if shared.startswith("input") else torch.randn(2, 5, 16)
+    with forcing("mixed"):
+        for _ in range(4):
+            again(block, x, training)
+        assert len(recorded(block)) == allowed
+        put(torch.randn(48), (block.norm2.weight, 16), (block.norm1.weight, 32))
+        for _ in range(2):
+            assert same(again(block, x, training), again(block, x, training, enabled=False))
+
+
+@pytest.mark.parametrize("change", [freeze, unfreeze])
+def test_frozen_parts_of_a_recorded_block_may_change(interpreted, change):
+    """Oracle: the block without replays. A part is frozen again, or no longer, after a write that is not counted."""
+    block, x = ours().eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
+    freeze(block)
+    with forcing("fused"):
+        for _ in range(3):
+            block(x)
+        (found,) = recorded(block)
+        assert found.folds
+        block.norm1.weight.data.mul_(3)
+        change(block.norm1)
+        for _ in range(4):
+            assert torch.equal(block(x), plain(block, x))
+
+
+class Middle(nn.Linear):
+    """A layer of a known package that only the record knows."""
+
+    __module__ = "timm.layers"
+
+
+class Derived(Middle):
+    """A subclass with the forward of its base."""
+
+    __module__ = "timm.layers"
+
+
+@pytest.mark.parametrize("name", ["forward", "__call__"])
+@pytest.mark.parametrize("owner", [Derived, Middle, nn.Linear])
+def test_later_patches_of_a_class_take_effect(interpreted, monkeypatch, owner, name):
+    """Oracle: the call without replays, which calls the patch; it is of the module's type or of one of its bases."""
+    block, x = ours().eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
+    block.mlp.fc2 = Derived(64, 16).requires_grad_(False)
+    with forcing("mixed"):
+        for _ in range(4):
+            before = block(x)
+        assert len(recorded(block)) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, double(getattr(owner, name)))
+            for _ in range(3):
+                found = block(x)
+                assert torch.equal(found, plain(block, x)) and not torch.equal(found, before)
+        for _ in range(3):
+            assert torch.equal(block(x), before)

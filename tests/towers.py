@@ -3,7 +3,7 @@
 Each is a class of benchmarks/coverage_towers.txt, made small by those of these options that its configuration has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
@@ -13,6 +13,7 @@ import torch
 from foreign import redraw
 from torch import Tensor, nn
 
+Sizes = Sequence[tuple[int, int]]
 SMALL = dict(hidden_size=24, embed_dim=24, intermediate_size=48, mlp_ratio=2.0, num_hidden_layers=2, num_layers=2)
 SMALL |= dict(num_attention_heads=2, attention_heads=2, image_size=32, patch_size=16, vocab_size=9, projection_dim=8)
 SMALL |= dict(num_key_value_heads=2, head_dim=12, num_frames=4, tubelet_size=2, max_position_embeddings=9)
@@ -58,6 +59,7 @@ TOWERS = {  # class, or model.Class where transformers does not export it: optio
     "Tipsv2VisionModel": {},
     "VideoMAEModel": {},
     "ViTMSNModel": {},
+    "VivitModel": dict(tubelet_size=[2, 16, 16]),
     "YolosModel": dict(image_size=[32, 32], num_detection_tokens=3),
     "ViltModel": {},
     "XCLIPVisionModel": {},
@@ -79,7 +81,7 @@ PACKED = {  # images of different sizes in one sequence
     "MuseGlimmerVisionModel": PATCH4,
     "MuseSparkVisionModel": PATCH4,
     "PaddleOCRVisionTransformer": PATCH4,
-    "Qwen2_5_VisionTransformerPretrainedModel": PATCH4 | dict(fullatt_block_indexes=[1], window_size=16),
+    "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": PATCH4 | dict(fullatt_block_indexes=[1], window_size=16),
     "qwen2_5_omni.Qwen2_5OmniVisionEncoder": PATCH4 | dict(fullatt_block_indexes=[1], window_size=16),
     "qwen2_vl.Qwen2VisionTransformerPretrainedModel": PATCH4 | dict(mlp_ratio=2),
     "Qwen3_5VisionModel": PATCH4 | dict(num_position_embeddings=64),
@@ -111,46 +113,54 @@ def build(name: str, dtype: torch.dtype = torch.float64, more: dict | None = Non
     return made._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # complex buffers remain complex
 
 
-def inputs(model: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Two images; videos for VideoMAE and X-CLIP, tiles for Mllama, and words with them for ViLT."""
-    kind, side = type(model).__name__, 32
-    image = torch.randn(2, 3, side, side, dtype=dtype)
+def inputs(model: nn.Module, dtype: torch.dtype = torch.float64, sizes: Sizes = ()) -> dict[str, Tensor]:
+    """Two images; videos for VideoMAE and X-CLIP, tiles for Mllama, and words with them for ViLT.
+
+    Other `sizes` are rows and columns of patches of packed images; models of one size take as many images.
+    """
+    kind, side, B = type(model).__name__, 32, len(sizes) or 2
+    image = torch.randn(B, 3, side, side, dtype=dtype)
     if kind == "MllamaVisionModel":
-        tiles = torch.randn(2, 1, 2, 3, side, side, dtype=dtype)
-        ids, mask = torch.tensor([[1], [2]]), torch.tensor([[[1, 0]], [[1, 1]]])
+        tiles = torch.randn(B, 1, 2, 3, side, side, dtype=dtype)
+        ids, mask = torch.ones(B, 1, dtype=torch.long), torch.ones(B, 1, 2, dtype=torch.long)
+        ids[1:], mask[0, 0, 1] = 2, 0
         return {"pixel_values": tiles, "aspect_ratio_ids": ids, "aspect_ratio_mask": mask}
-    if kind == "VideoMAEModel":
-        return {"pixel_values": torch.randn(2, 4, 3, side, side, dtype=dtype)}
+    if kind in ("VideoMAEModel", "VivitModel"):
+        return {"pixel_values": torch.randn(B, 4, 3, side, side, dtype=dtype)}
     if kind == "XCLIPVisionModel":
-        return {"pixel_values": torch.randn(4, 3, side, side, dtype=dtype)}
+        return {"pixel_values": torch.randn(2 * B, 3, side, side, dtype=dtype)}
     if kind == "Molmo2VisionModel":
-        return {"pixel_values": torch.randn(2, 5, 16 * 16 * 3, dtype=dtype)}
+        return {"pixel_values": torch.randn(B, 5, 16 * 16 * 3, dtype=dtype)}
     if kind == "HunYuanVLVisionTransformer":
-        grid = torch.tensor([[1, 2, 2], [1, 2, 4]])
-        return {"pixel_values": torch.randn(12, 16 * 16 * 3, dtype=dtype), "grid_thw": grid}
+        grid = torch.tensor([[1, *size] for size in sizes or ((2, 2), (2, 4))])
+        return {"pixel_values": torch.randn(int(grid.prod(1).sum()), 16 * 16 * 3, dtype=dtype), "grid_thw": grid}
     if kind == "Inkling2VisionModel":  # tokens of 2 × 2 patches
-        grid = torch.tensor([[1, 2, 4], [1, 4, 2]])
-        return {"pixel_values": torch.randn(16, 8, 8, 3, dtype=dtype), "image_grid_thw": grid}
+        grid = torch.tensor([[1, *size] for size in sizes or ((2, 4), (4, 2))])
+        return {"pixel_values": torch.randn(int(grid.prod(1).sum()), 8, 8, 3, dtype=dtype), "image_grid_thw": grid}
     if kind == "MiniCPMV4_6VisionModel":
-        pixels = torch.randn(1, 3, 4, 4 * 64, dtype=dtype)
-        return {"pixel_values": pixels, "target_sizes": torch.tensor([[4, 8], [8, 4]], dtype=torch.int32)}
+        shapes = torch.tensor(sizes or ((4, 8), (8, 4)), dtype=torch.int32)
+        return {
+            "pixel_values": torch.randn(1, 3, 4, 4 * int(shapes.prod(1).sum()), dtype=dtype),
+            "target_sizes": shapes,
+        }
     if any("grid_thw" in name for name in signature(type(model).forward).parameters):
-        return packed(model, dtype)
+        return packed(model, dtype, sizes)
     if kind == "ViltModel":
-        words = torch.tensor([[1, 2, 3], [4, 5, 0]])
+        words = torch.tensor([[1, 2, 3], [4, 5, 0]])[torch.arange(B) % 2]
         return {"input_ids": words, "attention_mask": words.ne(0).long(), "pixel_values": image}
     return {"pixel_values": image}
 
 
-def packed(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Images of 4 × 8 and 8 × 4 patches, the second for some models with two frames."""
+def packed(model: nn.Module, dtype: torch.dtype, sizes: Sizes) -> dict[str, Tensor]:
+    """Images of these sizes, or of 4 × 8 and 8 × 4 patches, the last for some models with two frames."""
     kind, (_, first, *others) = type(model).__name__, signature(type(model).forward).parameters
     conv = next(m for n, m in model.named_modules() if "patch_embed" in n and getattr(m, "weight", None) is not None)
-    name, grid = next(n for n in others if "grid_thw" in n), torch.tensor([[1, 4, 8], [1 + ("Qwen" in kind), 8, 4]])
+    name, grid = next(n for n in others if "grid_thw" in n), torch.tensor([[1, *s] for s in sizes or ((4, 8), (8, 4))])
+    grid[-1, 0] += "Qwen" in kind and not sizes
     pixels = torch.randn(int(grid.prod(1).sum()), conv.weight[0].numel(), dtype=dtype)
     if kind in ("Kimi_K25VisionModel", "PaddleOCRVisionTransformer"):
         pixels = pixels.unflatten(1, (3, 4, 4))
-    more = {"merge_sizes": torch.tensor([2, 2])} if "merge_sizes" in others else {}
+    more = {"merge_sizes": torch.full((len(grid),), 2)} if "merge_sizes" in others else {}
     return {first: pixels[None] if "Paddle" in kind else pixels, name: grid, **more}
 
 

@@ -5,24 +5,25 @@ that it reads and the arguments that it takes, and `optimize` checks them agains
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from ..kernels.backend import constant, kernels_available
+from ..kernels.backend import constant, kernels_available, transparent
 from ..layers import replay, ways
 from ..layers.body import AttentionParts, MlpParts
 from ..layers.composed import ComposedParts
-from ..layers.hooks import PACKAGE, type_name
+from ..layers.hooks import PACKAGE, has_hooks, has_watched_child, type_name
 from ..layers.module_parts import Foreign
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 from .recognition import recognised
-from .third_party import is_fusable
+from .third_party import FUSED, is_fusable, runs_original
 
 Parts = AttentionParts | MlpParts | ComposedParts | WindowParts | ReducedParts | DepthwiseMlpParts
 Reader = Callable[..., Parts | str]
@@ -91,6 +92,7 @@ INNER: set[str] = set()  # types of submodules whose code a fused forward replac
 
 def register(names: tuple[str, ...], forward: Forward) -> None:
     """Registers a fused forward for these types."""
+    FUSED.update(names)
     for name in names:
         FORWARDS.setdefault(name, []).append(forward)
 
@@ -102,6 +104,22 @@ def known_type(module: nn.Module) -> str:
     if name in FORWARDS or name.partition(".")[0] in ("torch", PACKAGE):
         return name
     return recognised(type(module)) or name
+
+
+def inner_reason(*inner: tuple[nn.Module, Collection[str]]) -> str | None:
+    """Why submodules of a module, each with types in INNER that run the code to replace, must be called; or None."""
+    for module, types in inner:
+        if has_hooks(module):
+            return f"{type(module).__name__} has a hook, or its forward was replaced"
+        if _inner_type(module) not in types:
+            return f"the code of {type(module).__name__} is not known"
+    return None
+
+
+@constant
+def _inner_type(module: nn.Module) -> str | None:
+    """A type in INNER whose forward runs the same code, or None; the name of a type does not count."""
+    return recognised(type(module))
 
 
 def forward_for(module: nn.Module) -> Forward | str | None:
@@ -125,7 +143,7 @@ def fused_forward(
     """Decorator: registers the fused forward of these types; for the arguments see `Forward`."""
 
     def decorate(forward: Callable) -> Callable:
-        chosen = _chosen(forward)
+        chosen = _chosen(forward if became else transparent(forward))
         register(names, Forward(chosen, needs, takes, None, became, reason, None, folds, by_name))
         return chosen
 
@@ -133,9 +151,19 @@ def fused_forward(
 
 
 def _chosen(forward: Callable) -> Callable:
-    """Wraps a fused forward: runs the original if the module, or a block around it, runs plain."""
+    """Wraps a fused forward: runs the original if the module, or a block around it, runs plain, or a child has a hook.
+
+    A child with a hook is called with the arguments that the original passes, positional or by keyword; the children
+    still run fused.
+    """
+
+    def fused(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+        if has_watched_child(module):  # its hooks must see the arguments that the original passes
+            return original(module, *inputs, **named)
+        return forward(module, *inputs, **named)
 
     @functools.wraps(forward)
+    @transparent
     def run(module: nn.Module, *inputs: Any, **named: Any) -> Any:
         if ways.state.inside_plain:
             return type(module).forward(module, *inputs, **named)
@@ -144,10 +172,29 @@ def _chosen(forward: Callable) -> Callable:
         if way == "plain":
             return ways.plainly(type(module).forward, module, *inputs, **named)
         if way is None:
-            return forward(module, *inputs, **named)
-        return replay.call(settings, forward, module, *inputs, **named)
+            run_now = original if has_watched_child(module) else _own(forward, type(module))
+            return run_now(module, *inputs, **named)
+        return replay.call(settings, fused, module, *inputs, **named)
 
     return run
+
+
+@transparent
+def _own(forward: Callable, cls: type[nn.Module]) -> Callable:
+    """The function with a code object for this class alone, as torch.compile limits the graphs of a code object."""
+    if torch.compiler.is_compiling():  # it is inlined
+        return forward
+    if (forward, cls) not in _owned:
+        code, name = forward.__code__, f"{cls.__name__}_{forward.__name__}"
+        own = FunctionType(
+            code.replace(co_name=name), forward.__globals__, name, forward.__defaults__, forward.__closure__
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        _owned[forward, cls] = own
+    return _owned[forward, cls]
+
+
+_owned: dict[tuple[Callable, type[nn.Module]], Callable] = {}
 
 
 @dataclass(frozen=True)
@@ -155,14 +202,19 @@ class FusedBody:
     """Fused forward of a body: runs its parts if they can be read, else the module's own forward.
 
     Attributes:
-        read: (module, arguments after the first) → its parts, or a reason (str) why there are none.
+        reader: (module, arguments after the first) → its parts, or a reason (str) why there are none.
         after: what follows y in the tuple that the module returns, such as None for attention weights; None if it
             returns y itself.
     """
 
-    read: Reader
+    reader: Reader
     after: tuple | None = None
 
+    def read(self, module: nn.Module, *inputs: Any, **named: Any) -> Parts | str:
+        """The parts of a module, or why there are none."""
+        return self.reader(module, *inputs, **named) if runs_original(module) else "its code was changed"
+
+    @transparent
     def __call__(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:
         """Runs the module on its inputs; [B, N, D] → [B, N, D]."""
         if ways.state.inside_plain:
@@ -176,12 +228,12 @@ class FusedBody:
                 return ways.plainly(type(module).forward, module, *inputs, **named)
             if way is not None:
                 return replay.call(settings, self._fused, module, *inputs, **named)
-        return self._fused(module, *inputs, **named)
+        return _own(FusedBody._fused, type(module))(self, module, *inputs, **named)
 
     def _fused(self, module: nn.Module, *inputs: Any, **named: Any) -> Any:
         x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
         if x is not None and is_fusable(module, x):
-            parts = self.read(module, *inputs[1:], **named)
+            parts = self.reader(module, *inputs[1:], **named)
             if not isinstance(parts, str):
                 way = "reference"
                 if kernels_available(x):
@@ -210,6 +262,7 @@ def fused_body(
     return decorate
 
 
+@transparent
 def original(module: nn.Module, *inputs: Any, **named: Any) -> Any:
     """Runs the forward of the module's own class."""
     return type(module).forward(module, *inputs, **named)

@@ -1,4 +1,8 @@
-"""Fused forwards for torch.nn's attention and Transformer layers, torchvision's encoder, and MLPs in a Sequential."""
+"""Fused forwards for torch.nn's attention and Transformer layers, torchvision's encoder, and MLPs in a Sequential.
+
+nn.MultiheadAttention stores its output [B, N, D] as [N, B, D], and dropout draws numbers in the order of memory: a
+dropout of it runs on a tensor stored so, and therefore drops the same elements as the original with the same seed.
+"""
 
 from typing import Any
 
@@ -22,6 +26,7 @@ from ..layers.module_parts import (
     Foreign,
     Packed,
     activation_of,
+    is_inactive,
     is_patch_conv,
     is_readable,
     last_axis_norm,
@@ -30,6 +35,7 @@ from ..layers.module_parts import (
 from .forwards import Forward, forward_for, fused_body, fused_forward, original
 from .third_party import is_fusable, scores_mask
 
+MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
 OTHER_NORMS = {"vit_pytorch.na_vit.LayerNorm"}  # which are called
 STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
 
@@ -62,11 +68,13 @@ def multihead_parts(
         return why
     qkv = Packed(self.in_proj_weight, self.in_proj_bias)
     bias = _allowed(self, attn_mask, key_padding_mask)
-    return AttentionParts((qkv,), self.out_proj, self.num_heads, self.head_dim**-0.5, bias)
+    return AttentionParts((qkv,), self.out_proj, self.num_heads, None, bias)
 
 
 def multihead_reason(self: nn.MultiheadAttention) -> str | None:
     """Why this nn.MultiheadAttention must run its own forward now, or None."""
+    if type_name(self) != MULTIHEAD:
+        return f"{type(self).__name__} is not PyTorch's"
     if self.in_proj_weight is None:
         return "keys or values of another width"
     if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
@@ -80,7 +88,7 @@ def multihead_reason(self: nn.MultiheadAttention) -> str | None:
 
 @fused_forward(
     "attention if its weights are not requested",
-    "torch.nn.modules.activation.MultiheadAttention",
+    MULTIHEAD,
     reason=multihead_reason,
 )
 def multihead(
@@ -103,9 +111,21 @@ def multihead(
     turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
     if query is key and key is value:
         qkv = (Packed(self.in_proj_weight, self.in_proj_bias),)
-        parts = AttentionParts(qkv, self.out_proj, self.num_heads, self.head_dim**-0.5, bias)
-        return turn(parts(turn(query))), None
-    return turn(cross_attend(self, turn(query), turn(key), turn(value), bias)), None
+        parts = AttentionParts(qkv, self.out_proj, self.num_heads, None, bias)
+        y = parts(turn(query))
+    else:
+        y = cross_attend(self, turn(query), turn(key), turn(value), bias)
+    return turn(_tokens_first(y) if self.training else y), None  # its caller may apply dropout
+
+
+def _tokens_first(y: Tensor) -> Tensor:
+    """y [B, N, D], stored as [N, B, D]."""
+    return y.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def drawn_tokens_first(drop: Foreign) -> Foreign:
+    """The dropout, with random numbers of [B, N, D] drawn in the order [N, B, D]; the module itself if inactive."""
+    return drop if is_inactive(drop) else lambda y: drop(_tokens_first(y))
 
 
 def cross_attend(
@@ -187,10 +207,13 @@ def encoder_layer(
         parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
     if isinstance(parts, str):
         return original(self, src, src_mask, src_key_padding_mask, is_causal)
-    parts = parts._replace(drops=(self.dropout1,))
+    parts = parts._replace(drops=(drawn_tokens_first(self.dropout1),))
     act: Any = self.activation
     act = activation_of(act) if isinstance(act, nn.Module) else {F.relu: "relu", F.gelu: "gelu"}.get(act, act)
-    hidden = MlpParts((self.linear1,), act, self.linear2, (self.dropout, self.dropout2))
+    drops = self.dropout, self.dropout2
+    if not self.self_attn.batch_first:  # src is [N, B, D], and so are the values that the original drops
+        drops = drawn_tokens_first(self.dropout), drawn_tokens_first(self.dropout2)
+    hidden = MlpParts((self.linear1,), act, self.linear2, drops)
     x = src if self.self_attn.batch_first else src.transpose(0, 1)
     if self.norm_first:
         x = add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2), block=self)
@@ -212,9 +235,8 @@ def encoder_block(self: Foreign, input: Tensor) -> Tensor:
     parts = "watched" if not is_fusable(self, input) or has_hooks(attn) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, input)
-    return add_branches(
-        input, Branch(parts._replace(drops=(self.dropout,)), self.ln_1), Branch(self.mlp, self.ln_2), block=self
-    )
+    parts = parts._replace(drops=(drawn_tokens_first(self.dropout),))
+    return add_branches(input, Branch(parts, self.ln_1), Branch(self.mlp, self.ln_2), block=self)
 
 
 @fused_forward(

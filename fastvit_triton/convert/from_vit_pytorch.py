@@ -17,7 +17,7 @@ from ..layers.branch import Branch, add_branches, runs_plain
 from ..layers.compact import add_mlp, attend
 from ..layers.composed import ComposedParts, heads_of, merged_heads
 from ..layers.hooks import has_hooks, is_plain_module, type_name
-from ..layers.module_parts import DROPOUTS, IDENTITIES, Foreign, is_inactive
+from ..layers.module_parts import DROPOUTS, IDENTITIES, Foreign, is_inactive, softmax_reason
 from ..layers.replay import call_block, call_branches
 from .forwards import fused_body, fused_forward, original
 from .from_torch import sequential_parts
@@ -56,7 +56,7 @@ def _end(self: Foreign) -> Projection | str:
     """As `_projection`, for attention whose maps are not needed: without dropout, by a softmax without hooks."""
     if (why := _dropped(getattr(self, "dropout", None))) is not None:
         return why
-    return "attend has a hook" if has_hooks(self.attend) else _projection(self)
+    return softmax_reason(self.attend) or _projection(self)
 
 
 @fused_body(

@@ -18,7 +18,15 @@ from ..layers.branch import Branch, add_branches, runs_plain
 from ..layers.composed import ComposedParts, heads_of, merged_heads
 from ..layers.freeze import derived
 from ..layers.hooks import has_hooks, is_our_forward, is_plain_module, type_name
-from ..layers.module_parts import Foreign, Packed, activation_of, is_depthwise_conv, is_identity, is_patch_conv
+from ..layers.module_parts import (
+    Foreign,
+    Packed,
+    activation_of,
+    is_depthwise_conv,
+    is_identity,
+    is_patch_conv,
+    softmax_reason,
+)
 from ..layers.normed import folded_linear, folded_taps
 from ..layers.replay import call_block
 from ..layers.spatial import reduced_map, taps_of
@@ -49,8 +57,10 @@ def _levit_attention(self: Foreign, grid: Grid) -> Parts:
     """Parts of LeViT's attention to all tokens of its map, with a bias for each distance."""
     if (why := dropped(self.dropout)) is not None or grid[0] != grid[1]:
         return why or f"a map of {grid[0]} × {grid[1]} tokens, which is not square"
-    if has_hooks(self.attend) or not is_plain_module(self.pos_bias, ("torch.nn.modules.sparse.Embedding",)):
-        return "attend or pos_bias was replaced or has a hook"
+    if (why := softmax_reason(self.attend)) is not None:
+        return why
+    if not is_plain_module(self.pos_bias, ("torch.nn.modules.sparse.Embedding",)):
+        return "pos_bias was replaced or has a hook"
     end, between = layers_of(self.to_out, 4), partial(_levit_attended, self, grid=grid)
     last = None if end is None else folded_linear(self, end[1], end[2])
     act = None if end is None else activation_of(end[0])
@@ -113,8 +123,10 @@ def _last(end: Foreign) -> Packed | str:
 def _cvt_attention(self: Foreign, grid: Grid) -> Parts:
     """Parts of CvT's attention, whose projections are depthwise convolutions, BatchNorms and linear layers."""
     last = _last(self.to_out)
-    if isinstance(last, str) or has_hooks(self.attend) or not is_norm(self.norm):
+    if isinstance(last, str) or not is_norm(self.norm):
         return last if isinstance(last, str) else REPLACED
+    if (why := softmax_reason(self.attend)) is not None:
+        return why
     between = partial(_cvt_attended, self, grid=grid)
     return dropped(self.dropout) or ComposedParts("attention", (), between, last, self.heads)
 

@@ -14,15 +14,16 @@ from ..layers.body import MlpParts
 from ..layers.composed import ComposedParts
 from ..layers.freeze import freeze as freeze_weights
 from ..layers.freeze import is_frozen, unfreeze
-from ..layers.hooks import has_hooks, is_our_forward, is_patched, type_name
+from ..layers.hooks import has_hooks, is_our_forward, type_name
 from ..layers.module_parts import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..layers.normed import NORMED
+from ..layers.source import code_of
 from ..layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..layers.ways import SIZES
 from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch, from_vit_pytorch_maps  # noqa: F401
 from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import STEMS, stems_of
-from .recognition import foreign_code, forget, is_ours
+from .recognition import forget, is_ours
 from .reporting import Report, Row
 from .verify import TOLERANCE, as_double, differences
 
@@ -48,12 +49,13 @@ def optimize(
     forward if the kernels cannot run (CPU, float64), if attention needs dropout or a causal mask, or if PyTorch's code
     is expected to be fastest (see `kernels.plan` and `fastvit-triton doctor`). Submodules that have hooks or were
     replaced (LoRA, quantised, parametrised) are called, not fused. The original code also runs under global module
-    hooks (`torch.nn.modules.module.register_module_forward_hook` and similar), if a class's `forward` was patched, and
-    under torch.fx and torch.jit.trace, which record the original's graph. torch.jit.script reads source code and raises
-    an AttributeError on an optimised model: `revert` first. A module whose attributes differ from those that the fused
-    forward expects, as in another release of its package, is not converted; the report gives the reason. If
-    transformers is imported, "fastvit_triton" is registered in its attention interface. Shallow copies (replicas of
-    nn.DataParallel) share the original's forward: use DistributedDataParallel, or `revert` first.
+    hooks (`torch.nn.modules.module.register_module_forward_hook` and similar), if the code of a class or a function
+    that it uses is not that of its source file (see `layers.source`), if another attention function is registered in
+    transformers, and under torch.fx and torch.jit.trace, which record the original's graph. torch.jit.script reads
+    source code and raises an AttributeError on an optimised model: `revert` first. A module whose attributes differ
+    from those that the fused forward expects, as in another release of its package, is not converted; the report gives
+    the reason. If transformers is imported, "fastvit_triton" is registered in its attention interface. Shallow copies
+    (replicas of nn.DataParallel) share the original's forward: use DistributedDataParallel, or `revert` first.
 
     If an exception is raised, also in filter_fn, all modules are restored.
 
@@ -206,7 +208,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return Row(path, cls, why=why) if asked else None
     if isinstance(forward, str):
         return Row(path, cls, why=forward)
-    parts = _foreign_code(module) or _parts(forward, module)
+    parts = _changed_code(module) or _parts(forward, module)
     if isinstance(module, nn.Sequential) and isinstance(parts, str):
         return None
     if filter_fn is not None and not filter_fn(module, path):
@@ -221,11 +223,11 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     return Row(path, cls, _became(forward, parts), why="; ".join(dict.fromkeys(_notes(forward, module, parts))) or None)
 
 
-def _foreign_code(module: nn.Module) -> str | None:
-    """Why the module's forward is not the code that its fused forward replaces; None if it is."""
-    if is_patched(type(module)):
-        return "the forward of its class was replaced"
-    return foreign_code(type(module)) if known_type(module) == type_name(module) else None
+def _changed_code(module: nn.Module) -> str | None:
+    """Why the module does not run the code that its fused forward replaces; None if it does."""
+    code = code_of(type(module))
+    own = next((name for name in code.shadowed if name in module.__dict__), None)
+    return code.why if own is None else f"its {own} was replaced"
 
 
 def _became(forward: Forward, parts: Parts | None) -> str:

@@ -15,7 +15,6 @@ import builtins
 import hashlib
 import inspect
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,8 +25,10 @@ from typing import Any
 from torch import nn
 
 from ..layers.hooks import PACKAGE
+from ..layers.source import Code, code_of
 
 KNOWN = Path(__file__).with_name("known.json")
+CALLERS = ("torch", "transformers")  # packages whose `__call__` a recognised class may have
 SKIPPED = ("type_comment", "type_params", "kind", "ctx", "returns", "annotation")  # fields of a syntax tree
 LITERALS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
@@ -36,17 +37,27 @@ class Unreadable(ValueError):
     """Raised if the code of a forward cannot be read or depends on what a fingerprint does not cover."""
 
 
-_recognised: dict[type, str | None] = {}
+_recognised: dict[Code, str | None] = {}
 
 
 def recognised(cls: type[nn.Module]) -> str | None:
-    """Name of the registered class with the same fingerprint; None for an unknown one. Cached until `forget`."""
-    if cls not in _recognised:
+    """Name of the registered class with the same fingerprint; None for an unknown one. Cached until `forget`.
+
+    The class's `__call__` must be that of PyTorch or transformers, and its code that of its source file.
+    """
+    code = code_of(cls)
+    if code not in _recognised:
         try:
-            _recognised[cls] = _names().get(fingerprint(cls))
+            usual = code.why is None and _caller(cls) in CALLERS
+            _recognised[code] = _names().get(fingerprint(cls)) if usual else None
         except Unreadable:
-            _recognised[cls] = None
-    return _recognised[cls]
+            _recognised[code] = None
+    return _recognised[code]
+
+
+def _caller(cls: type[nn.Module]) -> str:
+    """Name of the package that defines the `__call__` of a class."""
+    return next(base for base in cls.__mro__ if "__call__" in base.__dict__).__module__.partition(".")[0]
 
 
 def fingerprint(cls: type[nn.Module]) -> str:
@@ -59,22 +70,6 @@ def fingerprint(cls: type[nn.Module]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def foreign_code(cls: type[nn.Module]) -> str | None:
-    """Why the forward of a class that is known by name is not the one in its package's file; None if it is.
-
-    It must have been compiled from the lines of its class in the file of its module.
-    """
-    owner = next(base for base in cls.__mro__ if "forward" in base.__dict__)
-    code = getattr(inspect.unwrap(owner.__dict__["forward"]), "__code__", None)
-    path = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    if code is None or path is None or Path(code.co_filename) != Path(path):
-        return f"its forward was not compiled from the file of {owner.__module__}"
-    lines = _class_lines(path, owner.__qualname__)
-    if lines is not None and not lines[0] <= code.co_firstlineno <= lines[1]:
-        return f"its forward was not compiled from the lines of {owner.__qualname__}"
-    return None
-
-
 def forget() -> None:
     """Clears the cached answers, so that patches are seen."""
     _recognised.clear()
@@ -85,22 +80,6 @@ def _names() -> dict[str, str]:
     """Registered class by fingerprint."""
     rows = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     return {digest: row["as"] for digest, row in rows.items()}
-
-
-@cache
-def _class_lines(path: str, qualname: str) -> tuple[int, int] | None:
-    """First and last line of a class, with its decorators; None without source."""
-    try:
-        body: list[ast.stmt] = ast.parse(Path(path).read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return None
-    node: ast.ClassDef | None = None
-    for name in qualname.split("."):
-        node = next((n for n in body if isinstance(n, ast.ClassDef) and n.name == name), None)
-        if node is None:
-            return None
-        body = node.body
-    return None if node is None else (node.lineno, node.end_lineno or node.lineno)
 
 
 class _Reader:

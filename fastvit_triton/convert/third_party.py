@@ -1,12 +1,17 @@
 """Third-party modules: the types whose weights may be read, and conversion of their attention masks."""
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
-from ..kernels.backend import backend, kernels_available
+from ..kernels.backend import backend, constant, kernels_available
 from ..layers import module_parts as parts
-from ..layers.hooks import are_plain_tensors, has_global_hooks, is_patched
+from ..layers.hooks import are_plain_tensors, has_global_hooks, runs_other_code
+from ..layers.source import Code, code_of
+from .recognition import recognised
 
+FUSED: set[str] = set()  # types that have a fused forward; `forwards.register` adds them
 MASKED = -1e30  # scores below count as masked: rounding would lose the log-sum-exp of a row
 _HF = "transformers.models"
 
@@ -74,8 +79,25 @@ def can_run(x: Tensor) -> bool:
 
 
 def is_fusable(module: nn.Module, x: Tensor) -> bool:
-    """True if this module's fused forward may run on x: no global hooks, and the class's forward is not patched."""
-    return can_run(x) and not has_global_hooks() and not is_patched(type(module))
+    """True if this module's fused forward may run on x: no global hooks, and its own code is what that replaces."""
+    return can_run(x) and not has_global_hooks() and runs_original(module)
+
+
+def runs_original(module: nn.Module) -> bool:
+    """True if a call of the module would run the code of a type that has a fused forward, as its source defines it."""
+    return not runs_other_code(module) and _is_replaced(type(module))
+
+
+@constant
+def _is_replaced(cls: type[nn.Module]) -> bool:
+    return _has_fused_forward(code_of(cls))
+
+
+@cache
+def _has_fused_forward(code: Code) -> bool:
+    """True if this code is that of a type with a fused forward: by name, or by what it computes."""
+    known = any(f"{cls.__module__}.{cls.__qualname__}" in FUSED for cls in (code.cls, code.base))
+    return known or recognised(code.cls) is not None
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:

@@ -63,6 +63,11 @@ def split(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
+def _scale(scale: float | None, q: Tensor) -> float:
+    """The softmax scale of queries [G, H, N, d]; by default 1 / √d."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
 def plain(parts: AttentionParts, x: Tensor, norm: nn.Module | None, position: nn.Module | None) -> Heads:
     """Heads of an attention over all tokens, see `heads_of`."""
     x, folded = fold_or_normalize(x, norm, parts.projections)
@@ -72,12 +77,13 @@ def plain(parts: AttentionParts, x: Tensor, norm: nn.Module | None, position: nn
     if parts.rope is not None:
         prefix = q.shape[2] - parts.rope[0].shape[-2]
         q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
-    bias = parts.bias if position is None else parts.scale * position(q)
+    scale = _scale(parts.scale, q)
+    bias = parts.bias if position is None else scale * position(q)
 
     def output(o: Tensor) -> Tensor:
         return finish(o.transpose(1, 2).flatten(2), parts.proj, parts.last, *parts.drops)
 
-    return Heads(q, k, v, bias, parts.scale, output)
+    return Heads(q, k, v, bias, scale, output)
 
 
 def _reduced(parts: ReducedParts, x: Tensor, norm: nn.Module | None) -> Heads:
@@ -90,7 +96,7 @@ def _reduced(parts: ReducedParts, x: Tensor, norm: nn.Module | None) -> Heads:
     def output(o: Tensor) -> Tensor:
         return finish(o.transpose(1, 2).reshape(*x.shape[:-1], -1), parts.proj, None, *parts.drops)
 
-    return Heads(q, k, v, None, parts.scale, output)
+    return Heads(q, k, v, None, _scale(parts.scale, q), output)
 
 
 def _windows(parts: WindowParts, x: Tensor, norm: nn.Module | None) -> Heads:
@@ -101,9 +107,11 @@ def _windows(parts: WindowParts, x: Tensor, norm: nn.Module | None) -> Heads:
     nothing = project(x.new_zeros(len(x), 1, x.shape[-1]), parts.projections)  # a padded token, at index −1
     qkv = torch.cat((qkv, nothing.to(qkv.dtype)), 1)[:, places].flatten(0, 1)  # [B·windows, n, 3·heads·d]
     q, k, v = (split(t, parts.num_heads) for t in qkv.chunk(3, -1))
-    scale, bias = parts.scale, parts.bias
-    if isinstance(scale, Tensor):  # cosine attention
-        q, k, scale = F.normalize(q, dim=-1) * scale.to(q.dtype)[:, None, None], F.normalize(k, dim=-1), 1.0
+    bias = parts.bias
+    if isinstance(parts.scale, Tensor):  # cosine attention
+        q, k, scale = F.normalize(q, dim=-1) * parts.scale.to(q.dtype)[:, None, None], F.normalize(k, dim=-1), 1.0
+    else:
+        scale = _scale(parts.scale, q)
     if apart.any():
         mask = (apart * APART).to(q.dtype)[:, None]
         bias = mask.expand(-1, parts.num_heads, -1, -1) if bias is None else bias + mask

@@ -43,11 +43,11 @@ class Varlen(NamedTuple):
     Attributes:
         cu_seqlens: [B + 1] non-decreasing integers from 0 to at most T; image b is tokens cu_seqlens[b] to
             cu_seqlens[b + 1] − 1.
-        max_seqlen: at least the number of tokens of the longest image; sets the size of the launch.
+        max_seqlen: at least the number of tokens of the longest image; sets the size of the launch. None means T.
     """
 
     cu_seqlens: Tensor
-    max_seqlen: int
+    max_seqlen: int | None
 
 
 NormLike = Norm | tuple[Tensor | None, Tensor | None, float]
@@ -219,7 +219,10 @@ def expect_norm(x: Tensor, dtype: torch.dtype, norm: NormLike, name: str = "", *
 
 
 def expect_scales(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | None, **axis: int) -> None:
-    """Raises ValueError or TypeError unless layer_scale is [axis] and sample_scale [B] for x [B, ...]."""
+    """Raises ValueError or TypeError unless layer_scale is [axis] and sample_scale [B] for x [B, ...].
+
+    sample_scale may not require a gradient where gradients are computed: it is taken for a random mask.
+    """
     if layer_scale is not None and not is_like(layer_scale, x, *axis.values()):
         expect("layer_scale", layer_scale, x, **axis)
         expect_mixable("layer_scale", layer_scale, x)
@@ -229,6 +232,11 @@ def expect_scales(x: Tensor, layer_scale: Tensor | None, sample_scale: Tensor | 
         if not is_like(sample_scale, x, x.shape[0]):
             expect("sample_scale", sample_scale, x, B=x.shape[0])
             expect_mixable("sample_scale", sample_scale, x)
+        if sample_scale.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "sample_scale requires a gradient, and none is computed for it; "
+                "give sample_scale.detach(), or multiply the branch by it outside of the call"
+            )
 
 
 def expect_addable(argument: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:

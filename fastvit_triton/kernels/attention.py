@@ -10,9 +10,10 @@ Kernels   Scores and L are kept in base 2, as S·log₂e and L·log₂e, because
 Cost      forward 2·B·H·Nq·Nk·(D + Dv) flops; bytes = q + k + v + o + 4·B·H·Nq.
 Saved     q, k, v, bias, o in storage dtype and L in fp32.
 Limits    D, Dv ≤ 256, held as two power-of-two tiles (80 = 64 + 16). Tensors are copied if their last axis is not
-          contiguous. Mask with −inf or kv_lens, not with large negative numbers: where every key of a row has a finite
-          bias below about −1e5, the differences between its scores are lost in the rounding of L (fp32), and with them
-          the gradients of the row.
+          contiguous. The backward pass computes the weights as exp(S − L) from L rounded to fp32, so their relative
+          error, and that of the gradients of q, k and v, grows as 2⁻²⁴·|S|, whether S is large through q and k or
+          through a bias: 6e-3 for scores of 1e5, where PyTorch's unfused attention keeps the weights and loses nothing.
+          Mask with −inf or kv_lens, not with large negative numbers.
 Sources   Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; running maximum: Milakov & Gimelshein,
           arXiv:1805.02867.
           Vaswani et al., Attention is all you need, arXiv:1706.03762, eq. 1.
@@ -205,12 +206,19 @@ def reference(
 def reference_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None
 ) -> Tensor:
-    """Attention over all T tokens, masked so that each token attends only to its own image; `max_seqlen` is ignored."""
-    tokens = torch.arange(len(q), device=q.device)
-    image = torch.searchsorted(cu_seqlens[1:].contiguous().to(tokens.dtype), tokens, right=True)  # [T]
-    same = (image[:, None] == image[None, :]) & (image < len(cu_seqlens) - 1)[:, None]
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
-    return reference(q, k, v, same[None, None], scale)[0].transpose(0, 1)
+    """Attention on the images padded to max_seqlen tokens, so that no value of an image reaches another one."""
+    T, images = len(q), len(cu_seqlens) - 1
+    length = torch.sym_min(max(max_seqlen, 1), T)
+    ends = cu_seqlens.to(torch.int64).clamp(0, T)
+    tokens, slots = torch.arange(T, device=q.device), torch.arange(length, device=q.device)
+    at = ends[:-1, None] + slots  # [B, M]
+    inside = (at < ends[1:, None])[:, :, None, None]
+    q, k, v = (torch.where(inside, t[at.clamp(max=T - 1)], 0.0).transpose(1, 2) for t in (q, k, v))  # [B, H, M, D]
+    o = reference(q, k, v, None, scale, kv_lens=ends.diff()).transpose(1, 2)  # [B, M, H, Dv]
+    image = torch.searchsorted(ends[1:].contiguous(), tokens, right=True)  # [T]; B for tokens of no image
+    slot = tokens - ends[image.clamp(max=images - 1)]
+    own = ((image < images) & (slot < length))[:, None, None]
+    return torch.where(own, o[image.clamp(max=images - 1), slot.clamp(max=length - 1)], 0.0)
 
 
 def _mask(q: Tensor, k: Tensor, bias: Tensor | None, kv_lens: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import launch as launcher
-from . import measured
+from . import settings
 from .launch import config, launch, power_of_2, precision, split_tiles
 from .tile import Kernel
 
@@ -230,15 +230,14 @@ def prepare(kernel: Kernel, programs: int, blocks: dict[str, int], **arguments: 
     return Prepared(kernel, (programs,), tensors, numbers, fixed | blocks)
 
 
-def prepared(make: Callable[..., list[Prepared]], tensors: Tensors, *settings: object) -> list[Prepared]:
-    """Launches from make(tensors, *settings), cached by the layout of the tensors; the first one is not None."""
+def prepared(make: Callable[..., list[Prepared]], tensors: Tensors, *arguments: object) -> list[Prepared]:
+    """Launches from make(tensors, *arguments), cached by the layout of the tensors; the first one is not None."""
     q = next(iter(tensors.values()))
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
-    ieee = q.dtype == torch.float32 and torch.get_float32_matmul_precision()
-    key = (make, q.device, launcher.target, measured.in_use, ieee, *settings, *layouts)
+    key = (make, q.device, settings.choices(q.device.type), *arguments, *layouts)
     found = _prepared.get(key) if launcher._overrides is None else None
     if found is None:
-        found = make(tensors, *settings)
+        found = make(tensors, *arguments)
         if launcher._overrides is None:
             if len(_prepared) >= MAX_PREPARED:
                 _prepared.clear()

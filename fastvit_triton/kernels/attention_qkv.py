@@ -143,7 +143,9 @@ def reference(
         q, k = rotate(q, rope, prefix_tokens), rotate(k, rope, prefix_tokens)
     if varlen is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))  # [T, H, D] each
-        return attention.reference_varlen(q, k, v, *varlen, scale).flatten(1)
+        cu_seqlens, longest = varlen
+        longest = len(q) if longest is None else longest
+        return attention.reference_varlen(q, k, v, cu_seqlens, longest, scale).flatten(1)
     o = attention.reference(q, k, v, bias, scale, kv_lens, return_lse)
     return (o[0].transpose(1, 2).flatten(2), o[1]) if return_lse else o.transpose(1, 2).flatten(2)
 

@@ -101,6 +101,17 @@ def constant(function: F) -> F:
     return function
 
 
+def transparent(function: F) -> F:
+    """Marks a function that only calls another, so that torch.compile inlines it but never compiles it by itself.
+
+    After a graph break the functions inside are then compiled as if they had been called directly.
+    """
+    frames = torch._C._dynamo.eval_frame  # torch._dynamo.eval_frame.skip_code calls it, and would import all of Dynamo
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skipped)
+    return function
+
+
 @constant
 def _too_old(index: int | None) -> str | None:
     """Reason why this GPU is below the minimum, NVIDIA 8.0 or AMD gfx942; None if it is not."""

@@ -64,11 +64,13 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **fixed: obje
 
 
 def _key(kernel: Kernel, device: int, arguments: tuple, fixed: dict[str, object]) -> tuple:
-    return (
-        kernel.fn, device, kernel.debug, TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode,
-        TRITON.specialize(_direct.backend, arguments, False, True, True),
-        *fixed, *fixed.values(),
-    )  # fmt: skip
+    specialization = TRITON.specialize(_direct.backend, arguments, False, True, True)
+    return kernel.fn, device, kernel.debug, *binaries(), specialization, *fixed, *fixed.values()
+
+
+def binaries() -> tuple:
+    """Settings of Triton by which it selects a binary; see `settings` for all others."""
+    return TRITON.knobs.runtime.debug, TRITON.knobs.compilation.instrumentation_mode
 
 
 class Recorder(TorchDispatchMode):
@@ -119,10 +121,10 @@ def direct_state(device: int, kernels: tuple[Kernel, ...]) -> tuple | None:
         return None
     if device != _direct.current_device() or not _is_plain(kernels[0]):
         return None
-    if any([kernel.pre_run_hooks for kernel in kernels]):
-        return None
-    knobs = TRITON.knobs
-    return _direct, knobs.runtime.debug, knobs.compilation.instrumentation_mode, [kernel.debug for kernel in kernels]
+    for kernel in kernels:
+        if kernel.pre_run_hooks:
+            return None
+    return _direct, *binaries(), [kernel.debug for kernel in kernels]
 
 
 def stream(device: int) -> int:
@@ -269,8 +271,17 @@ def _architecture(kind: str, index: int | None) -> str:
 
 
 def precision(x: torch.Tensor) -> str:
-    """input_precision of tl.dot; for float32 it follows torch.set_float32_matmul_precision."""
-    return "ieee" if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """input_precision of tl.dot for operands like x."""
+    return "ieee" if is_ieee(x.dtype) else "tf32"
+
+
+def is_ieee(dtype: torch.dtype) -> bool:
+    """True if products of this dtype are in IEEE float32: float32, for which PyTorch does not allow TF32.
+
+    It is allowed by torch.set_float32_matmul_precision, torch.backends.cuda.matmul.allow_tf32 or fp32_precision;
+    torch.get_float32_matmul_precision raises if the last of these was set.
+    """
+    return dtype == torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") != "tf32"
 
 
 def cdiv(a: int, b: int) -> int:

@@ -75,7 +75,7 @@ def add_layer_norm(
         bias: β [D], or None.
         eps: ε, added to the variance.
         layer_scale: [D], LayerScale of the branch.
-        sample_scale: [B], drop-path factor of each image: 0 or 1 / (1 − p).
+        sample_scale: [B], drop-path factor of each image, 0 or 1 / (1 − p); it gets no gradient.
 
     Returns:
         (s, LN(s)), both [B, ..., D].

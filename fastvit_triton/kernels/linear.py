@@ -83,7 +83,7 @@ def linear(
         activation: "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "hardswish" or "relu6"; gated: "swiglu",
             "geglu" or "geglu_tanh"; None for none.
         layer_scale: [F], LayerScale.
-        sample_scale: [B] for x [B, ..., K], drop-path factor of each image.
+        sample_scale: [B] for x [B, ..., K], drop-path factor of each image; it gets no gradient.
         residual: [..., F], added last; the output has the promoted dtype.
         return_stats: also return equation (4) for the output, which has no gradient.
 

@@ -64,7 +64,7 @@ def mlp(
         stats: [M, tiles, 2] fp32, row statistics of x; see `linear`.
         activation: as in `linear`.
         layer_scale: [D], LayerScale.
-        sample_scale: [B], drop-path factor of each image.
+        sample_scale: [B], drop-path factor of each image; it gets no gradient.
         residual: [..., D], added last.
         recompute: recompute the hidden layer in the backward pass instead of saving it.
         return_stats: also return the row statistics of the output.

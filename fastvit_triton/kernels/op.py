@@ -30,7 +30,10 @@ class Op:
 
 LIBRARY = torch.library.Library("fastvit_triton", "DEF")
 REGISTERED: dict[str, tuple[Callable, Callable]] = {}  # op → (launch, fake); see `register`
-ONCE = b"fastvit_triton's kernels can be differentiated once; FASTVIT_TRITON_BACKEND=torch gives second derivatives"
+ONCE = (
+    b"fastvit_triton's kernels can be differentiated once; FASTVIT_TRITON_BACKEND=torch under "
+    b"torch.nn.attention.sdpa_kernel(SDPBackend.MATH) gives second derivatives"
+)
 
 
 def cast(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import backend, launch, measured
+from . import backend, launch, measured, settings
 from .cost import WAYS, Branch, Gpu, Launch, gpu_of, launch_us, launches, table
 from .op_cost import OPS
 
@@ -51,10 +51,7 @@ class Choice(NamedTuple):
     replayed: bool = False
 
 
-forced: str | None = None  # overrides the choice, see `forcing`
-assumed: Gpu | None = None  # used instead of the device's GPU, see `assuming`
 _choices: dict[tuple, str] = {}
-_observer: Callable[[Choice], None] | None = None  # see `observing`
 
 
 def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bool) -> str:
@@ -79,30 +76,25 @@ def _way(
     traced: bool,
     replayed: bool,
 ) -> str:
-    key = (device, dtype, sizes, training, traced, replayed, *_asked(dtype))
+    key = (device, dtype, sizes, training, traced, replayed, *settings.choices(device.type))
     way = _choices.get(key)
-    if way is None or _observer is not None:
+    if way is None or settings.observer is not None:
         branches = tuple(Branch(*one) for one in sizes)
         if traced:
             branches = tuple(b._replace(images=TRACED[0], tokens=TRACED[1]) for b in branches)
-        choice = choose(device, branches, training, traced, replayed, *_asked(dtype)[:3])
+        asked, switch, exact = settings.forced, backend.backend(), launch.is_ieee(dtype)
+        choice = choose(device, branches, training, traced, replayed, asked, switch, exact)
         way = "plain" if traced and choice.way != "fused" else choice.way
         _remember(key, choice._replace(way=way))
     return way
-
-
-def _asked(dtype: torch.dtype) -> tuple:
-    """Global state that a choice depends on."""
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return forced, backend.backend(), exact, launch.target, assumed, measured.in_use
 
 
 def _remember(key: tuple, choice: Choice) -> None:
     if len(_choices) >= MAX_CHOICES:
         _choices.clear()
     _choices[key] = choice.way
-    if _observer is not None:
-        _observer(choice)
+    if settings.observer is not None:
+        settings.observer(choice)
 
 
 def choose(
@@ -193,7 +185,7 @@ def op_names(op: str, size: int, training: bool, sizes: tuple[int, ...]) -> tupl
 
 def measured_way(device: torch.device, shapes: tuple[str, ...]) -> str | None:
     """The way measured for one of these shapes, on this GPU or else on its architecture; or None."""
-    pretended = launch.target is not None or assumed is not None
+    pretended = launch.target is not None or settings.assumed is not None
     tables = measured.of(device, pretended).ways, measured_ways(launch.architecture(device))
     return next((ways[shape] for ways in tables for shape in shapes if shape in ways), None)
 
@@ -223,13 +215,12 @@ def prefers_kernel(x: Tensor, op: str, *sizes: int) -> bool:
 
 @backend.constant
 def _prefers(device: torch.device, dtype: torch.dtype, size: int, training: bool, op: str, sizes: tuple) -> bool:
-    asked, switch, exact, *_ = state = _asked(dtype)
-    if asked is not None or switch == "triton":
-        return asked != "plain"
-    key = (device, dtype, training, op, sizes, *state)
+    if settings.forced is not None or backend.backend() == "triton":
+        return settings.forced != "plain"
+    key = (device, dtype, training, op, sizes, *settings.choices(device.type))
     way = _choices.get(key)
-    if way is None or _observer is not None:
-        choice = _choose_op(device, size, training, exact, op, sizes)
+    if way is None or settings.observer is not None:
+        choice = _choose_op(device, size, training, launch.is_ieee(dtype), op, sizes)
         way = choice.way
         _remember(key, choice)
     return way == "fused"
@@ -249,7 +240,7 @@ def _choose_op(device: torch.device, size: int, training: bool, exact: bool, op:
 def gpu_on(device: torch.device) -> Gpu:
     """The rates of this device's GPU, or of the one set by `assuming` or `launch.targeting`."""
     here = launch.target is None and device.type == "cuda"
-    return assumed or _gpu_on(launch.architecture(device), here, device.index)
+    return settings.assumed or _gpu_on(launch.architecture(device), here, device.index)
 
 
 @functools.cache
@@ -264,47 +255,43 @@ def forcing(way: str) -> Iterator[None]:
     Raises:
         ValueError: the way is not "fused", "mixed" or "plain".
     """
-    global forced
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; use one of {', '.join(WAYS)}")
-    before, forced = forced, way
+    before, settings.forced = settings.forced, way
     try:
         yield
     finally:
-        forced = before
+        settings.forced = before
 
 
 @contextlib.contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
     """Context in which choices are made for `gpu` on any device; see `launch.targeting` for its architecture."""
-    global assumed
-    before, assumed = assumed, gpu
+    before, settings.assumed = settings.assumed, gpu
     try:
         yield
     finally:
-        assumed = before
+        settings.assumed = before
 
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Context in which no observer is called, because the choices are not followed."""
-    global _observer
-    before, _observer = _observer, None
+    before, settings.observer = settings.observer, None
     try:
         yield
     finally:
-        _observer = before
+        settings.observer = before
 
 
 @contextlib.contextmanager
 def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
     """Context in which `observer` is called with each choice."""
-    global _observer
-    before, _observer = _observer, observer
+    before, settings.observer = settings.observer, observer
     try:
         yield
     finally:
-        _observer = before
+        settings.observer = before
 
 
 @functools.cache

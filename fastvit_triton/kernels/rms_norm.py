@@ -69,7 +69,7 @@ def add_rms_norm(
         weight: γ [D], or None.
         eps: ε, added to the mean square.
         layer_scale: [D], LayerScale of the branch.
-        sample_scale: [B], drop-path factor of each image: 0 or 1 / (1 − p).
+        sample_scale: [B], drop-path factor of each image, 0 or 1 / (1 − p); it gets no gradient.
 
     Returns:
         (s, RMSNorm(s)), both [B, ..., D].

@@ -14,7 +14,7 @@ from ..kernels import mlp as mlp_file
 from ..kernels.activation import GATED, apply_activation
 from ..kernels.argument import NextNorm, Norm, Normalized, Varlen
 from ..kernels.attention import attention
-from ..kernels.attention_qkv import attention_qkv, rotate
+from ..kernels.attention_qkv import Rope, attention_qkv, rotate
 from ..kernels.cost import Branch
 from ..kernels.fold import packed
 from ..kernels.layer_norm import layer_norm, scaled
@@ -22,7 +22,7 @@ from ..kernels.linear import linear
 from ..kernels.mlp import mlp
 from ..kernels.rms_norm import rms_norm
 from .freeze import FoldedNorm, fold_norms, operands
-from .hooks import can_fuse
+from .hooks import can_fuse, has_hooks
 from .module_parts import Layer, entry_of, is_identity, is_inactive, is_readable, norm_of, width_of
 
 Before = FoldedNorm | Norm
@@ -66,7 +66,7 @@ class AttentionParts(NamedTuple):
         projections: one projection packed as [3, H, D], or those of queries, keys and values.
         proj: output projection; None for none.
         num_heads: H.
-        scale: softmax scale.
+        scale: softmax scale; None for 1 / √d.
         bias: added to the scores, or boolean with True for "attend"; see `kernels.attention`.
         rope: (cos, sin, interleaved), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated.
         norms: norms of each head's queries and keys.
@@ -79,7 +79,7 @@ class AttentionParts(NamedTuple):
     projections: tuple[Layer, ...]
     proj: nn.Module | None
     num_heads: int
-    scale: float
+    scale: float | None
     bias: Tensor | None = None
     rope: tuple[Tensor, Tensor, bool] | None = None
     norms: tuple[nn.Module, nn.Module] | None = None
@@ -96,7 +96,8 @@ class AttentionParts(NamedTuple):
         """See `Body`."""
         width, channels = width_of(self.projections)
         if self.varlen is not None:
-            keys = self.varlen.max_seqlen
+            # a trace reads no lengths
+            keys = 0 if torch.compiler.is_compiling() else self.varlen.max_seqlen or 0
             return Branch("window_attention", 0, 0, channels, width, width // 3, self.num_heads, keys=keys)
         return Branch("attention", 0, 0, channels, width, width // 3, self.num_heads)
 
@@ -119,13 +120,14 @@ class AttentionParts(NamedTuple):
         q_norm, k_norm = (None, None) if self.norms is None else map(norm_of, self.norms)
         if self.varlen is not None:
             return self._attend_packed(qkv.flatten(0, -2), q_norm, k_norm).view(*qkv.shape[:-1], -1)
-        prefix = 0 if self.rope is None else qkv.shape[1] - self.rope[0].shape[-2]
+        rope = None if self.rope is None else _of_all(self.rope, qkv.shape[1])
+        prefix = 0 if rope is None else qkv.shape[1] - rope[0].shape[-2]
         if self.norms is None or (q_norm is not None and k_norm is not None):
-            return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, prefix, self.bias)
+            return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, rope, prefix, self.bias)
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
-        if self.rope is not None:
-            q, k = (rotate(t, self.rope, prefix).to(v.dtype) for t in (q, k))
+        if rope is not None:
+            q, k = (rotate(t, rope, prefix).to(v.dtype) for t in (q, k))
         return attention(q, k, v, self.bias, self.scale).transpose(1, 2).flatten(2)
 
     def _attend_packed(self, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
@@ -135,6 +137,21 @@ class AttentionParts(NamedTuple):
             q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
             qkv, q_norm, k_norm = torch.stack((q, k, v), 1).flatten(1), None, None
         return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, varlen=self.varlen)
+
+
+def _of_all(rope: Rope, tokens: int) -> Rope:
+    """The rotary tables; in a trace in which their size is a value, they are those of all tokens."""
+    if not torch.compiler.is_compiling():
+        return rope
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true  # imported by every trace
+
+    cos, sin, interleaved = rope
+    same = cos.shape[-2] == tokens
+    if guard_or_false(same) or not guard_or_true(same):
+        return rope
+    torch._check(same)
+    cos, sin = (t.reshape(*t.shape[:-2], tokens, t.shape[-1]) for t in (cos, sin))
+    return cos, sin, interleaved
 
 
 class MlpParts(NamedTuple):
@@ -291,7 +308,10 @@ def fold_or_normalize(
 
 def normalize(x: Tensor, norm: nn.Module) -> Tensor:
     """norm(x), with the kernel of LayerNorm or RMSNorm where it gives the same result; [..., D] → [..., D]."""
-    weights = norm_of(norm) if can_fuse(x) and "forward" not in norm.__dict__ else None
+    bound = "forward" in norm.__dict__
+    # a trace that calls what is bound to one instance holds for no other block
+    traced = bound and torch.compiler.is_compiling() and not has_hooks(norm)
+    weights = norm_of(norm) if can_fuse(x) and (traced or not bound) else None
     if weights is None:
-        return norm(x)
+        return type(norm).forward(norm, x) if traced else norm(x)
     return layer_norm(x, *weights[:3]) if weights.kind == "layer_norm" else rms_norm(x, weights.weight, weights.eps)

@@ -124,6 +124,6 @@ def attend(
     return o.transpose(1, 2).flatten(2)
 
 
-def attend_all(qkv: Tensor, num_heads: int, scale: float) -> Tensor:
+def attend_all(qkv: Tensor, num_heads: int, scale: float | None) -> Tensor:
     """Attention among all tokens of packed projections, [B, ..., 3 · H · D] → [B, ..., H · D]."""
     return attention_qkv(qkv.flatten(1, -2), num_heads, scale).unflatten(1, qkv.shape[1:-1])

@@ -56,6 +56,14 @@ class Kept(NamedTuple):
     state: tuple
 
 
+class CachedFold(NamedTuple):
+    """Where something is cached: `store[key] is kept` until it is computed again or the module is not frozen."""
+
+    store: dict
+    key: tuple
+    kept: Kept
+
+
 def freeze(model: nn.Module) -> None:
     """Marks a model's weights as final: its LayerNorms are folded once, in the next inference call, and stay folded.
 
@@ -107,6 +115,7 @@ def unfreeze(model: nn.Module) -> None:
         TypeError: model is not an nn.Module.
     """
     _check(model)
+    fold_again(model)  # for records of modules around this one
     for module in model.modules():
         module.__dict__.pop(PROGRAMS, None)
         _frozen.pop(module, None)
@@ -231,9 +240,10 @@ def _store(kept: dict, key: tuple, new: Folded | tuple[Tensor], sources: tuple[T
     kept[key] = Kept(new, tuple(map(weakref.ref, sources)), _state(sources))
 
 
-def kept_folds(modules: Iterable[nn.Module]) -> list[Kept]:
+def kept_folds(modules: Iterable[nn.Module]) -> list[CachedFold]:
     """All that is cached for these modules: folds, and the tensors of `derived`."""
-    return [kept for module in modules for kept in _frozen.get(module, {}).values()]
+    stores = [_frozen.get(module, {}) for module in modules]
+    return [CachedFold(store, key, kept) for store in stores for key, kept in store.items()]
 
 
 def _is_fresh(kept: Kept | None, sources: tuple[Tensor, ...]) -> bool:

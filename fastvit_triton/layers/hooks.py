@@ -1,8 +1,8 @@
 """Detects hooks and patched forwards; without them a module's weights may be read instead of calling it.
 
 Three things change a call without changing a weight: hooks of the module, global hooks (of profilers and counters), and
-a `forward` patched on the instance or the class. Types are compared by exact name, so that no package is imported to
-recognise its modules; a LoRA, quantised or parametrised layer has another type.
+code patched on the instance, on the class, or in what it calls (see `source`). Types are compared by exact name, so
+that no package is imported to recognise its modules; a LoRA, quantised or parametrised layer has another type.
 """
 
 from collections.abc import Callable, Collection
@@ -14,10 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from ..kernels.backend import constant, kernels_available
+from .source import methods_of
 
 __all__ = [
-    "can_fuse", "has_global_hooks", "has_hooks", "is_our_forward", "is_patched", "is_plain_module", "is_repeatable",
-    "runs_known_code", "type_name",
+    "can_fuse", "has_global_hooks", "has_hooks", "has_watched_child", "is_our_forward", "is_plain_module",
+    "is_repeatable", "runs_known_code", "runs_other_code", "type_name",
 ]  # fmt: skip
 
 PACKAGE = __package__.partition(".")[0]
@@ -30,10 +31,11 @@ KNOWN = tuple(
         "torchvision.ops", "vit_pytorch", "einops", "builtins", "collections", PACKAGE,
     )
 )  # fmt: skip
-ATTENTIONS = None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", PACKAGE  # in transformers
+ATTENTIONS = (  # attention functions of transformers, and ours
+    None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", PACKAGE, f"{PACKAGE}_flash"
+)  # fmt: skip
 PASSIVE = "transformers.utils.output_capturing"  # its hooks stay registered but read outputs only on request
 
-_forwards: dict[type, Callable] = {}  # class → its original forward, cached
 _names: dict[type, str] = {}
 
 
@@ -71,15 +73,35 @@ def are_plain_tensors(*tensors: Tensor | None) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if the module has hooks, or its forward is patched on the instance or the class."""
+    """True if the module has hooks, or its code is patched."""
     facts = module.__dict__  # each call checks about twenty modules, and nn.Module's attribute access is slow
     if facts["_forward_pre_hooks"] or facts["_backward_hooks"] or facts["_backward_pre_hooks"]:
         return True
-    if facts["_forward_hooks"] and any(
-        getattr(hook, "__module__", None) != PASSIVE for hook in facts["_forward_hooks"].values()
-    ):
+    if facts["_forward_hooks"] and not _are_passive(facts["_forward_hooks"]):
         return True
-    return ("forward" in facts and not is_our_forward(facts["forward"])) or is_patched(type(module))
+    if "forward" in facts and not is_our_forward(facts["forward"]):
+        return True
+    methods = methods_of(type(module))  # as `runs_other_code`
+    return methods is None or (methods != () and any(name in facts for name in methods))
+
+
+def runs_other_code(module: nn.Module) -> bool:
+    """True if a call runs other code than the source files of the module's class define, or an attribute of it."""
+    methods = methods_of(type(module))
+    return methods is None or (methods != () and any(name in module.__dict__ for name in methods))
+
+
+def has_watched_child(module: nn.Module) -> bool:
+    """True if a direct submodule has hooks that see its inputs or outputs."""
+    for child in module.__dict__["_modules"].values():
+        if child is not None and (child.__dict__["_forward_pre_hooks"] or child.__dict__["_forward_hooks"]):
+            if child.__dict__["_forward_pre_hooks"] or not _are_passive(child.__dict__["_forward_hooks"]):
+                return True
+    return False
+
+
+def _are_passive(hooks: dict[int, Callable]) -> bool:
+    return all(getattr(hook, "__module__", None) == PASSIVE for hook in hooks.values())
 
 
 def is_repeatable(module: nn.Module) -> bool:
@@ -96,6 +118,8 @@ def runs_known_code(module: nn.Module, hooks_count: bool = True) -> bool:
     if isinstance(module, _BatchNorm) and facts["training"] and facts["track_running_stats"]:
         return False
     if not are_plain_tensors(*facts["_parameters"].values(), *facts["_buffers"].values()):
+        return False
+    if runs_other_code(module):
         return False
     if hooks_count and (facts["_forward_hooks"] or has_hooks(module)):  # passive hooks count here, too
         return False
@@ -119,30 +143,6 @@ def _is_known(package: str) -> bool:
 def is_our_forward(forward: object) -> bool:
     """True if `optimize` set this instance's forward."""
     return type(forward) is partial and str(getattr(forward.func, "__module__", "")).partition(".")[0] == PACKAGE
-
-
-@constant
-def is_patched(cls: type[nn.Module]) -> bool:
-    """True if the class's forward is not the original one; cached until it changes."""
-    return _forwards.get(cls) is not cls.forward and not _is_defined(cls)
-
-
-def _is_defined(cls: type[nn.Module]) -> bool:
-    """True if the forward was defined in the body of its class; decorators of the same package are allowed.
-
-    Names do not prove it, as functools.wraps copies them; a function's globals do: they are those of its defining
-    module and read-only. Torch's decorators can wrap any function, so they count as a patch.
-    """
-    owner = next(base for base in cls.__mro__ if "forward" in base.__dict__)
-    forward, package = owner.__dict__["forward"], owner.__module__.partition(".")[0]
-    while hasattr(forward, "__wrapped__"):
-        if package == "torch" or _home(forward).partition(".")[0] != package:
-            return False
-        forward = forward.__wrapped__
-    defined = _home(forward) == owner.__module__ and forward.__qualname__ == f"{owner.__qualname__}.forward"
-    if defined:
-        _forwards[cls] = cls.forward
-    return defined
 
 
 def _home(function: Callable) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.argument import Norm
@@ -23,6 +24,7 @@ LINEARS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.linear.NonDynamic
 LAYER_NORMS = {"torch.nn.modules.normalization.LayerNorm"}
 RMS_NORMS = {"torch.nn.modules.normalization.RMSNorm": "eps"}  # type → the name of its ε
 RMS_FORWARDS: dict[Callable | None, str] = {}  # the same for the forwards that `optimize` binds to other types
+SOFTMAXES = {"torch.nn.modules.activation.Softmax"}
 DROPOUTS = {"torch.nn.modules.dropout.Dropout"}
 DROP_PATHS = {"fastvit_triton.layers.drop_path.DropPath", "fastvit_triton.layers.drop_path.ConstantScale"}
 LAYER_SCALES = {"fastvit_triton.layers.layer_scale.LayerScale": "gamma"}  # type → its parameter
@@ -107,7 +109,17 @@ def activation_of(module: nn.Module) -> str | nn.Module:
     name = type_name(module)
     if name == "torch.nn.modules.activation.GELU":
         return "gelu" if module.approximate == "none" else "gelu_tanh"
-    return ACTIVATIONS.get(name, module)
+    act = ACTIVATIONS.get(name, module)
+    return act if "act" not in module.__dict__ or _calls(module, module.act, act) else module
+
+
+def _calls(module: nn.Module, function: Foreign, name: object) -> bool:
+    """True if an activation that calls `function`, as transformers' do, calls that of its name, or its own method."""
+    named = getattr(function, "keywords", {})
+    exact = {"gelu": {}, "gelu_tanh": {"approximate": "tanh"}}.get(str(name))
+    return getattr(function, "__self__", None) is module or (
+        getattr(function, "func", function) is F.gelu and named == exact
+    )
 
 
 def is_identity(module: nn.Module) -> bool:
@@ -140,6 +152,12 @@ def is_depthwise_conv(conv: Foreign, strides: tuple[int, ...] = (1,)) -> bool:
         and conv.dilation == (1, 1)
         and conv.padding_mode == "zeros"
     )
+
+
+def softmax_reason(module: nn.Module) -> str | None:
+    """Why this module must be called, because it is not a softmax over the last axis without hooks; None if it is."""
+    plain = is_plain_module(module, SOFTMAXES) and module.dim == -1
+    return None if plain else f"{type(module).__name__} is not a softmax over the last axis, or has a hook"
 
 
 def is_inactive(dropout: Foreign | None) -> bool:

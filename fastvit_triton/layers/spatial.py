@@ -62,7 +62,7 @@ class WindowParts(NamedTuple):
     projections: tuple[Layer, ...]
     proj: nn.Module | None
     num_heads: int
-    scale: float | Tensor
+    scale: float | Tensor | None
     window: Window
     bias: Tensor | None = None
     drops: tuple[nn.Module | None] = (None,)
@@ -129,7 +129,7 @@ class ReducedParts(NamedTuple):
     kv: tuple[Layer, ...]
     proj: nn.Module | None
     num_heads: int
-    scale: float
+    scale: float | None
     reduce: Foreign | None = None
     norm: nn.Module | None = None
     ratio: int = 1

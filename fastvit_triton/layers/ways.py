@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import backend, launch, measured, plan
+from ..kernels import plan, settings
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch
 from ..kernels.layer_norm import MAX_D
@@ -54,30 +54,25 @@ _ways: dict[tuple, str] = {}
 
 
 def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
-    """(way, settings) for a module that has run before; (None, None) on its first call or if no kernel is available.
+    """(way, key) for a module that has run before; (None, None) on its first call or if no kernel is available.
 
-    The settings are the cache key: sizes of the module, shape, dtype and device of x, and global state.
+    The key is that of the cache: sizes of the module, shape, dtype and device of x, and global settings.
     """
-    if SIZES not in module.__dict__ or plan._observer is not None or torch.compiler.is_compiling():
+    if SIZES not in module.__dict__ or settings.observer is not None or torch.compiler.is_compiling():
         return None, None  # an observer must see each choice, once
     facts = module.__dict__
     if facts[SIZES].training is not facts["training"]:
         return None, None
-    kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    precision = torch._C._get_float32_matmul_precision()  # the residual stream may become float32 after a 16-bit x
-    settings = (
-        facts[SIZES], x.shape, x.dtype, x.device, torch.is_grad_enabled(), autocast, precision,
-        plan.forced, plan.assumed, backend._switch, launch.target, measured.in_use,
-    )  # fmt: skip
-    if settings in _ways:
-        return _ways[settings], settings
-    if not kernels_available(x):
-        return None, None
-    if len(_ways) >= MAX_WAYS:
-        _ways.clear()
-    way = _ways[settings] = _way(x, *settings[0][:2])
-    return way, settings
+    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type)
+    if key in _ways:
+        way = _ways[key]
+    else:
+        if not kernels_available(x):
+            return None, None
+        if len(_ways) >= MAX_WAYS:
+            _ways.clear()
+        way = _ways[key] = _way(x, *key[0][:2])
+    return way, key
 
 
 def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], replays: bool = False) -> str:

@@ -12,8 +12,17 @@ from ...kernels.attention_qkv import attention_qkv
 from ...layers.body import AttentionParts, MlpParts, finish, project
 from ...layers.composed import ComposedParts, gated
 from ...layers.freeze import derived
-from ...layers.hooks import are_plain_tensors, has_hooks, type_name
-from ...layers.module_parts import DROPOUTS, Foreign, Packed, activation_of, is_identity, is_inactive, is_readable
+from ...layers.hooks import are_plain_tensors, type_name
+from ...layers.module_parts import (
+    DROPOUTS,
+    Foreign,
+    Packed,
+    activation_of,
+    is_identity,
+    is_inactive,
+    is_readable,
+    softmax_reason,
+)
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import four_axes, head_norms, is_fusable, scores_mask
 from ..windows import table_bias
@@ -29,6 +38,11 @@ def dropped(module: Foreign) -> str | None:
         if type_name(drop) in DROPOUTS
         else "attn_drop has a hook"
     )
+
+
+def scale_of(module: Foreign) -> float | None:
+    """Scale of the scores; None for 1 / √D, which timm's fused attention takes whatever the attribute says."""
+    return None if getattr(module, "fused_attn", False) else module.scale
 
 
 def _reason(module: Foreign, mask: Tensor | None, is_causal: bool) -> str | None:
@@ -59,7 +73,7 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
         (self.qkv,),
         self.proj,
         self.num_heads,
-        self.scale,
+        scale_of(self),
         bias=scores_mask(attn_mask),
         norms=_norms(self),
         last=_present(self),
@@ -70,14 +84,15 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
 @fused_body("timm.models.metaformer.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
 def plain_parts(self: Foreign) -> AttentionParts | str:
     """Parts of CAFormer's attention."""
-    return dropped(self) or AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale, drops=(self.proj_drop,))
+    return dropped(self) or AttentionParts(
+        (self.qkv,), self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,)
+    )
 
 
 @fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj", takes="")
 def davit_window_parts(self: Foreign) -> AttentionParts | str:
     """Parts of DaViT's attention in windows [B · windows, N, D]."""
-    why = "softmax has a hook" if has_hooks(self.softmax) else None
-    return why or AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale)
+    return softmax_reason(self.softmax) or AttentionParts((self.qkv,), self.proj, self.num_heads, scale_of(self))
 
 
 @fused_forward(
@@ -91,7 +106,7 @@ def map_attention(self: Foreign, x: Tensor) -> Tensor:
     """FastViT's attention among the tokens of a map; [B, D, H, W] → [B, D, H, W]."""
     if not is_fusable(self, x) or dropped(self) is not None:
         return original(self, x)
-    o = attention_qkv(project(x.flatten(2).transpose(1, 2), (self.qkv,)), self.num_heads, self.scale)
+    o = attention_qkv(project(x.flatten(2).transpose(1, 2), (self.qkv,)), self.num_heads, scale_of(self))
     return finish(o, self.proj, drop=self.proj_drop).transpose(1, 2).unflatten(2, x.shape[2:])
 
 
@@ -106,7 +121,7 @@ def nest_parts(self: Foreign) -> ComposedParts | str:
 
 def _nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
     """Packed projections [B, blocks, N, 3 · H · D] → [B, blocks, N, D · H], the heads of a channel side by side."""
-    o = attention_qkv(qkv.flatten(0, 1), self.num_heads, self.scale).unflatten(0, qkv.shape[:2])
+    o = attention_qkv(qkv.flatten(0, 1), self.num_heads, scale_of(self)).unflatten(0, qkv.shape[:2])
     return o.unflatten(-1, (self.num_heads, -1)).transpose(-1, -2).flatten(-2)
 
 
@@ -136,7 +151,7 @@ def rope_parts(
         (self.q_proj, self.k_proj, self.v_proj) if qkv is None else (qkv,),
         self.proj,
         self.num_heads,
-        self.scale,
+        scale_of(self),
         bias=scores_mask(attn_mask),
         rope=table,
         norms=_norms(self),
@@ -162,7 +177,7 @@ def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Atte
     table = None if self.relative_position_bias_table is None else table_bias(self)[None]
     if shared_rel_pos_bias is not None:
         table = shared_rel_pos_bias if table is None else table + shared_rel_pos_bias
-    return AttentionParts((qkv,), self.proj, self.num_heads, self.scale, four_axes(table), drops=(self.proj_drop,))
+    return AttentionParts((qkv,), self.proj, self.num_heads, scale_of(self), four_axes(table), drops=(self.proj_drop,))
 
 
 @fused_body(
@@ -172,12 +187,12 @@ def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Atte
 )
 def window_parts(self: Foreign, mask: Tensor | None = None) -> AttentionParts | str:
     """Parts of a window attention; group g of the bias is window g, with the mask of shifted windows added."""
-    why = dropped(self) or ("softmax has a hook" if has_hooks(self.softmax) else None)
+    why = dropped(self) or softmax_reason(self.softmax)
     if why is not None:
         return why
     bias = table_bias(self)[None]
     bias = bias if mask is None else bias + mask[:, None]  # [windows, H, N, N]
-    return AttentionParts((self.qkv,), self.proj, self.num_heads, self.scale, bias, drops=(self.proj_drop,))
+    return AttentionParts((self.qkv,), self.proj, self.num_heads, scale_of(self), bias, drops=(self.proj_drop,))
 
 
 @fused_body("timm.layers.mlp.Mlp", "timm.models.layers.mlp.Mlp", needs="fc1 act drop1|drop fc2 drop2|drop", takes="")

@@ -15,7 +15,7 @@ from ...layers.module_parts import Foreign, has_sample_scale, is_inactive, is_pa
 from ...layers.ways import plainly
 from ..forwards import arguments, fused_body, fused_forward, original
 from ..third_party import is_fusable, scores_mask
-from .attention import dropped
+from .attention import dropped, scale_of
 
 
 def both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
@@ -136,7 +136,7 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
     q = project(x[:, :1], (self.q,))
     k, v = project(x, (self.k, self.v)).chunk(2, -1)
     q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-    o = attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+    o = attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
     return finish(o, self.proj, drop=self.proj_drop)
 
 
@@ -146,7 +146,7 @@ def tnt_parts(self: Foreign) -> AttentionParts | str:
     if self.hidden_dim != getattr(self.v, "out_features", self.hidden_dim):
         return "queries of another width than the values"
     layers = self.qk, self.v
-    return dropped(self) or AttentionParts(layers, self.proj, self.num_heads, self.scale, drops=(self.proj_drop,))
+    return dropped(self) or AttentionParts(layers, self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,))
 
 
 def _tnt_folds(self: Foreign) -> list[tuple[nn.Module, nn.Module | None]]:
@@ -188,7 +188,7 @@ def cross_attention(self: Foreign, x: Tensor) -> Tensor:
 def _one_query(self: Foreign, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of q [B, 1, D] to k and v [B, N, D]."""
     q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-    return attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+    return attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
 
 
 def _cross_reason(block: Foreign) -> str | None:
@@ -242,7 +242,7 @@ def _attention_pool(self: Foreign, x: Tensor, attn_mask: Tensor | None = None) -
     q = self.q(self.latent.expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
     k, v = project(x, (self.kv,)).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = self.q_norm(q), self.k_norm(k)
-    o = attention(q, k, v, scores_mask(attn_mask), self.scale).transpose(1, 2).flatten(2)
+    o = attention(q, k, v, scores_mask(attn_mask), scale_of(self)).transpose(1, 2).flatten(2)
     x = finish(o, self.proj, drop=self.proj_drop)
     x = x if self.mlp is None else add_branches(x, Branch(self.mlp, self.norm))
     return x[:, 0] if self.pool == "token" else x.mean(1) if self.pool == "avg" else x

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from ...kernels.attention import attention
 from ...layers.body import MlpParts
 from ...layers.composed import ComposedParts, gated
-from ...layers.hooks import has_hooks
+from ...layers.hooks import has_hooks, type_name
 from ...layers.module_parts import Foreign, is_readable
 from ..forwards import fused_body
 from ..third_party import scores_mask
 from .attention import dropped
+
+CLIPPABLE = "timm.models.gemma4_vit.Gemma4ClippableLinear"
 
 
 @fused_body("timm.models.vitamin.GeGluMlp", needs="norm w0 act w1 drop1 w2 drop2", takes="")
@@ -22,8 +24,9 @@ def vitamin_parts(self: Foreign) -> MlpParts | ComposedParts:
 
 
 def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
-    """The linear layers inside Gemma 4's; those that clip their inputs and outputs or have a hook are called."""
-    return tuple(layer if getattr(layer, "use_clipped", True) or has_hooks(layer) else layer.linear for layer in layers)
+    """The linear layers inside those of Gemma 4; those that clip, have a hook or are of another type are called."""
+    plain = (type_name(layer) == CLIPPABLE and not layer.use_clipped and not has_hooks(layer) for layer in layers)
+    return tuple(layer.linear if bare else layer for layer, bare in zip(layers, plain, strict=True))
 
 
 @fused_body("timm.models.gemma4_vit.Gemma4GatedMlp", needs="gate_proj up_proj down_proj act drop", takes="")

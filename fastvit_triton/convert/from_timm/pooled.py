@@ -15,7 +15,7 @@ from ...layers.module_parts import Foreign
 from ...layers.rel2d import axis_bias
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
-from .attention import dropped
+from .attention import dropped, scale_of
 from .blocks import both_norms
 
 Grid = tuple[int, int]
@@ -39,7 +39,7 @@ def _hiera_heads(self: Foreign, qkv: Tensor) -> Tensor:
     q, k, v = qkv.view(B, -1, units, 3, self.heads, self.head_dim).permute(3, 0, 2, 4, 1, 5).flatten(1, 2).unbind(0)
     if self.q_stride > 1:
         q = q.unflatten(2, (self.q_stride, -1)).amax(2)  # [B · units, H, n / stride, D]
-    o = attention(q, k, v, scale=self.scale).unflatten(0, (B, units))
+    o = attention(q, k, v, scale=scale_of(self)).unflatten(0, (B, units))
     return o.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)
 
 
@@ -73,12 +73,12 @@ def sam2_parts(self: Foreign) -> ComposedParts:
 def _sam2_heads(self: Foreign, qkv: Tensor) -> Tensor:
     """Packed projections of a map [B, h, w, 3 · H · D] → [B, h', w', H · D]."""
     if self.q_pool is None:
-        return attend_all(qkv, self.num_heads, self.scale)
+        return attend_all(qkv, self.num_heads, scale_of(self))
     q, k, v = qkv.chunk(3, -1)
     q = self.q_pool(q.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
     grid = q.shape[1:3]
     q, k, v = (t.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-    return merged_heads(attention(q, k, v, scale=self.scale), grid)
+    return merged_heads(attention(q, k, v, scale=scale_of(self)), grid)
 
 
 @fused_forward(
@@ -104,7 +104,7 @@ def mvit_attention(self: Foreign, x: Tensor, feat_size: Grid) -> tuple[Tensor, l
             bias = F.pad(sum_of_axes(row, column), (first, 0, first, 0))
         else:
             axes = row, column
-    o = attention(q, k, v, bias, self.scale, axis_bias=axes)
+    o = attention(q, k, v, bias, scale_of(self), axis_bias=axes)
     o = o + q if self.residual_pooling else o
     return finish(o.transpose(1, 2).flatten(2), self.proj), list(size)
 
@@ -138,7 +138,7 @@ def _mvit_distances(self: Foreign, name: str, n: int, m: int) -> Tensor:
 @fused_body("timm.models.volo.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
 def volo_parts(self: Foreign) -> ComposedParts | str:
     """Parts of VOLO's attention among the tokens of a map."""
-    between = partial(attend_all, num_heads=self.num_heads, scale=self.scale)
+    between = partial(attend_all, num_heads=self.num_heads, scale=scale_of(self))
     return dropped(self) or ComposedParts(
         "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
     )
@@ -157,7 +157,7 @@ def volo_class_attention(self: Foreign, x: Tensor) -> Tensor:
         return original(self, x)
     (q,) = heads_of(project(x[:, :1], (self.q,)), self.num_heads, 1)
     k, v = heads_of(project(x, (self.kv,)), self.num_heads, 2)
-    return finish(merged_heads(attention(q, k, v, scale=self.scale), (1,)), self.proj, drop=self.proj_drop)
+    return finish(merged_heads(attention(q, k, v, scale=scale_of(self)), (1,)), self.proj, drop=self.proj_drop)
 
 
 @fused_forward(

@@ -9,7 +9,15 @@ from ...kernels.depthwise import depthwise
 from ...layers.body import normalize, project
 from ...layers.branch import Branch, add_branches
 from ...layers.hooks import has_hooks, is_our_forward, type_name
-from ...layers.module_parts import Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive, is_readable
+from ...layers.module_parts import (
+    Foreign,
+    activation_of,
+    is_depthwise_conv,
+    is_identity,
+    is_inactive,
+    is_readable,
+    softmax_reason,
+)
 from ...layers.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts, as_map, taps_of
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
@@ -22,7 +30,7 @@ from ..windows import (
     table_bias,
     unusual_norm,
 )
-from .attention import dropped, packed_projection
+from .attention import dropped, packed_projection, scale_of
 from .blocks import both_norms
 
 Grid = tuple[int, int]
@@ -34,7 +42,8 @@ def _swin_reason(block: Foreign) -> str | None:
     attn = block.attn
     if type_name(attn) != f"{type(block).__module__}.WindowAttention":
         return f"its attention is {type(attn).__name__}"
-    why = dropped(attn) or unusual_norm(block.norm1, block.drop_path1) or hooked(attn.modules())
+    why = dropped(attn) or unusual_norm(block.norm1, block.drop_path1)
+    why = why or softmax_reason(attn.softmax) or hooked(attn.modules())
     if why is None and not is_inactive(attn.proj_drop):
         why = f"dropout {attn.proj_drop.p} within windows"
     separate = getattr(attn, "q_bias", None) is not None and not is_readable(attn.qkv)
@@ -49,7 +58,7 @@ def _swin_runs(block: Foreign, x: Tensor) -> bool:
     return (not masked or x.shape[1:3] == tuple(block.input_resolution)) and _swin_reason(block) is None
 
 
-def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor) -> WindowParts:
+def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor | None) -> WindowParts:
     """Parts of the attention of a Swin block, for tokens of this grid."""
     attn, window = block.attn, Window(tuple(block.window_size), tuple(block.shift_size), pad_first=False)
     return WindowParts((packed_projection(attn),), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
@@ -69,7 +78,7 @@ def swin_block(self: Foreign, x: Tensor) -> Tensor:
     if not _swin_runs(self, x):
         return original(self, x)
     grid = x.shape[1], x.shape[2]
-    parts = _swin_parts(self, grid, table_bias(self.attn), self.attn.scale)
+    parts = _swin_parts(self, grid, table_bias(self.attn), scale_of(self.attn))
     attn = Branch(parts, self.norm1, None, self.drop_path1)
     mlp = Branch(self.mlp, self.norm2, None, self.drop_path2)
     return add_branches(x.flatten(1, 2), attn, mlp, block=self).unflatten(1, grid)
@@ -102,9 +111,8 @@ def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
 )
 def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> WindowParts | str:
     """Parts of Swin V2's attention, called on windows [B·windows, n, D]."""
-    why = (
-        "windows with a mask" if mask is not None else dropped(self) or hooked((self.softmax, *self.cpb_mlp.modules()))
-    )
+    why = "windows with a mask" if mask is not None else dropped(self) or softmax_reason(self.softmax)
+    why = why or hooked(self.cpb_mlp.modules())
     qkv = packed_projection(self) if why is None else why
     if isinstance(qkv, str):
         return qkv
@@ -138,7 +146,9 @@ def local_parts(self: Foreign, size: Grid | None = None) -> WindowParts | str:
     window, why = Window((self.ws, self.ws)), dropped(self) or hooked((self.qkv,))  # which it calls on windows
     if why is not None:
         return why
-    return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, window, drops=(self.proj_drop,), grid=size)
+    return WindowParts(
+        (self.qkv,), self.proj, self.num_heads, scale_of(self), window, drops=(self.proj_drop,), grid=size
+    )
 
 
 @fused_body(
@@ -150,7 +160,7 @@ def global_parts(self: Foreign, size: Grid | None = None) -> ReducedParts | str:
     """Parts of Twins' attention to a smaller map."""
     more = dict(ratio=self.sr_ratio, drops=(self.proj_drop,), grid=size)
     return dropped(self) or ReducedParts(
-        self.q, (self.kv,), self.proj, self.num_heads, self.scale, self.sr, self.norm, **more
+        self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), self.sr, self.norm, **more
     )
 
 
@@ -166,7 +176,7 @@ def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> ReducedParts | st
         reduce, norm = partial(_pooled, self), None
     more: dict[str, Any] = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
     return dropped(self) or ReducedParts(
-        self.q, (self.kv,), self.proj, self.num_heads, self.scale, reduce, norm, **more
+        self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), reduce, norm, **more
     )
 
 
@@ -202,7 +212,7 @@ def pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tenso
 def _pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
     (size,) = (*inputs, *named.values())
     name = "feat_size" if type_name(self).endswith("pvt_v2.Block") else "size"
-    spatial = type_name(self.mlp).endswith("Conv")
+    spatial = name == "feat_size"
     attn = Branch(self.attn, self.norm1, None, self.drop_path1, call={name: size})
     mlp = Branch(self.mlp, self.norm2, None, self.drop_path2, call={name: size} if spatial else None)
     return add_branches(x, attn, mlp, block=self)
@@ -210,7 +220,7 @@ def _pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tens
 
 def _pos_reason(self: Foreign) -> str | None:
     conv = self.proj[0] if type(self.proj) is nn.Sequential and len(self.proj) == 1 else None
-    plain = conv is not None and not has_hooks(self.proj) and is_depthwise_conv(conv)
+    plain = conv is not None and not has_hooks(self.proj) and is_depthwise_conv(conv) and self.stride == 1
     return None if plain else "its convolution has a stride, was replaced or has a hook"
 
 

@@ -19,7 +19,7 @@ from ...layers.module_parts import Foreign
 from ...layers.rel2d import axis_bias
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import four_axes, head_norms, is_fusable
-from .attention import dropped
+from .attention import dropped, scale_of
 from .blocks import both_norms
 
 
@@ -54,7 +54,7 @@ def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Attent
     bias = four_axes(shared_rel_pos) if self.rel_pos is None else module_bias(self.rel_pos)
     norms = head_norms(self.q_norm, self.k_norm)
     return AttentionParts(
-        (self.qkv,), self.proj, self.num_heads, self.scale, bias, norms=norms, drops=(self.proj_drop,)
+        (self.qkv,), self.proj, self.num_heads, scale_of(self), bias, norms=norms, drops=(self.proj_drop,)
     )
 
 
@@ -108,7 +108,7 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
         q, k, v = qkv.flatten(1, -2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(3, -1)
     else:
         q, k, v = heads_of(qkv, self.num_heads)
-    return merged_heads(attention(q, k, v, bias, self.scale), qkv.shape[1:-1])
+    return merged_heads(attention(q, k, v, bias, scale_of(self)), qkv.shape[1:-1])
 
 
 @fused_body(
@@ -132,7 +132,7 @@ def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
         q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).to(k.dtype)
     else:
         q, k, v = heads_of(qkv, self.num_heads)
-    return merged_heads(attention(q, k, v, module_bias(self.rel_pos), self.scale), qkv.shape[1:-1])
+    return merged_heads(attention(q, k, v, module_bias(self.rel_pos), scale_of(self)), qkv.shape[1:-1])
 
 
 @fused_body(
@@ -183,7 +183,7 @@ def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
     elif self.rope is not None:
         sin, cos = self.rope.get_embed().chunk(2, -1)
         q, k = (rotate(t, (cos, sin, True), 0).to(v.dtype) for t in (q, k))
-    return merged_heads(attention(q, k, v, scale=self.scale, axis_bias=axes), grid)
+    return merged_heads(attention(q, k, v, scale=scale_of(self), axis_bias=axes), grid)
 
 
 def _distances(self: Foreign, name: str, n: int) -> Tensor:

@@ -7,16 +7,48 @@ cu_seq_lens_q. Set it by `tower.config._attn_implementation = "fastvit_triton_fl
 """
 
 import sys
+from collections.abc import Callable
+from functools import cache
 
 from torch import Tensor
 
 from ...kernels.attention import attention, varlen_attention
+from ...kernels.backend import constant
+from ...layers.hooks import ATTENTIONS
 from ...layers.module_parts import Foreign
+from ...layers.source import is_written
 from ..third_party import can_run, scores_mask
 
 NAME = "fastvit_triton"  # in transformers' AttentionInterface
 FLASH = f"{NAME}_flash"
 UNSUPPORTED = ("position_bias", "cache", "softcap", "sliding_window", "s_aux")  # arguments that change the scores
+
+
+def function_reason(module: Foreign) -> str | None:
+    """Why the attention function that this module calls is not one that the kernels replace; None if it is.
+
+    Its name must be one that transformers or this package registers, and the function the one that was registered. The
+    function for "eager" stands in the module's file and is compared with it, see `layers.source`.
+    """
+    return _function_reason(type(module), module.config._attn_implementation)
+
+
+@constant
+def _function_reason(cls: type, name: str | None) -> str | None:
+    if name not in ATTENTIONS:
+        return f"its attention function is {name!r}"
+    home = sys.modules.get(cls.__module__)
+    registry = getattr(home, "ALL_ATTENTION_FUNCTIONS", None)
+    function = None if registry is None or name is None else registry.get(name)
+    if function is None or function is attention_forward or _is_shipped(function):
+        return None
+    return f"the attention function {name!r} was registered again"
+
+
+@cache
+def _is_shipped(function: Callable) -> bool:
+    """True for a function of transformers' integrations, as its file defines it."""
+    return getattr(function, "__module__", "").startswith("transformers.integrations.") and is_written(function)
 
 
 def attention_forward(

@@ -16,7 +16,7 @@ from ...layers.module_parts import DROPOUTS, Foreign, activation_of, is_inactive
 from ..forwards import INNER, arguments, fused_body, fused_forward, original
 from ..from_torch import STEMS
 from ..third_party import four_axes, is_fusable
-from .vit import attention_parts, checkpointed, classes
+from .vit import attention_parts, checkpointed, classes, heads_reason
 
 BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
 INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))
@@ -47,6 +47,8 @@ def nested_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | s
     types = f"{family}SelfAttention", f"{family}SdpaSelfAttention"
     if not (is_plain_module(inner, types) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "attention or output was replaced or has a hook"
+    if (why := heads_reason(inner)) is not None:
+        return why
     if not is_inactive(inner.dropout):
         known = type_name(inner.dropout) in DROPOUTS
         return f"attention dropout {inner.dropout.p}" if known else "attention dropout was replaced"
@@ -92,7 +94,7 @@ def _layer(
         bias = _bias(self.relative_position_bias, resolution, self.patch_size, interpolate_pos_encoding, x.shape[1])
     attention, call = self.attention, dict(more)
     forward = getattr(attention.__dict__.get("forward"), "func", None)
-    ours = attention_mask is None and not has_hooks(attention) and getattr(forward, "read", None) is attention_parts
+    ours = attention_mask is None and not has_hooks(attention) and getattr(forward, "reader", None) is attention_parts
     parts = attention_parts(attention, **more) if ours else ""
     if isinstance(parts, str):
         both = bias if attention_mask is None else attention_mask if bias is None else bias + attention_mask

@@ -9,11 +9,21 @@ from torch import Tensor, nn
 
 from ...layers.body import AttentionParts, MlpParts
 from ...layers.branch import Branch, add_branches
-from ...layers.hooks import has_hooks, type_name
+from ...layers.hooks import type_name
 from ...layers.module_parts import DROPOUTS, Foreign, activation_of, is_inactive
-from ..forwards import INNER, Forward, arguments, fused_body, fused_forward, known_type, original, register
+from ..forwards import (
+    INNER,
+    Forward,
+    arguments,
+    fused_body,
+    fused_forward,
+    inner_reason,
+    known_type,
+    original,
+    register,
+)
 from ..third_party import is_fusable, scores_mask
-from .vit import attention_reason, checkpointed, classes
+from .vit import attention_reason, checkpointed, classes, heads_reason
 
 
 class Names(NamedTuple):
@@ -67,7 +77,7 @@ BLOCKS = {
     "aimv2.Aimv2EncoderLayer": Names("rms_norm1", "attention", "rms_norm2", "ffn"),
     "pixio.PixioLayer": VIT._replace(drops=("dropout", "dropout"), drop_paths=("drop_path", "drop_path")),
 }  # block → names of its parts
-_names: dict[str, Names] = {}  # type → names of its parts
+_names: dict[str, list[Names]] = {}  # type → names of its parts, those of the newest release first
 
 
 @fused_forward("pre-norm block")
@@ -79,7 +89,7 @@ def tower_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any
 
 
 def _tower_layer(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    names = _names[known_type(self)]
+    names = _names_of(self)
     call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
     gates = names.gates if any(names.gates) and self.is_gated else ("", "")
     branches = []
@@ -91,12 +101,16 @@ def _tower_layer(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor
     return add_branches(x, *branches, block=self)
 
 
+def _names_of(self: Foreign) -> Names:
+    return next(names for names in _names[known_type(self)] if hasattr(self, names.norm1))
+
+
 def _part(self: Foreign, name: str) -> Any:
     return getattr(self, name) if name else None
 
 
 def _folds(self: Foreign) -> list[tuple[nn.Module, nn.Module]]:
-    names = _names[known_type(self)]
+    names = _names_of(self)
     return [(_part(self, names.norm1), _part(self, names.attn)), (_part(self, names.norm2), _part(self, names.mlp))]
 
 
@@ -104,62 +118,92 @@ def register_blocks(blocks: dict[str, Names]) -> None:
     """Registers pre-norm blocks, "model.Class", with the names of their parts."""
     for block, names in blocks.items():
         (name,) = classes(block)
-        _names[name] = names
+        _names.setdefault(name, []).append(names)
         register((name,), Forward(tower_layer, names.needs(), names.takes, None, "pre-norm block", folds=_folds))
 
 
 register_blocks(BLOCKS)
+register_blocks(
+    {"pixio.PixioLayer": Names("norm1", "attention", "norm2", "mlp", drop_paths=("drop_path", "drop_path"))}
+)
 
-PREFIXES = classes("dpt.DPT", "videomae.VideoMAE", "yolos.Yolos", "vilt.Vilt", "flava.Flava", "dpt.DPTViT")
-INNER.update(f"{prefix}{kind}" for prefix in PREFIXES for kind in ("SelfAttention", "SelfOutput"))
-PLAIN, TUPLE = [PREFIXES[i] for i in (5, 1, 2)], PREFIXES[3:5]  # those that return a tensor, and those a tuple
+# Nested submodules: "FamilyAttention" has a "FamilySelfAttention" and a "FamilySelfOutput"; a "FamilyLayer" also a
+# "FamilyIntermediate" and a "FamilyOutput". Other families run the same code.
+FAMILIES = classes("dpt.DPT", "dpt.DPTViT", "videomae.VideoMAE", "yolos.Yolos", "vit.ViT", "deit.DeiT")
+FAMILIES += classes("vit_mae.ViTMAE", "dinov2.Dinov2", "dinov2_with_registers.Dinov2WithRegisters")
+WEIGHTED = classes("vilt.Vilt", "flava.Flava")  # their attention also returns its weights
+SELF, SELF_OUTPUT, INTERMEDIATE, OUTPUT = (
+    frozenset(f"{family}{kind}" for family in (*FAMILIES, *WEIGHTED))
+    for kind in ("SelfAttention", "SelfOutput", "Intermediate", "Output")
+)
+INTERMEDIATE |= {*classes("vivit.VivitIntermediate")}  # with a dropout
+INNER |= SELF | SELF_OUTPUT | INTERMEDIATE | OUTPUT
 PARTS = "attention.query attention.key attention.value attention.num_attention_heads attention.attention_head_size "
 PARTS += "output.dense output.dropout attention.dropout_prob|attention.dropout"
+
+
+class Biased(NamedTuple):
+    """A linear layer whose bias is a parameter of the module around it; it is called."""
+
+    layer: Foreign
+    bias: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the linear layer, whose shape is read."""
+        return self.layer.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., F]."""
+        return nn.functional.linear(x, self.layer.weight, self.bias)
 
 
 def _attention_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | str:
     """Parts of an attention with nested submodules, the second with dropout."""
     call = dict(zip(arguments(type(self)), given, strict=False)) | named
-    inner, outer, home = self.attention, self.output, type(self).__module__
-    if not all(type_name(p) in INNER and type(p).__module__ == home and not has_hooks(p) for p in (inner, outer)):
-        return "attention or output was replaced or has a hook"
+    inner, outer = self.attention, self.output
+    why = inner_reason((inner, SELF), (outer, SELF_OUTPUT)) or heads_reason(inner)
+    if why is not None:
+        return why
     if hasattr(inner, "dropout_prob"):
         why = attention_reason(inner, inner.dropout_prob, None, None, call)
     elif is_inactive(inner.dropout):
         why = "its attention weights are requested" if call.pop("output_attentions", None) else None
+        why = why or ("called with head_mask" if call.get("head_mask") is not None else None)
     else:
         known = type_name(inner.dropout) in DROPOUTS
         why = f"attention dropout {inner.dropout.p}" if known else "dropout was replaced or has a hook"
     if why is not None:
         return why
-    heads, scale = inner.num_attention_heads, inner.attention_head_size**-0.5
+    heads, scale = inner.num_attention_heads, getattr(inner, "scaling", inner.attention_head_size**-0.5)
     mask = scores_mask(call.get("attention_mask"))
-    return AttentionParts(
-        (inner.query, inner.key, inner.value), outer.dense, heads, scale, mask, drops=(outer.dropout,)
-    )
+    q, k, v = inner.query, inner.key, inner.value
+    if getattr(inner, "q_bias", None) is not None:  # VideoMAE in older releases; keys have none
+        q, v = Biased(q, inner.q_bias), Biased(v, inner.v_bias)
+    return AttentionParts((q, k, v), outer.dense, heads, scale, mask, drops=(outer.dropout,))
 
 
-fused_body(*(f"{p}Attention" for p in PLAIN), needs=PARTS, takes="", by_name=True)(_attention_parts)
+fused_body(*(f"{family}Attention" for family in FAMILIES), needs=PARTS, takes="head_mask")(_attention_parts)
 fused_body(
-    *(f"{p}Attention" for p in TUPLE), needs=PARTS, takes="attention_mask output_attentions", after=(), by_name=True
+    *(f"{family}Attention" for family in WEIGHTED),
+    needs=PARTS,
+    takes="attention_mask head_mask output_attentions",
+    after=(),
 )(_attention_parts)
 
 
 def _nested_reason(self: Foreign) -> str | None:
-    home = type(self).__module__
-    plain = all(type(p).__module__ == home and not has_hooks(p) for p in (self.intermediate, self.output))
-    return None if plain else "intermediate or output was replaced or has a hook"
+    return inner_reason((self.intermediate, INTERMEDIATE), (self.output, OUTPUT))
 
 
 @fused_forward(
     "pre-norm block",
-    *(f"{p}Layer" for p in (*PLAIN, *TUPLE)),
+    *(f"{family}Layer" for family in (*FAMILIES, *WEIGHTED)),
     needs="attention.attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
     "output.dense output.dropout",
-    takes="attention_mask output_attentions",
+    takes="attention_mask head_mask output_attentions",
     reason=_nested_reason,
     folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
-    by_name=True,
 )
 def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:
     """Pre-norm block with nested submodules; [B, N, D] → [B, N, D], or a tuple with it."""
@@ -172,6 +216,7 @@ def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: An
 
 def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
     inner, outer = self.intermediate, self.output
-    mlp = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    drops = getattr(inner, "dropout", None), outer.dropout
+    mlp = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, drops)
     attn = Branch(self.attention, self.layernorm_before, call=call)
     return add_branches(x, attn, Branch(mlp, self.layernorm_after), block=self)

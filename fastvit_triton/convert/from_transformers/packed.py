@@ -62,6 +62,8 @@ TOWERS = classes(
 @fused_forward("", *TOWERS, by_name=True)
 def tower(self: Foreign, *inputs: Any, **named: Any) -> Any:
     """The tower's own forward, in which the lengths of the packed images are read once."""
+    if torch.compiler.is_compiling():  # a trace reads no lengths
+        return original(self, *inputs, **named)
     with one_call():
         return original(self, *inputs, **named)
 
@@ -79,7 +81,8 @@ def pixtral(self: Foreign, pixel_values: Tensor, image_sizes: Any = None, **name
 
 
 NEEDS = "qkv|q_proj|q proj|out_proj|o_proj num_heads|head_dim scaling|scale config"
-TAKES = "cu_seqlens position_embeddings max_seqlen attention_mask"
+PRECOMPUTED = {"interp_indices", "interp_weights", "bilinear_indices", "bilinear_weights", "merged_shape"}  # of a tower
+TAKES = "cu_seqlens position_embeddings max_seqlen attention_mask rotary_pos_emb"
 
 
 @fused_body(
@@ -119,9 +122,15 @@ def _parts(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     max_seqlen: int | None = None,
     attention_mask: Tensor | None = None,
+    rotary_pos_emb: Tensor | None = None,
     **more: object,
 ) -> AttentionParts | str:
+    given: Any = rotary_pos_emb if position_embeddings is None else position_embeddings
+    if isinstance(given, Tensor):  # angles, in older releases
+        angles = torch.cat((given, given), -1)
+        position_embeddings = angles.cos(), angles.sin()
     drop = getattr(self, "attention_dropout", getattr(self, "dropout", 0.0))
+    more = {name: value for name, value in more.items() if name not in PRECOMPUTED}  # which some pass on
     why = attention_reason(self, drop, None, False, more)
     if why is None and attention_mask is not None:
         why = "a mask besides cu_seqlens"

@@ -15,7 +15,7 @@ from ...layers.spatial import DepthwiseMlpParts, ReducedParts
 from ..forwards import INNER, arguments, fused_body, fused_forward, original
 from ..from_torch import STEMS
 from ..third_party import is_fusable
-from .vit import attention_reason, checkpointed, classes
+from .vit import attention_reason, checkpointed, classes, heads_reason
 
 SEGFORMER, GLPN, PVT, PVT_V2 = classes("segformer.Segformer", "glpn.GLPN", "pvt.Pvt", "pvt_v2.PvtV2")
 INNER.update(f"{family}EfficientSelfAttention" for family in (SEGFORMER, GLPN, PVT))
@@ -77,7 +77,7 @@ def nested_parts(
     types = (f"{family}EfficientSelfAttention",), (f"{family}SelfOutput",)
     if not (is_plain_module(inner, types[0]) and is_plain_module(outer, types[1])):
         return "self or output was replaced or has a hook"
-    if (why := _reason(inner.dropout, output_attentions)) is not None:
+    if (why := _reason(inner, inner.dropout, output_attentions)) is not None:
         return why
     old = hasattr(inner, "sr_ratio")
     ratio = inner.sr_ratio if old else inner.sequences_reduction_ratio
@@ -97,7 +97,7 @@ def pvt_v2_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
 ) -> ReducedParts | str:
     """Parts of PVT v2's attention; with linear attention the map is pooled to 7×7."""
-    if (why := _reason(self.attn_drop, output_attentions)) is not None:
+    if (why := _reason(self, self.attn_drop, output_attentions)) is not None:
         return why
     reduce: Any = None
     norm, ratio = None, self.spatial_reduction_ratio
@@ -108,8 +108,10 @@ def pvt_v2_parts(
     return _parts(self, self.proj, self.proj_drop, reduce, norm, ratio, _grid(height, width))
 
 
-def _reason(dropout: Foreign, output_attentions: bool) -> str | None:
+def _reason(self: Foreign, dropout: Foreign, output_attentions: bool) -> str | None:
     """Why an attention must run its own forward now, or None."""
+    if (why := heads_reason(self)) is not None:
+        return why
     if output_attentions:
         return "its weights are requested"
     if is_inactive(dropout):

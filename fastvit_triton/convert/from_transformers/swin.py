@@ -22,7 +22,7 @@ from ..forwards import INNER, arguments, fused_body, fused_forward, original
 from ..from_torch import STEMS
 from ..third_party import is_fusable
 from ..windows import continuous_bias, cosine_scale, merge, table_bias
-from .vit import attention_reason, checkpointed, classes
+from .vit import attention_reason, checkpointed, classes, heads_reason
 
 SWIN, *V2 = classes("swin.Swin", "swinv2.Swinv2", "swin2sr.Swin2SR")
 COPIES = classes("clap.ClapAudio", "donut.donut_swin.DonutSwin", "maskformer.maskformer_swin.MaskFormerSwin")
@@ -73,6 +73,8 @@ def _attention_reason(self: Foreign) -> str | None:
         return "self or output was replaced or has a hook"
     if any(map(has_hooks, getattr(inner, "continuous_position_bias_mlp", nn.Identity()).modules())):
         return "its position bias has a hook"
+    if (why := heads_reason(inner)) is not None:
+        return why
     return None if is_inactive(inner.dropout) else f"attention {_name(inner.dropout)}"
 
 
@@ -166,7 +168,7 @@ def _fits(self: Foreign) -> bool:
     """True if the attention was converted, and its bias has the size of the window."""
     forward = self.attention.__dict__.get("forward")
     owner = self.attention.self if hasattr(self.attention, "self") else self.attention.relative_position_bias
-    return getattr(getattr(forward, "func", None), "read", None) is attention_parts and (
+    return getattr(getattr(forward, "func", None), "reader", None) is attention_parts and (
         self.window_size**4 == owner.relative_position_index.numel()
     )
 

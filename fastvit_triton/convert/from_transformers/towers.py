@@ -120,10 +120,12 @@ def _head_dim_parts(
     if position_embeddings is not None:  # [N, D], or [B, N, D] to be broadcast over the heads
         cos, sin = (t[:, None] if t.dim() == 3 else t for t in position_embeddings)
         rope = cos, sin, False
+    plain = type(self.q_proj) is nn.Linear  # which ignores out_features
+    width = len(self.q_proj.weight) if plain else self.q_proj.out_features
     return AttentionParts(
         (self.q_proj, self.k_proj, self.v_proj),
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
-        self.q_proj.out_features // self.head_dim,
+        width // self.head_dim,
         self.scaling if hasattr(self, "scaling") else self.scale,
         None if varlen is not None else scores_mask(attention_mask),
         rope,
@@ -135,10 +137,10 @@ def _head_dim_parts(
 @fused_body(
     *classes("blip.BlipAttention", "blip_2.Blip2Attention"),
     needs="qkv projection num_heads scale dropout|attention_dropout config",
-    takes="",
+    takes="head_mask",
     after=(None,),
 )
-def packed_parts(self: Foreign, **more: object) -> AttentionParts | str:
+def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
     """Parts of an attention with packed qkv; BLIP's weights, which it returns, are None as with "sdpa"."""
     drop = self.dropout if hasattr(self, "dropout") else None
     if drop is not None and not is_inactive(drop):
@@ -146,6 +148,7 @@ def packed_parts(self: Foreign, **more: object) -> AttentionParts | str:
     if drop is not None and (self._forward_hooks or has_hooks(self)):
         return "its attention weights have a hook"
     dropout = 0.0 if drop is not None else self.attention_dropout
+    more = dict(more, head_mask=head_mask)
     why = attention_reason(self, dropout, None, getattr(self, "is_causal", False), more)
     return why or AttentionParts((self.qkv,), self.projection, self.num_heads, self.scale)
 

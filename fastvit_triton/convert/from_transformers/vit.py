@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from ...layers.body import AttentionParts, MlpParts
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, gated
-from ...layers.hooks import has_hooks, is_plain_module, type_name
+from ...layers.hooks import has_hooks
 from ...layers.module_parts import Foreign, activation_of
-from ..forwards import INNER, fused_body, fused_forward, known_type, original
+from ..forwards import arguments, fused_body, fused_forward, original
 from ..from_torch import STEMS, cross_attend, multihead_reason
 from ..third_party import is_fusable, scores_mask
+from .attention_interface import function_reason
 
 
 def classes(*names: str) -> list[str]:
@@ -21,24 +22,22 @@ def classes(*names: str) -> list[str]:
     return [f"transformers.models.{m[0]}.modeling_{m[-1]}.{c}" for *m, c in split]
 
 
-NESTED = classes(
+PLAIN = classes(
     "vit.ViTAttention",
     "deit.DeiTAttention",
     "vit_mae.ViTMAEAttention",
     "dinov2.Dinov2Attention",
     "dinov2_with_registers.Dinov2WithRegistersAttention",
 )
-for family in (name.removesuffix("Attention") for name in NESTED):  # nested in them in older releases
-    INNER |= {f"{family}SelfAttention", f"{family}SelfOutput"}
 
 
 @fused_body(
-    *NESTED,
+    *PLAIN,
     *classes("dinov3_vit.DINOv3ViTAttention", "clip.CLIPAttention", "beit.BeitAttention"),
     *classes("siglip.SiglipAttention", "siglip2.Siglip2Attention"),
     needs="q_proj k_proj v_proj o_proj|out_proj num_attention_heads|num_heads scaling|scale attention_dropout|dropout "
     "is_causal config",
-    takes="attention_mask position_embeddings is_causal",
+    takes="attention_mask position_embeddings is_causal causal_attention_mask output_attentions",
     call=lambda self: {"is_causal": True} if type(self.config).__name__ == "CLIPTextConfig" else {},
     after=(None,),
 )
@@ -52,6 +51,8 @@ def attention_parts(
     """Parts of an attention with separate q, k, v; for DINOv3 with RoPE on all but the prefix tokens."""
     drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
     why = attention_reason(self, drop, attention_mask, is_causal, more)
+    if why is None and more.get("output_attentions") and "output_attentions" in arguments(type(self)):
+        why = "its attention weights are requested"  # in older releases
     if why is not None:
         return why
     rope = None if position_embeddings is None else (*position_embeddings, False)
@@ -65,29 +66,23 @@ def attention_parts(
     )
 
 
-@fused_body(
-    *NESTED,
-    needs="attention.query attention.key attention.value attention.num_attention_heads attention.scaling "
-    "attention.dropout_prob attention.is_causal attention.config output.dense output.dropout",
-    takes="head_mask",
-)
-def nested_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
-    """As `attention_parts` for older releases: two submodules, the second with dropout; no weights are returned."""
-    inner, outer, family = self.attention, self.output, known_type(self).removesuffix("Attention")
-    same = known_type(inner) == f"{family}SelfAttention" and known_type(outer) == f"{family}SelfOutput"
-    if not same or not all(is_plain_module(part, (type_name(part),)) for part in (inner, outer)):
-        return "attention or output was replaced or has a hook"
-    why = attention_reason(inner, inner.dropout_prob, None, None, dict(more, head_mask=head_mask))
-    if why is not None:
-        return why
-    projections = inner.query, inner.key, inner.value
-    return AttentionParts(projections, outer.dense, inner.num_attention_heads, inner.scaling, drops=(outer.dropout,))
+def heads_reason(self: Foreign) -> str | None:
+    """Why an attention whose heads have another width than its projection gives them must run its own forward."""
+    facts, layers = self.__dict__, self.__dict__["_modules"]
+    heads = facts.get("num_attention_heads", facts.get("num_heads"))
+    size = facts.get("head_dim", facts.get("attention_head_size"))
+    width = next((getattr(layers[n], "out_features", None) for n in ("q_proj", "query", "q") if n in layers), None)
+    if None in (heads, size, width) or heads * size == width:
+        return None
+    return f"{heads} heads of {size} channels for a projection to {width}"
 
 
 def attention_reason(
     self: Foreign, drop: float, attention_mask: object, is_causal: bool | None, more: dict[str, object]
 ) -> str | None:
     """Why an attention must run its own forward now, or None."""
+    if (why := function_reason(self) or heads_reason(self)) is not None:
+        return why
     if self.training and drop > 0:
         return f"attention dropout {drop}"
     if self.is_causal if is_causal is None else is_causal:
@@ -175,14 +170,15 @@ def _vit_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, *
     "pre-norm block",
     *classes("dinov2.Dinov2Layer", "dinov2_with_registers.Dinov2WithRegistersLayer", "dinov3_vit.DINOv3ViTLayer"),
     needs="attention norm1 layer_scale1 drop_path norm2 mlp layer_scale2 gradient_checkpointing",
-    takes="attention_mask position_embeddings",
+    takes="attention_mask position_embeddings head_mask",
     folds=lambda self: [(self.norm1, self.attention), (self.norm2, self.mlp)],
 )
 def dino_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
     """Pre-norm block with LayerScale; [B, N, D] → [B, N, D]."""
     if not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
-    return checkpointed(self, _dino_layer, hidden_states, *inputs, **named)
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    return checkpointed(self, _dino_layer, hidden_states, **call)
 
 
 def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:
@@ -195,14 +191,17 @@ def _dino_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, 
     "pre-norm block",
     *classes("clip.CLIPEncoderLayer", "siglip.SiglipEncoderLayer", "siglip2.Siglip2EncoderLayer"),
     needs="self_attn layer_norm1 layer_norm2 mlp gradient_checkpointing",
-    takes="attention_mask",
+    takes="attention_mask causal_attention_mask output_attentions",
     folds=lambda self: [(self.layer_norm1, self.self_attn), (self.layer_norm2, self.mlp)],
 )
-def clip_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Pre-norm block; [B, N, D] → [B, N, D]."""
-    if not is_fusable(self, hidden_states):
+def clip_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor | tuple[Tensor]:
+    """Pre-norm block; [B, N, D] → [B, N, D], in older releases a tuple with it."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    tupled = "output_attentions" in arguments(type(self))
+    if (tupled and call.get("output_attentions")) or not is_fusable(self, hidden_states):
         return original(self, hidden_states, *inputs, **named)
-    return checkpointed(self, _clip_layer, hidden_states, *inputs, **named)
+    y = checkpointed(self, _clip_layer, hidden_states, **call)
+    return (y,) if tupled else y
 
 
 def _clip_layer(self: Foreign, x: Tensor, attention_mask: Tensor | None = None, **more: object) -> Tensor:

@@ -129,7 +129,7 @@ class _Builder:
             else:
                 done.append(Call(launch, (step.function, step.grid, *arguments), step.named, ()))
         views = tuple((slot, *key) for slot, key in self.viewed[phase].items())
-        return Segment(tuple(self.buffers[phase]), views, tuple(self.outputs[phase]), tuple(done), tuple(kernels), {})
+        return Segment(tuple(self.buffers[phase]), views, tuple(self.outputs[phase]), tuple(done), tuple(kernels), ())
 
 
 def _holds_tensors(held: object) -> bool:
@@ -205,16 +205,16 @@ def build(
         used |= {slot for step in backward.steps if type(step) is not Call for _, slot, _ in step.addresses}
         used |= {buffer for _, buffer, _ in backward.views}
         saved = tuple(sorted(used - own - {len(given)}))
-        backward = backward._replace(last=_last(backward, {r.slot for r in grads if r is not None}))
-    forward = forward._replace(last=_last(forward, {r.slot for r in returned} | set(saved)))
+        backward = backward._replace(freed=_freed(backward, {r.slot for r in grads if r is not None}))
+    forward = forward._replace(freed=_freed(forward, {r.slot for r in returned} | set(saved)))
     learns = next((i for i, t in enumerate(outputs) if t.requires_grad), 0)
     unused = tuple(i for i, (t, g) in enumerate(zip(given, gradients, strict=False)) if t.requires_grad and g is None)
     ends = builder.slots, len(given), learns, unused, given[0].device
     return Program(forward, returned, structure, backward, saved, grads, *ends)
 
 
-def _last(segment: Segment, kept: set[int]) -> dict[int, list[int]]:
-    """Maps each step to the slots of operator results that can be freed after it; `kept` slots are not freed."""
+def _freed(segment: Segment, kept: set[int]) -> tuple[tuple[int, ...], ...]:
+    """For each step, the slots of operator results that can be freed after it; `kept` slots are not freed."""
     last: dict[int, int] = {}
     for i, step in enumerate(segment.steps):
         if type(step) is Call:
@@ -223,11 +223,11 @@ def _last(segment: Segment, kept: set[int]) -> dict[int, list[int]]:
         else:
             read = [slot for _, slot, _ in step.addresses] + [r.slot for r in _refs_in(step.tuples)]
             last |= {slot: i for slot in read if slot in last}
-    found: dict[int, list[int]] = {}
+    freed: list[list[int]] = [[] for _ in segment.steps]
     for slot, i in last.items():
         if slot not in kept:
-            found.setdefault(i, []).append(slot)
-    return found
+            freed[i].append(slot)
+    return tuple(map(tuple, freed))
 
 
 def _mapped(result: Any, places: dict[int, int]) -> object:

@@ -8,18 +8,16 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ...kernels import launch, plan
+from ...kernels import launch, settings
 from .. import packing, ways
 from ..freeze import PROGRAMS
-from ..hooks import has_global_hooks, has_hooks
+from ..hooks import has_hooks
 from .guard import Uncompared
 from .record import Record, record
 
 MAX_PROGRAMS = 32  # per module: one for each combination of input layouts and settings
 MAX_ATTEMPTS = 4  # calls that ran without a recording, after which none is tried
 MAX_CHANGES = 16  # of a module, after which it is not recorded again
-
-_call_of_modules = nn.Module.__call__
 
 
 class Programs(Uncompared):
@@ -52,24 +50,26 @@ class Recorded:
         held: tensors passed to the program after the inputs.
         layouts: of the held tensors.
         alignments: their addresses modulo 16.
-        sources: tensors that cached folds were computed from.
+        folds: cached folds that the program reads: the dict of `freeze` that holds them, key and `Kept`.
+        sources: tensors that the folds were computed from.
         versions: of the sources.
         kernels: those launched directly.
         direct: state of Triton that direct launches require, see `launch.direct_state`.
-        sdpa: PyTorch's settings for attention; None without operators of PyTorch.
+        operators: see `settings.operators`; None without operators of PyTorch.
     """
 
     def __init__(self, made: Record) -> None:
         self.program, self.guard, self.held = program, *_ = made.program, made.guard, made.held
         self.layouts, self.alignments = _layouts(made.held), [t.data_ptr() % 16 for t in made.held]
-        sources = {id(t): t for kept in made.folds for ref in kept.sources if (t := ref()) is not None}
+        self.folds = made.folds
+        sources = {id(t): t for *_, kept in made.folds for ref in kept.sources if (t := ref()) is not None}
         self.sources = [(t, not t.is_inference()) for t in sources.values()]
         self.versions = self._versions()
         self.kernels = tuple({k: None for part in (program.forward, program.backward) if part for k in part.kernels})
         index = program.device.index
         self.index = -1 if index is None else index
         self.direct = launch.direct_state(self.index, self.kernels) if self.kernels else None
-        self.sdpa = _sdpa_settings() if made.operators else None
+        self.operators = settings.operators() if made.operators else None
 
     def addresses(self, module: nn.Module) -> list[int] | None:
         """Addresses of the held tensors; None if the modules, their tensors or the launcher's state have changed."""
@@ -79,10 +79,20 @@ class Recorded:
             and _layouts(self.held) == self.layouts
             and [a % 16 for a in addresses] == self.alignments
             and (not self.kernels or launch.direct_state(self.index, self.kernels) == self.direct is not None)
-            and (not self.sources or self._versions() == self.versions)
-            and (self.sdpa is None or _sdpa_settings() == self.sdpa)
+            and (not self.folds or self._reads_current_folds())
+            and (self.operators is None or settings.operators() == self.operators)
         )
         return addresses if same else None
+
+    def _reads_current_folds(self) -> bool:
+        """True if `freeze` still holds the same folds, and their sources have not changed."""
+        try:
+            for store, key, kept in self.folds:
+                if store[key] is not kept:
+                    return False
+        except KeyError:
+            return False
+        return self._versions() == self.versions
 
     def _versions(self) -> list[tuple]:
         """(address, version, dtype, device) of each source; inference tensors have no version."""
@@ -94,9 +104,9 @@ def _layouts(tensors: list[Tensor]) -> list[tuple]:
     return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
 
 
-def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> Any:
-    """Runs or replays forward(module, *inputs, **named), fused or mixed; for `settings` see `ways.known_way`."""
-    if not (ways.REPLAYS and _is_quiet()):
+def call(way_key: tuple, forward: Callable, module: nn.Module, *inputs: object, **named: object) -> Any:
+    """Runs or replays forward(module, *inputs, **named), fused or mixed; for `way_key` see `ways.known_way`."""
+    if not ways.REPLAYS or ways.state.inside_plain or settings.is_observed():
         return forward(module, *inputs, **named)
     tensors: list[Tensor] = []
     try:
@@ -106,10 +116,10 @@ def call(settings: tuple, forward: Callable, module: nn.Module, *inputs: object,
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return call(settings, forward, module, *inputs, **named)
+            return call(way_key, forward, module, *inputs, **named)
     addresses = [t.data_ptr() for t in tensors]
     lengths = packing.known_lengths(tensors) if packing.state.lengths else ()
-    key = settings, launch.run, lengths, *given, *named, *_layouts(tensors), *[a % 16 for a in addresses]
+    key = way_key, launch.run, lengths, *given, *named, *_layouts(tensors), *[a % 16 for a in addresses]
     programs = module.__dict__.get(PROGRAMS)
     if programs is None or programs.owner is None or programs.owner() is not module:
         programs = module.__dict__[PROGRAMS] = Programs(module)
@@ -142,43 +152,18 @@ def call_block(forward: Callable, module: nn.Module, x: Tensor, *inputs: object)
         x: [B, N, D].
         *inputs: the other modules, tensors and numbers.
     """
-    way, settings = (None, ()) if ways.state.inside_plain else ways.known_way(module, x)
+    way, key = (None, ()) if ways.state.inside_plain else ways.known_way(module, x)
     if way is None:
         return forward(module, x, *inputs)
     if way == "plain":
         return ways.plainly(forward, module, x, *inputs)
-    return call(settings, forward, module, x, *inputs)
+    return call(key, forward, module, x, *inputs)
 
 
 def call_branches(forward: Callable, module: nn.Module, x: Tensor, *inputs: object) -> Any:
     """As `call_block`, for a module that is one of the branches; its hooks, if any, run in each call."""
     hooked = module.__dict__["_forward_hooks"] or has_hooks(module)
     return (forward if hooked else partial(call_block, forward))(module, x, *inputs)
-
-
-def _sdpa_settings() -> tuple:
-    """Global settings by which PyTorch selects a backend of scaled_dot_product_attention."""
-    return (
-        torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order(),
-    )  # fmt: skip
-
-
-def _is_quiet() -> bool:
-    """True if no dispatch mode, transform, tracer or global hook observes this call."""
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        or ways.state.inside_plain
-        or plan._observer is not None
-        or launch._overrides is not None
-        or has_global_hooks()
-        or nn.Module.__call__ is not _call_of_modules
-    )
 
 
 def _described(value: Any, tensors: list[Tensor]) -> object:

@@ -1,8 +1,8 @@
 """Detects changes of modules: compares everything that their calls depend on, in a few microseconds.
 
-A module's state is its type, the forward of that type, and its `__dict__`: parameters and buffers by identity, hooks,
-children, settings, a forward set on the instance. Objects in it, such as a configuration, are compared by attributes.
-Other methods of a class, its attributes and global variables are not compared.
+A module's state is its type, the code that calls of the type run (see `layers.source`), and its `__dict__`: parameters
+and buffers by identity, hooks, children, settings, a forward set on the instance. Objects in it, such as a
+configuration, are compared by attributes. Constants of classes and modules are not compared.
 """
 
 import weakref
@@ -10,6 +10,8 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+
+from ..source import facts_of
 
 _FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType
 _PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, ModuleType, *_FUNCTIONS)
@@ -25,6 +27,7 @@ class Guard:
     Attributes:
         root: weak reference.
         inside: as in Args.
+        code: what the calls of all types look up, see `source.hold`.
         tensors: parameters, buffers and other tensors of all modules, each once.
         single: (number of the module, "_parameters" or "_buffers", name, tensor) of those with one element, because ==
             compares a replaced one by its value.
@@ -33,7 +36,7 @@ class Guard:
     def __init__(self, root: nn.Module, inside: list[nn.Module]) -> None:
         self.root, self.inside, modules = weakref.ref(root), inside, [root, *inside]
         self.facts = [(type(module), _copied(module.__dict__)) for module in modules]
-        self.forwards = [(cls, cls.forward) for cls in {cls for cls, _ in self.facts}]
+        self.code = facts_of({cls for cls, _ in self.facts})
         objects: dict[int, object] = {}
         for module in modules:
             _collect(module.__dict__, objects)
@@ -57,13 +60,15 @@ class Guard:
             for i, kind, name, t in self.single:
                 if modules[i].__dict__[kind][name] is not t:
                     return False
-            for cls, forward in self.forwards:
-                if cls.forward is not forward:
+            for get, place, values in self.code:
+                if get(place) != values:
                     return False
             for value, facts in self.objects:
                 if value.__dict__ != facts:
                     return False
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays that cannot be compared
+            return False
+        except (KeyError, AttributeError):  # what the calls look up was removed
             return False
         return True
 

@@ -105,7 +105,7 @@ class Segment(NamedTuple):
         outputs: (slot, shape, stride, dtype) of returned tensors.
         steps: in order.
         kernels: those launched directly.
-        last: step → slots that can be freed after it.
+        freed: for each step, slots that can be freed after it.
     """
 
     buffers: tuple[tuple[int, int], ...]
@@ -113,7 +113,7 @@ class Segment(NamedTuple):
     outputs: tuple[tuple, ...]
     steps: tuple[DirectLaunch | Call, ...]
     kernels: tuple[Callable, ...]
-    last: dict[int, list[int]]
+    freed: tuple[tuple[int, ...], ...]
 
     def run(self, table: Table, address: list[int], device: torch.device) -> None:
         """Runs the steps; `table` holds the input tensors by slot, `address` their addresses; both are filled in."""
@@ -126,7 +126,7 @@ class Segment(NamedTuple):
             table[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             address[slot] = table[slot].data_ptr()
         queue = stream(-1 if device.index is None else device.index) if self.kernels else None
-        for i, step in enumerate(self.steps):
+        for step, freed in zip(self.steps, self.freed, strict=True):
             if type(step) is DirectLaunch:
                 (x, y, z), (run, function, metadata, _), arguments, addresses, tuples = step
                 arguments = arguments[:]
@@ -142,7 +142,7 @@ class Segment(NamedTuple):
                     table[slot] = made if isinstance(made, Tensor) else made[position]
                     address[slot] = table[slot].data_ptr()
                 made = None
-            for slot in self.last.get(i, ()):
+            for slot in freed:
                 table[slot] = None
 
 

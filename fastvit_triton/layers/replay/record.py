@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..freeze import Kept, kept_folds
+from ..freeze import CachedFold, kept_folds
 from ..hooks import runs_known_code
 from .build import build
 from .guard import Guard
@@ -22,7 +22,7 @@ class Record(NamedTuple):
         program: of the call.
         guard: snapshot of the modules.
         held: tensors passed to the program after the inputs: those of the modules and the cached folds of `freeze`.
-        folds: cached by `freeze`.
+        folds: those cached by `freeze` that the program reads.
         operators: True if the steps include PyTorch operators.
         result: return value of the recorded call; None if it had gradients.
     """
@@ -30,7 +30,7 @@ class Record(NamedTuple):
     program: Program
     guard: Guard
     held: list[Tensor]
-    folds: list[Kept]
+    folds: list[CachedFold]
     operators: bool
     result: object
 
@@ -69,7 +69,7 @@ def record(
         with recorder:
             result = forward(module, *inputs, **named)
         backward = _record_backward(recorder, given, result)
-        made = _made(recorder, guard, given, len(tensors), result, *backward)
+        made = _made(recorder, guard, inside, given, len(tensors), result, *backward)
     except RuntimeError:  # a Refusal, or too little memory for a backward pass now
         made = None
     if recorder.draws and (made is None or made.result is None):
@@ -80,12 +80,30 @@ def record(
 def _refuse_tensors(guard: Guard, inputs: list[Tensor]) -> None:
     """Raises Refusal for tensors that a program cannot take."""
     held, single = guard.tensors, {id(t) for *_, t in guard.single}
+    if _share_memory([*inputs, *held]):
+        raise Refusal("two tensors share memory")  # they would have one slot, also after they are separated
     if any(t.device != inputs[0].device or t._backward_hooks for t in (*inputs, *held)):
         raise Refusal("a tensor has hooks or is on another device")
     if any(t.grad_fn is not None for t in held):
         raise Refusal("a weight is computed")  # from other tensors, to which gradients would flow
     if any(t.numel() < 2 and id(t) not in single for t in held):
         raise Refusal("an attribute is a tensor of one element")  # the guard's == would compare its value
+
+
+def _share_memory(tensors: list[Tensor]) -> bool:
+    """True if the first to the last element of a tensor overlap with those of another."""
+    end = 0
+    for start, after in sorted(map(_span, (t for t in tensors if t.numel()))):
+        if start < end:
+            return True
+        end = after
+    return False
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the byte after its last element."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -115,6 +133,7 @@ def _record_backward(recorder: Recorder, given: list[Tensor], result: object) ->
 def _made(
     recorder: Recorder,
     guard: Guard,
+    modules: list[nn.Module],
     given: list[Tensor],
     inputs: int,
     result: object,
@@ -126,14 +145,14 @@ def _made(
     if not guard.holds(guard.root()):
         raise Refusal("the call changed its own inputs or settings")
     read = {storage_of(t) for step in recorder.steps for t in tensors_in((step.arguments, step.named))}
-    folds = [kept for kept in kept_folds(guard.inside) if _storages(kept) & read]
+    folds = [fold for fold in kept_folds(modules) if _storages(fold) & read]
     held = [t for t in given[inputs:] if torch.is_grad_enabled() or storage_of(t) in read]
-    held += [t for kept in folds for t in kept.folded[:3]]
+    held += [t for *_, kept in folds for t in kept.folded[:3]]
     given = [*given[:inputs], *held]
     program = build(recorder, given, result, marks, incoming, [gradients.get(id(t)) for t in given])
     operators = any(step.grid is None for step in recorder.steps)
     return Record(program, guard, held, folds, operators, result if marks is None else None)
 
 
-def _storages(kept: Kept) -> set[int]:
-    return {storage_of(t) for t in kept.folded[:3]}
+def _storages(fold: CachedFold) -> set[int]:
+    return {storage_of(t) for t in fold.kept.folded[:3]}

@@ -1,0 +1,66 @@
+"""Compares changed models before and after `optimize`, for every change of every small model: tests/mutants.py.
+
+    python -m benchmarks.mutants                    continues the committed file
+    python -m benchmarks.mutants --again timm_      starts again with the models whose names contain this
+
+Writes benchmarks/results/mutants.json: for each model the commit, and for each mutant the largest difference of its
+outputs and gradients, divided by their largest value, or the exception. It takes an hour of one core.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+
+from fastvit_triton.files import replacing
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks/results/mutants.json"
+sys.path.insert(0, str(ROOT / "tests"))
+
+
+def main() -> None:
+    """Judges all mutants of the models that the file lacks, and writes it after each model."""
+    from mutants import catalogue, judged
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--again", help="start again with the models whose names contain this")
+    again = parser.parse_args().again
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    for name, model in catalogue().items():
+        if name in rows and not (again and again in name):
+            continue
+        start = time.monotonic()
+        found = {f"{when} {' '.join(change).strip()}": verdict for change, when, verdict in judged(model)}
+        silent = {key: verdict.what for key, verdict in found.items() if not verdict.same}
+        rows[name] = dict(commit=commit(), mutants={key: verdict.what for key, verdict in found.items()}, silent=silent)
+        write(rows)
+        print(f"{name}: {len(found)} mutants, {len(silent)} silent, {time.monotonic() - start:.0f} s", flush=True)
+        for key, what in silent.items():
+            print(f"    {key}: {what}", flush=True)
+
+
+def commit() -> str:
+    """The commit of the working tree, with a + if a file of the package or the tests is changed."""
+    head = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    dirty = subprocess.check_output(["git", "status", "--porcelain", "--", "fastvit_triton", "tests"], cwd=ROOT)
+    return head + ("+" if dirty else "")
+
+
+def write(rows: dict) -> None:
+    """Writes the file, a line for each mutant."""
+    with replacing(RESULT) as temporary:
+        temporary.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

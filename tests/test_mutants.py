@@ -1,0 +1,113 @@
+"""A change that a user makes to a model is never ignored. Oracle: the changed original, in float64."""
+
+import copy
+import zlib
+
+import mutants
+import pytest
+import torch
+from interpreter import interpreting
+from mutants import WHEN, Change, applied, catalogue, changes, compare, judged
+
+from fastvit_triton import optimize
+from fastvit_triton.kernels.plan import forcing
+
+MODELS = catalogue()
+# a model of each kind, by default; the rest with -m full
+SAMPLE = """timm_vit timm_swin timm_swin_v2 timm_beit hf_vit hf_clip hf_swin torchvision_vit vit_pytorch_vit
+torch_encoder_layer hf.Qwen3VLVisionModel timm.gcvit vit_pytorch.crossvit""".split()
+ONE_IN = {name: 37 for name in SAMPLE}  # by default; 13 in the full tests
+
+
+def chosen(name: str, one_in: int):
+    """Chooses every n-th mutant of a model, and from another one on in each model."""
+    first = zlib.crc32(name.encode()) % one_in
+    return lambda i: i % one_in == first
+
+
+def silent(name: str, one_in: int) -> list[str]:
+    """The chosen mutants of a model whose outputs or gradients differ from the original's."""
+    found = judged(MODELS[name], chosen(name, one_in))
+    return [f"{when} {' '.join(change)}: {verdict.what}" for change, when, verdict in found if not verdict.same]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_changes_is_never_ignored(name):
+    """Every 37th mutant of a model of each kind."""
+    assert silent(name, 37) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_changes_are_never_ignored(name):
+    """Every 13th mutant of each model; `python -m benchmarks.mutants` takes all."""
+    assert silent(name, 13) == []
+
+
+# changes that were once ignored; each is made before and after `optimize`
+ONCE_IGNORED = [
+    ("hf_vit", Change("attention", "", "mine")),
+    ("hf_vit", Change("attention", "", "sdpa")),
+    ("hf_vit_eager", Change("function", "layers.0.attention", "eager_attention_forward")),
+    ("hf_vit", Change("attribute", "layers.0.attention", "head_dim")),
+    ("hf_vit", Change("attribute", "layers.0.mlp.activation_fn", "act")),
+    ("hf_clip", Change("pre_hook", "encoder.layers.0.self_attn")),
+    ("timm_vit", Change("attribute", "blocks.0.attn", "scale")),
+    ("timm_swin", Change("method", "layers.0.blocks.0.attn", "_get_rel_pos_bias")),
+    ("timm_swin", Change("other_softmax", "layers.0.blocks.0.attn.softmax")),
+    ("timm_swin_v2", Change("wrap", "layers.0.blocks.0.attn.softmax")),
+    ("timm_twins_svt", Change("attribute", "pos_block.0", "stride")),
+    ("timm.gemma4", Change("wrap", "encoder.blocks.0.attn.k_proj")),
+    ("hf.ViltModel", Change("attribute", "encoder.layer.0.attention.attention", "attention_head_size")),
+    ("hf.VideoMAEModel", Change("attribute", "encoder.layer.0.attention.attention", "scaling")),
+    ("hf.Molmo2VisionModel", Change("attribute", "layers.0.self_attn.q_proj", "out_features")),
+    ("torchvision_vit", Change("wrap", "encoder.layers.encoder_layer_0.self_attention")),
+    ("vit_pytorch_vit", Change("other_softmax", "transformer.layers.0.0.attend")),
+    ("vit_pytorch_vit", Change("subclass", "transformer.layers.0.0", "__call__")),
+]
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(
+    "name, change", ONCE_IGNORED, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_changes_that_were_once_ignored(name, change, when):
+    """Oracle: as above, and that the change is one of those that are listed for the model."""
+    original = MODELS[name].build().eval()
+    converted = copy.deepcopy(original)
+    optimize(converted)
+    assert change in changes(original)
+    verdict = compare(original, converted, MODELS[name].call, change, when)
+    assert verdict is not None and verdict.same, verdict
+
+
+@pytest.mark.parametrize("way", ["fused", "mixed"])
+@pytest.mark.parametrize("name, change", [ONCE_IGNORED[i] for i in (0, 6, -2, -1)], ids=lambda value: str(value[0]))
+def test_kernels_follow_a_change(name, change, way):
+    """Oracle: the changed original in float64, within twice PyTorch's own error in float32 plus one rounding."""
+    original = MODELS[name].build().eval()
+    single = copy.deepcopy(original).float()
+    converted = copy.deepcopy(single)
+    optimize(converted)
+    call = MODELS[name].call
+
+    def outputs(model):
+        with torch.no_grad(), applied(model, change):
+            return call(model).double()
+
+    want, own = outputs(original), outputs(single)
+    with interpreting(), forcing(way):
+        with torch.no_grad():
+            assert not torch.equal(call(converted).double(), want)  # and the unchanged model is recorded
+        got = outputs(converted)
+    allowed = 2 * ((own - want).norm() + torch.finfo(torch.float32).eps * want.norm())
+    assert (got - want).norm() <= allowed, (float((got - want).norm()), float(allowed))
+
+
+def test_the_comparison_can_fail(monkeypatch):
+    """Oracle: a reader that passes over a replaced softmax, as one once did."""
+    monkeypatch.setattr("fastvit_triton.convert.from_vit_pytorch.softmax_reason", lambda module: None)
+    original = MODELS["vit_pytorch_vit"].build().eval()
+    change = Change("other_softmax", "transformer.layers.0.0.attend")
+    verdict = compare(original, original, MODELS["vit_pytorch_vit"].call, change, "before")
+    assert verdict is not None and not verdict.same and mutants.CHANGES

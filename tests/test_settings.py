@@ -1,0 +1,329 @@
+"""Tests of global settings: every one that a choice reads is in one list, and each cache follows each of the list."""
+
+import ast
+import contextlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+
+import fastvit_triton
+from benchmarks.no_device import no_device
+from fastvit_triton import create_model
+from fastvit_triton.graphs import key_of
+from fastvit_triton.kernels import attention_launch, backend, cost, launch, measured, plan, settings
+from fastvit_triton.layers import ways
+from fastvit_triton.layers.replay import calls, program
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+PACKAGE = Path(fastvit_triton.__file__).parent
+SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=0)
+
+
+@contextlib.contextmanager
+def changed(get, set, value):
+    """Context in which a setting has a value."""
+    before = get()
+    set(value)
+    try:
+        yield
+    finally:
+        set(before)
+
+
+@contextlib.contextmanager
+def precision(owner, name, value):
+    """Context in which an attribute of torch.backends has a value; afterwards TF32 is not allowed."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        owner.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+
+
+def switched(name):
+    """A context in which one of PyTorch's settings of attention is reversed."""
+    cuda = torch.backends.cuda
+    get, set = getattr(cuda, f"{name}_enabled"), getattr(cuda, f"enable_{name}")
+    return lambda: changed(get, set, not get())
+
+
+@contextlib.contextmanager
+def other_order():
+    """Context in which PyTorch tries backends of attention in the another order."""
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(before[1:] + before[:1])
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+@contextlib.contextmanager
+def patched_call():
+    """Context in which nn.Module.__call__ is patched."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = nn.Module.__call__
+        patch.setattr(nn.Module, "__call__", lambda *given, **named: own(*given, **named))
+        yield
+
+
+@contextlib.contextmanager
+def level():
+    """Context of a torch.func transform."""
+    torch._C._functorch._grad_increment_nesting()
+    try:
+        yield
+    finally:
+        torch._C._functorch._grad_decrement_nesting()
+
+
+@contextlib.contextmanager
+def global_hook():
+    """Context in which a global forward hook is registered."""
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def tracing():
+    """Context in which torch.jit.trace records operators."""
+    states = []
+    torch.jit.trace(lambda x: states.append(torch._C._get_tracing_state()) or x + 1, torch.zeros(1), check_trace=False)
+    torch._C._set_tracing_state(states[0])
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(None)
+
+
+@contextlib.contextmanager
+def knob(owner, name, value):
+    """Context in which a setting of Triton has a value."""
+    with owner.scope():
+        setattr(owner, name, value)
+        yield
+
+
+class Quiet(TorchDispatchMode):
+    """A dispatch mode that changes nothing."""
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
+        return function(*arguments, **(named or {}))
+
+
+def reduction():
+    """Context in which PyTorch's written-out attention may sum in 16 bits."""
+    cuda = torch.backends.cuda
+    get, set = cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp
+    return changed(get, set, not get())
+
+
+cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+deterministic = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+CHOICES = {  # for each setting a context in which it has another value
+    "gradients": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "precision": lambda: changed(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "TF32": lambda: precision(matmul, "allow_tf32", True),
+    "TF32 of fp32_precision": lambda: precision(matmul, "fp32_precision", "tf32"),
+    "deterministic algorithms": lambda: changed(*deterministic, True),
+    "forced way": lambda: plan.forcing("fused"),
+    "assumed GPU": lambda: plan.assuming(cost.gpu_of("sm_80", "")),
+    "switch": lambda: backend.using_backend("torch"),
+    "architecture": lambda: launch.targeting("sm_80"),
+    "measurements": lambda: measured.using(measured.Measured()),
+}
+OPERATORS = {
+    "flash attention": switched("flash_sdp"),
+    "memory-efficient attention": switched("mem_efficient_sdp"),
+    "written-out attention": switched("math_sdp"),
+    "cuDNN's attention": switched("cudnn_sdp"),
+    "order of backends": other_order,
+    "reduction in 16 bits": reduction,
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=not torch.backends.cudnn.enabled),
+    "default dtype": lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+}
+BINARIES = {
+    "debug": lambda: knob(knobs.runtime, "debug", True),
+    "instrumentation": lambda: knob(knobs.compilation, "instrumentation_mode", "other"),
+}
+OBSERVERS = {
+    "dispatch mode": Quiet,
+    "function mode": BaseTorchFunctionMode,
+    "torch.func": level,
+    "forward-mode AD": torch.autograd.forward_ad.dual_level,
+    "tracing": tracing,
+    "saved tensors": torch.autograd.graph.save_on_cpu,
+    "anomaly mode": lambda: changed(torch.is_anomaly_enabled, torch._C.set_anomaly_enabled, True),
+    "observer": lambda: plan.observing(lambda choice: None),
+    "other rows": lambda: launch.overriding({}),
+    "global hook": global_hook,
+    "patched nn.Module.__call__": patched_call,
+}
+
+
+def a_block():
+    """A block in inference, and an input."""
+    model = create_model("vit_tiny_patch16_224", **SMALL)
+    return model.eval().requires_grad_(False).blocks[0], torch.randn(2, 5, 16)
+
+
+LISTS = {
+    "choices": (lambda: settings.choices("cpu"), CHOICES),
+    "operators": (settings.operators, OPERATORS),
+    "binaries": (launch.binaries, BINARIES),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_each_setting_changes_its_list(name):
+    """Oracle: every context changes the list and restores it, and together they change each of its values."""
+    read, contexts = LISTS[name]
+    before, found = read(), set()
+    for each, context in contexts.items():
+        with context():
+            places = {i for i, (a, b) in enumerate(zip(before, read(), strict=True)) if a is not b and a != b}
+        assert places and read() == before, each
+        found |= places
+    assert found == set(range(len(before)))
+
+
+def test_each_condition_is_observed():
+    """Oracle: by hand, as many contexts as conditions in the source; each is observed, and no longer after it."""
+    (function,) = ast.parse(inspect.getsource(settings.is_observed)).body
+    (conditions,) = [node for node in ast.walk(function) if isinstance(node, ast.BoolOp)]
+    assert len(conditions.values) == len(OBSERVERS)
+    for name, context in OBSERVERS.items():
+        assert not settings.is_observed()
+        with context():
+            assert settings.is_observed(), name
+
+
+def test_replays_follow_each_setting(monkeypatch):
+    """Oracle: a call that is replayed before is not replayed in a context that changes a setting or observes it."""
+    replayed = []
+    real = program.Program.run
+    monkeypatch.setattr(program.Program, "run", lambda *given: replayed.append(1) or real(*given))
+    with no_device(), plan.forcing("mixed"), torch.no_grad():
+        block, x = a_block()
+        block(x)
+        for name, context in (CHOICES | OPERATORS | BINARIES | OBSERVERS).items():
+            vars(block).pop(calls.PROGRAMS, None)
+            for _ in range(3):
+                block(x)
+            assert len(replayed) == 1, name
+            replayed.clear()
+            with context():
+                block(x)
+            assert not replayed, name
+
+
+def test_caches_of_choices_follow_each_setting():
+    """Oracle: in each context every cache misses: of ways, of choices, of prepared launches and of CUDA graphs."""
+    made = []
+
+    def make(tensors):
+        made.append(1)
+        return [None]
+
+    with no_device(), torch.no_grad():
+        block, x = a_block()
+        block(x)
+        sizes = vars(block)[ways.SIZES].branches
+
+        def look_up():
+            """Keys that two of the caches use, and numbers of entries of the others."""
+            plan.way_of(x, sizes, False, True)
+            attention_launch.prepared(make, dict(q=x))
+            return ways.known_way(block, x)[1], key_of(2, (x,)), len(plan._choices), len(made)
+
+        for name, context in CHOICES.items():
+            before = look_up()
+            assert look_up() == before
+            with context():
+                assert all(a != b for a, b in zip(before, look_up(), strict=True)), name
+            plan._choices.clear()
+            attention_launch._prepared.clear()
+        for name, context in OPERATORS.items():
+            before = key_of(2, (x,))
+            with context():
+                assert key_of(2, (x,)) != before, name
+
+
+def test_direct_launches_follow_each_setting():
+    """Oracle: in each context Triton selects the binaries again."""
+    with no_device(), plan.forcing("fused"), torch.no_grad():
+        block, x = a_block()
+        with Quiet():  # not replayed
+            for name, context in BINARIES.items():
+                block(x)
+                found = len(launch._direct.found)
+                block(x)
+                assert len(launch._direct.found) == found
+                with context():
+                    block(x)
+                assert len(launch._direct.found) > found, name
+
+
+READS = re.compile(
+    r"torch\.((jit|compiler|autograd|cuda|backends|overrides|_C|_C\._autograd|autograd\.forward_ad)\.)*"
+    r"(_?(is|are|get|has|len)_\w+|_?cuda_?get\w+|_top_saved\w+|_current_level|(?!set_)\w*(enabled|allowed)\w*|\w+_available)$"
+    r"|torch\.backends\.\w+\.\w+$|torch\.(jit|cuda)\.(is|get|current)_\w+$|os\.environ$"
+)
+NOT_SETTINGS = {  # reads that no cached choice depends on, with the reason
+    "torch.compiler.is_compiling": "traced calls are not cached, but for choices, whose key has it",
+    "torch.jit.is_tracing": "checks of arguments",
+    "torch._C._get_dispatch_stack_at": "notifies the recorder of launches",
+    "torch.are_deterministic_algorithms_enabled": "torch._C._get_deterministic_algorithms, in another way",
+    "torch.get_rng_state": "restored after a recording",
+    "torch.cuda.get_rng_state": "restored after a recording",
+    "torch.cuda.get_device_properties": "a fact about the device, which is in each key",
+    "torch.cuda.get_device_name": "a fact about the device",
+    "torch._C._cuda_getDevice": "direct launches and replays compare it",
+    "torch.cuda.current_device": "direct launches and replays compare it",
+    "torch.cuda.current_stream": "read at each launch",
+    "torch.cuda.is_current_stream_capturing": "folds are not cached then, nor calls recorded",
+    "torch.backends.cudnn.version": "a fact about the software, in the names of files of measurements",
+    "os.environ": "read once, at import or when a switch or a file is set; the results are in the lists",
+}
+PRIVATE = {  # package variables that are assigned at run time, with the reason why they are not in a list
+    "_direct": "launches and records compare it",
+    "_override": "`in_use` changes with it",
+    "_files": "`in_use` changes with it",
+}
+
+
+def reads(tree):
+    """Dotted names of all attributes in a syntax tree."""
+    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def test_no_other_setting_is_read():
+    """Oracle: the source of the lists. A choice that reads another global setting must add it to a list."""
+    listed = set()
+    for function in (settings.choices, settings.operators, settings.is_observed, launch.binaries):
+        listed |= reads(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    found, assigned = {}, {}
+    for path in (file for folder in ("kernels", "layers") for file in (PACKAGE / folder).rglob("*.py")):
+        tree, name = ast.parse(path.read_text()), path.relative_to(PACKAGE)
+        found |= {read: name for read in reads(tree) if READS.match(read)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                assigned |= {each: f"{path.stem}.{each}" for each in node.names}
+    unknown = {read: str(path) for read, path in found.items() if read not in listed | NOT_SETTINGS.keys()}
+    assert not unknown, "add these to a list of kernels/settings.py"
+    missing = {dotted for name, dotted in assigned.items() if dotted not in listed and name not in PRIVATE}
+    assert not missing, "add these to a list of kernels/settings.py"
+    assert NOT_SETTINGS.keys() <= found.keys() and PRIVATE.keys() <= assigned.keys()

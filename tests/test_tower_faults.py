@@ -1,0 +1,220 @@
+"""Tests that the comparisons of transformers' towers with their originals see wrong parts of attention and MLPs.
+
+A fault changes what a reader found when it is used: fields of parts, norms of a branch, or arguments of an attention
+kernel, which also parts with a function of their own call. Which faults a tower can have is what these contain.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import foreign
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import test_towers
+import test_towers_dense
+import towers
+from test_towers import distance
+
+from fastvit_triton import optimize
+from fastvit_triton.kernels.activation import GATED
+from fastvit_triton.kernels.attention import attention
+from fastvit_triton.kernels.attention_qkv import attention_qkv
+from fastvit_triton.kernels.backend import using_backend
+from fastvit_triton.kernels.window import window_attention
+from fastvit_triton.layers import branch
+from fastvit_triton.layers.body import AttentionParts, MlpParts
+from fastvit_triton.layers.composed import ComposedParts
+from fastvit_triton.layers.module_parts import Packed, is_identity, is_readable
+from fastvit_triton.layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
+
+KINDS = AttentionParts, MlpParts, ComposedParts, WindowParts, ReducedParts, DepthwiseMlpParts
+ENTERING, LEAVING = ("projections", "fc1", "q", "kv"), ("proj", "fc2")  # layers that read x, and those after them
+KERNELS = attention, attention_qkv, window_attention
+MORE = 1.1  # factor of a wrong scale
+OTHER = {"relu": "silu"}  # activation → another; "relu" for the others
+
+
+def swapped(parts: Any) -> Any:
+    """The norms of queries and keys exchanged."""
+    norms = getattr(parts, "norms", None)
+    return parts if norms is None else parts._replace(norms=norms[::-1])
+
+
+def activated(parts: Any) -> Any:
+    """Another activation, gated if it was."""
+    act = getattr(parts, "act", None)
+    if not isinstance(act, str):
+        return parts
+    return parts._replace(act=("geglu" if act != "geglu" else "swiglu") if act in GATED else OTHER.get(act, "relu"))
+
+
+def exchanged(parts: Any) -> Any:
+    """Gate and value exchanged, where they are two layers."""
+    layers = getattr(parts, "fc1", ())
+    return parts._replace(fc1=layers[::-1]) if type(layers) is tuple and len(layers) == 2 else parts
+
+
+def without_biases(names: tuple[str, ...]) -> Callable[[Any], Any]:
+    """A fault that drops the biases of these layers."""
+
+    def bare(layer: Any) -> Any:
+        if type(layer) is tuple:
+            return tuple(map(bare, layer))
+        known = layer is not None and is_readable(layer) and layer.bias is not None
+        return Packed(layer.weight, None) if known else layer
+
+    def fault(parts: Any) -> Any:
+        return parts._replace(**{name: bare(getattr(parts, name)) for name in names if hasattr(parts, name)})
+
+    return fault
+
+
+def without_norm(parts: Any) -> Any:
+    """Without the norms inside a body, or before and after a branch's."""
+    names = [name for name in ("first", "last", "norm", "post_norm") if getattr(parts, name, None) is not None]
+    return parts._replace(**{name: None for name in names if not is_identity(getattr(parts, name))})
+
+
+def without_factors(parts: Any) -> Any:
+    """Without the LayerScale, or the gate, of a branch."""
+    if not isinstance(parts, branch.Branch):
+        return parts
+    identity = parts.scale is not None and is_identity(parts.scale)
+    return parts._replace(scale=parts.scale if identity else None, layer_scale=None)
+
+
+def scaled(given: dict[str, Any]) -> dict[str, Any]:
+    """The softmax scale times `MORE`."""
+    width = given["q"].shape[-1] if "q" in given else given["qkv"].shape[-1] // (3 * given["num_heads"])
+    return {"scale": MORE * (width**-0.5 if given["scale"] is None else given["scale"])}
+
+
+def unmasked(given: dict[str, Any]) -> dict[str, Any]:
+    """Without the bias, or the mask, of the scores, if it has any effect."""
+    found = {"axis_bias": None} if given.get("axis_bias") is not None else {}
+    bias = given["bias"]
+    empty = bias is None or bool((bias if bias.dtype == torch.bool else bias == 0).all())
+    return found if empty else found | {"bias": None}
+
+
+def rotated(given: dict[str, Any]) -> dict[str, Any]:
+    """Other pairs of channels rotated."""
+    rope = given.get("rope")
+    return {} if rope is None else {"rope": (*rope[:2], not rope[2])}
+
+
+PARTS = {
+    "norms of heads": swapped,
+    "activation": activated,
+    "gate": exchanged,
+    "biases before": without_biases(ENTERING),
+    "biases after": without_biases(LEAVING),
+    "norm": without_norm,
+    "layer scale": without_factors,
+}
+ARGUMENTS = {"scale": scaled, "mask": unmasked, "rotation": rotated}
+
+
+@contextmanager
+def faulty(name: str):
+    """Context with a fault; yields a list that is not empty after calls in which there was something to change."""
+    changed: list[str] = []
+
+    def broken(parts: Any) -> Any:
+        found = PARTS[name](parts)
+        if any(a is not b for a, b in zip(flat(found), flat(parts), strict=True)):
+            changed.append(type(parts).__name__)
+        return found
+
+    def wrapped(function: Callable) -> Callable:
+        def call(*inputs: Any, **named: Any) -> Any:
+            bound = signature(function).bind(*inputs, **named)
+            bound.apply_defaults()
+            change = ARGUMENTS[name](bound.arguments)
+            changed.extend(change)
+            bound.arguments |= change
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    add = branch._add
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in KINDS if name in PARTS else ():
+            call = kind.__call__
+            patch.setattr(kind, "__call__", lambda self, *a, call=call, **k: call(broken(self), *a, **k))
+        if name in ("norm", "layer scale"):
+            patch.setattr(branch, "_add", lambda x, part, *rest: add(x, broken(part), *rest))
+        for function in KERNELS if name in ARGUMENTS else ():
+            other = wrapped(function)
+            for path, module in list(sys.modules.items()):
+                if re.match(r"fastvit_triton\.(convert|layers)\.", path):
+                    for key in [key for key, value in vars(module).items() if value is function]:
+                        patch.setattr(module, key, other)
+        yield changed
+
+
+def flat(parts: tuple) -> list[Any]:
+    """The values in nested tuples."""
+    return [x for part in parts for x in (flat(part) if type(part) is tuple else [part])]
+
+
+def tower(name: str) -> tuple[Any, Any, Callable, float]:
+    """A model, its inputs, the function of both that a test compares with the original, and its tolerance."""
+    if name in test_towers_dense.TOWERS:
+        model, given = test_towers_dense.made(name)
+        rounded = name in test_towers_dense.ROUNDED
+        return model, given, towers.outputs, test_towers.FEW if rounded else test_towers.EXACT
+    if name in towers.TOWERS:
+        model = towers.build(name)
+        rounded = name in towers.ROUNDED or name in towers.PACKED
+        return model, towers.inputs(model), towers.outputs, test_towers.FEW if rounded else test_towers.EXACT
+    return foreign.build(name), foreign.inputs(name, torch.float64), foreign.outputs, test_towers.SINGLE
+
+
+USUAL = {"activation", "biases before", "biases after", "norm", "scale"}
+SAMPLE = {  # tower → the faults that it can have; the other towers run in the full test
+    "AltCLIPVisionModel": USUAL,
+    "GlmOcrVisionModel": USUAL | {"norms of heads", "gate", "rotation"},
+    "InternVLVisionModel": USUAL | {"layer scale"},
+    "Phi4MultimodalVisionModel": USUAL | {"mask"},
+    "hf_swinv2": USUAL | {"mask"},
+    "sam.SamVisionEncoder": USUAL - {"norm"} | {"mask"},
+}
+NAMES = [*towers.TOWERS, *test_towers_dense.TOWERS, *(name for name in foreign.MODELS if name.startswith("hf_"))]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in NAMES])
+def test_wrong_parts_are_seen(name):
+    """Oracle: the original, without faults within the tolerance of the tower's own test, with each beyond it."""
+    torch.manual_seed(1)
+    model, given, outputs, tolerance = tower(name)
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(2)
+        with torch.no_grad():
+            return outputs(model, given)
+
+    model.train()  # as in their tests
+    want = run()
+    optimize(model)
+    with using_backend("torch"):
+        assert distance(run(), want) <= tolerance
+        found = {}
+        for fault in (*PARTS, *ARGUMENTS):
+            with faulty(fault) as changed:
+                apart = distance(run(), want)
+            if changed:
+                found[fault] = apart
+    assert found.keys() == SAMPLE.get(name, found.keys()) and found
+    assert min(found.values()) > tolerance, found
+
+
+def test_sample_has_every_fault():
+    """Oracle: the faults; so none is out of use after a change of the parts."""
+    assert set().union(*SAMPLE.values()) == PARTS.keys() | ARGUMENTS.keys()
