@@ -81,6 +81,7 @@ setup(
             "*.pyi",
             "kernels/tuned/*.json",
             "convert/known.json",
+            "expected/*.json",
             "weights/*.json",
             "weights/*.txt",
         ]

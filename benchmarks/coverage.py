@@ -4,7 +4,7 @@
 
 The models are those of coverage_models.txt, or with `towers` those of coverage_towers.txt: every vision model class of
 transformers, of depth 2, and a model of each family of timm. Inference in bfloat16, a batch of 8, on sm_90: counted
-from shapes by fastvit_triton.convert.counting; nothing runs and nothing is measured. A model that fails becomes a row
+from shapes by fastvit_triton.expected; nothing runs and nothing is measured. A model that fails becomes a row
 with the error. coverage_excluded.txt names the classes that have no attention over image tokens, and why.
 """
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fastvit_triton import optimize
-from fastvit_triton.convert.counting.count import traced
-from fastvit_triton.convert.counting.values import weightless
+from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.values import weightless
 from fastvit_triton.convert.reporting import Report
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import cost

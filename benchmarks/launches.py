@@ -3,10 +3,10 @@
     python -m benchmarks.launches --model timm:vit_base_patch16_224 --arch sm_90 --batch 8 --phase inference --json
     python -m benchmarks.launches --table --out benchmarks/results/launches.json
 
-Counted from shapes by fastvit_triton.convert.counting; nothing runs and nothing is measured. Phases: inference,
+Counted from shapes by fastvit_triton.expected; nothing runs and nothing is measured. Phases: inference,
 training (forward and backward of one batch, new gradient tensors), autocast (training of float32 weights in bfloat16).
 Figures are those of the whole model and, under "block", of one block: two blocks minus one. torch.compile is estimated
-by the rule of fastvit_triton.convert.counting.inductor_rule.
+by the rule of fastvit_triton.expected.inductor.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from torch import nn
 
 import fastvit_triton
 from fastvit_triton.cli.checks import check_size, image_size
-from fastvit_triton.convert.counting.inductor_rule import inductor_count
-from fastvit_triton.convert.counting.trace import Count, Trace, tracing
-from fastvit_triton.convert.counting.values import without_weights
+from fastvit_triton.expected.inductor import inductor_count
+from fastvit_triton.expected.trace import Count, Trace, tracing
+from fastvit_triton.expected.values import without_weights
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting

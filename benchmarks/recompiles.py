@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fastvit_triton import optimize
-from fastvit_triton.convert.counting.trace import tracing
+from fastvit_triton.expected.trace import tracing
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.digits import provenance
 from fastvit_triton import create_model
-from fastvit_triton.convert.counting.count import traced
-from fastvit_triton.convert.counting.values import weightless
+from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.values import weightless
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import forcing

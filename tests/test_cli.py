@@ -26,8 +26,8 @@ from benchmarks.launches import Setting, figures
 from fastvit_triton import __version__, cli, create_model, list_models
 from fastvit_triton.cli import benchmark, evaluate, main
 from fastvit_triton.cli.recipe_options import RECIPE_OPTIONS
-from fastvit_triton.convert.counting import count
-from fastvit_triton.convert.counting.count import predict
+from fastvit_triton.expected import count
+from fastvit_triton.expected.count import predict
 from fastvit_triton.kernels import backend, cost, launch, plan
 from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.variants import compiling

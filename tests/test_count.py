@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
-from fastvit_triton.convert.counting.count import count, predict
-from fastvit_triton.convert.counting.trace import Count, tracing
-from fastvit_triton.convert.counting.values import weightless
+from fastvit_triton.expected.count import count, predict
+from fastvit_triton.expected.trace import Count, tracing
+from fastvit_triton.expected.values import weightless
 from fastvit_triton.explain.costs import image_cost
 from fastvit_triton.kernels import backend, cost, launch, plan, tile
 from fastvit_triton.kernels.plan import forcing

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fastvit_triton
 from benchmarks.launches import ARCHS
-from fastvit_triton.convert.counting.trace import tracing
+from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing

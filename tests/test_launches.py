@@ -13,8 +13,8 @@ from torch import nn
 from benchmarks import launches
 from benchmarks.launches import MODELS, PHASES, Setting, build, figures, parts, trace, violations
 from fastvit_triton import optimize
-from fastvit_triton.convert.counting.inductor_rule import inductor_count
-from fastvit_triton.convert.counting.trace import tracing
+from fastvit_triton.expected.inductor import inductor_count
+from fastvit_triton.expected.trace import tracing
 from fastvit_triton.kernels import launch
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.cost import WAYS

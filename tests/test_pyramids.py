@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fastvit_triton import create_model, explain, freeze, optimize
-from fastvit_triton.convert.counting.trace import tracing
-from fastvit_triton.convert.counting.values import without_weights
+from fastvit_triton.expected.trace import tracing
+from fastvit_triton.expected.values import without_weights
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing

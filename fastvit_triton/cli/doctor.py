@@ -15,7 +15,7 @@ from .console import print_line, select_device
 from .model_by_name import PREFIXES, NamedModel, build_model, check_name
 
 if TYPE_CHECKING:
-    from ..convert.counting.count import Prediction
+    from ..expected.count import Prediction
     from ..kernels.cost import Gpu
     from ..kernels.plan import Choice
 
@@ -24,7 +24,7 @@ BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
 which reads its operands and writes its results once. Those of torch.compile are estimated by a rule \
-(convert/counting/inductor_rule.py). Expected times are the longer of GPU and host time of the blocks, from published \
+(expected/inductor.py). Expected times are the longer of GPU and host time of the blocks, from published \
 rates and estimates (kernels/tuned/rates.json); a range in brackets is from the best to the pessimistic rates of our \
 kernels. The choice uses the pessimistic ones. torch.compile is expected to take the GPU time of the mixed way with \
 PyTorch's attention, and no host time."""
@@ -137,7 +137,7 @@ def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") 
     """Prints the choices and the predicted cost for each batch size."""
     import torch
 
-    from ..convert.counting.count import predict
+    from ..expected.count import predict
 
     model, shape = found.model, found.shape
     model.to(torch.bfloat16)

@@ -197,7 +197,7 @@ def _packed(cls: Any, config: Any, size: Size | None) -> NamedModel:
     """A tower that takes rows of patches; sizes are rounded to whole tokens, as its image processor does."""
     import torch
 
-    from ..convert.counting.values import weightless
+    from ..expected.values import weightless
 
     on_meta = torch.empty(0).is_meta
     with weightless() if on_meta else contextlib.nullcontext():  # its rotary positions are computed from values

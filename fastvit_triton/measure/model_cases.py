@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..convert.counting.count import count
+from ..expected.count import count
 from ..graphs import GraphedModel, cuda_graph
 from ..kernels.backend import using_backend
 from ..kernels.plan import forcing

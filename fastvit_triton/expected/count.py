@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...kernels import tile
-from ...kernels.backend import using_backend
-from ...kernels.cost import Gpu, block_us, compiled_us, saved_values
-from ...kernels.launch import targeting
-from ...kernels.plan import Choice, assuming, host_us, observing
-from ...layers.freeze import freeze
-from ...layers.ways import SIZES
-from .inductor_rule import inductor_count
+from ..kernels import tile
+from ..kernels.backend import using_backend
+from ..kernels.cost import Gpu, block_us, compiled_us, saved_values
+from ..kernels.launch import targeting
+from ..kernels.plan import Choice, assuming, host_us, observing
+from ..layers.freeze import freeze
+from ..layers.ways import SIZES
+from .inductor import inductor_count
 from .trace import Count, Trace, tracing
 from .values import given, without_weights
 
@@ -27,7 +27,7 @@ class Prediction:
 
     Attributes:
         eager: with PyTorch's operators.
-        compiled: under torch.compile, estimated by `inductor_rule`.
+        compiled: under torch.compile, estimated by `inductor`.
         ours: with this package's defaults.
         frozen: the same after `freeze`; None in training.
         choices: for branches and ops, in call order.

@@ -8,7 +8,7 @@ horizontal fusion, and no recomputation in the backward pass.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .trace import FLASH, Count, Event, Piece
 
@@ -17,8 +17,33 @@ EXTERN = {*PRODUCTS, *(f"{name}_backward" for name in FLASH)}
 COLUMN = "sum"
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the compiled graph.
+
+    Attributes:
+        events: the operators that it computes, in order.
+        reads: tensors from outside, each once.
+        writes: its results that other kernels read, or that leave the graph.
+    """
+
+    events: tuple[Event, ...]
+    reads: tuple[Piece, ...]
+    writes: tuple[Piece, ...]
+
+    @property
+    def count(self) -> Count:
+        """Launches and bytes."""
+        return Count(max(e.launches for e in self.events), sum(piece.nbytes for piece in (*self.reads, *self.writes)))
+
+
 def inductor_count(events: Iterable[Event]) -> Count:
     """Launches and bytes of the kernels into which the rule groups an eager call's operators."""
+    return sum((kernel.count for kernel in grouped(events)), Count())
+
+
+def grouped(events: Iterable[Event]) -> list[Kernel]:
+    """The kernels into which the rule groups an eager call's operators, in the order of their first operators."""
     events = [part for event in events for part in _parts(event)]
     groups = _groups(events)
     readers = defaultdict(set)  # storage → groups that read it
@@ -28,7 +53,7 @@ def inductor_count(events: Iterable[Event]) -> Count:
     members = defaultdict(list)
     for event, group in zip(events, groups, strict=True):
         members[group].append(event)
-    return sum((_kernel(part, group, readers) for group, part in members.items()), Count())
+    return [_kernel(part, group, readers) for group, part in members.items()]
 
 
 def _parts(event: Event) -> list[Event]:
@@ -57,10 +82,9 @@ def _groups(events: list[Event]) -> list[int]:
     return found
 
 
-def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Count:
-    """Cost of one kernel: bytes of its external inputs, and of outputs that other kernels read or that are results."""
+def _kernel(events: list[Event], group: int, readers: dict[int, set[int]]) -> Kernel:
+    """One kernel: it reads external inputs, and writes what other kernels read or what is a result."""
     own: dict[int, Piece] = {piece.storage: piece for event in events for piece in event.writes}
     reads = {piece for event in events for piece in event.reads if piece.storage not in own}
     writes = [piece for storage, piece in own.items() if readers[storage] != {group}]
-    nbytes = sum(piece.nbytes for piece in (*reads, *writes))
-    return Count(max(event.launches for event in events), nbytes)
+    return Kernel(tuple(events), tuple(reads), tuple(writes))

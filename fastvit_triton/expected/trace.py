@@ -24,12 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from ...kernels import launch, linear_backward, tile
-from ...kernels.op import REGISTERED
-from ...layers.replay.recorder import ALLOCATE, READERS
+from ..kernels import launch, linear_backward, tile
+from ..kernels.op import REGISTERED
+from ..layers.replay.recorder import ALLOCATE, READERS
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
 
-FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
+FLASH = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+)
 # CUDA kernels of a PyTorch operator, if not 1, by torch 2.13: flash_bwd_launch_template.h (Δ; dq, dk, dv; dq from fp32
 # sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
@@ -153,6 +157,7 @@ class _Tracer(TorchDispatchMode):
             outputs = tree_map_only(Tensor, reserved, results)
         for t in _tensors(outputs):
             mark(t, known)
+        name += "_tanh" if named.get("approximate") == "tanh" else ""
         self._add(name, tensors, _tensors(outputs), self._flops(function, arguments, named, outputs))
         return outputs
 

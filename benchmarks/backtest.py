@@ -1,0 +1,295 @@
+"""Compares the model of expected time with published throughput of timm's models: eager PyTorch and torch.compile.
+
+    python -m benchmarks.backtest                          the table of benchmarks/published/timm.csv
+    python -m benchmarks.backtest --table FILE.csv --json  another table with the same columns
+    python -m benchmarks.backtest --counts FILE            keep what models have a GPU do in FILE, and read it from there
+
+Work is counted from shapes (fastvit_triton/expected/), which takes a second or two for a model, and times come from
+rates.json, whose constants were fitted to the rows of the families that `is_fitted` names, and to no others. Errors are
+|predicted ÷ published − 1| of images per second; the gain is that of torch.compile over eager. Rows of a family whose
+fitted errors are large, and of models that cannot be counted, are not predicted; the eleven families of ALWAYS are.
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import re
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastvit_triton.expected.times import call_us, devices
+from fastvit_triton.expected.values import weightless
+from fastvit_triton.expected.work import Call, Work, work_of
+from fastvit_triton.files import replacing
+from fastvit_triton.measure.machine import provenance
+
+COMMAND = "python -m benchmarks.backtest --out benchmarks/results/backtest.json"
+TABLE = Path(__file__).with_name("published") / "timm.csv"
+PREFIXES = "dinov3 rope siglip flexivit samvit eva beit swin deit cait".split()
+ALWAYS = ("vit", "deit", "dinov3", "rope", "eva", "beit", "swin", "cait", "siglip", "flexivit", "samvit")
+FITTED = ("vit", "dinov3", "rope", "eva", "swin")  # of the other families half
+LARGE = 0.25  # median error of the fitted rows of a family above which it is not predicted
+# GPU whose eager runs used timm's fast norm: its LayerNorms take no longer in eager than their bytes in 16 bits
+FAST_NORM = ("rtx4090",)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Row(NamedTuple):
+    """A published row and its prediction.
+
+    Attributes:
+        gpu: short name, such as rtx4090.
+        mode: "eager" or "compile".
+        dtype: "amp fp16", "bf16", …
+        model: timm's name.
+        img_size: side in pixels.
+        batch: number of images.
+        published: images per second.
+        predicted: images per second, or None.
+        why: why there is no prediction, or None.
+    """
+
+    gpu: str
+    mode: str
+    dtype: str
+    model: str
+    img_size: int
+    batch: int
+    published: float
+    predicted: float | None = None
+    why: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of its counts."""
+        fast = " fast norm" * (self.mode == "eager" and self.gpu in FAST_NORM)
+        return f"{self.model} {self.img_size} {self.dtype}{fast}"
+
+    @property
+    def error(self) -> float:
+        """|predicted ÷ published − 1|."""
+        assert self.predicted is not None
+        return abs(self.predicted / self.published - 1)
+
+
+def family(name: str) -> str:
+    """The first of PREFIXES that the name contains, otherwise the name up to its first digit or underscore."""
+    return next((prefix for prefix in PREFIXES if prefix in name), re.split(r"[\d_]", name, maxsplit=1)[0])
+
+
+def is_fitted(name: str) -> bool:
+    """True if the constants may be fitted to this model: those of FITTED, and half of the other families."""
+    kind = family(name)
+    return kind in FITTED or hashlib.sha256(kind.encode()).digest()[0] % 2 == 0
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a table.
+
+    Raises:
+        ValueError: a column is missing, or a value is no number.
+    """
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    columns = ("gpu", "mode", "dtype", "model", "img_size", "batch", "images_per_second")
+    missing = [name for name in columns if not lines or name not in lines[0]]
+    if missing:
+        raise ValueError(f"{path} lacks the columns {', '.join(missing)}; use those of {TABLE.name}")
+    return [
+        Row(r["gpu"], r["mode"], r["dtype"], r["model"], int(r["img_size"]), int(r["batch"]), float(r[columns[-1]]))
+        for r in lines
+    ]
+
+
+def counted(key: str) -> dict[str, Any]:
+    """What a model has a GPU do, as data: {"eager": [[times, kernel…]…], "compiled": …}, or {"why": sentence}."""
+    import timm
+    from timm.layers import set_fast_norm
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    name, size, dtype = key.removesuffix(" fast norm").split(" ", 2)
+    amp, _, precision = dtype.rpartition(" ")
+    set_fast_norm(key.endswith("fast norm"))
+    try:
+        with weightless():
+            model = _built(timm, name, int(size))
+        shape = (model.pretrained_cfg["input_size"][0], int(size), int(size))
+        weights = torch.float32 if amp else DTYPES[precision]
+        call = work_of(model, shape, weights, DTYPES[precision] if amp else None)
+    except Exception as error:  # of code of others, for hundreds of models
+        return {"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    finally:
+        set_fast_norm(False)
+    return {mode: [[times, *kernel] for kernel, times in getattr(call, mode)] for mode in Call._fields}
+
+
+def _built(timm: Any, name: str, size: int) -> torch.nn.Module:
+    model = timm.create_model(name)
+    if model.pretrained_cfg["input_size"][-1] == size:
+        return model
+    try:
+        return timm.create_model(name, img_size=size)
+    except TypeError:  # a convolutional model takes any size
+        return model
+
+
+def counts(rows: Iterable[Row], known: dict[str, Any], jobs: int, kept: Path | None) -> dict[str, Any]:
+    """The counts of all rows; those that `known` lacks are added to it and written to `kept`."""
+    missing = sorted({row.key for row in rows} - set(known))
+    if missing:
+        with ProcessPoolExecutor(jobs, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
+            for n, (key, found) in enumerate(zip(missing, pool.map(counted, missing, chunksize=4), strict=True), 1):
+                known[key] = found
+                if kept is not None and (n % 100 == 0 or n == len(missing)):
+                    with replacing(kept) as temporary:
+                        temporary.write_text(json.dumps(known))
+    return known
+
+
+def work(found: Mapping[str, Any], mode: str) -> list[tuple[Work, int]]:
+    """The kernels of a mode in the counts of a model."""
+    kernels = found["eager" if mode == "eager" else "compiled"]
+    return [(Work(kind, nbytes, flops, tuple(size), tuple(step)), n) for n, kind, nbytes, flops, size, step in kernels]
+
+
+def predicted(rows: Iterable[Row], known: Mapping[str, Any], fitted: Mapping[str, float] | None = None) -> list[Row]:
+    """The rows with their predictions."""
+    found = []
+    for row in rows:
+        count = known[row.key]
+        if row.gpu not in devices():
+            found.append(row._replace(why=f"no rates of {row.gpu}"))
+        elif row.mode not in ("eager", "compile"):
+            found.append(row._replace(why=f"no model of {row.mode}"))
+        elif "why" in count:
+            found.append(row._replace(why=count["why"]))
+        else:
+            us = call_us(work(count, row.mode), devices()[row.gpu], row.batch, fitted)
+            found.append(row._replace(predicted=row.batch / us * 1e6))
+    return found
+
+
+def excluded(rows: Iterable[Row]) -> dict[str, float]:
+    """Families that are not predicted: median error of their fitted rows, which is above LARGE."""
+    errors = defaultdict(list)
+    for row in rows:
+        if row.predicted is not None and is_fitted(row.model) and family(row.model) not in ALWAYS:
+            errors[family(row.model)].append(row.error)
+    medians = {kind: statistics.median(found) for kind, found in errors.items()}
+    return {kind: median for kind, median in medians.items() if median > LARGE}
+
+
+def gains(rows: Iterable[Row]) -> list[Row]:
+    """Rows of the gain of torch.compile over eager, published and predicted, of models with both."""
+    pairs = defaultdict(dict)
+    for row in rows:
+        if row.predicted is not None:
+            pairs[row.gpu, row.dtype, row.model, row.img_size][row.mode] = row
+    return [
+        two["compile"]._replace(
+            mode="gain",
+            published=two["compile"].published / two["eager"].published,
+            predicted=two["compile"].predicted / two["eager"].predicted,
+        )
+        for two in pairs.values()
+        if {"eager", "compile"} <= set(two)
+    ]
+
+
+def errors(rows: Iterable[Row]) -> dict[str, float | int]:
+    """Number of rows, median, 90th percentile and largest error."""
+    found = sorted(row.error for row in rows if row.predicted is not None)
+    if not found:
+        return {"predicted": 0}
+    last = len(found) - 1
+    figures = {"median": found[last // 2], "p90": found[round(0.9 * last)], "worst": found[-1]}
+    return {"predicted": len(found)} | {name: round(value, 4) for name, value in figures.items()}
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Errors by GPU, mode, family, and whether the constants were fitted to them; with and without what is excluded."""
+    outside = excluded(rows)
+    every = [*rows, *gains(rows)]
+    inside = [row for row in every if family(row.model) not in outside]
+    measured = [row for row in inside if row.mode != "gain"]
+
+    def by(of: Any, some: Iterable[Row]) -> dict[str, dict]:
+        groups = defaultdict(list)
+        for row in some:
+            groups[of(row)].append(row)
+        return {key: errors(group) for key, group in sorted(groups.items())}
+
+    return {
+        "rows": len(rows),
+        **errors(measured),
+        "excluded": {kind: round(median, 3) for kind, median in outside.items()},
+        "with excluded": errors(row for row in every if row.mode != "gain"),
+        "not counted": {row.model: row.why for row in rows if row.why},
+        "by": {
+            "gpu": by(lambda row: row.gpu, measured),
+            "mode": by(lambda row: row.mode, inside),
+            "fitted": by(lambda row: "fitted" if is_fitted(row.model) else "held out", measured),
+            "gpu, mode, fitted": by(
+                lambda row: f"{row.gpu} {row.mode} {'fitted' if is_fitted(row.model) else 'held out'}", inside
+            ),
+            "family": by(lambda row: family(row.model), measured),
+        },
+    }
+
+
+def main() -> None:
+    """Prints the errors of a table, or writes them with all rows."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--table", type=Path, default=TABLE, help="published rows (default: benchmarks/published)")
+    parser.add_argument("--counts", type=Path, help="file that keeps what models have a GPU do")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that count (default: all cores)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--out", type=Path, help="file for errors and rows")
+    given = parser.parse_args()
+    try:
+        rows = read(given.table)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    known = json.loads(given.counts.read_text()) if given.counts and given.counts.exists() else {}
+    rows = predicted(rows, counts(rows, known, given.jobs, given.counts))
+    found = summary(rows)
+    if given.out:
+        with replacing(given.out) as temporary:
+            temporary.write_text(to_json(found, rows))
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return
+    for row in rows:
+        shown = f"{row.predicted:10.0f} {row.predicted / row.published:6.2f}" if row.predicted else f"  {row.why}"
+        print(f"{row.gpu:15} {row.mode:8} {row.model:50} {row.img_size:4} {row.published:10.0f}{shown}")
+    for name, groups in found["by"].items():
+        print(f"\nby {name}: rows, median, 90th percentile, largest error")
+        for key, one in groups.items():
+            print(f"{key:36}" + "".join(f"{value:10.3f}" for value in one.values()))
+    total = {name: found[name] for name in ("rows", "predicted", "median", "p90", "excluded")}
+    print("\n" + json.dumps(total))
+
+
+def to_json(found: Mapping[str, Any], rows: Iterable[Row]) -> str:
+    """JSON with one row per line."""
+    names = ("gpu", "mode", "model", "img_size", "batch", "published", "predicted")
+    lines = ",\n".join(
+        "  " + json.dumps([getattr(row, n) if n != "predicted" else row.predicted and round(row.predicted, 1) for n in names])
+        for row in rows
+    )
+    head = json.dumps({"command": COMMAND} | provenance() | dict(found), indent=1)[1:-2]
+    return f"{{{head},\n \"columns\": {json.dumps(names)},\n \"predictions\": [\n{lines}\n ]\n}}\n"
+
+
+if __name__ == "__main__":
+    main()

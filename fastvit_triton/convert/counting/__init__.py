@@ -1,1 +1,0 @@
-"""Prediction of launches, bytes and time from shapes; nothing runs."""

@@ -1,0 +1,99 @@
+"""Expected time of work on a GPU: data-sheet rates times constants that were fitted to published measurements.
+
+A kernel takes the longer of its products and its memory passes, both at a fraction of the data sheet's rates that
+depends on its kind, softened where they are equal, and not less than the time of an empty launch:
+
+    t = max(((flops' / (rate · f))⁴ + (bytes / (bandwidth · m))⁴)^¼, launch)
+
+flops' counts the padding of tiles. Constants and their provenance: rates.json, written by `benchmarks.fit_rates`.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from .work import Work
+
+RATES = Path(__file__).with_name("rates.json")
+ROWS, COLUMNS, DEPTH = 64, 64, 16  # tile of a batched product to which its sizes are padded
+
+
+class Device(NamedTuple):
+    """Rates of a GPU by its data sheet.
+
+    Attributes:
+        name: as its maker writes it.
+        tflops: of dense 16-bit products with float32 sums.
+        float32_tflops: of float32 arithmetic without tensor cores.
+        gbs: bandwidth of memory.
+        source: of these figures.
+        clock: the part of `tflops` that long products reach beside the constants, because of limits of power.
+    """
+
+    name: str
+    tflops: float
+    float32_tflops: float
+    gbs: float
+    source: str
+    clock: float = 1.0
+
+
+@functools.cache
+def devices() -> dict[str, Device]:
+    """GPUs with known rates, by short name."""
+    return {key: Device(**row) for key, row in _table()["devices"].items()}
+
+
+@functools.cache
+def constants() -> dict[str, float]:
+    """The fitted constants by name."""
+    return {key: row["value"] for key, row in _table()["constants"].items()}
+
+
+@functools.cache
+def _table() -> dict:
+    return json.loads(RATES.read_text())
+
+
+def call_us(
+    work: Iterable[tuple[Work, int]], device: Device, images: int, fitted: Mapping[str, float] | None = None
+) -> float:
+    """Expected microseconds of a call on a GPU, without time of the host.
+
+    Args:
+        work: (kernel, number of times), see `work.Call`.
+        device: one of `devices()`.
+        images: number of images.
+        fitted: constants; None for those of rates.json.
+    """
+    fitted = constants() if fitted is None else fitted
+    return sum(times * kernel_us(kernel.at_batch(images), device, fitted) for kernel, times in work)
+
+
+def kernel_us(work: Work, device: Device, fitted: Mapping[str, float]) -> float:
+    """Expected microseconds of one kernel; `work` is for the whole batch."""
+    memory = work.nbytes / (device.gbs * fitted[f"{work.kind}: bandwidth"]) / 1e3
+    compute = 0.0
+    if work.flops:
+        rate = device.float32_tflops if work.kind == "float32 product" else device.tflops * device.clock
+        compute = _padded(work, fitted) / (rate * fitted[f"{work.kind}: flops"]) / 1e6
+    return max((compute**4 + memory**4) ** 0.25, fitted["launch"])
+
+
+def _padded(work: Work, fitted: Mapping[str, float]) -> float:
+    """Flops of the tiles that cover a product, longer by what a short sum over K or few channels cost."""
+    count, M, N, K = work.size
+    if work.kind.endswith("attention"):  # the exponentials of the scores cost as much as some channels
+        return 4.0 * count * _up(M, ROWS) * _up(N, COLUMNS) * (_up(K, 32) + fitted[f"{work.kind}: channels"])
+    if work.kind == "depthwise":
+        return work.flops
+    if count > 1:
+        return 2.0 * count * _up(M, ROWS) * _up(N, COLUMNS) * _up(K, DEPTH) * (1 + fitted["product: depth"] / K)
+    return work.flops * _up(N, COLUMNS) / N * (1 + fitted["product: depth"] / K)
+
+
+def _up(value: float, step: int) -> float:
+    return math.ceil(value / step) * step
