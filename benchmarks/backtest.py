@@ -2,7 +2,7 @@
 
     python -m benchmarks.backtest                          the table of benchmarks/published/timm.csv
     python -m benchmarks.backtest --table FILE.csv --json  another table with the same columns
-    python -m benchmarks.backtest --counts FILE            keep what models have a GPU do in FILE, and read it from there
+    python -m benchmarks.backtest --counts FILE            keep the work of the models in FILE, and read it from there
 
 Work is counted from shapes (fastvit_triton/expected/), which takes a second or two for a model, and times come from
 rates.json, whose constants were fitted to the rows of the families that `is_fitted` names, and to no others. Errors are
@@ -28,7 +28,7 @@ import torch
 
 from fastvit_triton.expected.times import call_us, devices
 from fastvit_triton.expected.values import weightless
-from fastvit_triton.expected.work import Call, Work, work_of
+from fastvit_triton.expected.work import Work, work_of
 from fastvit_triton.files import replacing
 from fastvit_triton.measure.machine import provenance
 
@@ -111,7 +111,7 @@ def read(path: Path) -> list[Row]:
 
 
 def counted(key: str) -> dict[str, Any]:
-    """What a model has a GPU do, as data: {"eager": [[times, kernel…]…], "compiled": …}, or {"why": sentence}."""
+    """What a model has a GPU do, as data: {"eager": [[times, *kernel], …], "compiled": …}, or {"why": sentence}."""
     import timm
     from timm.layers import set_fast_norm
 
@@ -130,7 +130,7 @@ def counted(key: str) -> dict[str, Any]:
         return {"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     finally:
         set_fast_norm(False)
-    return {mode: [[times, *kernel] for kernel, times in getattr(call, mode)] for mode in Call._fields}
+    return {mode: [[times, *kernel] for kernel, times in getattr(call, mode)] for mode in ("eager", "compiled")}
 
 
 def _built(timm: Any, name: str, size: int) -> torch.nn.Module:
@@ -284,11 +284,14 @@ def to_json(found: Mapping[str, Any], rows: Iterable[Row]) -> str:
     """JSON with one row per line."""
     names = ("gpu", "mode", "model", "img_size", "batch", "published", "predicted")
     lines = ",\n".join(
-        "  " + json.dumps([getattr(row, n) if n != "predicted" else row.predicted and round(row.predicted, 1) for n in names])
+        "  "
+        + json.dumps(
+            [getattr(row, n) if n != "predicted" else row.predicted and round(row.predicted, 1) for n in names]
+        )
         for row in rows
     )
     head = json.dumps({"command": COMMAND} | provenance() | dict(found), indent=1)[1:-2]
-    return f"{{{head},\n \"columns\": {json.dumps(names)},\n \"predictions\": [\n{lines}\n ]\n}}\n"
+    return f'{{{head},\n "columns": {json.dumps(names)},\n "predictions": [\n{lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fastvit_triton import optimize
+from fastvit_triton.convert.reporting import Report
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.values import weightless
-from fastvit_triton.convert.reporting import Report
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import Choice, forcing, observing

@@ -33,11 +33,12 @@ from rich.console import Console
 from rich.progress import track
 from triton.errors import TritonError
 
+from fastvit_triton.expected.launched import sequence, work
 from fastvit_triton.files import replacing
 
 from .fingerprint import key
 from .launch_cases import Case, cases
-from .launch_recorder import Launch, compiled, least_of_windows, record, sequence, work
+from .launch_recorder import Launch, compiled, least_of_windows, record
 from .sass import GPUS, TOOL, Binary, Gpu, Pipes, read
 from .tables import kernel_table, markdown, operation_table, violation_lines
 

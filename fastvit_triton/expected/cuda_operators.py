@@ -1,4 +1,4 @@
-"""Context in which a model on the CPU calls the operators that it would call on a CUDA device, so that these are traced.
+"""Context in which a model on the CPU calls the operators that it would call on a CUDA device.
 
 Differences between the devices: autocast computes norms, softmax and powers in float32 on CUDA
 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); scaled_dot_product_attention is one kernel for a mask, too, and is

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .trace import FLASH, Count, Event, Piece
 
-PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "convolution_backward", *FLASH)
+PRODUCTS = ("addmm", "addmm_", "mm", "bmm", "baddbmm", "convolution", "convolution_backward", *FLASH)
 EXTERN = {*PRODUCTS, *(f"{name}_backward" for name in FLASH)}
 COLUMN = "sum"
 

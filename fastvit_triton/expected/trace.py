@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from ..kernels import launch, linear_backward, tile
 from ..kernels.op import REGISTERED
 from ..layers.replay.recorder import ALLOCATE, READERS
+from . import launched
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
 
 FLASH = (
@@ -37,6 +38,8 @@ FLASH = (
 # CUDA kernels of a PyTorch operator, if not 1, by torch 2.13: flash_bwd_launch_template.h (Δ; dq, dk, dv; dq from fp32
 # sums), layer_norm_kernel.cu (dx; dγ and dβ, up to 65,536 rows), Convolution.cpp (bias and its gradient are apart)
 LAUNCHES = {f"{name}_backward": 3 for name in FLASH} | {"native_layer_norm_backward": 2}
+
+IN_PLACE = ("addmm_", "baddbmm_")  # PyTorch's table of flops lacks them
 
 _storages = itertools.count()
 
@@ -82,6 +85,7 @@ class Event:
         reads: its operands, each once.
         writes: its results.
         flops: of products.
+        size: of a launch of ours, see `launched.size`.
     """
 
     name: str
@@ -91,6 +95,7 @@ class Event:
     reads: tuple[Piece, ...]
     writes: tuple[Piece, ...]
     flops: int = 0
+    size: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def nbytes(self) -> int:
@@ -204,12 +209,22 @@ class _Tracer(TorchDispatchMode):
         """Replaces `kernels.launch.run`: records a launch."""
         tensors = {(t.data_ptr(), t.shape): t for t in _tensors(arguments)}
         module = kernel.fn.__module__.rsplit(".", 1)[-1].removesuffix("_backward")
-        self._add(f"{module}.{kernel.fn.__name__}", tensors.values(), (), 0, ours=True)
+        one = launched.Launched.of(f"{module}.{kernel.fn.__name__}", kernel, grid, arguments, fixed)
+        flops = 0 if self.op in OUR_FLOPS else int(launched.work(one).flops)  # else counted for the whole operator
+        self._add(one.name, tensors.values(), (), flops, ours=True, size=launched.size(one))
 
-    def _add(self, name: str, read: Iterable, written: Iterable, flops: int, ours: bool = False) -> None:
+    def _add(
+        self,
+        name: str,
+        read: Iterable,
+        written: Iterable,
+        flops: int,
+        ours: bool = False,
+        size: tuple[int, int, int, int] = (0, 0, 0, 0),
+    ) -> None:
         reads, writes = (tuple(map(self._piece, tensors)) for tensors in (read, written))
         launches = 1 if ours else _launches(name, reads, writes)
-        self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops))
+        self.trace.events.append(Event(name, self.op, ours, launches, reads, writes, flops, size))
 
     def _piece(self, t: Tensor) -> Piece:
         facts = vars(t.untyped_storage())  # of the same Python object while the storage exists
@@ -221,6 +236,8 @@ class _Tracer(TorchDispatchMode):
         if self.op in OUR_FLOPS:
             return 0  # counted for the whole operator
         packet = function.overloadpacket
+        if packet.__name__ in IN_PLACE:
+            packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"))
         if packet in flop_registry:
             return flop_registry[packet](*arguments, **named, out_val=outputs)
         return _products(*arguments[:3]) if packet.__name__ in FLASH else 0

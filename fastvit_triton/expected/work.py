@@ -6,19 +6,19 @@ weights, so that `at_batch` gives the work for any number of images.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .cuda_operators import as_on_cuda
-from .inductor import grouped
+from .inductor import EXTERN, Kernel, grouped
 from .trace import Event, Piece, tracing
 from .values import reserved, without_weights
 
 IMAGES = 2  # in a traced call; operators may treat one image differently
-PRODUCTS = {"addmm": 1, "mm": 0, "bmm": 0, "baddbmm": 1}  # operator → index of its first matrix
+PRODUCTS = {"addmm": 1, "addmm_": 1, "mm": 0, "bmm": 0, "baddbmm": 1}  # operator → index of its first matrix
 NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_no_training")
 REDUCTIONS = ("_softmax", "sum", "mean", "amax", "max", "var_mean", "linalg_vector_norm", "_adaptive_avg_pool2d")
 COPIES = ("clone", "roll", "cat", "stack", "index", "index_select", "gather", "constant_pad_nd", "im2col", "copy_")
@@ -41,6 +41,16 @@ KINDS = {  # kind → what it is
     "pass": "any other operator without products",
     "compiled pass": "kernel of torch.compile without a reduction",
     "compiled norm": "kernel of torch.compile with a reduction",
+    "fused product": "matrix product of ours, or of a template of torch.compile, with what follows it",
+    "fused attention": "attention of ours",
+    "fused pass": "kernel of ours without a product",
+}
+OURS = {  # kernel → kind
+    "linear._fwd_kernel": "fused product",
+    "mlp._fwd_kernel": "fused product",
+    "patch_embed._fwd_kernel": "fused product",
+    "attention._fwd_kernel": "fused attention",
+    "window._fwd_kernel": "fused attention",
 }
 
 
@@ -69,10 +79,17 @@ class Work(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The work of one call, as (kernel, number of times): in eager PyTorch and under torch.compile."""
+    """The work of one call, as (kernel, number of times).
+
+    Attributes:
+        eager: PyTorch's operators.
+        compiled: under torch.compile in its default mode.
+        templates: ((product, kernel that follows it), kernels that mode max-autotune may run instead), number of times.
+    """
 
     eager: tuple[tuple[Work, int], ...]
     compiled: tuple[tuple[Work, int], ...]
+    templates: tuple[tuple[tuple[tuple[Work, ...], tuple[Work, ...]], int], ...]
 
 
 def work_of(
@@ -91,78 +108,138 @@ def work_of(
     """
     model = without_weights(model).eval().to(dtype)
     images = reserved(torch.empty(IMAGES, *shape, dtype=dtype, device="meta"))
-    return work_of_call(lambda: model(images), (images,), autocast)
-
-
-def work_of_call(call: Callable[[], object], inputs: Iterable[Tensor], autocast: torch.dtype | None = None) -> Call:
-    """The work of a call whose `inputs` hold IMAGES images; see `work_of`."""
     with torch.no_grad(), tracing() as trace, as_on_cuda(autocast):
-        call()
-    growing = _growing(trace.events, {vars(t.untyped_storage())["number"] for t in inputs if _is_traced(t)})
-    eager = Counter(_operator(event, growing) for event in trace.events if event.launches)
+        model(images)
+    return work_of_events(trace.events, growing(trace.events, images))
+
+
+def work_of_events(events: list[Event], grows: Collection[int] = ()) -> Call:
+    """The work of the events of a call of PyTorch's operators.
+
+    Args:
+        events: of one call.
+        grows: storages whose size grows with the number of images; none for work of this number of images only.
+    """
+    eager = Counter(_operator(event, grows) for event in events)
     compiled: Counter[Work] = Counter()
-    for kernel in grouped(trace.events):
-        name = kernel.events[0].name
-        if name in PRODUCTS or name in ATTENTION or name == "convolution":
-            compiled[_operator(kernel.events[0], growing)] += 1
-        elif any(piece.storage in growing for piece in kernel.writes):  # the others are computed once, or are casts
-            reduces = any(event.name in NORMS or event.name in REDUCTIONS for event in kernel.events)
-            kind = "compiled norm" if reduces else "compiled pass"
-            compiled[_memory(kind, (*kernel.reads, *kernel.writes), growing)] += 1
-        else:
-            compiled[_memory("compiled pass", (*kernel.reads, *kernel.writes), growing)] += 1
-    return Call(tuple(eager.items()), tuple(compiled.items()))
+    templates: Counter[tuple[tuple[Work, ...], tuple[Work, ...]]] = Counter()
+    kernels = grouped(events)
+    writers = {piece.storage: kernel for kernel in kernels if _is_product(kernel) for piece in kernel.writes}
+    for kernel in kernels:
+        one = _kernel(kernel, grows)
+        compiled[one] += 1
+        sources = [writers[piece.storage] for piece in kernel.reads if piece.storage in writers]
+        if len(sources) == 1 and not _is_extern(kernel) and (instead := _template(sources[0], kernel, grows)):
+            templates[(_kernel(sources[0], grows), one), instead] += 1
+    return Call(tuple(eager.items()), tuple(compiled.items()), tuple(templates.items()))
 
 
-def _is_traced(t: Tensor) -> bool:
-    return "number" in vars(t.untyped_storage())
+def ours(events: Iterable[Event]) -> tuple[tuple[Work, int], ...]:
+    """The work of the events of a converted model's call, of this number of images."""
+    found: Counter[Work] = Counter()
+    for event in events:
+        if event.launches:
+            found[_launch(event) if event.ours else _operator(event, ())] += 1
+    return tuple(found.items())
 
 
-def _growing(events: Iterable[Event], found: set[int]) -> set[int]:
+def growing(events: Iterable[Event], *inputs: Tensor) -> set[int]:
     """Storages whose size grows with the number of images: the inputs, and what is computed from them."""
+    found = {facts["number"] for t in inputs if "number" in (facts := vars(t.untyped_storage()))}
     for event in events:
         if any(piece.storage in found for piece in event.reads):
             found |= {piece.storage for piece in event.writes}
     return found
 
 
-def _operator(event: Event, growing: set[int]) -> Work:
+def _launch(event: Event) -> Work:
+    """The work of a launch of ours."""
+    kind, (count, M, N, K) = OURS.get(event.name, "fused pass"), event.size
+    if kind == "fused pass":
+        return Work(kind, float(event.nbytes))
+    flops = count * M * N * K * (4.0 if kind == "fused attention" or event.name.startswith("mlp.") else 2.0)
+    return Work(kind, float(event.nbytes), flops, event.size)
+
+
+def _is_product(kernel: Kernel) -> bool:
+    return kernel.events[0].name in PRODUCTS
+
+
+def _is_extern(kernel: Kernel) -> bool:
+    return kernel.events[0].name in EXTERN
+
+
+def _kernel(kernel: Kernel, grows: Collection[int]) -> Work:
+    """The work of a kernel of torch.compile."""
+    if _is_extern(kernel):
+        return _operator(kernel.events[0], grows)
+    reduces = any(event.name in NORMS or event.name in REDUCTIONS for event in kernel.events)
+    return _memory("compiled norm" if reduces else "compiled pass", (*kernel.reads, *kernel.writes), grows)
+
+
+def _template(product: Kernel, after: Kernel, grows: Collection[int]) -> tuple[Work, ...] | None:
+    """The product with the pointwise operators that follow it, whose operand is then not stored, and the rest of them.
+
+    The rest is a norm, which needs whole rows; None if nothing but a norm follows.
+    """
+    names = [event.name in NORMS or event.name in REDUCTIONS for event in after.events]
+    start = names.index(True) if True in names else len(names)
+    pointwise, rest = after.events[:start], after.events[start:]
+    between = {piece.storage for piece in product.writes}
+    results = [p for p in after.writes if any(p.storage == w.storage for event in pointwise for w in event.writes)]
+    if len(results) != 1:
+        return None
+    read = {piece for event in pointwise for piece in event.reads}
+    operands = [piece for piece in after.reads if piece in read and piece.storage not in between]
+    event = product.events[0]
+    one, first = _operator(event, grows), event.reads[PRODUCTS[event.name]]
+    fused = _memory("fused product", (*event.reads, *operands, *results), grows, one.flops, one.size, first)
+    if not rest:
+        return (fused,)
+    others = {piece for event in rest for piece in event.reads}
+    pieces = (*results, *(p for p in after.reads if p in others and p not in read), *set(after.writes) - set(results))
+    return fused, _memory("compiled norm", pieces, grows)
+
+
+def _operator(event: Event, grows: Collection[int]) -> Work:
     """The work of one of PyTorch's operators."""
     pieces, name = (*event.reads, *event.writes), event.name
     if name in PRODUCTS:
         first, second = event.reads[PRODUCTS[name] :][:2]
-        count = math.prod(first.shape[:-2])
-        size = (count, first.shape[-2], second.shape[-1], first.shape[-1])
+        size = (math.prod(first.shape[:-2]), first.shape[-2], second.shape[-1], first.shape[-1])
         kind = "float32 product" if _itemsize(event.writes[0]) == 4 else "product"
-        return _memory(kind, pieces, growing, event.flops, size, first.storage in growing)
+        return _memory(kind, pieces, grows, 2.0 * math.prod(size), size, first)
     if name in ATTENTION:
         query, key = event.reads[:2]
         size = (math.prod(query.shape[:2]), query.shape[2], key.shape[2], query.shape[3])
-        return _memory(ATTENTION[name], pieces, growing, event.flops, size, True)
+        return _memory(ATTENTION[name], pieces, grows, event.flops, size, query)
     if name == "convolution":
         image, weight = event.reads[:2]
-        depthwise = weight.shape[1] == 1 and image.shape[1] > 1
-        size = (1, math.prod(event.writes[0].shape[2:]) * IMAGES, weight.shape[0], math.prod(weight.shape[1:]))
-        return _memory("depthwise" if depthwise else "convolution", pieces, growing, event.flops, size, True)
+        kind = "depthwise" if weight.shape[1] == 1 and image.shape[1] > 1 else "convolution"
+        images, _, *sides = event.writes[0].shape
+        size = (1, images * math.prod(sides), weight.shape[0], math.prod(weight.shape[1:]))
+        return _memory(kind, pieces, grows, event.flops, size, image)
     kind = "norm" if name in NORMS else "reduction" if name in REDUCTIONS else "copy" if name in COPIES else "pass"
-    return _memory("tanh" if name == "gelu_tanh" else kind, pieces, growing)
+    return _memory("tanh" if name == "gelu_tanh" else kind, pieces, grows)
 
 
 def _memory(
     kind: str,
     pieces: Iterable[Piece],
-    growing: set[int],
-    flops: float = 0,
-    size: tuple[int, int, int, int] = (0, 0, 0, 0),
-    grows: bool = False,
+    grows: Collection[int],
+    flops: float = 0.0,
+    size: tuple[float, float, int, int] = (0, 0, 0, 0),
+    operand: Piece | None = None,
 ) -> Work:
+    """The work of a kernel that reads and writes these; its sizes grow with the number of images if `operand` does."""
     pieces = list(pieces)
-    per_image = sum(piece.nbytes for piece in pieces if piece.storage in growing) / IMAGES
-    several = size[0] > 1 or kind.endswith("attention")
-    steps = (size[0] / IMAGES, 0.0) if several else (0.0, size[1] / IMAGES)
     nbytes = float(sum(piece.nbytes for piece in pieces))
-    step = (per_image, flops / IMAGES, *steps) if grows else (per_image, 0.0, 0.0, 0.0)
-    return Work(kind, nbytes, float(flops), size, step)
+    step = sum(piece.nbytes for piece in pieces if piece.storage in grows) / IMAGES
+    if operand is None or operand.storage not in grows:
+        return Work(kind, nbytes, flops, size, (step, 0.0, 0.0, 0.0))
+    several = size[0] > 1 or kind.endswith("attention")
+    rows = (size[0] / IMAGES, 0.0) if several else (0.0, size[1] / IMAGES)
+    return Work(kind, nbytes, flops, size, (step, flops / IMAGES, *rows))
 
 
 def _itemsize(piece: Piece) -> int:
