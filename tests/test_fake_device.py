@@ -1,6 +1,7 @@
 """Tests of every model on a simulated GPU: nothing raises, the host never waits, and fakes describe the launches."""
 
 from contextlib import nullcontext
+from itertools import cycle
 
 import pytest
 import torch
@@ -30,9 +31,10 @@ FOREIGN = "timm_beit timm_dinov3 timm_vit_qk_norm hf_dinov2_swiglu hf_clip torch
 def selected(names: list[str], sample: list[str]) -> list:
     """(name, dtype) parameters: those of the sample run in bfloat16 and autocast always, the others with `-m full`.
 
-    Only the sample runs in float16, whose launches are those of bfloat16.
+    Only the sample runs in float16, whose launches are those of bfloat16; the others take turns with one dtype each.
     """
-    pairs = [(n, d) for n in names if n not in WAITING for d in DTYPES if d != "fp16" or n in sample]
+    turns = cycle(dtype for dtype in DTYPES if dtype != "fp16")
+    pairs = [(n, d) for n in names if n not in WAITING for d in (DTYPES if n in sample else [next(turns)])]
     often = {(name, dtype) for name in sample for dtype in ("bf16", "autocast")}
     return [pytest.param(*pair, marks=[] if pair in often else pytest.mark.full) for pair in pairs]
 
