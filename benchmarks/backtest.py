@@ -121,7 +121,10 @@ def counted(key: str) -> dict[str, Any]:
     amp, _, precision = dtype.rpartition(" ")
     set_fast_norm(key.endswith("fast norm"))
     try:
-        with weightless():
+        try:
+            with weightless():
+                model = _built(timm, name, int(size))
+        except RuntimeError:  # its constructor computes with random numbers
             model = _built(timm, name, int(size))
         shape = (model.pretrained_cfg["input_size"][0], int(size), int(size))
         weights = torch.float32 if amp else DTYPES[precision]

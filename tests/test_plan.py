@@ -62,14 +62,14 @@ def test_the_first_table_of_rates(size):
     """Oracle: by hand, from the published rates, for inference with 64 images and more."""
     fused = {"sm_89": SIZES, "sm_80": ("Ti", "S"), "sm_90": ("Ti",)}
     for architecture, batch in itertools.product(fused, (64, 256)):
-        want = "fused" if size in fused[architecture] else "mixed"
+        want = "fused" if size in fused[architecture] and (size, batch) != ("L", 64) else "mixed"
         gpu, sizes = cost.gpu_of(architecture), vit(size, batch)
         times = {way: cost.block_us(gpu, sizes, way, False, True) for way in cost.WAYS}
         assert min(times, key=times.get) == want, (architecture, batch, times)
 
 
 def test_expected_time_of_launches():
-    """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes; the minimum is 2.5 µs."""
+    """Oracle: by hand. A product is bound by flops or bytes, a pass by bytes; the minimum is 2.5 or 5 µs."""
     gpu = cost.gpus()["h200"]._replace(product_tflops=100.0, copy_gbs=1000.0, units=100, fused_product=(0.5, 1.0, 1.0))
     copy = cost.Launch("pass", 0.0, 85e6)
     assert cost.launch_us(gpu, copy) == pytest.approx(100)
@@ -78,6 +78,7 @@ def test_expected_time_of_launches():
     product = cost.Launch("product", 2.0 * M * N * K, 1.0, (M, N, K))
     want = 2.0 * M * N * K / (100e6 * 0.94)
     assert cost.launch_us(gpu, product) == pytest.approx(want)
+    assert cost.launch_us(gpu, product._replace(size=(1, 1, 1))) == cost.LEAST_PRODUCT_US
     assert cost.launch_us(gpu, product._replace(kind="fused product")) == pytest.approx(2 * want)
     assert cost.launch_us(gpu, product._replace(kind="fused product"), 1) == pytest.approx(want)
 
@@ -147,13 +148,15 @@ def test_choices_state_their_reason():
 
 
 def test_saved_values_and_compiled_time():
-    """Oracle: the equations of a block in units of C; all of PyTorch's attention launches and none of ours."""
+    """Oracle: the equations of a block in units of C; PyTorch's attention for ours, and a pass for the sum in place."""
     C, block = 768, vit("B", 64)
     assert [sum(cost.saved_values(b, way) for b in block) / C for way in cost.WAYS] == [16, 10, 10]
     gpu = cost.gpus()["h200"]._replace(fused_attention_tflops=(1e6, 1e6))
     for training in (False, True):
         slow = gpu._replace(fused_attention_tflops=(1e-6, 1e-6))
-        assert cost.compiled_us(gpu, block, training) == cost.block_us(slow, block, "mixed", training, False)
+        apart = 0.0 if training else 3 * 64 * 197 * C * 2 / (gpu.copy_gbs * cost.PASS) / 1e3
+        want = cost.block_us(slow, block, "mixed", training, False) + apart
+        assert cost.compiled_us(gpu, block, training) == pytest.approx(want)
         assert cost.compiled_us(gpu, block, training) > cost.block_us(gpu, block, "mixed", training, False)
 
 

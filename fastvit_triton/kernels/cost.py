@@ -1,12 +1,14 @@
 """Predicts the time of a branch on a GPU in each way, from its launches and the rates in tuned/rates.json.
 
-A launch takes max(flops / rate of its kind, bytes / bandwidth, 2.5 µs). Bytes count every tensor that a launch reads or
-writes once. The table states the source of each rate; ratios of our kernels are [pessimistic, expected, best]. All
-times here are predicted; measurements are in tuned/<architecture>.json and take precedence, see `plan`.
+A launch takes max(flops / rate of its kind, bytes / bandwidth, 2.5 µs or, for a matmul, 5 µs). Bytes count every
+tensor that a launch reads or writes once. The table states the source of each rate; ratios of our kernels are
+[pessimistic, expected, best]. All times here are predicted; measurements are in tuned/<architecture>.json and take
+precedence, see `plan`.
 
 Ways      fused: our kernels, with the LayerNorm folded into the first matmul.
           mixed: BLAS matmuls, and one pass for the operations between them: activation; LayerScale, stochastic depth,
-          residual and the next LayerNorm. Attention by the kernel that is expected to be faster.
+          residual and the next LayerNorm. Attention by the kernel that is expected to be faster. In inference without
+          LayerScale, the last matmul of a block adds to the residual in place, and no pass follows it.
           plain: PyTorch's modules, operator by operator.
 """
 
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 from .launch import TUNED
 
 WAYS = ("plain", "mixed", "fused")  # ties are resolved in this order
-LEAST_US = 2.5  # minimum time of a launch
+LEAST_US, LEAST_PRODUCT_US = 2.5, 5.0  # minimum time of a launch, and of a matmul; estimates
 PASS, NORM_BACKWARD = 0.85, 0.65  # fraction of the copy bandwidth: elementwise passes; LayerNorm backward of PyTorch
 TILES = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.82, (64, 64): 0.65}  # tile of a matmul → fraction of its rate
 NARROW = 384  # bytes of a row up to which one launch computes an MLP; see `mlp`
@@ -173,8 +175,19 @@ def launches(gpu: Gpu, branches: tuple[Branch, ...], way: str, training: bool, f
 
 
 def compiled_us(gpu: Gpu, branches: tuple[Branch, ...], training: bool) -> float:
-    """Expected microseconds of the branches under torch.compile: as mixed, with PyTorch's attention."""
-    return block_us(gpu._replace(fused_attention_tflops=(1e-9, 1e-9)), branches, "mixed", training, False)
+    """Expected microseconds under torch.compile: as mixed, with PyTorch's attention and without the sum in place."""
+    slow = gpu._replace(fused_attention_tflops=(1e-9, 1e-9))
+    return block_us(slow, branches, "mixed", training, False) + (0.0 if training else _saved_us(gpu, branches))
+
+
+def _saved_us(gpu: Gpu, branches: tuple[Branch, ...]) -> float:
+    """Microseconds that the sum in place saves in mixed inference."""
+    if len(branches) != 2 or not _adds_in_place(branches[1], "mixed", False, True, False):
+        return 0.0
+    b = branches[1]
+    M = b.images * b.tokens
+    apart = launch_us(gpu, product(b, M, b.channels, b.inner)) + launch_us(gpu, one_pass(b, 3 * M * b.channels))
+    return apart - launch_us(gpu, product(b, M, b.channels, b.inner, extra=M * b.channels))
 
 
 def saved_values(branch: Branch, way: str) -> int:
@@ -197,7 +210,7 @@ def launch_us(gpu: Gpu, launch: Launch, ratio: int = 0) -> float:
     elif launch.flops:
         rates = gpu.fused_attention_tflops if launch.kind == "fused attention" else gpu.attention_tflops
         compute = launch.flops / rates[launch.backward] / 1e6
-    return max(memory, compute, LEAST_US)
+    return max(memory, compute, LEAST_PRODUCT_US if launch.size[0] else LEAST_US)
 
 
 def _product_us(gpu: Gpu, M: int, N: int, K: int) -> float:
@@ -286,7 +299,14 @@ def forward(
     else:
         copies = [one_pass(b, 2 * M * C)] * 2 if b.kind == "window_attention" else []  # into windows and back
         core += conv + copies
-    return [*norm, product(b, M, b.width, C), *core, product(b, M, C, b.inner), *_end(b, way, last)]
+    in_place = _adds_in_place(b, way, first, last, training)
+    end = [] if in_place else _end(b, way, last)
+    return [*norm, product(b, M, b.width, C), *core, product(b, M, C, b.inner, extra=M * C * in_place), *end]
+
+
+def _adds_in_place(b: Branch, way: str, first: bool, last: bool, training: bool) -> bool:
+    """True if a mixed MLP adds to the residual in its last matmul; the branch before it then adds its bias."""
+    return way == "mixed" and b.kind == "mlp" and last and not first and not training and not b.scales
 
 
 def _end(b: Branch, way: str, last: bool) -> list[Launch]:
