@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastvit_triton.expected.times import call_us, devices
+from fastvit_triton.expected.times import Device, call_us, devices
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.expected.work import Work, work_of
 from fastvit_triton.files import replacing
@@ -165,19 +165,24 @@ def work(found: Mapping[str, Any], mode: str) -> list[tuple[Work, int]]:
     return [(Work(kind, nbytes, flops, tuple(size), tuple(step)), n) for n, kind, nbytes, flops, size, step in kernels]
 
 
-def predicted(rows: Iterable[Row], known: Mapping[str, Any], fitted: Mapping[str, float] | None = None) -> list[Row]:
-    """The rows with their predictions."""
-    found = []
+def predicted(
+    rows: Iterable[Row],
+    known: Mapping[str, Any],
+    fitted: Mapping[str, float] | None = None,
+    gpus: Mapping[str, Device] | None = None,
+) -> list[Row]:
+    """The rows with their predictions, from these constants and GPUs, or those of rates.json."""
+    found, gpus = [], devices() if gpus is None else gpus
     for row in rows:
         count = known[row.key]
-        if row.gpu not in devices():
+        if row.gpu not in gpus:
             found.append(row._replace(why=f"no rates of {row.gpu}"))
         elif row.mode not in ("eager", "compile"):
             found.append(row._replace(why=f"no model of {row.mode}"))
         elif "why" in count:
             found.append(row._replace(why=count["why"]))
         else:
-            us = call_us(work(count, row.mode), devices()[row.gpu], row.batch, fitted)
+            us = call_us(work(count, row.mode), gpus[row.gpu], row.batch, row.mode, fitted)
             found.append(row._replace(predicted=row.batch / us * 1e6))
     return found
 

@@ -4,14 +4,15 @@
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
 
 Least squares of the logarithm of predicted ÷ published, with a loss that grows linearly for outliers (soft L1), from
-the constants of the file, to which those that the rows say nothing of stay close.
+the constants of the file, to which those that the rows say nothing of stay close. A family of n rows has the weight of
+√n rows, because some families have hundreds.
 """
 
 import argparse
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.backtest import TABLE, Row, counts, errors, excluded, is_fitted, predicted, read, work
-from fastvit_triton.expected.times import RATES, constants, devices, kernel_us
+from benchmarks.backtest import TABLE, Row, counts, errors, excluded, family, is_fitted, predicted, read, work
+from fastvit_triton.expected.times import RATES, Device, constants, devices, kernel_us
 from fastvit_triton.expected.work import Work
 from fastvit_triton.files import replacing
 
@@ -37,40 +38,46 @@ class Fit:
     """
 
     def __init__(self, rows: Iterable[Row], known: Mapping[str, Any]) -> None:
-        self.rows = [
-            row for row in rows if is_fitted(row.model) and row.gpu in devices() and "why" not in known[row.key]
-        ]
+        rows = [row for row in rows if is_fitted(row.model) and row.gpu in devices()]
+        self.rows = [row for row in rows if "why" not in known[row.key]]
         self.kernels: dict[str, list[tuple[int, int, Work]]] = defaultdict(list)  # kind → (row, times, work)
         for n, row in enumerate(self.rows):
             for kernel, times in work(known[row.key], row.mode):
                 self.kernels[kernel.kind].append((n, times, kernel.at_batch(row.batch)))
+        self.launches = np.array([sum(n for _, n in work(known[row.key], row.mode)) for row in self.rows])
+        sizes = Counter(family(row.model) for row in self.rows)
+        self.weights = np.array([sizes[family(row.model)] ** -0.25 for row in self.rows])
         self._known: dict[str, tuple[dict, np.ndarray]] = {}
 
     def log_errors(self, fitted: Mapping[str, float]) -> np.ndarray:
         """log(predicted ÷ published) time of each row."""
-        total = sum(self._us(kind, fitted) for kind in self.kernels)
+        gpu = sum(self._us(kind, fitted) for kind in self.kernels)
+        host = np.array([fitted[f"host: {row.mode}"] for row in self.rows])
         published = np.array([row.batch / row.published * 1e6 for row in self.rows])
-        return np.log(total / published)
+        return np.log(np.maximum(gpu, self.launches * host) / published)
 
     def _us(self, kind: str, fitted: Mapping[str, float]) -> np.ndarray:
         """Microseconds that kernels of this kind take in each row; computed again only if their constants change."""
-        own = {name: value for name, value in fitted.items() if name.startswith(f"{kind}:") or name in SHARED}
+        own = {name: value for name, value in fitted.items() if name.startswith((f"{kind}:", *SHARED))}
         before, found = self._known.get(kind, (None, None))
         if before != own:
             found = np.zeros(len(self.rows))
+            gpus = fitted_devices(fitted)
             for n, times, kernel in self.kernels[kind]:
-                found[n] += times * kernel_us(kernel, devices()[self.rows[n].gpu], fitted)
+                found[n] += times * kernel_us(kernel, gpus[self.rows[n].gpu], fitted)
             self._known[kind] = own, found
         return found
 
     def run(self) -> dict[str, float]:
         """The constants of least loss."""
-        names = list(constants())
-        start = np.log([constants()[name] for name in names])
+        first = dict(constants())
+        for key in FITTED_DEVICES:
+            first |= {f"device {key}: {name}": getattr(devices()[key], name) for name in ("clock", "memory")}
+        names, start = list(first), np.log(list(first.values()))
 
         def residuals(logs: np.ndarray) -> np.ndarray:
             fitted = dict(zip(names, map(math.exp, logs), strict=True))
-            return np.concatenate([self.log_errors(fitted), PRIOR * (logs - start)])
+            return np.concatenate([self.weights * self.log_errors(fitted), PRIOR * (logs - start)])
 
         most = np.array([math.log(1.02) if name.endswith(": bandwidth") else math.inf for name in names])
         found = least_squares(
@@ -79,7 +86,15 @@ class Fit:
         return dict(zip(names, map(math.exp, found.x), strict=True))
 
 
-SHARED = ("launch", "product: depth")  # constants of several kinds
+def fitted_devices(fitted: Mapping[str, float]) -> dict[str, Device]:
+    """The GPUs with their fitted factors."""
+    factors = ("clock", "memory")
+    own = {key: {name: fitted[f"device {key}: {name}"] for name in factors} for key in FITTED_DEVICES}
+    return {key: device._replace(**own.get(key, {})) for key, device in devices().items()}
+
+
+SHARED = ("product: depth", "device ")  # constants of several kinds
+FITTED_DEVICES = ("rtx5090",)  # whose factors are fitted; the RTX 4090's are 1
 
 
 def main() -> None:
@@ -93,16 +108,19 @@ def main() -> None:
     rows = read(TABLE)
     known = counts(rows, known, given.jobs, given.counts)
     fitted = Fit(rows, known).run()
-    shown = predicted([row for row in rows if is_fitted(row.model)], known, fitted)
+    gpus = fitted_devices(fitted)
+    shown = predicted([row for row in rows if is_fitted(row.model)], known, fitted, gpus)
     for name, value in fitted.items():
-        print(f"{name:32} {constants()[name]:8.3f} → {value:8.3f}")
+        print(f"{name:32} {constants().get(name, 1.0):8.3f} → {value:8.3f}")
     for gpu in dict.fromkeys(row.gpu for row in shown):
         for mode in ("eager", "compile"):
             print(gpu, mode, errors(row for row in shown if (row.gpu, row.mode) == (gpu, mode)))
     print("excluded", excluded(shown))
     if given.write:
         table = json.loads(RATES.read_text())
-        table["constants"] = {name: {"value": round(value, 4)} for name, value in fitted.items()}
+        table["constants"] = {name: {"value": round(fitted[name], 4)} for name in constants()}
+        for key in FITTED_DEVICES:
+            table["devices"][key] |= {name: round(getattr(gpus[key], name), 4) for name in ("clock", "memory")}
         table["note"] = (
             f"Constants fitted by benchmarks.fit_rates to {sum(row.predicted is not None for row in shown)} rows of "
             "benchmarks/published/timm.csv; see fastvit_triton/expected/times.py. Nothing was measured by this project."

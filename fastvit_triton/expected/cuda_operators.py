@@ -81,7 +81,7 @@ def _attention(
     if query.dim() != 4:
         return _written_out(query, key, value, attn_mask, scale)
     operators = torch.ops.aten
-    if attn_mask is None and query.dtype != torch.float32 and max(query.shape[-1], value.shape[-1]) <= 256:
+    if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256:
         return operators._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])

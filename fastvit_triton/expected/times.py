@@ -3,9 +3,10 @@
 A kernel takes the longer of its products and its memory passes, both at a fraction of the data sheet's rates that
 depends on its kind, softened where they are equal, and not less than the time of an empty launch:
 
-    t = max(((flops' / (rate · f))⁴ + (bytes / (bandwidth · m))⁴)^¼, launch)
+    t = max(((flops' / (rate · f))⁴ + (bytes / (bandwidth · m))⁴)^¼, LEAST_US)
 
-flops' counts the padding of tiles. Constants and their provenance: rates.json, written by `benchmarks.fit_rates`.
+flops' counts the padding of tiles. A call takes the longer of its kernels and of the host, which launches them one by
+one. Constants and their provenance: rates.json, written by `benchmarks.fit_rates`.
 """
 
 import functools
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from .work import Work
 
 RATES = Path(__file__).with_name("rates.json")
+LEAST_US = 4.0  # of a kernel; an estimate
 ROWS, COLUMNS, DEPTH = 64, 64, 16  # tile of a batched product to which its sizes are padded
 
 
@@ -30,7 +32,8 @@ class Device(NamedTuple):
         float32_tflops: of float32 arithmetic without tensor cores.
         gbs: bandwidth of memory.
         source: of these figures.
-        clock: the part of `tflops` that long products reach beside the constants, because of limits of power.
+        clock: factor of `tflops` beside the constants, which hold for an RTX 4090: limits of power, and of clocks.
+        memory: factor of `gbs` beside the constants.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Device(NamedTuple):
     gbs: float
     source: str
     clock: float = 1.0
+    memory: float = 1.0
 
 
 @functools.cache
@@ -59,28 +63,34 @@ def _table() -> dict:
 
 
 def call_us(
-    work: Iterable[tuple[Work, int]], device: Device, images: int, fitted: Mapping[str, float] | None = None
+    work: Iterable[tuple[Work, int]],
+    device: Device,
+    images: int,
+    host: str | None = None,
+    fitted: Mapping[str, float] | None = None,
 ) -> float:
-    """Expected microseconds of a call on a GPU, without time of the host.
+    """Expected microseconds of a call on a GPU.
 
     Args:
         work: (kernel, number of times), see `work.Call`.
         device: one of `devices()`.
         images: number of images.
+        host: "eager" or "compile", for the time that the host takes to launch a kernel; None to ignore it.
         fitted: constants; None for those of rates.json.
     """
-    fitted = constants() if fitted is None else fitted
-    return sum(times * kernel_us(kernel.at_batch(images), device, fitted) for kernel, times in work)
+    fitted, kernels = constants() if fitted is None else fitted, list(work)
+    gpu = sum(times * kernel_us(kernel.at_batch(images), device, fitted) for kernel, times in kernels)
+    return gpu if host is None else max(gpu, fitted[f"host: {host}"] * sum(times for _, times in kernels))
 
 
 def kernel_us(work: Work, device: Device, fitted: Mapping[str, float]) -> float:
     """Expected microseconds of one kernel; `work` is for the whole batch."""
-    memory = work.nbytes / (device.gbs * fitted[f"{work.kind}: bandwidth"]) / 1e3
+    memory = work.nbytes / (device.gbs * device.memory * fitted[f"{work.kind}: bandwidth"]) / 1e3
     compute = 0.0
     if work.flops:
         rate = device.float32_tflops if work.kind == "float32 product" else device.tflops * device.clock
         compute = _padded(work, fitted) / (rate * fitted[f"{work.kind}: flops"]) / 1e6
-    return max((compute**4 + memory**4) ** 0.25, fitted["launch"])
+    return max((compute**4 + memory**4) ** 0.25, LEAST_US)
 
 
 def _padded(work: Work, fitted: Mapping[str, float]) -> float:

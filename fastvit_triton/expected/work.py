@@ -34,7 +34,8 @@ KINDS = {  # kind → what it is
     "masked attention": "memory-efficient attention with a bias or mask",
     "convolution": "convolution in 16 bits, channels first",
     "depthwise": "depthwise convolution",
-    "norm": "LayerNorm, RMSNorm, BatchNorm or GroupNorm",
+    "norm": "LayerNorm, RMSNorm, BatchNorm or GroupNorm in float32",
+    "16-bit norm": "the same of 16-bit values",
     "reduction": "softmax, sum, mean or maximum",
     "copy": "copy that moves values: contiguous, roll, cat, pad, index",
     "tanh": "GELU by tanh",
@@ -219,7 +220,9 @@ def _operator(event: Event, grows: Collection[int]) -> Work:
         images, _, *sides = event.writes[0].shape
         size = (1, images * math.prod(sides), weight.shape[0], math.prod(weight.shape[1:]))
         return _memory(kind, pieces, grows, event.flops, size, image)
-    kind = "norm" if name in NORMS else "reduction" if name in REDUCTIONS else "copy" if name in COPIES else "pass"
+    if name in NORMS:
+        return _memory("16-bit norm" if _itemsize(event.reads[0]) == 2 else "norm", pieces, grows)
+    kind = "reduction" if name in REDUCTIONS else "copy" if name in COPIES else "pass"
     return _memory("tanh" if name == "gelu_tanh" else kind, pieces, grows)
 
 
