@@ -26,10 +26,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastvit_triton.expected.times import Device, call_us, devices
+from fastvit_triton import optimize
+from fastvit_triton.expected.count import traced
+from fastvit_triton.expected.times import Device, call_us, devices, with_ours
 from fastvit_triton.expected.values import weightless
-from fastvit_triton.expected.work import Work, work_of
+from fastvit_triton.expected.work import Work, ours, work_of
 from fastvit_triton.files import replacing
+from fastvit_triton.kernels import cost
+from fastvit_triton.kernels.plan import forcing
 from fastvit_triton.measure.machine import provenance
 
 COMMAND = "python -m benchmarks.backtest --out benchmarks/results/backtest.json"
@@ -48,7 +52,7 @@ class Row(NamedTuple):
 
     Attributes:
         gpu: short name, such as rtx4090.
-        mode: "eager" or "compile".
+        mode: "eager", "compile", or "fused" for an engine of hand-tuned kernels, which is compared with our expected rates.
         dtype: "amp fp16", "bf16", …
         model: timm's name.
         img_size: side in pixels.
@@ -71,8 +75,9 @@ class Row(NamedTuple):
     @property
     def key(self) -> str:
         """Name of its counts."""
-        fast = " fast norm" * (self.mode == "eager" and self.gpu in FAST_NORM)
-        return f"{self.model} {self.img_size} {self.dtype}{fast}"
+        more = " fast norm" * (self.mode == "eager" and self.gpu in FAST_NORM)
+        more = f" on {self.gpu} {self.batch}" if self.mode == "fused" else more
+        return f"{self.model} {self.img_size} {self.dtype}{more}"
 
     @property
     def error(self) -> float:
@@ -117,6 +122,7 @@ def counted(key: str) -> dict[str, Any]:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    key, _, fused = key.partition(" on ")
     name, size, dtype = key.removesuffix(" fast norm").split(" ", 2)
     amp, _, precision = dtype.rpartition(" ")
     set_fast_norm(key.endswith("fast norm"))
@@ -128,12 +134,22 @@ def counted(key: str) -> dict[str, Any]:
             model = _built(timm, name, int(size))
         shape = (model.pretrained_cfg["input_size"][0], int(size), int(size))
         weights = torch.float32 if amp else DTYPES[precision]
+        if fused:
+            gpu, batch = fused.split()
+            return {"fused": [[times, *kernel] for kernel, times in _fused(model.to(weights), shape, gpu, int(batch))]}
         call = work_of(model, shape, weights, DTYPES[precision] if amp else None)
     except Exception as error:  # of code of others, for hundreds of models
         return {"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     finally:
         set_fast_norm(False)
     return {mode: [[times, *kernel] for kernel, times in getattr(call, mode)] for mode in ("eager", "compiled")}
+
+
+def _fused(model: torch.nn.Module, shape: tuple, gpu: str, batch: int) -> tuple[tuple[Work, int], ...]:
+    optimize(model.eval())
+    images = torch.empty(batch, *shape, dtype=next(model.parameters()).dtype, device="meta")
+    with forcing("fused"):
+        return ours(traced(model, cost.gpus()[gpu], False, (images,), {}, frozen=True).events)
 
 
 def _built(timm: Any, name: str, size: int) -> torch.nn.Module:
@@ -161,7 +177,7 @@ def counts(rows: Iterable[Row], known: dict[str, Any], jobs: int, kept: Path | N
 
 def work(found: Mapping[str, Any], mode: str) -> list[tuple[Work, int]]:
     """The kernels of a mode in the counts of a model."""
-    kernels = found["eager" if mode == "eager" else "compiled"]
+    kernels = found["compiled" if mode == "compile" else mode]
     return [(Work(kind, nbytes, flops, tuple(size), tuple(step)), n) for n, kind, nbytes, flops, size, step in kernels]
 
 
@@ -177,12 +193,14 @@ def predicted(
         count = known[row.key]
         if row.gpu not in gpus:
             found.append(row._replace(why=f"no rates of {row.gpu}"))
-        elif row.mode not in ("eager", "compile"):
+        elif row.mode not in ("eager", "compile", "fused"):
             found.append(row._replace(why=f"no model of {row.mode}"))
         elif "why" in count:
             found.append(row._replace(why=count["why"]))
         else:
-            us = call_us(work(count, row.mode), gpus[row.gpu], row.batch, row.mode, fitted)
+            host = None if row.mode == "fused" else row.mode
+            rates = with_ours(cost.gpus()[row.gpu], 1) if row.mode == "fused" else fitted
+            us = call_us(work(count, row.mode), gpus[row.gpu], row.batch, host, rates)
             found.append(row._replace(predicted=row.batch / us * 1e6))
     return found
 

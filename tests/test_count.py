@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, optimize
+from fastvit_triton.expected import times
 from fastvit_triton.expected.count import count, predict
 from fastvit_triton.expected.trace import Count, tracing
 from fastvit_triton.expected.values import weightless
@@ -123,6 +124,9 @@ def test_each_gpu_has_its_own_choices(monkeypatch):
         model = create_model("vit_small_patch16_224", depth=2).to(torch.bfloat16).eval()
     real = cost.gpus()["rtx4090"]
     fast = real._replace(product_tflops=1e6, copy_gbs=1e6, attention_tflops=(1e6, 1e6))
+    sheet = times.device_of(real)
+    fastest = sheet._replace(tflops=1e6, gbs=1e6)
+    monkeypatch.setattr(times, "device_of", lambda gpu: fastest if gpu == fast else sheet)
     first, second, third = found = [predict(model, gpu, False, empty(256, 3, 224, 224)) for gpu in (fast, real, fast)]
     assert [{choice.way for choice in one.blocks} for one in found] == [{"plain"}, {"fused"}, {"plain"}]
     assert second.frozen.launches == second.ours.launches - 2  # one fold per block

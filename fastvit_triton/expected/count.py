@@ -2,8 +2,9 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from ..kernels.launch import targeting
 from ..kernels.plan import Choice, assuming, host_us, observing
 from ..layers.freeze import freeze
 from ..layers.ways import SIZES
+from . import times, work
+from .cuda_operators import as_on_cuda
 from .inductor import inductor_count
 from .trace import Count, Trace, tracing
 from .values import given, without_weights
@@ -33,6 +36,7 @@ class Prediction:
         choices: for branches and ops, in call order.
         gpu: its rates.
         training: True if it includes the backward pass.
+        traces: of eager PyTorch, ours, and ours after `freeze` in inference.
     """
 
     eager: Count
@@ -42,6 +46,7 @@ class Prediction:
     choices: tuple[Choice, ...]
     gpu: Gpu
     training: bool
+    traces: tuple[Trace, ...] = field(repr=False, compare=False)
 
     @property
     def blocks(self) -> tuple[Choice, ...]:
@@ -49,21 +54,55 @@ class Prediction:
         return tuple(choice for choice in self.choices if choice.branches)
 
     def eager_us(self) -> float:
-        """Expected microseconds of the blocks in eager PyTorch."""
-        return sum(self._us(choice, "plain", False, 0) for choice in self.blocks)
+        """Expected microseconds in eager PyTorch: of the whole call in inference, of the blocks in training."""
+        host = sum(self._host_us(choice, "plain") for choice in self.blocks)
+        if self.training:
+            return sum(max(self._block_us(c, "plain", False, 0), self._host_us(c, "plain")) for c in self.blocks)
+        return max(times.call_us(self._call.eager, self._device, 0), host)
 
-    def compiled_us(self) -> float:
-        """Expected microseconds of the blocks under torch.compile: as mixed, with PyTorch's attention, no host time."""
-        return sum(compiled_us(self.gpu, choice.branches, self.training) for choice in self.blocks)
+    def compiled_us(self, mode: str = "default") -> float:
+        """Expected microseconds under torch.compile: of the whole call, or of the blocks in training, without host time.
+
+        Args:
+            mode: "default", or in inference "max-autotune", whose templates may compute what follows a product with it.
+        """
+        if self.training:
+            return sum(compiled_us(self.gpu, choice.branches, True) for choice in self.blocks)
+        us = times.call_us(self._call.compiled, self._device, 0, "compile")
+        if mode == "max-autotune":
+            us -= times.saved_by_templates_us(self._call.templates, self.gpu, self._device)
+        return us
 
     def ours_us(self, frozen: bool = False) -> tuple[float, float, float]:
-        """Expected microseconds of the blocks by default, at the kernels' pessimistic, expected and best rates."""
-        low, expected, best = (sum(self._us(c, c.way, frozen, ratio) for c in self.blocks) for ratio in (0, 1, 2))
+        """Expected microseconds by default, at the kernels' pessimistic, expected and best rates.
+
+        Of the whole call in inference, of the blocks in training.
+        """
+        host = sum(self._host_us(choice, choice.way) for choice in self.blocks)
+        if not self.training:
+            found = work.ours(self.traces[2 if frozen else 1].events)
+            rates = (times.with_ours(self.gpu, ratio) for ratio in (0, 1, 2))
+            low, expected, best = (max(times.call_us(found, self._device, 0, fitted=one), host) for one in rates)
+            return low, expected, best
+        low, expected, best = (
+            sum(max(self._block_us(c, c.way, frozen, ratio), self._host_us(c, c.way)) for c in self.blocks)
+            for ratio in (0, 1, 2)
+        )
         return low, expected, best
 
-    def _us(self, choice: Choice, way: str, frozen: bool, ratio: int) -> float:
-        host = host_us(way, len(choice.branches), self.training, choice.replayed)
-        return max(block_us(self.gpu, choice.branches, way, self.training, frozen, ratio), host)
+    @functools.cached_property
+    def _call(self) -> work.Call:
+        return work.work_of_events(self.traces[0].events)
+
+    @property
+    def _device(self) -> times.Device:
+        return times.device_of(self.gpu)
+
+    def _host_us(self, choice: Choice, way: str) -> float:
+        return host_us(way, len(choice.branches), self.training, choice.replayed)
+
+    def _block_us(self, choice: Choice, way: str, frozen: bool, ratio: int) -> float:
+        return block_us(self.gpu, choice.branches, way, self.training, frozen, ratio)
 
     def saved_bytes(self, way: str | None = None) -> int:
         """Bytes that the blocks save for the backward pass in one way, or by default; see `cost.saved_values`."""
@@ -88,6 +127,8 @@ def count(function: Callable, *inputs: object, **named: object) -> Count:
 def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named: object) -> Prediction:
     """Predicts the cost of a model on a GPU, in PyTorch and with this package's defaults.
 
+    Inside `torch.autocast("cpu", dtype)` it is the cost under CUDA's autocast.
+
     Args:
         model: converted by `optimize`, or one of ours; on the meta device. It is not changed.
         gpu: one of `cost.gpus()`.
@@ -100,11 +141,15 @@ def predict(model: nn.Module, gpu: Gpu, training: bool, *inputs: object, **named
         RuntimeError: the model reads a value that depends on weights or on meta tensors.
     """
     choices: list[Choice] = []
-    eager = traced(model, None, training, inputs, named)
+    traces = [traced(model, None, training, inputs, named)]
     with observing(choices.append):
-        ours = traced(model, gpu, training, inputs, named).count
-    frozen = None if training else traced(model, gpu, training, inputs, named, frozen=True).count
-    return Prediction(eager.count, inductor_count(eager.events), ours, frozen, tuple(choices), gpu, training)
+        traces.append(traced(model, gpu, training, inputs, named))
+    if not training:
+        traces.append(traced(model, gpu, training, inputs, named, frozen=True))
+    eager, ours, *frozen = (trace.count for trace in traces)
+    compiled = inductor_count(traces[0].events)
+    after = frozen[0] if frozen else None
+    return Prediction(eager, compiled, ours, after, tuple(choices), gpu, training, tuple(traces))
 
 
 def traced(
@@ -133,7 +178,8 @@ def traced(
 
 
 def _called(model: nn.Module, inputs: tuple, named: dict[str, object]) -> Trace:
-    with tracing() as trace, torch.set_grad_enabled(model.training):
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    with tracing() as trace, as_on_cuda(autocast), torch.set_grad_enabled(model.training):
         results = model(*inputs, **named)
         results = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad]
         if model.training:

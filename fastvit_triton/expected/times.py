@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ..kernels.cost import Gpu
 from .work import Work
 
 RATES = Path(__file__).with_name("rates.json")
@@ -51,6 +52,11 @@ def devices() -> dict[str, Device]:
     return {key: Device(**row) for key, row in _table()["devices"].items()}
 
 
+def device_of(gpu: Gpu) -> Device:
+    """The data sheet's rates of a GPU in tuned/rates.json."""
+    return next(device for device in devices().values() if device.name == gpu.name)
+
+
 @functools.cache
 def constants() -> dict[str, float]:
     """The fitted constants by name."""
@@ -81,6 +87,46 @@ def call_us(
     fitted, kernels = constants() if fitted is None else fitted, list(work)
     gpu = sum(times * kernel_us(kernel.at_batch(images), device, fitted) for kernel, times in kernels)
     return gpu if host is None else max(gpu, fitted[f"host: {host}"] * sum(times for _, times in kernels))
+
+
+def saved_by_templates_us(
+    templates: Iterable[tuple[tuple[tuple[Work, ...], tuple[Work, ...]], int]], gpu: Gpu, device: Device
+) -> float:
+    """Microseconds by which mode max-autotune is faster: where a template with its epilogue is, it takes the template.
+
+    Templates are as fast as our kernels are expected to be, in relation to PyTorch's BLAS.
+
+    Args:
+        templates: of `work.Call`, for the whole batch.
+        gpu: the ratio of our kernels.
+        device: its data sheet.
+    """
+    fitted = with_ours(gpu, 1)
+    saved = 0.0
+    for (apart, together), times in templates:
+        before, after = (sum(kernel_us(one, device, fitted) for one in some) for some in (apart, together))
+        saved += times * max(0.0, before - after)
+    return saved
+
+
+def with_ours(gpu: Gpu, ratio: int) -> dict[str, float]:
+    """The constants, with those of our kernels: PyTorch's times the ratios in tuned/rates.json.
+
+    Args:
+        gpu: with the ratios.
+        ratio: 0 pessimistic, 1 expected, 2 best. Passes are pessimistically as fast as torch.compile's without a
+            reduction, and otherwise as those with one, since they compute norms.
+    """
+    fitted = dict(constants())
+    for kind, others, factor in (
+        ("fused product", "product", gpu.fused_product[ratio]),
+        ("fused attention", "attention", gpu.fused_attention_tflops[0] / gpu.attention_tflops[0]),
+    ):
+        fitted[f"{kind}: flops"] = fitted[f"{others}: flops"] * factor
+        fitted[f"{kind}: bandwidth"] = fitted[f"{others}: bandwidth"]
+    fitted["fused attention: channels"] = fitted["attention: channels"]
+    fitted["fused pass: bandwidth"] = fitted[f"compiled {'norm' if ratio else 'pass'}: bandwidth"]
+    return fitted
 
 
 def kernel_us(work: Work, device: Device, fitted: Mapping[str, float]) -> float:
