@@ -577,18 +577,18 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize(
-    "name, side, size, candidates, launches",
+    "name, side, size, blocks, launches",
     [
-        ("timm:vit_tiny_patch16_224", 0, 224, 61, (126, 77, 65)),
-        ("torchvision:vit_b_16", 96, 96, 61, (162, 89, 77)),
-        ("hf-config:Dinov2Model", 0, 224, 61, (173, 88, 76)),
-        ("hf-config:CLIPConfig", 64, 64, 61, (174, 103, 79)),
-        ("FOLDER", 0, 28, 11, (36, 23, 19)),
-        ("FOLDER/config.json", 42, 42, 11, (36, 23, 19)),
+        ("timm:vit_tiny_patch16_224", 0, 224, 12, (126, 77, 65)),
+        ("torchvision:vit_b_16", 96, 96, 12, (162, 89, 77)),
+        ("hf-config:Dinov2Model", 0, 224, 12, (173, 88, 76)),
+        ("hf-config:CLIPConfig", 64, 64, 12, (174, 103, 79)),
+        ("FOLDER", 0, 28, 2, (36, 23, 19)),
+        ("FOLDER/config.json", 42, 42, 2, (36, 23, 19)),
         ("vit_digits_patch2_8", 0, 8, None, None),
     ],
 )
-def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_path, capsys: pytest.CaptureFixture):
+def test_doctor_examines_a_model(name, side, size, blocks, launches, tmp_path, capsys: pytest.CaptureFixture):
     """Oracle: operators counted by hand, modules of twelve blocks, all fused; the output says that kernels need a GPU.
 
     A block that is not frozen needs one more launch to fold its LayerNorms, or to run both when there are few rows, and
@@ -606,10 +606,10 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
     assert text.startswith(f"{name}: ") and f" × {size} × {size}, bfloat16, inference" in text
     assert "need a CUDA or ROCm GPU, this is cpu" in text or torch.cuda.is_available()
     assert "Nothing here was measured." in text and "--gpu takes h200, " in text
-    if candidates is None:
+    if blocks is None:
         assert "Its layers call the kernels" in text
     else:
-        assert f"\n{candidates} of {candidates} candidates are fused" in text
+        assert f"\n{blocks} of {blocks} blocks are converted, " in text
         (before, compiled, *ours) = values(text, "launches")
         assert (before, *ours) == launches and compiled < before
     assert len(values(text, "MB per image")) == 4
@@ -629,7 +629,7 @@ def test_doctor_examines_a_tower_of_packed_images(tmp_path, capsys: pytest.Captu
         text = capsys.readouterr().out
         counts.append(values(text, "launches"))
     assert "batch 2: images of 3 × 56 × 84, bfloat16, inference" in text  # rounded to tokens of 28 × 28 pixels
-    assert "\n12 of 12 candidates are fused" in text
+    assert "\n2 of 2 blocks are converted, " in text
     assert counts[1][-1] - counts[0][-1] == 8
 
 

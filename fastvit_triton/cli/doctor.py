@@ -112,6 +112,7 @@ def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") ->
     import torch
 
     from ..convert import optimize
+    from ..convert.reporting import NOTHING
     from ..kernels.backend import why_not
     from ..kernels.cost import gpus
 
@@ -119,8 +120,8 @@ def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") ->
     model = found.model
     what = f"{name}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
     report = None if found.ours else optimize(model)
-    if report is not None and not report.rows:
-        print_line(f"{what}, has no Transformer blocks and no other module that the kernels replace.")
+    if report is not None and report.is_empty:
+        print_line(f"{what}, {NOTHING}.")
         return False
     print_line(f"{what}\n")
     if report is None:
