@@ -453,4 +453,4 @@ def test_labels_of_unfused_towers():
     assert {(row.type, row.why) for row in report.left} == {("CLIPAttention", "causal mask")}
     assert [row.path.split(".")[-1] for row in report.norms] == ["layer_norm1"] * 2 + ["final_layer_norm"]
     assert str(report).startswith("2 of 2 blocks are converted, ")
-    assert "LayerNorm kernel, in a launch of its own" in str(report)
+    assert "LayerNorm, in a launch of its own" in str(report)

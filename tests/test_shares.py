@@ -16,8 +16,12 @@ from torch import nn
 
 from fastvit_triton import create_model, optimize
 from fastvit_triton.convert import shares
+from fastvit_triton.convert.chosen import located, with_ways
+from fastvit_triton.convert.counting.count import predict
 from fastvit_triton.convert.reporting import NOTHING, OURS, Report, Row
 from fastvit_triton.convert.shares import Shares, Subject, stated_input
+from fastvit_triton.kernels import cost
+from fastvit_triton.kernels.plan import forcing
 
 C, HEADS, HIDDEN, DEPTH, PATCH, SIDE, CLASSES = 24, 2, 60, 3, 8, 32, 5
 PATCHES = (SIDE // PATCH) ** 2
@@ -283,6 +287,8 @@ def test_fused_is_said_of_what_runs_fused():
         f"1 of 4 blocks run fused, 20 % {unit}; 1 run mixed, 20 % {unit}; 1 run plain, 20 % {unit}."
     )
     assert "fused" not in str(known("plain", "mixed"))
+    norm = Row("norm", "LayerNorm", "LayerNorm kernel", bare=True, way="fused")
+    assert "fused" not in str(Report((norm,), subject=Subject(nn.Linear(1, 1))))
     text = str(optimize(vit()))
     assert "fused" not in text.replace("fused, mixed or plain", "") and "3 of 3 blocks are converted" in text
 
@@ -312,3 +318,52 @@ def test_the_ends_of_the_range_are_exact(part: float, text: str):
     subject = Subject(nn.Linear(1, 1))
     subject._shares = Shares("FLOPs", {"a": round(part * 10000)}, 10000)
     assert Report(rows, subject=subject).headline() == f"1 of 1 block run fused, {text} of the FLOPs."
+
+
+@pytest.mark.parametrize("way", ["fused", "mixed", "plain"])
+def test_each_module_has_the_way_of_its_choice(way):
+    """Oracle: the forced way; a module in a block has the block's, and a module that the call skips is plain."""
+    model = vit(class_token=True)
+    model.again, model.unused = model.blocks[2], nn.LayerNorm(C)
+    report = optimize(model)
+    with forcing(way), located(model):
+        prediction = predict(model, cost.gpus()["h100"], False, image().to("meta"))
+    assert all("_fastvit_triton_path" not in vars(module) for module in model.modules())
+    found = with_ways(report, prediction.choices, lambda choice: choice.why)
+    rows = {row.path: row for row in found.rows}
+    want = {"again": way, "unused": "plain", "blocks.1.mlp": way, "blocks.1.norm1": way, "blocks.0": way}
+    assert {path: rows[path].way for path in want} == want
+    assert "asked for" in rows["blocks.0"].why and "it chose no kernel" in rows["unused"].why
+    assert found.headline().startswith(f"4 of 4 blocks run {way}, ") and found.device is None
+    assert [row.path for row in found.rows] == [row.path for row in report.rows]
+
+
+def test_unchanged_modules_have_no_way():
+    """Oracle: the row of a module that a filter leaves out."""
+    model = vit()
+    report = optimize(model, filter_fn=lambda module, path: path != "blocks.1.attn")
+    with forcing("fused"), located(model):
+        prediction = predict(model, cost.gpus()["h100"], False, image().to("meta"))
+    rows = {row.path: row for row in with_ways(report, prediction.choices, lambda choice: choice.why).rows}
+    assert rows["blocks.1.attn"].way is None and rows["blocks.1.attn"].why == "excluded by filter_fn"
+    assert rows["blocks.1"].way == rows["blocks.0"].way == "fused"
+
+
+def test_our_models_have_rows_for_their_blocks():
+    """Oracle: the names of its blocks; ops outside of them make no choice where a way is forced."""
+    model = create_model("vit_digits_patch2_8").eval()
+    with forcing("mixed"), located(model):
+        prediction = predict(model, cost.gpus()["h100"], False, torch.empty(1, 1, 8, 8, device="meta"))
+    found = with_ways(optimize(model), prediction.choices, lambda choice: choice.why)
+    assert [row.path for row in found.rows] == [f"blocks.{i}" for i in range(len(model.blocks))]
+    assert {row.way for row in found.rows} == {"mixed"}
+    with located(model):
+        prediction = predict(model, cost.gpus()["h100"], False, torch.empty(1, 1, 8, 8, device="meta"))
+    found = with_ways(optimize(model), prediction.choices, lambda choice: choice.why)
+    assert found.rows[0].path == "patch_embed" and {row.why for row in found.rows} == {"expected"}
+
+
+def test_ways_need_a_model():
+    """Oracle: the sentence."""
+    with pytest.raises(ValueError, match="give the report of a model that exists"):
+        with_ways(Report(), (), str)

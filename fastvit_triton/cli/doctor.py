@@ -1,11 +1,11 @@
 """`doctor`: which kernels run on this machine, and the predicted cost of a model on any known GPU."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
 import platform
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..kernels.plan import Choice
 
 HELP = "show which kernels run on this machine, or predict the cost of a model on a GPU"
+VIT = "vit_base_patch16_224"  # assumed without --model
 BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
@@ -35,29 +36,25 @@ SAVED = " Saved: activations that the blocks save for the backward pass."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `doctor`."""
     add = parser.add_argument
-    add("--model", check=check_name, help=PREFIXES)
-    add("--gpu", check=_check_gpu, help="h200, a100, rtx4090, … (default: the GPU of this machine, else h200)")
+    add("--model", check=check_name, help=f"{PREFIXES} (default, with other options: timm:{VIT})")
+    add("--gpu", check=_check_gpu, help="h200, a100, 4090, … (default: the GPU of this machine, else h200)")
     text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
     add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
     text = f"images per batch (default: {', '.join(map(str, BATCHES))})"
     add("--batch", type=int, check=at_least(1), help=text)
     add("--train", action="store_true", help="a training step without optimiser, not inference")
+    add("--amp", choices=("bfloat16", "float16"), help="autocast to it (default: weights in bfloat16)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints versions and whether each op's kernel runs here, or why not; with --model, predicts its cost on a GPU."""
+    """Prints versions and whether each op's kernel runs here, or why not; with options, predicts a model's cost."""
     import torch
 
+    if args.model is None and any((args.gpu, args.img_size, args.batch, args.train, args.amp)):
+        args.model = _default_model()
     if args.model is not None:
-        gpu = _gpu(args.gpu)
-        found = build_model(args.model, args.img_size)
-        if _print_model(found, args.model, args.gpu, gpu):
-            _print_predictions(found, args, gpu)
+        _predict(build_model(args.model, args.img_size), args, _gpu(args.gpu))
         return 0
-    given = {"--gpu": args.gpu, "--img-size": args.img_size, "--batch": args.batch, "--train": args.train or None}
-    for option, value in given.items():
-        if value is not None:
-            raise ValueError(f"{option} needs --model; name one")
 
     from ..kernels import OPS
     from ..kernels.backend import backend, why_not
@@ -85,10 +82,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_gpu(option: str, name: str) -> None:
     """Raises ValueError if no rates of this GPU are known."""
-    from ..kernels.cost import gpus
+    from ..kernels.cost import gpu_by_name
 
-    if name not in gpus():
-        raise ValueError(f"{option} is {name}; use one of {', '.join(gpus())}")
+    try:
+        gpu_by_name(name)
+    except ValueError as error:
+        raise ValueError(f"{option}{str(error).removeprefix('gpu')}") from error
+
+
+def _default_model() -> str:
+    """ViT-B/16: timm's if it is installed, else ours."""
+    from ..measure.variants import absent
+
+    return VIT if absent("timm") else f"timm:{VIT}"
 
 
 def _gpu(name: str | None) -> "Gpu":
@@ -96,81 +102,76 @@ def _gpu(name: str | None) -> "Gpu":
     import torch
 
     from ..kernels.backend import why_not
-    from ..kernels.cost import gpus
+    from ..kernels.cost import gpu_by_name
     from ..kernels.launch import architecture
     from ..kernels.plan import gpu_on
 
     device = select_device("auto")
     if name is not None or why_not(device, torch.bfloat16) is not None:
-        return gpus()[name or "h200"]
+        return gpu_by_name(name or "h200")
     device = torch.device("cuda", torch.cuda.current_device())
     return gpu_on(device)._replace(architecture=architecture(device))
 
 
-def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") -> bool:
-    """Converts a model and prints the conversion report; False if there is nothing to predict, after one sentence."""
+def _predict(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
+    """Converts a model, and prints for each batch size how its modules run and the predicted cost."""
     import torch
 
     from ..convert import optimize
+    from ..convert.chosen import located, with_ways
+    from ..convert.counting.count import predict
     from ..convert.reporting import NOTHING
+    from ..convert.shares import Subject
     from ..kernels.backend import why_not
     from ..kernels.cost import gpus
 
-    why = why_not(select_device("auto"), torch.bfloat16)
-    model = found.model
-    what = f"{name}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
-    report = None if found.ours else optimize(model)
-    if report is not None and report.is_empty:
-        print_line(f"{what}, {NOTHING}.")
-        return False
-    print_line(f"{what}\n")
-    if report is None:
-        print_line(f"Its layers call the kernels; nothing needs to be converted.{f' {why}.' if why else ''}")
-    else:
-        print_line(str(dataclasses.replace(report, device=why)))
-    here = "" if asked or not why else f" (no GPU here runs the kernels; --gpu takes {', '.join(gpus())})"
-    print_line(f"\nHow calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
-    print_line(f"Source of its rates: {gpu.source}.")
-    return True
-
-
-def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
-    """Prints the choices and the predicted cost for each batch size."""
-    import torch
-
-    from ..convert.counting.count import predict
-
     model, shape = found.model, found.shape
-    model.to(torch.bfloat16)
-    phase = "training step" if args.train else "inference"
+    what = f"{args.model}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+    report = optimize(model)
+    if report.is_empty:
+        print_line(f"{what}, {NOTHING}.")
+        return
+    print_line(what)
+    why = None if args.gpu else why_not(select_device("auto"), torch.bfloat16)
+    here = f" ({why}; --gpu takes {', '.join(gpus())})" if why else ""
+    print_line(f"How calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
+    print_line(f"Source of its rates: {gpu.source}.")
+    dtype = torch.float32 if args.amp else torch.bfloat16
+    make = partial(torch.empty, dtype=dtype, device="meta")
+    model.to(dtype)
+    positional, named = found.inputs(1, make)
+    report = dataclasses.replace(report, subject=Subject(model, named or positional))
+    amp = torch.autocast("cpu", getattr(torch, args.amp)) if args.amp else contextlib.nullcontext()  # counted on a CPU
+    numbers, phase = (
+        f"autocast to {args.amp}" if args.amp else "bfloat16",
+        "training step" if args.train else "inference",
+    )
     for batch in BATCHES if args.batch is None else (args.batch,):
-        positional, keywords = found.inputs(batch, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
+        positional, named = found.inputs(batch, make)
         try:
-            prediction = predict(model, gpu, args.train, *positional, **keywords)
+            with located(model), amp:
+                prediction = predict(model, gpu, args.train, *positional, **named)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # some models need other inputs
             first = str(error).splitlines()[0]
             raise ValueError(f"{args.model} cannot be counted from the shape of images alone: {first}") from error
-        print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, bfloat16, {phase}\n")
-        for (text, way, why), times in Counter(map(_described, prediction.choices)).items():
-            print_line(f"{f'{times} × {text}':40} {way:7} {why}")
+        print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, {numbers}, {phase}\n")
+        print_line(str(with_ways(report, prediction.choices, _reason)))
+        print_line("")
         _print_table(prediction, batch)
     print_line(NOTES + (SAVED if args.train else FROZEN))
 
 
-def _described(choice: "Choice") -> tuple[str, str, str]:
-    """(name of the op or block, chosen way, reason) of a choice."""
-    name = f"op {choice.name}"
-    if choice.branches:
-        name = f"{choice.name} N={choice.branches[0].tokens} C={choice.branches[0].channels}"
+def _reason(choice: "Choice") -> str:
+    """Why a choice was made: what decided, and the expected times if these did."""
     if choice.why != "expected":
-        return name, choice.way, choice.why
+        return choice.why
     times = []
     for way, (gpu, host) in choice.us.items():
         if way in choice.refused:
             times.append(f"{way} {choice.refused[way]}")
         else:
             times.append(f"{way} {max(gpu, host):.0f} (GPU {gpu:.0f}, host {host:.0f})" if host else f"{way} {gpu:.1f}")
-    return name, choice.way, f"least expected µs: {'; '.join(times)}"
+    return f"least expected µs: {'; '.join(times)}"
 
 
 def _print_table(found: "Prediction", batch: int) -> None:

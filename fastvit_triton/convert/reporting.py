@@ -178,7 +178,8 @@ def _is_block(row: Row) -> bool:
 
 def _kind(row: Row) -> str:
     """What a converted module is: what it became, without the way."""
-    return (row.became or "").removeprefix("fused ") + ", in a launch of its own" * row.bare
+    kind = (row.became or "").removeprefix("fused ")
+    return f"{kind.removesuffix(' kernel')}, in a launch of its own" if row.bare else kind
 
 
 def _several(number: int, noun: str) -> str:
