@@ -7,8 +7,10 @@ import copy
 import gc
 import pickle
 import re
+from pathlib import Path
 
 import pytest
+import timm
 import torch
 import transformers
 from timm.models.vision_transformer import VisionTransformer
@@ -367,3 +369,10 @@ def test_ways_need_a_model():
     """Oracle: the sentence."""
     with pytest.raises(ValueError, match="give the report of a model that exists"):
         with_ways(Report(), (), str)
+
+
+def test_the_guide_shows_what_is_printed():
+    """Oracle: the report of the page's first example, on a CPU."""
+    page = (Path(__file__).parents[1] / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    model = timm.create_model("vit_base_patch16_224")
+    assert f"```text\n{optimize(model)}\n```" in page
