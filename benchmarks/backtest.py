@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
     Attributes:
         gpu: short name, such as rtx4090.
-        mode: "eager", "compile", or "fused" for an engine of hand-tuned kernels, which is compared with our expected rates.
+        mode: "eager", "compile", or "fused": an engine of hand-tuned kernels, compared with ours at expected rates.
         dtype: "amp fp16", "bf16", …
         model: timm's name.
         img_size: side in pixels.

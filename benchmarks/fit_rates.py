@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.backtest import TABLE, Row, counts, errors, excluded, family, is_fitted, predicted, read, work
+from benchmarks.backtest import TABLE, Row, counts, errors, excluded, family, gains, is_fitted, predicted, read, work
 from fastvit_triton.expected.times import RATES, Device, constants, devices, kernel_us
 from fastvit_triton.expected.work import Work
 from fastvit_triton.files import replacing
@@ -121,6 +121,8 @@ def main() -> None:
         table["constants"] = {name: {"value": round(fitted[name], 4)} for name in constants()}
         for key in FITTED_DEVICES:
             table["devices"][key] |= {name: round(getattr(gpus[key], name), 4) for name in ("clock", "memory")}
+        every = predicted(rows, known, fitted, gpus)
+        table["error_of_gain"] = errors(row for row in gains(every) if family(row.model) not in excluded(every))
         table["note"] = (
             f"Constants fitted by benchmarks.fit_rates to {sum(row.predicted is not None for row in shown)} rows of "
             "benchmarks/published/timm.csv; see fastvit_triton/expected/times.py. Nothing was measured by this project."

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -608,7 +609,8 @@ def test_decisions_are_logged_and_reported(caplog):
         found = convert.report(model, images)
     assert [row.path for row in found.rows[:3]] == ["patch_embed.proj", "blocks.0.norm1", "blocks.0.attn.qkv"]
     assert [row.became for row in found.rows[:4]] == ["patch_embed", "linear", "linear", "attention_qkv"]
-    assert str(found).endswith("18 of 19 candidates are fused.") and "head" in str(found)
+    assert str(found).startswith("18 of 19 calls are converted.\n")
+    assert re.search(r"^head \(linear\) +left to the compiler  ", str(found), re.MULTILINE)
     assert (found.left[0].path, found.left[0].type) == ("head", "linear")
     assert not convert.report(model, images).fused  # the kernels cannot run on this CPU
     with caplog.at_level(logging.INFO, "fastvit_triton.convert.backend"):

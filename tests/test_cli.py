@@ -30,6 +30,7 @@ from fastvit_triton.expected import count
 from fastvit_triton.expected.count import predict
 from fastvit_triton.kernels import backend, cost, launch, plan
 from fastvit_triton.kernels.plan import forcing
+from fastvit_triton.measure import variants
 from fastvit_triton.measure.variants import compiling
 from fastvit_triton.train import data
 from fastvit_triton.train.checkpoint import PREVIOUS, load_state
@@ -577,18 +578,18 @@ def test_doctor_names_every_op(capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize(
-    "name, side, size, candidates, launches",
+    "name, side, size, blocks, launches",
     [
-        ("timm:vit_tiny_patch16_224", 0, 224, 61, (126, 77, 65)),
-        ("torchvision:vit_b_16", 96, 96, 61, (162, 89, 77)),
-        ("hf-config:Dinov2Model", 0, 224, 61, (173, 88, 76)),
-        ("hf-config:CLIPConfig", 64, 64, 61, (174, 103, 79)),
-        ("FOLDER", 0, 28, 11, (36, 23, 19)),
-        ("FOLDER/config.json", 42, 42, 11, (36, 23, 19)),
-        ("vit_digits_patch2_8", 0, 8, None, None),
+        ("timm:vit_tiny_patch16_224", 0, 224, 12, (126, 77, 65)),
+        ("torchvision:vit_b_16", 96, 96, 12, (162, 89, 77)),
+        ("hf-config:Dinov2Model", 0, 224, 12, (173, 88, 76)),
+        ("hf-config:CLIPConfig", 64, 64, 12, (174, 103, 79)),
+        ("FOLDER", 0, 28, 2, (36, 23, 19)),
+        ("FOLDER/config.json", 42, 42, 2, (36, 23, 19)),
+        ("vit_digits_patch2_8", 0, 8, 4, None),
     ],
 )
-def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_path, capsys: pytest.CaptureFixture):
+def test_doctor_examines_a_model(name, side, size, blocks, launches, tmp_path, capsys: pytest.CaptureFixture):
     """Oracle: operators counted by hand, modules of twelve blocks, all fused; the output says that kernels need a GPU.
 
     A block that is not frozen needs one more launch to fold its LayerNorms, or to run both when there are few rows, and
@@ -606,10 +607,8 @@ def test_doctor_examines_a_model(name, side, size, candidates, launches, tmp_pat
     assert text.startswith(f"{name}: ") and f" × {size} × {size}, bfloat16, inference" in text
     assert "need a CUDA or ROCm GPU, this is cpu" in text or torch.cuda.is_available()
     assert "Nothing here was measured." in text and "--gpu takes h200, " in text
-    if candidates is None:
-        assert "Its layers call the kernels" in text
-    else:
-        assert f"\n{candidates} of {candidates} candidates are fused" in text
+    assert re.search(rf"^{blocks} of {blocks} blocks run fused, (over )?\d+ % of the FLOPs", text, re.MULTILINE)
+    if launches is not None:
         (before, compiled, *ours) = values(text, "launches")
         assert (before, *ours) == launches and compiled < before
     assert len(values(text, "MB per image")) == 4
@@ -629,7 +628,7 @@ def test_doctor_examines_a_tower_of_packed_images(tmp_path, capsys: pytest.Captu
         text = capsys.readouterr().out
         counts.append(values(text, "launches"))
     assert "batch 2: images of 3 × 56 × 84, bfloat16, inference" in text  # rounded to tokens of 28 × 28 pixels
-    assert "\n12 of 12 candidates are fused" in text
+    assert "\n2 of 2 blocks run fused, " in text and "share of weights" in text
     assert counts[1][-1] - counts[0][-1] == 8
 
 
@@ -673,7 +672,9 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     assert tuple(b._replace(scales=0) for b in block) == sizes
     us = {w: cost.block_us(rates, block, w, training, False) for w in cost.WAYS}
     host = {w: (410 if training else 150) * ratio for w, ratio in cost.table()["host_us"]["replayed"][phase].items()}
-    (line,) = re.findall(rf"^12 × attention \+ mlp N=197 C=384 +{way} +least expected µs: (.*)$", text, re.MULTILINE)
+    (line,) = re.findall(
+        rf"^blocks\.\* ×12 \(Block\) +{way} +9\d\.\d %  .*least expected µs: (.*)$", text, re.MULTILINE
+    )
     for w in cost.WAYS:
         assert f"{w} {max(us[w], host[w]):.0f} (GPU {us[w]:.0f}, host {host[w]:.0f})" in line or f"{w} moves" in line
     expected = values(text, "expected ms of the blocks")
@@ -711,6 +712,41 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
     launch._architecture.cache_clear()
 
 
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("words", ["--gpu 4090 --batch 8", "--train --batch 8", "--amp float16 --batch 8"])
+def test_doctor_assumes_vit_b(words, installed, monkeypatch, capsys: pytest.CaptureFixture):
+    """Oracle: timm's ViT-B/16 if timm is installed, else ours; both have 86.6 million parameters."""
+    monkeypatch.setattr(variants, "absent", lambda name: None if installed else f"{name} cannot be imported")
+    assert main(["doctor", *words.split()]) == 0
+    text, name = capsys.readouterr().out, "timm:vit_base_patch16_224" if installed else "vit_base_patch16_224"
+    assert text.startswith(f"{name}: VisionTransformer, 86.6 M parameters\n")
+    assert re.search(r"^12 of 12 blocks run (fused|mixed|plain), (over )?99 % of the FLOPs", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("model", ["timm:vit_tiny_patch16_224", "vit_tiny_patch16_224"])
+def test_doctor_predicts_autocast(model: str, capsys: pytest.CaptureFixture):
+    """Oracle: launches of the casts that autocast adds in eager PyTorch: at least one for each product of a block."""
+    counts = {}
+    for amp in ("", "bfloat16", "float16"):
+        assert main(["doctor", "--model", model, "--batch", "64", *(["--amp", amp] if amp else [])]) == 0
+        text = capsys.readouterr().out
+        assert f" {f'autocast to {amp}' if amp else 'bfloat16'}, inference\n" in text
+        counts[amp] = values(text, "launches")
+    assert counts["bfloat16"] == counts["float16"] and counts["float16"][0] >= counts[""][0] + 12 * 4
+
+
+def test_doctor_names_the_way_of_each_module(capsys: pytest.CaptureFixture):
+    """Oracle: the way that is forced, for blocks and what is inside them."""
+    for way in cost.WAYS:
+        with forcing(way):
+            assert main(["doctor", "--model", "timm:vit_tiny_patch16_224", "--batch", "8", "--gpu", "h100"]) == 0
+        text = capsys.readouterr().out
+        table = text[text.index("\nmodule ") : text.index("\n\n ")].strip().splitlines()[1:]
+        shown = {line.split("(")[0].strip(): re.search(r"\)  +(.*?)  ", line)[1] for line in table}
+        assert len(shown) == 7 and {found for name, found in shown.items() if "blocks" in name} == {way}
+        assert f"12 of 12 blocks run {way}, 98 % of the FLOPs" in text
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [
@@ -736,9 +772,8 @@ def test_doctor_uses_the_local_gpu(monkeypatch, capsys: pytest.CaptureFixture):
         ("hf-config:CLIPConfig --img-size 64x32", "--img-size is 64x32, and CLIPVisionModel takes square images"),
         ("timm:resnet18 --batch 0", "--batch is 0"),
         ("timm:resnet18 --gpu gtx970", "--gpu is gtx970; use one of h200, "),
-        (" --img-size 32", "--img-size needs --model; name one"),
-        (" --gpu h200", "--gpu needs --model; name one"),
-        (" --train", "--train needs --model; name one"),
+        ("timm:resnet18 --gpu 200", "--gpu is 200; use one of h200, b200"),
+        ("timm:resnet18 --amp float64", "--amp: invalid choice: 'float64'"),
     ],
 )
 def test_doctor_rejects_bad_models(words, sentence, tmp_path, capsys: pytest.CaptureFixture):

@@ -403,3 +403,28 @@ def test_a_mixed_block_draws_and_keeps_no_more_than_it_needs(monkeypatch):
             net(x)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("rtx4090", "rtx4090"), ("RTX 4090", "rtx4090"), ("4090", "rtx4090"), ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("H100", "h100"), ("nvidia-h200", "h200"), ("300x", "mi300x"), ("AMD MI300X", "mi300x"), ("40S", "l40s"),
+    ],
+)  # fmt: skip
+def test_gpus_are_found_by_what_ends_their_names(name: str, key: str):
+    """Oracle: the table of rates."""
+    assert cost.gpu_by_name(name) is cost.gpus()[key]
+
+
+@pytest.mark.parametrize("name", ["", "0", "x", "rtx", "gtx 970", "40900", "nvidia"])
+def test_unknown_gpus_are_refused(name: str):
+    """Oracle: one sentence with the known names."""
+    with pytest.raises(ValueError, match=f"^gpu is {name}; use one of h200, h100, .*mi300x$"):
+        cost.gpu_by_name(name)
+
+
+def test_names_that_end_several_gpus_are_refused():
+    """Oracle: the two names."""
+    with pytest.raises(ValueError, match=r"^gpu is 200; use one of h200, b200$"):
+        cost.gpu_by_name("200")

@@ -1,11 +1,11 @@
 """`doctor`: which kernels run on this machine, and the predicted cost of a model on any known GPU."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
 import platform
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
     from ..kernels.plan import Choice
 
 HELP = "show which kernels run on this machine, or predict the cost of a model on a GPU"
+MODES = ("default", "max-autotune")
+VIT = "vit_base_patch16_224"  # assumed without --model
 BATCHES = (1, 8, 64, 256)
 NOTES = """
 Nothing here was measured. Launches and bytes are counted from shapes: an operator that writes memory is one launch, \
 which reads its operands and writes its results once. Those of torch.compile are estimated by a rule \
-(expected/inductor.py). Expected times are the longer of GPU and host time of the blocks, from published \
-rates and estimates (kernels/tuned/rates.json); a range in brackets is from the best to the pessimistic rates of our \
-kernels. The choice uses the pessimistic ones. torch.compile is expected to take the GPU time of the mixed way with \
-PyTorch's attention, and no host time."""
+(expected/inductor.py). Expected times are the longer of GPU and host time"""
+WHOLE = """ of the whole call, from rates of data sheets and constants fitted to published throughput \
+(expected/rates.json); a range in brackets is from the best to the pessimistic rates of our kernels, and the \
+percentage is the error that nine of ten predicted gains of torch.compile over eager do not exceed. How calls run is \
+chosen by other, pessimistic rates (kernels/tuned/rates.json)."""
+BLOCKS = """ of the blocks, from published rates and estimates (kernels/tuned/rates.json); a range in brackets is from \
+the best to the pessimistic rates of our kernels. The choice uses the pessimistic ones. torch.compile is expected to \
+take the GPU time of the mixed way with PyTorch's attention, and no host time."""
 FROZEN = " Frozen: after fastvit_triton.freeze, which folds the LayerNorms of fused blocks into their projections once."
 SAVED = " Saved: activations that the blocks save for the backward pass."
 
@@ -35,29 +41,30 @@ SAVED = " Saved: activations that the blocks save for the backward pass."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `doctor`."""
     add = parser.add_argument
-    add("--model", check=check_name, help=PREFIXES)
-    add("--gpu", check=_check_gpu, help="h200, a100, rtx4090, … (default: the GPU of this machine, else h200)")
+    add("--model", check=check_name, help=f"{PREFIXES} (default, with other options: timm:{VIT})")
+    add("--gpu", check=_check_gpu, help="h200, a100, 4090, … (default: the GPU of this machine, else h200)")
     text = "image side in pixels, or HEIGHTxWIDTH (default: the model's)"
     add("--img-size", "--image-size", type=image_size, check=check_size, metavar="SIZE", help=text)
     text = f"images per batch (default: {', '.join(map(str, BATCHES))})"
     add("--batch", type=int, check=at_least(1), help=text)
     add("--train", action="store_true", help="a training step without optimiser, not inference")
+    add("--amp", choices=("bfloat16", "float16"), help="autocast to it (default: weights in bfloat16)")
+    add("--mode", choices=MODES, help="of torch.compile (default: both)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints versions and whether each op's kernel runs here, or why not; with --model, predicts its cost on a GPU."""
+    """Prints versions and whether each op's kernel runs here, or why not; with options, predicts a model's cost."""
     import torch
 
+    if args.model is None and any((args.gpu, args.img_size, args.batch, args.train, args.amp, args.mode)):
+        args.model = _default_model()
     if args.model is not None:
-        gpu = _gpu(args.gpu)
-        found = build_model(args.model, args.img_size)
-        if _print_model(found, args.model, args.gpu, gpu):
-            _print_predictions(found, args, gpu)
+        from ..kernels.cost import gpu_by_name
+        from ..measure.verdict import local_gpu
+
+        gpu = local_gpu() if args.gpu is None else gpu_by_name(args.gpu)
+        _predict(build_model(args.model, args.img_size), args, gpu)
         return 0
-    given = {"--gpu": args.gpu, "--img-size": args.img_size, "--batch": args.batch, "--train": args.train or None}
-    for option, value in given.items():
-        if value is not None:
-            raise ValueError(f"{option} needs --model; name one")
 
     from ..kernels import OPS
     from ..kernels.backend import backend, why_not
@@ -85,111 +92,119 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_gpu(option: str, name: str) -> None:
     """Raises ValueError if no rates of this GPU are known."""
-    from ..kernels.cost import gpus
+    from ..kernels.cost import gpu_by_name
 
-    if name not in gpus():
-        raise ValueError(f"{option} is {name}; use one of {', '.join(gpus())}")
-
-
-def _gpu(name: str | None) -> "Gpu":
-    """The GPU of that name; without a name, this machine's GPU if the kernels run on it, else the H200."""
-    import torch
-
-    from ..kernels.backend import why_not
-    from ..kernels.cost import gpus
-    from ..kernels.launch import architecture
-    from ..kernels.plan import gpu_on
-
-    device = select_device("auto")
-    if name is not None or why_not(device, torch.bfloat16) is not None:
-        return gpus()[name or "h200"]
-    device = torch.device("cuda", torch.cuda.current_device())
-    return gpu_on(device)._replace(architecture=architecture(device))
+    try:
+        gpu_by_name(name)
+    except ValueError as error:
+        raise ValueError(f"{option}{str(error).removeprefix('gpu')}") from error
 
 
-def _print_model(found: NamedModel, name: str, asked: str | None, gpu: "Gpu") -> bool:
-    """Converts a model and prints the conversion report; False if there is nothing to predict, after one sentence."""
+def _default_model() -> str:
+    """ViT-B/16: timm's if it is installed, else ours."""
+    from ..measure.variants import absent
+
+    return VIT if absent("timm") else f"timm:{VIT}"
+
+
+def _predict(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
+    """Converts a model, and prints for each batch size how its modules run and the predicted cost."""
     import torch
 
     from ..convert import optimize
+    from ..convert.chosen import located, with_ways
+    from ..convert.reporting import NOTHING
+    from ..convert.shares import Subject
+    from ..expected.count import predict
     from ..kernels.backend import why_not
     from ..kernels.cost import gpus
-
-    why = why_not(select_device("auto"), torch.bfloat16)
-    model = found.model
-    what = f"{name}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
-    report = None if found.ours else optimize(model)
-    if report is not None and not report.rows:
-        print_line(f"{what}, has no Transformer blocks and no other module that the kernels replace.")
-        return False
-    print_line(f"{what}\n")
-    if report is None:
-        print_line(f"Its layers call the kernels; nothing needs to be converted.{f' {why}.' if why else ''}")
-    else:
-        print_line(str(dataclasses.replace(report, device=why)))
-    here = "" if asked or not why else f" (no GPU here runs the kernels; --gpu takes {', '.join(gpus())})"
-    print_line(f"\nHow calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
-    print_line(f"Source of its rates: {gpu.source}.")
-    return True
-
-
-def _print_predictions(found: NamedModel, args: argparse.Namespace, gpu: "Gpu") -> None:
-    """Prints the choices and the predicted cost for each batch size."""
-    import torch
-
-    from ..expected.count import predict
+    from ..measure.verdict import of_prediction
 
     model, shape = found.model, found.shape
-    model.to(torch.bfloat16)
-    phase = "training step" if args.train else "inference"
+    what = f"{args.model}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
+    report = optimize(model)
+    if report.is_empty:
+        print_line(f"{what}, {NOTHING}.")
+        return
+    print_line(what)
+    why = None if args.gpu else why_not(select_device("auto"), torch.bfloat16)
+    here = f" ({why}; --gpu takes {', '.join(gpus())})" if why else ""
+    print_line(f"How calls run is chosen by expected time, here for {gpu.name}, {gpu.architecture}{here}.")
+    print_line(f"Source of its rates: {gpu.source}.")
+    dtype = torch.float32 if args.amp else torch.bfloat16
+    make = partial(torch.empty, dtype=dtype, device="meta")
+    model.to(dtype)
+    positional, named = found.inputs(1, make)
+    report = dataclasses.replace(report, subject=Subject(model, named or positional))
+    amp = torch.autocast("cpu", getattr(torch, args.amp)) if args.amp else contextlib.nullcontext()  # counted on a CPU
+    numbers, phase = (
+        f"autocast to {args.amp}" if args.amp else "bfloat16",
+        "training step" if args.train else "inference",
+    )
     for batch in BATCHES if args.batch is None else (args.batch,):
-        positional, keywords = found.inputs(batch, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
+        positional, named = found.inputs(batch, make)
         try:
-            prediction = predict(model, gpu, args.train, *positional, **keywords)
+            with located(model), amp:
+                prediction = predict(model, gpu, args.train, *positional, **named)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # some models need other inputs
             first = str(error).splitlines()[0]
             raise ValueError(f"{args.model} cannot be counted from the shape of images alone: {first}") from error
-        print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, bfloat16, {phase}\n")
-        for (text, way, why), times in Counter(map(_described, prediction.choices)).items():
-            print_line(f"{f'{times} × {text}':40} {way:7} {why}")
-        _print_table(prediction, batch)
-    print_line(NOTES + (SAVED if args.train else FROZEN))
+        print_line(f"\nbatch {batch}: images of {' × '.join(map(str, shape))}, {numbers}, {phase}\n")
+        shown = with_ways(report, prediction.choices, _reason)
+        print_line(f"{shown}\n")
+        _print_table(prediction, batch, MODES if args.mode is None else (args.mode,))
+        if not args.train:
+            print_line(f"\n{of_prediction(prediction, shown, batch, numbers)}")
+    print_line(NOTES + (BLOCKS + SAVED if args.train else WHOLE + FROZEN))
 
 
-def _described(choice: "Choice") -> tuple[str, str, str]:
-    """(name of the op or block, chosen way, reason) of a choice."""
-    name = f"op {choice.name}"
-    if choice.branches:
-        name = f"{choice.name} N={choice.branches[0].tokens} C={choice.branches[0].channels}"
+def _reason(choice: "Choice") -> str:
+    """Why a choice was made: what decided, and the expected times if these did."""
     if choice.why != "expected":
-        return name, choice.way, choice.why
+        return choice.why
     times = []
     for way, (gpu, host) in choice.us.items():
         if way in choice.refused:
             times.append(f"{way} {choice.refused[way]}")
         else:
             times.append(f"{way} {max(gpu, host):.0f} (GPU {gpu:.0f}, host {host:.0f})" if host else f"{way} {gpu:.1f}")
-    return name, choice.way, f"least expected µs: {'; '.join(times)}"
+    return f"least expected µs: {'; '.join(times)}"
 
 
-def _print_table(found: "Prediction", batch: int) -> None:
+def _print_table(found: "Prediction", batch: int, modes: tuple[str, ...]) -> None:
     """Prints launches, bytes, saved activations and expected times, ours and PyTorch's."""
     counts = {"PyTorch": found.eager, "torch.compile": found.compiled, "by default": found.ours}
     if found.frozen is not None:
         counts["frozen"] = found.frozen
     rows = {
-        "launches": [f"{count.launches}" for count in counts.values()],
-        "MB per image": [f"{count.nbytes / 1e6 / batch:.1f}" for count in counts.values()],
+        name: {"launches": f"{n.launches}", "MB per image": _megabytes(n.nbytes, batch)} for name, n in counts.items()
     }
-    if found.blocks:
-        if found.training:
-            saved = (found.saved_bytes("plain"), None, found.saved_bytes())
-            rows["MB per image saved"] = ["-" if n is None else f"{n / 1e6 / batch:.1f}" for n in saved]
-        times = [f"{found.eager_us() / 1e3:.3f}", f"{found.compiled_us() / 1e3:.3f}"]
-        for frozen in (False, True)[: len(counts) - 2]:
-            most, expected, least = (us / 1e3 for us in found.ours_us(frozen))
-            times.append(f"{expected:.3f}" + (f" ({least:.3f} to {most:.3f})" if most > least else ""))
-        rows["expected ms of the blocks"] = times
-    widths = [max(14, 2 + max(len(row[i]) for row in (list(counts), *rows.values()))) for i in range(len(counts))]
-    for label, row in {"": list(counts), **rows}.items():
-        print_line(f"{label:26}" + "".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)))
+    if found.training:
+        rows["PyTorch"]["MB per image saved"] = _megabytes(found.saved_bytes("plain"), batch)
+        rows["by default"]["MB per image saved"] = _megabytes(found.saved_bytes(), batch)
+        modes = ("default",)  # what templates compute is not known for the backward pass
+    expected = "expected ms" + " of the blocks" * found.training
+    if found.blocks or not found.training:
+        rows["PyTorch"][expected] = _milliseconds(found.eager_us())
+        rows["torch.compile"][expected] = _milliseconds(found.compiled_us())
+        for name in list(counts)[2:]:
+            most, between, least = found.ours_us(name == "frozen")
+            span = f" ({_milliseconds(least)} to {_milliseconds(most)})" if most > least else ""
+            rows[name][expected] = _milliseconds(between) + span
+    if "max-autotune" in modes:
+        best = {"max-autotune": {expected: _milliseconds(found.compiled_us("max-autotune"))}}
+        rows = {name: rows.pop(name) for name in ("PyTorch", "torch.compile")} | best | rows
+    if "default" not in modes:
+        del rows["torch.compile"]
+    width = {name: max(14, 2 + max(map(len, (name, *row.values())))) for name, row in rows.items()}
+    print_line(f"{'':26}" + "".join(f"{name:>{width[name]}}" for name in rows))
+    for label in dict.fromkeys(label for row in rows.values() for label in row):
+        print_line(f"{label:26}" + "".join(f"{row.get(label, '-'):>{width[name]}}" for name, row in rows.items()))
+
+
+def _megabytes(nbytes: float, batch: int) -> str:
+    return f"{nbytes / 1e6 / batch:.1f}"
+
+
+def _milliseconds(us: float) -> str:
+    return f"{us / 1e3:.3f}"

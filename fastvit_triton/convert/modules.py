@@ -24,7 +24,8 @@ from . import from_timm, from_torch, from_torchvision, from_transformers, from_v
 from .forwards import INNER, Forward, Parts, forward_for, known_type
 from .from_torch import STEMS, stems_of
 from .recognition import forget, is_ours
-from .reporting import Report, Row
+from .reporting import OURS, UNKNOWN, Report, Row
+from .shares import Subject
 from .verify import TOLERANCE, as_double, differences
 
 LEFT: dict[str, str | None] = {
@@ -71,7 +72,8 @@ def optimize(
             differ; the report gives the difference.
 
     Returns:
-        Report: for each candidate, what it became or why it was not converted; prints as a table.
+        Report: for each candidate, what it became or why it was not converted; prints as a table with its share of the
+            model's FLOPs if `verify` or `tune` is given or the model states its input size, otherwise of its weights.
 
     Raises:
         TypeError: model is not an nn.Module, filter_fn cannot be called, freeze is not a bool, or verify is one.
@@ -98,7 +100,7 @@ def optimize(
         from .. import tune as measure  # by its public name: `measure` imports this package
 
         measure(model, tune, model.training)
-    return Report(rows, device)
+    return Report(rows, device, subject=Subject(model, tune if verify is None else verify))
 
 
 @contextmanager
@@ -135,7 +137,7 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
         if is_ours(path, known):
             if not any(f"{path}.".startswith(p + "." if p else "") for p in own):
                 own.append(path)
-                rows.append(Row(path, type(module).__name__, why="it calls the kernels itself"))
+                rows.append(Row(path, type(module).__name__, why=OURS))
             continue
         row = _convert(path, module, filter_fn)
         if row is None:
@@ -203,7 +205,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
     if forward is None and name in STEMS and not hasattr(module, STEMS[name]):
         return Row(path, cls, why=f"it has no {STEMS[name]}, which its fused forward reads")
     if forward is None:
-        why = LEFT.get(known_type(module), "unknown type")
+        why = LEFT.get(known_type(module), UNKNOWN)
         asked = why is not None and any(word in cls.lower() for word in WORDS)
         return Row(path, cls, why=why) if asked else None
     if isinstance(forward, str):

@@ -1,7 +1,16 @@
 """Reports of `optimize` and the compile backend, as data and as a table."""
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .shares import Shares, Subject
+
+OURS = "it calls the kernels itself"  # why a module of ours is not converted
+UNKNOWN = "unknown type"
+VERBS = {"converted": "are converted", "fused": "run fused", "mixed": "run mixed", "plain": "run plain"}
+NOTHING = "has no Transformer blocks and no other module that the kernels replace"
 
 
 @dataclass(frozen=True)
@@ -13,8 +22,9 @@ class Row:
         type: the module's class, or the function that is called, such as "layer_norm".
         became: what replaces it; None if it is unchanged.
         within: path of the innermost fused module that contains it, or None.
-        why: why it is unchanged, or when its original code runs; or None.
+        why: why it is unchanged, why it runs in its way, or when its original code runs; or None.
         bare: True for a LayerNorm that is not folded: our kernel replaces PyTorch's without saving a launch.
+        way: "fused", "mixed" or "plain", where it is known for a call; else None, as each call chooses.
     """
 
     path: str
@@ -23,25 +33,28 @@ class Row:
     within: str | None = None
     why: str | None = None
     bare: bool = False
+    way: str | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """All candidates in the order of `model.named_modules()`, or of their calls; prints as a table.
+    """All candidates in the order of `model.named_modules()`, or of their calls; prints as a headline and a table.
 
     Attributes:
         rows: one for each candidate.
         device: why the kernels do not run on the parameters' device; None if they do.
-        unfused: what runs for unchanged candidates.
+        unfused: the way of unchanged candidates.
+        subject: the model, from which the shares are counted; None for a graph, whose table has no shares.
     """
 
     rows: tuple[Row, ...] = ()
     device: str | None = None
-    unfused: str = "own forward"
+    unfused: str = "original"
+    subject: Subject | None = field(default=None, compare=False, repr=False)
 
     @property
     def fused(self) -> tuple[Row, ...]:
-        """Candidates that run fused."""
+        """Candidates that were converted, without norms in launches of their own; each call chooses their way."""
         return tuple(row for row in self.rows if row.became is not None and not row.bare)
 
     @property
@@ -54,22 +67,135 @@ class Report:
         """Candidates that are unchanged."""
         return tuple(row for row in self.rows if row.became is None)
 
+    def shares(self) -> Shares | None:
+        """The work of each module: FLOPs if an example was given or the model states its input size, else weights.
+
+        FLOPs are counted on the first call, on fake tensors, and then kept (a second for the largest models); weights
+        also count if FLOPs cannot be counted or the model was deleted. None for a graph.
+        """
+        return None if self.subject is None else self.subject.shares()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the model has nothing for the kernels: no candidate, or only some of unknown types."""
+        return all(row.became is None and row.why == UNKNOWN for row in self.rows)
+
+    def headline(self) -> str:
+        """One sentence: how many blocks, or else modules, are converted or run in which way, and their share."""
+        if self.is_empty:
+            return f"The model {NOTHING}." if self.subject else "The graph has no call that the kernels replace."
+        if all(row.why == OURS for row in self.rows):
+            return "The model calls the kernels itself; nothing needs to be converted."
+        blocks = [row for row in self.rows if _is_block(row)]
+        outer = [row for row in self.rows if row.within is None and "Norm" not in row.type]
+        counted = blocks if any(row.became for row in blocks) else outer
+        noun = "call" if self.subject is None else "block" if counted is blocks else "module"
+        numbers = Counter(_way(row) for row in counted if row.became is not None)
+        if not numbers:
+            return f"0 of {_several(len(counted), noun)} are converted."
+        parts: list[str] = []
+        for way in (way for way in VERBS if way in numbers):
+            of = "" if parts else f" of {_several(len(counted), noun)}"
+            parts.append(f"{numbers[way]}{of} {VERBS[way]}{self._share(way, counted)}")
+        return f"{'; '.join(parts)}."
+
     def __str__(self) -> str:
-        """The table; modules whose paths differ only in numbers share a line, with a count."""
-        lines: dict[tuple[str, ...], int] = {}
+        """The headline and the table; modules whose paths differ only in numbers share a line, with a count.
+
+        Lines of modules inside a converted one are indented; their shares are parts of its share.
+        """
+        if self.is_empty or all(row.why == OURS for row in self.rows):
+            return self.headline()
+        shares, lines = self.shares(), dict[tuple[str, ...], list[Row]]()
+        depths: dict[str, int] = {}
         for row in self.rows:
-            inside = "" if row.within is None else f" (inside {_numbered(row.within) or 'the model'})"
-            note = " · ".join(t for t in (row.became or self.unfused, row.why) if t is not None)
-            key = _numbered(row.path) or "(model)", row.type, note + inside
-            lines[key] = lines.get(key, 0) + 1
-        table = [("module", "type", "runs"), *((f"{p} ×{n}" if n > 1 else p, t, r) for (p, t, r), n in lines.items())]
-        wide = [max(len(line[i]) for line in table) for i in (0, 1)]
-        text = [f"{path:<{wide[0]}}  {name:<{wide[1]}}  {runs}".rstrip() for path, name, runs in table]
-        text = text if lines else ["no candidates found"]
-        total = f"{len(self.fused)} of {len(self.fused) + len(self.left)} candidates are fused"
-        several = f"{len(self.norms)} norms run our kernel, each" if len(self.norms) > 1 else "1 norm runs our kernel"
-        total += f"; {several} in a launch of its own" if self.norms else ""
-        return "\n".join([*text, f"{total}. {self.device}; {self.unfused}s run here." if self.device else f"{total}."])
+            depths[row.path] = 0 if row.within is None else depths.get(row.within, 0) + 1
+            path = "  " * depths[row.path] + (_numbered(row.path) or "(model)")
+            reason = " · ".join(t for t in (_kind(row), row.why) if t)
+            lines.setdefault((path, row.type, self._shown(row), reason), []).append(row)
+        table = [("module", "way", *([f"share of {shares.of}"] if shares else []), "reason")]
+        for (path, name, way, reason), rows in lines.items():
+            number = f" ×{len(rows)}" if len(rows) > 1 else ""
+            share = [_percent(sum(shares.share(row.path) for row in rows))] if shares else []
+            table.append((f"{path}{number} ({name})", way, *share, reason))
+        wide = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
+        aligned = [[*map(str.ljust, line[:2], wide), *map(str.rjust, line[2:-1], wide[2:]), line[-1]] for line in table]
+        head = " ".join(t for t in (self.headline(), self._here()) if t)
+        return "\n".join([head, "", *("  ".join(line).rstrip() for line in aligned)])
+
+    def _here(self) -> str:
+        """What the headline's "converted" means for the calls to come."""
+        if self.subject is None or not any(row.became is not None and row.way is None for row in self.rows):
+            return ""
+        if self.device is not None:
+            return f"{self.device}, so the original code runs."
+        return "Each call chooses how they run: fused, mixed or plain; `fastvit-triton doctor` predicts which."
+
+    def _shown(self, row: Row) -> str:
+        """The way of a row in the table."""
+        if row.became is None:
+            return "ours" if row.why == OURS else self.unfused
+        return "own kernel" if row.bare and row.way == "fused" else _way(row)
+
+    def _share(self, way: str, counted: list[Row]) -> str:
+        """The share of those of these rows with this way, and of all rows with this way if it differs, in words.
+
+        A row counts without the rows inside it, so an unchanged module in a converted one is not part of the share.
+        """
+        if (shares := self.shares()) is None:
+            return ""
+        rows, tops = {row.path: row for row in reversed(self.rows)}, {row.path for row in counted if row.became}
+        these = every = 0.0
+        for path, row in rows.items():
+            outside = next((rows[p] for p in _around(path) if p in rows), None)
+            for one, sign in ((row, 1), (outside, -1)):
+                if one is not None and one.became is not None and _way(one) == way:
+                    every += sign * shares.share(path)
+                    these += sign * shares.share(path) * (not tops.isdisjoint([one.path, *_around(one.path)]))
+        unit = "FLOPs" if shares.of == "FLOPs" else "weights of linear and convolution layers"
+        text = f", {_rounded(these)} of the {unit}"
+        return text if _rounded(every) == _rounded(these) else f"{text}, with other modules {_rounded(every)}"
+
+
+def _way(row: Row) -> str:
+    """The way of a converted candidate."""
+    return row.way or "converted"
+
+
+def _around(path: str) -> Iterator[str]:
+    """Paths of the modules that contain a module, the innermost first."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _is_block(row: Row) -> bool:
+    """True for a block of a Transformer: by what it became, else by the name of its class."""
+    if row.became is not None:
+        return re.search(r"\bblock\b", row.became) is not None
+    return re.search(r"Block|Layer(?!Norm|Scale)", row.type) is not None
+
+
+def _kind(row: Row) -> str:
+    """What a converted module is: what it became, without the way."""
+    kind = (row.became or "").removeprefix("fused ")
+    return f"{kind.removesuffix(' kernel')}, in a launch of its own" if row.bare else kind
+
+
+def _several(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def _rounded(share: float) -> str:
+    """Whole percents; the ends of the range only if they are exact."""
+    whole = round(100 * share)
+    if whole == 100 and share < 1 - 1e-9:
+        return "over 99 %"
+    return "under 1 %" if whole == 0 and share > 0 else f"{whole} %"
 
 
 def _numbered(path: str) -> str:

@@ -61,7 +61,7 @@ class Prediction:
         return max(times.call_us(self._call.eager, self._device, 0), host)
 
     def compiled_us(self, mode: str = "default") -> float:
-        """Expected microseconds under torch.compile: of the whole call, or of the blocks in training, without host time.
+        """Expected microseconds under torch.compile: of the whole call; in training of the blocks, without host time.
 
         Args:
             mode: "default", or in inference "max-autotune", whose templates may compute what follows a product with it.

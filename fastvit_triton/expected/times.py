@@ -63,6 +63,11 @@ def constants() -> dict[str, float]:
     return {key: row["value"] for key, row in _table()["constants"].items()}
 
 
+def error_of_gain() -> float:
+    """The error of the predicted gain of torch.compile over eager that nine of ten published rows do not exceed."""
+    return _table()["error_of_gain"]["p90"]
+
+
 @functools.cache
 def _table() -> dict:
     return json.loads(RATES.read_text())

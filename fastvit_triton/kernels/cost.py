@@ -143,6 +143,21 @@ def gpus() -> dict[str, Gpu]:
     return {key: Gpu(**{name: fixed(v) for name, v in row.items()}) for key, row in table()["gpus"].items()}
 
 
+def gpu_by_name(name: str) -> Gpu:
+    """The GPU of a short name such as rtx4090, or of what ends only this one, such as 4090; case and spaces are free.
+
+    Raises:
+        ValueError: no name, or more than one, ends so.
+    """
+    short = (
+        "".join(filter(str.isalnum, name.lower())).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
+    )
+    near = [key for key in gpus() if len(short) > 2 and key.endswith(short)]
+    if short not in gpus() and len(near) != 1:
+        raise ValueError(f"gpu is {name}; use one of {', '.join(near or gpus())}")
+    return gpus()[short if short in gpus() else near[0]]
+
+
 def gpu_of(architecture: str, name: str = "") -> Gpu:
     """The GPU of that name; else the first of that architecture in the table, else the H200."""
     known = list(gpus().values())

@@ -39,6 +39,7 @@ class Choice(NamedTuple):
             if they did not decide.
         refused: way → why it could not be chosen.
         replayed: True if calls of the block are replayed, which takes less host time.
+        path: of the module that made it, if observed in `locating`; else None.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Choice(NamedTuple):
     us: dict[str, tuple[float, float]]
     refused: dict[str, str]
     replayed: bool = False
+    path: str | None = None
 
 
 _choices: dict[tuple, str] = {}
@@ -94,7 +96,7 @@ def _remember(key: tuple, choice: Choice) -> None:
         _choices.clear()
     _choices[key] = choice.way
     if settings.observer is not None:
-        settings.observer(choice)
+        settings.observer(choice if settings.locator is None else choice._replace(path=settings.locator()))
 
 
 def choose(
@@ -292,6 +294,16 @@ def observing(observer: Callable[[Choice], None]) -> Iterator[None]:
         yield
     finally:
         settings.observer = before
+
+
+@contextlib.contextmanager
+def locating(locator: Callable[[], str | None]) -> Iterator[None]:
+    """Context in which observed choices have the path that `locator` returns, which is called where one is made."""
+    before, settings.locator = settings.locator, locator
+    try:
+        yield
+    finally:
+        settings.locator = before
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from . import backend, launch, measured
 forced: str | None = None  # way of every branch, see `plan.forcing`
 assumed: Any = None  # GPU used instead of the device's, a `cost.Gpu`; see `plan.assuming`
 observer: Callable | None = None  # called with each choice, see `plan.observing`
+locator: Callable | None = None  # tells where an observed choice is made, see `plan.locating`
 
 _call_of_modules = nn.Module.__call__
 

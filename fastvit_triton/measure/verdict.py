@@ -1,0 +1,119 @@
+"""What a conversion is expected to gain on a GPU, against the best of PyTorch; predicted, not measured."""
+
+import contextlib
+import copy
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..convert.reporting import Report
+from ..convert.verify import arguments
+from ..expected.times import error_of_gain
+from ..kernels.backend import why_not
+from ..kernels.cost import Gpu, gpu_by_name
+from ..kernels.launch import architecture
+from ..kernels.plan import gpu_on
+
+if TYPE_CHECKING:
+    from ..expected.count import Prediction
+
+MODES = ("default", "max-autotune")
+NEXT = "fastvit-triton check --model …"
+
+
+class Expected(NamedTuple):
+    """Predicted times of one inference call, and what they are compared with; prints as one sentence.
+
+    Attributes:
+        headline: of the report: what is converted, and its share.
+        gpu: its name.
+        numbers: "bfloat16", or "autocast to float16".
+        batch: number of images.
+        eager_ms: milliseconds in eager PyTorch.
+        compile_ms: under torch.compile in its mode "default", and in its mode "max-autotune".
+        ours_ms: by default, at the expected rates of our kernels.
+        error: of published gains of torch.compile, nine of ten are predicted with at most this error.
+    """
+
+    headline: str
+    gpu: str
+    numbers: str
+    batch: int
+    eager_ms: float
+    compile_ms: tuple[float, float]
+    ours_ms: float
+    error: float
+
+    @property
+    def speedup(self) -> tuple[float, float]:
+        """How many times ours is faster than torch.compile in each of MODES."""
+        return self.compile_ms[0] / self.ours_ms, self.compile_ms[1] / self.ours_ms
+
+    def __str__(self) -> str:
+        over, best = self.speedup
+        return (
+            f"{self.headline.rstrip('.')}; {self.gpu}, {self.numbers}, batch {self.batch}: expected {over:.2f} × "
+            f"torch.compile (± {self.error:.0%}), {best:.2f} × its mode max-autotune; next: {NEXT}"
+        ).replace("%)", " %)")
+
+
+def expected(
+    report: Report, *, gpu: str | None = None, batch: int = 64, amp: str | torch.dtype | None = None
+) -> Expected:
+    """Predicts how much faster a converted model is in inference than torch.compile; nothing is measured.
+
+    Args:
+        report: of `optimize`, of a model that exists, and that was given an example or states its input size.
+        gpu: name such as "h100" or "4090"; None for this machine's GPU, else the H200.
+        batch: number of images.
+        amp: dtype of autocast, "bfloat16" or "float16"; None for weights in bfloat16.
+
+    Raises:
+        ValueError: the report is of a graph, of a deleted model, or of one whose input is unknown; the GPU or dtype is
+            not known; or the batch is not positive.
+    """
+    from ..expected.count import predict
+
+    autocast = getattr(torch, amp, amp) if isinstance(amp, str) else amp
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"amp is {amp}; use bfloat16, float16 or None")
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; use at least 1")
+    rates = local_gpu() if gpu is None else gpu_by_name(gpu)
+    model = None if report.subject is None else report.subject.model
+    if report.subject is None or model is None:
+        raise ValueError("report is of a graph, or of a model that was deleted; give that of `optimize` for a model")
+    example = report.subject.example()
+    if example is None:
+        raise ValueError("the model does not state the size of its input; give optimize(model, example=…)")
+    dtype = torch.bfloat16 if autocast is None else torch.float32
+    inputs, named = arguments(tree_map_only(Tensor, lambda t: _images(t, batch, dtype), example))
+    with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        found = predict(copy.deepcopy(model).eval().to(dtype), rates, False, *inputs, **named)
+    numbers = "bfloat16" if autocast is None else f"autocast to {str(autocast).removeprefix('torch.')}"
+    return of_prediction(found, report, batch, numbers)
+
+
+def local_gpu() -> Gpu:
+    """The rates of this machine's GPU if the kernels run on it, else of the H200."""
+    if not torch.cuda.is_available() or why_not(torch.device("cuda"), torch.bfloat16) is not None:
+        return gpu_by_name("h200")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return gpu_on(device)._replace(architecture=architecture(device))
+
+
+def of_prediction(found: "Prediction", report: Report, batch: int, numbers: str) -> Expected:
+    """What a prediction of inference says; arguments as the attributes of `Expected`."""
+    compiled = (found.compiled_us(MODES[0]) / 1e3, found.compiled_us(MODES[1]) / 1e3)
+    ours = found.ours_us()[1] / 1e3
+    return Expected(
+        report.headline(), found.gpu.name, numbers, batch, found.eager_us() / 1e3, compiled, ours, error_of_gain()
+    )
+
+
+def _images(t: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory of the same form for this number of images."""
+    shape = (batch, *t.shape[1:]) if t.dim() > 1 else t.shape
+    return torch.empty(shape, dtype=dtype if t.is_floating_point() else t.dtype, device="meta")
