@@ -103,7 +103,7 @@ def state() -> dict[str, object]:
     return dict(
         switch=backend._switch,
         target=launch.target,
-        plan=(settings.forced, settings.assumed, settings.observer, ways.state.inside_plain),
+        plan=(settings.forced, settings.assumed, settings.observer, settings.locator, ways.state.inside_plain),
         registered=dict(op.REGISTERED),
         launch=(launch.run, JITFunction.run),
         call=torch.nn.Module.__call__,

@@ -376,3 +376,11 @@ def test_the_guide_shows_what_is_printed():
     page = (Path(__file__).parents[1] / "docs" / "accelerate.md").read_text(encoding="utf-8")
     model = timm.create_model("vit_base_patch16_224")
     assert f"```text\n{optimize(model)}\n```" in page
+
+
+def test_counting_compiles_nothing():
+    """Oracle: a compiler that fails the test."""
+    model = vit()
+    compiled = torch.compile(model, backend=lambda graph, inputs: pytest.fail("compiled"))
+    found = optimize(compiled, tune=image()).shares()
+    assert found.of == "FLOPs" and found.total == TOTAL and found.share("_orig_mod.head") > 0
