@@ -5,7 +5,7 @@
     python -m benchmarks.backtest --counts FILE            keep the work of the models in FILE, and read it from there
 
 Work is counted from shapes (fastvit_triton/expected/), which takes a second or two for a model, and times come from
-rates.json, whose constants were fitted to the rows of the families that `is_fitted` names, and to no others. Errors are
+rates.json, whose constants were fitted to the rows of the models that `is_fitted` names, and to no others. Errors are
 |predicted ÷ published − 1| of images per second; the gain is that of torch.compile over eager. Rows of a family whose
 fitted errors are large, and of models that cannot be counted, are not predicted; the eleven families of ALWAYS are.
 """
@@ -40,7 +40,7 @@ COMMAND = "python -m benchmarks.backtest --out benchmarks/results/backtest.json"
 TABLE = Path(__file__).with_name("published") / "timm.csv"
 PREFIXES = "dinov3 rope siglip flexivit samvit eva beit swin deit cait".split()
 ALWAYS = ("vit", "deit", "dinov3", "rope", "eva", "beit", "swin", "cait", "siglip", "flexivit", "samvit")
-FITTED = ("vit", "dinov3", "rope", "eva", "swin")  # of the other families half
+FITTED = ("vit", "dinov3", "rope", "eva", "swin")  # of the models of other families half
 LARGE = 0.25  # median error of the fitted rows of a family above which it is not predicted
 # GPU whose eager runs used timm's fast norm: its LayerNorms take no longer in eager than their bytes in 16 bits
 FAST_NORM = ("rtx4090",)
@@ -92,9 +92,8 @@ def family(name: str) -> str:
 
 
 def is_fitted(name: str) -> bool:
-    """True if the constants may be fitted to this model: those of FITTED, and half of the other families."""
-    kind = family(name)
-    return kind in FITTED or hashlib.sha256(kind.encode()).digest()[0] % 2 == 0
+    """True if the constants may be fitted to this model: those of FITTED, and half of the others, by their names."""
+    return family(name) in FITTED or hashlib.sha256(name.encode()).digest()[0] % 2 == 0
 
 
 def read(path: Path) -> list[Row]:

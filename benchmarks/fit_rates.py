@@ -1,4 +1,4 @@
-"""Fits the constants of expected times to published throughput, of the families that `backtest.is_fitted` names only.
+"""Fits the constants of expected times to published throughput, of the models that `backtest.is_fitted` names only.
 
     python -m benchmarks.fit_rates --counts FILE           print the constants and the errors of the fitted rows
     python -m benchmarks.fit_rates --counts FILE --write   and write them to fastvit_triton/expected/rates.json
