@@ -268,6 +268,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
                 lambda row: f"{row.gpu} {row.mode} {'fitted' if is_fitted(row.model) else 'held out'}", inside
             ),
             "family": by(lambda row: family(row.model), measured),
+            "gain by family": by(lambda row: family(row.model), [row for row in inside if row.mode == "gain"]),
         },
     }
 
@@ -315,7 +316,7 @@ def to_json(found: Mapping[str, Any], rows: Iterable[Row]) -> str:
         )
         for row in rows
     )
-    head = json.dumps({"command": COMMAND} | provenance() | dict(found), indent=1)[1:-2]
+    head = json.dumps(provenance() | {"command": COMMAND} | dict(found), indent=1)[1:-2]
     return f'{{{head},\n "columns": {json.dumps(names)},\n "predictions": [\n{lines}\n ]\n}}\n'
 
 

@@ -6,7 +6,6 @@ Where there is no measurement, a table says so and shows the predicted bound fro
 """
 
 import argparse
-import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from fastvit_triton.expected.times import devices
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import plan
 from fastvit_triton.kernels.cost import Branch, gpus
@@ -37,6 +37,7 @@ COLUMNS = {
 OURS = ("ours eager", "ours compiled")
 SHOWN = "ViT-B/16"  # the model whose ops are listed
 PICTURED = "vit_base_patch16_224"  # the model whose launches are plotted
+SHEETS = devices()
 SHOWN_GPUS = dict(h200="H200", a100="A100", rtx4090="RTX 4090")
 SHOWN_MODELS = (("ViT-S/16", 384, 6), ("ViT-B/16", 768, 12), ("ViT-L/16", 1024, 16))
 
@@ -52,6 +53,8 @@ class Results:
     cpu: tuple[dict, ...] = ()
     host: dict | None = None
     launches: dict | None = None
+    gains: dict | None = None
+    backtest: dict | None = None
     users: dict[str, dict] = field(default_factory=dict)
 
 
@@ -67,13 +70,13 @@ def load(folder: Path = RESULTS) -> Results:
             cpu.append(held)
         if "part" in held and held.get("dry_run") is False and held.get("gpu"):
             newest[held["part"]] = max(newest.get(held["part"], held), held, key=lambda r: r["date"])
-    report, host, launches = (
+    report, *others = (
         json.loads(path.read_text()) if (path := folder / f"{name}.json").exists() else None
-        for name in ("static", "host", "launches")
+        for name in ("static", "host", "launches", "gains", "backtest")
     )
     parts = (newest.get(part) for part in ("ops", "models", "ceilings"))
     users = community.load(folder / "community")
-    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), host, launches, users)
+    return Results(*parts, report, tuple(sorted(cpu, key=lambda held: held["date"])), *others, users)
 
 
 def times(result: dict | None, model: str | None = None) -> dict[tuple[str, str], dict[str, float]]:
@@ -197,12 +200,12 @@ def users_table(results: Results) -> str:
     return community.table(results.users)
 
 
-def expected_table(results: Results) -> str:
-    """Table of expected speedups of ViT blocks, predicted by the rule that chooses their way; nothing is measured."""
-    lines = [f"| expected speed against eager, predicted | {' | '.join(SHOWN_GPUS.values())} |"]
+def training_table(results: Results) -> str:
+    """Table of expected speedups of ViT blocks in training, by the rule that chooses their way; nothing is measured."""
+    lines = [f"| expected speed of the blocks in training against eager | {' | '.join(SHOWN_GPUS.values())} |"]
     lines.append("|---" * (len(SHOWN_GPUS) + 1) + "|")
-    for (name, C, heads), (phase, batch) in itertools.product(SHOWN_MODELS, (("inference", 64), ("training", 64))):
-        size = dict(images=batch, tokens=197, channels=C)
+    for name, C, heads in SHOWN_MODELS:
+        size = dict(images=64, tokens=197, channels=C)
         block = (
             Branch("attention", **size, width=3 * C, inner=C, heads=heads),
             Branch("mlp", **size, width=4 * C, inner=4 * C),
@@ -211,11 +214,43 @@ def expected_table(results: Results) -> str:
         for key in SHOWN_GPUS:
             gpu = gpus()[key]
             with plan.assuming(gpu), targeting(gpu.architecture):
-                device, training = torch.device("cpu"), phase == "training"
-                choice = plan.choose(device, block, training, False, True, None, "auto", False)
+                choice = plan.choose(torch.device("cpu"), block, True, False, True, None, "auto", False)
             times = {way: max(us) for way, us in choice.us.items()}
             cells.append(f"{times['plain'] / times[choice.way]:.2f} ({choice.way})")
-        lines.append(f"| {name}, {phase}, batch {batch} | {' | '.join(cells)} |")
+        lines.append(f"| {name}, batch 64 | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gains_table(results: Results) -> str:
+    """Table of predicted speedups over torch.compile, and the error of such predictions; nothing is measured."""
+    if results.gains is None or results.backtest is None:
+        return NOT_YET
+    titles = ["H200", "A100", "RTX 4090"]
+    lines = [f"| against torch.compile, predicted | {' | '.join(titles)} | error | saved activations |"]
+    lines.append("|---" * (len(titles) + 3) + "|")
+    tested = results.backtest["by"]["gain by family"]
+    for model in dict.fromkeys(row["model"] for row in results.gains["rows"]):
+        rows = [row for row in results.gains["rows"] if row["model"] == model]
+        cells = [
+            f"{row['compile_ms'] / row['ours_ms']:.2f} ({row['autotune_ms'] / row['ours_ms']:.2f})" for row in rows
+        ]
+        error = tested.get(rows[0]["family"])
+        error = "not tested" if error is None else f"± {100 * error['p90']:.0f} %"
+        images = f", {rows[0]['batch']} images"
+        lines.append(f"| {model}{images} | {' | '.join(cells)} | {error} | {rows[0]['saved']:.2f} |")
+    return "\n".join(lines)
+
+
+def backtest_table(results: Results) -> str:
+    """Table of the errors of predictions against published throughput."""
+    if results.backtest is None:
+        return NOT_YET
+    titles = {"eager": "eager", "compile": "torch.compile", "gain": "torch.compile ÷ eager"}
+    lines = ["| predicted against published | rows | median error | nine of ten within |", "|---|--:|--:|--:|"]
+    for key, one in results.backtest["by"]["gpu, mode, fitted"].items():
+        gpu, mode, part = key.split(" ", 2)
+        name = f"{SHEETS[gpu].name}, {titles[mode]}, {part}"
+        lines.append(f"| {name} | {one['predicted']} | {100 * one['median']:.1f} % | {100 * one['p90']:.1f} % |")
     return "\n".join(lines)
 
 
@@ -225,7 +260,7 @@ def pages() -> list[Path]:
 
 
 TABLES = {"models": models_table, "ops": ops_table, "cpu": cpu_table, "host": host_table, "users": users_table}
-TABLES["expected"] = expected_table
+TABLES |= {"gains": gains_table, "training": training_table, "backtest": backtest_table}
 
 
 def fill(readme: str, results: Results) -> str:
@@ -314,12 +349,34 @@ def launch_bars(results: Results, path: Path) -> bool:
     return _saved(figure, path)
 
 
-def _figure(width: float, height: float) -> tuple:
-    """A figure that needs no display."""
+def backtest_points(results: Results, path: Path) -> bool:
+    """Plots predicted against published throughput, eager and compiled, of two GPUs; False without predictions."""
+    if results.backtest is None:
+        return False
+    rows = [row for row in results.backtest["predictions"] if row[-1]]
+    figure, axes = _figure(8, 4.2, 2)
+    for axis, gpu in zip(axes, dict.fromkeys(row[0] for row in rows), strict=True):
+        ends = [min(r[5] for r in rows if r[0] == gpu) / 1.3, max(r[5] for r in rows if r[0] == gpu) * 1.3]
+        for factor, style in ((1.0, "-"), (1.1, ":"), (1 / 1.1, ":")):
+            axis.plot(ends, [end * factor for end in ends], color="black", linewidth=0.7, linestyle=style)
+        for mode, color in (("eager", "#8d8d8d"), ("compile", "#4c72b0")):
+            points = [(r[5], r[6]) for r in rows if r[:2] == [gpu, mode]]
+            axis.scatter(*zip(*points, strict=True), s=5, color=color, alpha=0.6, linewidths=0, label=mode)
+        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axis.set_title(f"{SHEETS[gpu].name}, autocast to float16", fontsize=9)
+        axis.set_xlabel("published images per second", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].set_ylabel("predicted; dotted: ± 10 %", fontsize=8)
+    axes[0].legend(fontsize=8)
+    return _saved(figure, path)
+
+
+def _figure(width: float, height: float, columns: int = 1) -> tuple:
+    """A figure that needs no display, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure((width, height), layout="constrained")
-    return figure, figure.subplots()
+    return figure, figure.subplots(1, columns)
 
 
 def _saved(figure: object, path: Path) -> bool:
@@ -328,13 +385,16 @@ def _saved(figure: object, path: Path) -> bool:
     return True
 
 
+PICTURES = {"speedup": bars, "roofline": roofline, "launches": launch_bars, "backtest": backtest_points}
+
+
 def main(words: Iterable[str] | None = None) -> None:
     """Draws the plots and fills the tables of the README and docs/."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)
     results = load(arguments.results)
-    for name, draw in (("speedup", bars), ("roofline", roofline), ("launches", launch_bars)):
+    for name, draw in PICTURES.items():
         path = arguments.results / f"{name}.png"
         print(f"{path}: {'drawn' if draw(results, path) else 'nothing measured yet'}")
     for page in pages():

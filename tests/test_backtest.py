@@ -160,13 +160,13 @@ def test_every_gpu_has_a_data_sheet():
 
 
 def test_families():
-    """Oracle: by hand, and the published table: fitted families are half, or are named."""
+    """Oracle: by hand, and the published table: models are fitted by family, or else half of them by name."""
     names = "vit_base_patch16_dinov3 vit_base_patch16_rope_224 eva02_base_patch14_224 vit_base_patch16_siglip_224"
     assert [family(n) for n in names.split()] == ["dinov3", "rope", "eva", "siglip"]
     assert family("swinv2_tiny_window8_256") == "swin" and family("mvitv2_tiny") == "mvitv"
     assert all(is_fitted(name) for name in ("vit_tiny_patch16_224", "eva02_base_patch14_224", "swin_tiny"))
-    held_out = {family(row.model) for row in read(TABLE)} - {family(r.model) for r in read(TABLE) if is_fitted(r.model)}
-    assert 10 <= len(held_out) <= 30 and held_out.isdisjoint(backtest.FITTED)
+    others = {row.model for row in read(TABLE) if family(row.model) not in backtest.FITTED}
+    assert 0.4 < sum(map(is_fitted, others)) / len(others) < 0.6
 
 
 def test_a_table_of_another_source(tmp_path, capsys, monkeypatch):
