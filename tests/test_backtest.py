@@ -1,7 +1,9 @@
 """Tests of the model of expected time: what it counts, its formula, and its errors against published throughput."""
 
+import copy
 import csv
 import json
+import re
 import statistics
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fastvit_triton
 from benchmarks import backtest
 from benchmarks.backtest import TABLE, Row, counted, errors, family, is_fitted, predicted, read, summary
 from fastvit_triton.expected import work
+from fastvit_triton.expected.count import predict
 from fastvit_triton.expected.cuda_operators import as_on_cuda
 from fastvit_triton.expected.times import (
     Device,
@@ -26,6 +30,7 @@ from fastvit_triton.expected.times import (
 from fastvit_triton.expected.trace import tracing
 from fastvit_triton.expected.work import Work, work_of
 from fastvit_triton.kernels import cost
+from fastvit_triton.measure import expected
 
 RESULT = TABLE.parents[1] / "results" / "backtest.json"
 
@@ -223,3 +228,29 @@ def test_the_committed_result_is_todays(name):
     lines = json.loads(RESULT.read_text())["predictions"]
     assert {(line[0], line[1]): line[-1] for line in lines if line[2] == name} == pytest.approx(want, rel=1e-3)
     assert constants().keys() >= {"product: flops", "host: eager"}
+
+
+def test_what_a_conversion_is_expected_to_gain():
+    """Oracle: the same prediction by `predict`; bad arguments are one sentence each."""
+    model = fastvit_triton.create_model("vit_digits_patch2_8").eval()
+    report = fastvit_triton.optimize(model)
+    found = expected(report, gpu="RTX 4090", batch=8)
+    images = torch.empty(8, 1, 8, 8, dtype=torch.bfloat16, device="meta")
+    one = predict(copy.deepcopy(model).to(torch.bfloat16), cost.gpus()["rtx4090"], False, images)
+    assert found.eager_ms == pytest.approx(one.eager_us() / 1e3) and found.ours_ms == pytest.approx(
+        one.ours_us()[1] / 1e3
+    )
+    assert found.compile_ms[1] <= found.compile_ms[0] and found.gpu == "RTX 4090"
+    assert f"batch 8: expected {found.speedup[0]:.2f} × torch.compile (± " in str(found)
+    assert next(model.parameters()).dtype == torch.float32 and not next(model.parameters()).is_meta
+    assert "autocast to float16" in str(expected(report, gpu="h100", amp="float16"))
+    for words, sentence in (
+        (dict(gpu="gtx970"), "gpu is gtx970; use one of"),
+        (dict(batch=0), "batch is 0; use at least 1"),
+        (dict(amp="int8"), "amp is int8; use bfloat16, float16 or None"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            expected(report, **words)
+    del model
+    with pytest.raises(ValueError, match="of a model that was deleted"):
+        expected(report, gpu="h100")
