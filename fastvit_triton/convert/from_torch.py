@@ -118,6 +118,11 @@ def multihead(
     return turn(_tokens_first(y) if self.training else y), None  # its caller may apply dropout
 
 
+def _tokens_first_reason(self: nn.MultiheadAttention) -> str | None:
+    """Why images [B, N, D] cannot be given to it, or None."""
+    return None if getattr(self, "batch_first", True) else "batch_first is False"
+
+
 def _tokens_first(y: Tensor) -> Tensor:
     """y [B, N, D], stored as [N, B, D]."""
     return y.transpose(0, 1).contiguous().transpose(0, 1)
@@ -226,14 +231,14 @@ def encoder_layer(
 @fused_forward(
     "pre-norm block",
     "torchvision.models.vision_transformer.EncoderBlock",
-    reason=lambda self: multihead_reason(self.self_attention),
+    reason=lambda self: _tokens_first_reason(self.self_attention) or multihead_reason(self.self_attention),
     folds=lambda self: [(self.ln_1, self.self_attention), (self.ln_2, self.mlp)],
 )
 def encoder_block(self: Foreign, input: Tensor) -> Tensor:
     """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
     attn = self.self_attention
     parts = "watched" if not is_fusable(self, input) or has_hooks(attn) else multihead_parts(attn)
-    if isinstance(parts, str):
+    if isinstance(parts, str) or _tokens_first_reason(attn) is not None:
         return original(self, input)
     parts = parts._replace(drops=(drawn_tokens_first(self.dropout),))
     return add_branches(input, Branch(parts, self.ln_1), Branch(self.mlp, self.ln_2), block=self)

@@ -9,12 +9,13 @@ from ...layers.body import MlpParts, finish, project
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, merged_heads
 from ...layers.freeze import derived
-from ...layers.hooks import has_hooks, is_our_forward, type_name
+from ...layers.hooks import has_hooks, is_our_forward, is_plain_module, type_name
 from ...layers.module_parts import Foreign, Packed, activation_of
 from ...layers.normed import normed
 from ..batch_norm import UNFOLDED, folded_mlp
 from ..forwards import Reader, fused_body, fused_forward, original
 from ..third_party import is_fusable
+from .attention import scale_of
 
 MAPPED = "its activation or dropout reads a map: it was replaced or has a hook"
 
@@ -29,14 +30,14 @@ def attend_narrow(attn: Foreign, qkv: Tensor, num_heads: int, value_dim: int) ->
     """Attention of projections [B, N, H · (2 · D + Dv)], packed for each head, → [B, N, H · Dv]."""
     sizes: list[int] = [attn.key_dim, attn.key_dim, value_dim]
     q, k, v = qkv.unflatten(-1, (num_heads, -1)).transpose(1, 2).split(sizes, -1)
-    return merged_heads(attention(q, k, v, distance_bias(attn), attn.scale), qkv.shape[1:-1])
+    return merged_heads(attention(q, k, v, distance_bias(attn), scale_of(attn)), qkv.shape[1:-1])
 
 
 def attend_fewer(attn: Foreign, q: Tensor, kv: Tensor, num_heads: int, value_dim: int) -> Tensor:
     """Attention of queries [B, Nq, H · D] to keys and values [B, Nk, H · (D + Dv)], → [B, Nq, H · Dv]."""
     q, kv = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, kv))
     k, v = kv.split([attn.key_dim, value_dim], -1)
-    return attention(q, k, v, distance_bias(attn), attn.scale).transpose(1, 2).flatten(2)
+    return attention(q, k, v, distance_bias(attn), scale_of(attn)).transpose(1, 2).flatten(2)
 
 
 def _heads(self: Foreign, qkv: Tensor) -> Tensor:
@@ -87,13 +88,17 @@ def tiny_vit_mlp_parts(self: Foreign) -> MlpParts:
 
 def _levit_reason(self: Foreign) -> str | None:
     """Why LeViT's attention must run its own forward now, or None."""
-    hooked = has_hooks(self.proj) or (hasattr(self, "q") and has_hooks(self.q))
-    if hooked:
-        return "q or proj has a hook"
+    if not _is_sequence(self.proj, "act", "ln") or (hasattr(self, "q") and not _is_sequence(self.q, "down", "ln")):
+        return "q or proj was replaced or has a hook"
     if self.use_conv and not isinstance(activation_of(self.proj.act), str):
         return MAPPED
     layers = (self.q.ln, self.kv, self.proj.ln) if hasattr(self, "q") else (self.qkv, self.proj.ln)
     return UNFOLDED if self.use_conv and not all(type(normed(layer)) is Packed for layer in layers) else None
+
+
+def _is_sequence(module: nn.Module, *names: str) -> bool:
+    """True for a plain nn.Sequential of modules with these names."""
+    return is_plain_module(module, ("torch.nn.modules.container.Sequential",)) and tuple(module._modules) == names
 
 
 def _activated(self: Foreign, qkv: Tensor) -> Tensor:

@@ -23,11 +23,13 @@ Grid = tuple[int, int]
 
 @fused_body(
     "timm.models.hiera.MaskUnitAttention",
-    needs="qkv proj heads scale q_stride window_size use_mask_unit_attn",
+    needs="qkv proj heads head_dim scale q_stride window_size use_mask_unit_attn",
     takes="",
 )
-def hiera_parts(self: Foreign) -> ComposedParts:
+def hiera_parts(self: Foreign) -> ComposedParts | str:
     """Parts of Hiera's attention, within mask units or among all tokens, with queries pooled by their maximum."""
+    if 3 * self.heads * self.head_dim != self.qkv.out_features:
+        return f"{self.heads} heads of {self.head_dim} channels for a projection to {self.qkv.out_features}"
     keys = self.q_stride * self.window_size if self.use_mask_unit_attn else 0
     return ComposedParts("attention", (self.qkv,), partial(_hiera_heads, self), self.proj, self.heads, keys)
 

@@ -14,13 +14,15 @@ from ...layers.body import AttentionParts, normalize
 from ...layers.branch import Branch, add_branches
 from ...layers.composed import ComposedParts, heads_of, merged_heads
 from ...layers.freeze import derived
-from ...layers.hooks import has_hooks
+from ...layers.hooks import is_plain_module
 from ...layers.module_parts import Foreign
 from ...layers.rel2d import axis_bias
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import four_axes, head_norms, is_fusable
 from .attention import dropped, scale_of
 from .blocks import both_norms
+
+POSITIONS = tuple(f"timm.layers.pos_embed_rel.{name}" for name in ("RelPosBias", "RelPosMlp", "RelPosBiasTf"))
 
 
 def module_bias(rel_pos: Foreign) -> Tensor:
@@ -38,8 +40,8 @@ def module_bias(rel_pos: Foreign) -> Tensor:
 
 def _reason(self: Foreign) -> str | None:
     """Why an attention with `rel_pos` must run its own forward now, or None."""
-    hooked = self.rel_pos is not None and has_hooks(self.rel_pos)
-    return "rel_pos has a hook" if hooked else dropped(self)
+    plain = self.rel_pos is None or is_plain_module(self.rel_pos, POSITIONS)
+    return dropped(self) if plain else "rel_pos was replaced or has a hook"
 
 
 @fused_body(

@@ -66,8 +66,9 @@ def attention_parts(self: Foreign, *given: Any, **named: Any) -> WindowParts | s
 def _attention_reason(self: Foreign) -> str | None:
     """Why an attention must run its own forward now, or None."""
     if hasattr(self, "q_proj"):
-        hooked = "its position bias has a hook" if has_hooks(self.relative_position_bias) else None
-        return attention_reason(self, self.attention_dropout, None, None, {}) or hooked
+        plain = is_plain_module(self.relative_position_bias, (f"{SWIN}RelativePositionBias",))
+        replaced = None if plain else "its position bias was replaced or has a hook"
+        return attention_reason(self, self.attention_dropout, None, None, {}) or replaced
     family, inner, outer = type_name(self).removesuffix("Attention"), self.self, self.output
     if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
         return "self or output was replaced or has a hook"

@@ -72,6 +72,8 @@ def heads_reason(self: Foreign) -> str | None:
     heads = facts.get("num_attention_heads", facts.get("num_heads"))
     size = facts.get("head_dim", facts.get("attention_head_size"))
     width = next((getattr(layers[n], "out_features", None) for n in ("q_proj", "query", "q") if n in layers), None)
+    if width is None and "qkv" in layers and facts.get("q_dim") == facts.get("kv_dim"):
+        width = getattr(layers["qkv"], "out_features", 0) // 3 or None
     if None in (heads, size, width) or heads * size == width:
         return None
     return f"{heads} heads of {size} channels for a projection to {width}"
