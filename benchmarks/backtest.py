@@ -108,10 +108,14 @@ def read(path: Path) -> list[Row]:
     missing = [name for name in columns if not lines or name not in lines[0]]
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}; use those of {TABLE.name}")
-    return [
-        Row(r["gpu"], r["mode"], r["dtype"], r["model"], int(r["img_size"]), int(r["batch"]), float(r[columns[-1]]))
-        for r in lines
-    ]
+    rows = []
+    for line, r in enumerate(lines, 2):
+        try:
+            sizes = int(r["img_size"]), int(r["batch"]), float(r[columns[-1]])
+        except ValueError as error:
+            raise ValueError(f"line {line} of {path}: {error}") from error
+        rows.append(Row(r["gpu"], r["mode"], r["dtype"], r["model"], *sizes))
+    return rows
 
 
 def counted(key: str) -> dict[str, Any]:
@@ -302,7 +306,7 @@ def main() -> None:
         print(f"\nby {name}: rows, median, 90th percentile, largest error")
         for key, one in groups.items():
             print(f"{key:36}" + "".join(f"{value:10.3f}" for value in one.values()))
-    total = {name: found[name] for name in ("rows", "predicted", "median", "p90", "excluded")}
+    total = {name: found.get(name) for name in ("rows", "predicted", "median", "p90", "excluded")}
     print("\n" + json.dumps(total))
 
 

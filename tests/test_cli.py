@@ -668,8 +668,7 @@ def test_doctor_predicts_the_default(gpu, architecture, batch, training, model, 
     assert values(text, "launches") == launches
     way = want[0]["ways"]["mlp"]
     nbytes = want[0]["eager_bytes"], want[0]["inductor_bytes"], *(found["bytes"] for found in want)
-    moved = tuple(n / 1e6 / batch for n in nbytes)  # FlashAttention also writes a few values on a GPU
-    assert values(text, "MB per image") == pytest.approx(moved, abs=0.1)
+    assert values(text, "MB per image") == tuple(round(n / 1e6 / batch, 1) for n in nbytes)
     C, N = 384, 197
     sizes = cost.Branch("attention", batch, N, C, 3 * C, C, 6), cost.Branch("mlp", batch, N, C, 4 * C, 4 * C)
     rates, block = cost.gpus()[gpu], seen[0].blocks[0].branches

@@ -158,7 +158,7 @@ def test_finetune_timm(script, model, fused):
     """Oracle: timm, which loads the weights strictly; one line for each epoch; every block is fused."""
     small = ("--random", "--epochs", "2", "--batch-size", "4", "--workers", "0", "--out", "tuned.pt")
     text = script("finetune_timm.py", "--model", model, "--data", "images", *small)
-    assert sum(map(int, re.findall(r"^\S+ ×(\d+) +\w*Block +fused .*block", text, re.MULTILINE))) == fused
+    assert sum(map(int, re.findall(r"^\S+ ×(\d+) \(\w*Block\) +converted .*block", text, re.MULTILINE))) == fused
     assert re.findall(r"epoch (\d): loss \d.*, test accuracy .*%, \d+ images/s in training on this", text) == ["1", "2"]
     timm.create_model(model, num_classes=2).load_state_dict(torch.load("tuned.pt"))
 
@@ -166,7 +166,9 @@ def test_finetune_timm(script, model, fused):
 def test_accelerate_vlm(script):
     """Oracle: on a CPU the original code runs, so the outputs are equal; the report and two times are printed."""
     text = script("accelerate_vlm.py", "--side", "60")  # rounded down to whole pairs of patches
-    assert re.search(r"visual.blocks.\* *.mlp ×2 .*fused MLP, swiglu", text) and "largest difference 0.0e+00" in text
+    assert (
+        re.search(r"visual.blocks.\*.mlp ×2 .*converted .*MLP, swiglu", text) and "largest difference 0.0e+00" in text
+    )
     assert re.search(r"took [\d.]+ ms, and after optimize [\d.]+ ms, measured on this", text)
 
 

@@ -64,6 +64,7 @@ ONCE_IGNORED = [
     ("hf_swin", Change("wrap", "encoder.layers.0.blocks.0.attention.relative_position_bias")),
     ("hf.Exaone4_5_VisionModel", Change("attribute", "blocks.0.attn", "num_heads")),
     ("timm.gcvit", Change("wrap", "stages.0.blocks.0.attn.rel_pos")),
+    ("timm.gemma4_grouped", Change("attribute", "encoder.blocks.0.attn", "num_kv_groups")),
     ("timm.hiera", Change("attribute", "blocks.0.attn", "heads")),
     ("timm.levit", Change("wrap", "stages.0.blocks.0.attn.proj")),
     ("timm.tiny_vit", Change("attribute", "stages.1.blocks.0.attn", "scale")),

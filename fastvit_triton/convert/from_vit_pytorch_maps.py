@@ -59,8 +59,11 @@ def _levit_attention(self: Foreign, grid: Grid) -> Parts:
         return why or f"a map of {grid[0]} × {grid[1]} tokens, which is not square"
     if (why := softmax_reason(self.attend)) is not None:
         return why
-    if not is_plain_module(self.pos_bias, ("torch.nn.modules.sparse.Embedding",)):
+    table = self.pos_bias
+    if not is_plain_module(table, ("torch.nn.modules.sparse.Embedding",)):
         return "pos_bias was replaced or has a hook"
+    if table.max_norm is not None or table.padding_idx is not None or table.scale_grad_by_freq or table.sparse:
+        return "pos_bias has an option that changes its weights or gradients"
     end, between = layers_of(self.to_out, 4), partial(_levit_attended, self, grid=grid)
     last = None if end is None else folded_linear(self, end[1], end[2])
     act = None if end is None else activation_of(end[0])

@@ -50,6 +50,8 @@ def gemma_parts(
     attn_mask: Tensor | None = None,
 ) -> ComposedParts | str:
     """Parts of Gemma 4's attention, with norms of queries, keys and values, and rotary positions along both axes."""
+    if self.num_kv_heads * self.num_kv_groups != self.num_heads:
+        return f"{self.num_heads} heads for {self.num_kv_heads} keys of {self.num_kv_groups} heads each"
     *projections, proj = _linears(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
     between = partial(_gemma_heads, self, rope=(rope_cos, rope_sin), mask=attn_mask)
     return dropped(self) or ComposedParts(
