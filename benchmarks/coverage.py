@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from fastvit_triton import optimize
 from fastvit_triton.convert.reporting import Report
+from fastvit_triton.engine.hooks import type_name
+from fastvit_triton.engine.leaves import LINEARS
 from fastvit_triton.expected.count import traced
 from fastvit_triton.expected.values import weightless
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import Choice, forcing, observing
-from fastvit_triton.layers.hooks import type_name
-from fastvit_triton.layers.module_parts import LINEARS
 from fastvit_triton.measure.machine import provenance
 from fastvit_triton.measure.timeout import one_line
 

@@ -7,7 +7,7 @@ an empty batch, where PyTorch's operators compute nothing. Ours runs on one imag
 ways that launch kernels, because an empty batch launches none; mixed blocks leave matrix products to PyTorch, so they
 are compared with timm's on that image as well. In training, the matrix products of a fused block's backward pass count
 against it. A block's time is the slope between 2 and 10 blocks; the two models alternate. Calls are replayed
-(`layers.replay`) unless a row says otherwise. `calls` counts the Python calls of a block, built-in functions included,
+(`engine.replay`) unless a row says otherwise. `calls` counts the Python calls of a block, built-in functions included,
 by cProfile; the count is deterministic.
 """
 
@@ -28,11 +28,11 @@ from rich.table import Table
 from torch import nn
 
 from fastvit_triton import create_model, freeze, optimize
+from fastvit_triton.engine import ways
 from fastvit_triton.files import replacing
 from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers import ways
 from fastvit_triton.measure.machine import provenance
 
 from .no_device import no_device

@@ -15,7 +15,9 @@ import importlib
 import sys
 from pathlib import Path
 
-__version__ = "0.1.0"
+from .moved import install
+
+__version__ = "0.2.0.dev0"
 
 
 def _declared() -> dict[str, str]:
@@ -25,6 +27,7 @@ def _declared() -> dict[str, str]:
     return {alias.name: f".{node.module or ''}" for node in found for alias in node.names}
 
 
+install()
 _PUBLIC = _declared()
 __all__ = sorted(["__version__", *_PUBLIC])
 

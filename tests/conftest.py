@@ -17,8 +17,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import benchmarks  # noqa: F401  (must precede timm)
+from fastvit_triton.engine import ways
 from fastvit_triton.kernels import backend, fold, launch, op, settings
-from fastvit_triton.layers import ways
 
 # sorted by CPU time of the whole file, longest first
 LONGEST = """backend convert parallel cli static candidates export export_files interpreter freeze replay

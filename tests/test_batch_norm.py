@@ -17,9 +17,9 @@ from test_towers_timm import BATCHED
 from towers import outputs
 
 from fastvit_triton import optimize, revert
+from fastvit_triton.engine.freeze import kept_folds
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers.freeze import kept_folds
 
 LEVIT = dict(image_size=128, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 3, 4], depths=[1, 1, 1])
 LEVIT |= dict(key_dim=[4, 4, 4])

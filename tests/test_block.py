@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, freeze, layers
+from fastvit_triton.engine.body import finish
 from fastvit_triton.kernels import fold
 from fastvit_triton.kernels.cost import Branch
 from fastvit_triton.layers import Block
-from fastvit_triton.layers.body import finish
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 FREE = ("view", "reshape", "transpose", "permute", "unbind", "slice", "select", "expand", "detach", "empty", "alias")

@@ -30,11 +30,11 @@ from fastvit_triton import optimize, revert
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.forwards import FORWARDS, known_type
 from fastvit_triton.convert.reporting import NOTHING
+from fastvit_triton.engine import hooks
+from fastvit_triton.engine.leaves import activation_of
 from fastvit_triton.kernels import backend, fold, mlp
 from fastvit_triton.kernels.activation import ACTIVATIONS
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers import hooks
-from fastvit_triton.layers.module_parts import activation_of
 
 ROUNDINGS = 84  # as in test_models.py
 

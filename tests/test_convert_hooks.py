@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize, revert
 from fastvit_triton.convert import forwards
+from fastvit_triton.engine import hooks
+from fastvit_triton.engine.leaves import LAYER_NORMS
 from fastvit_triton.explain import capture
 from fastvit_triton.kernels import fold
-from fastvit_triton.layers import hooks
-from fastvit_triton.layers.module_parts import LAYER_NORMS
 
 FAMILIES = ["timm_vit", "timm_eva02", "hf_vit", "hf_siglip", "torchvision_vit", "vit_pytorch_vit"]
 IN_PLACE = "swin_v2", "swinv2", "twins"  # on the output of a module, which backward hooks forbid

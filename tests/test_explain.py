@@ -28,9 +28,9 @@ from test_data import truncate
 
 from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
+from fastvit_triton.engine.body import AttentionParts
 from fastvit_triton.explain import figures, published
 from fastvit_triton.explain import layer as layer_file
-from fastvit_triton.layers.body import AttentionParts
 from fastvit_triton.train.loop import Score
 from fastvit_triton.train.outputs import write_log
 

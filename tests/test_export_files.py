@@ -15,9 +15,10 @@ from budget import allowed, telling
 from foreign import build
 from torch import nn
 
-from fastvit_triton import create_model, export, export_model, freeze, optimize, save_weights
+from fastvit_triton import create_model, export_model, freeze, optimize, save_weights
 from fastvit_triton.cli import main
-from fastvit_triton.layers.freeze import is_frozen
+from fastvit_triton.deploy import export
+from fastvit_triton.engine.freeze import is_frozen
 from fastvit_triton.train.data.naflex import to_patches
 
 VIT = dict(embed_dim=24, num_heads=2, depth=2, num_classes=5)

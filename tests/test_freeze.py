@@ -15,9 +15,9 @@ from interpreter import interpreting
 from sampling import sampled
 
 from fastvit_triton import create_model, freeze, optimize, unfreeze
+from fastvit_triton.engine import freeze as freeze_file
+from fastvit_triton.engine import ways
 from fastvit_triton.kernels import fold as fold_file
-from fastvit_triton.layers import freeze as freeze_file
-from fastvit_triton.layers import ways
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, num_classes=3)
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).sin()

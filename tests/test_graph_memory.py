@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.no_device import no_device
-from fastvit_triton import create_model, cuda_graph, cuda_graph_packed, freeze, graphs, optimize
+from fastvit_triton import create_model, cuda_graph, cuda_graph_packed, freeze, optimize
+from fastvit_triton.deploy import cuda_graph as graphs
+from fastvit_triton.engine.freeze import kept_folds
 from fastvit_triton.kernels import settings
 from fastvit_triton.kernels.cost import WAYS
 from fastvit_triton.kernels.op import REGISTERED
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers.freeze import kept_folds
 
 MODES = {  # dtype of the weights, whether autocast is on
     "float32": (torch.float32, False),

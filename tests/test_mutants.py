@@ -114,7 +114,7 @@ def test_kernels_follow_a_change(name, change, way):
 
 def test_the_comparison_can_fail(monkeypatch):
     """Oracle: a reader that passes over a replaced softmax, as one once did."""
-    monkeypatch.setattr("fastvit_triton.convert.from_vit_pytorch.softmax_reason", lambda module: None)
+    monkeypatch.setattr("fastvit_triton.convert.readers.vit_pytorch.tokens.softmax_reason", lambda module: None)
     original = MODELS["vit_pytorch_vit"].build().eval()
     change = Change("other_softmax", "transformer.layers.0.0.attend")
     verdict = compare(original, original, MODELS["vit_pytorch_vit"].call, change, "before")

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import create_model, layers, optimize
+from fastvit_triton.engine import ways
 from fastvit_triton.kernels import cost, depthwise, launch, mixed, plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.launch import targeting
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers import ways
 from fastvit_triton.measure.compare import outcome, verdict
 
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.no_device import no_device
 from fastvit_triton import create_model, freeze, optimize, unfreeze
+from fastvit_triton.engine import ways
+from fastvit_triton.engine.replay import build, calls, program, record
 from fastvit_triton.kernels import backend
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers import ways
-from fastvit_triton.layers.replay import build, calls, program, record
 
 SMALL = dict(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=0)
 

@@ -17,10 +17,10 @@ from triton import knobs
 import fastvit_triton
 from benchmarks.no_device import no_device
 from fastvit_triton import create_model
-from fastvit_triton.graphs import key_of
+from fastvit_triton.deploy.cuda_graph import key_of
+from fastvit_triton.engine import ways
+from fastvit_triton.engine.replay import calls, program
 from fastvit_triton.kernels import attention_launch, backend, cost, launch, measured, plan, settings
-from fastvit_triton.layers import ways
-from fastvit_triton.layers.replay import calls, program
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 PACKAGE = Path(fastvit_triton.__file__).parent

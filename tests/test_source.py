@@ -1,4 +1,4 @@
-"""Tests of `layers.source`: any patch of what a class runs is seen, and what its file defines is none."""
+"""Tests of `engine.source`: any patch of what a class runs is seen, and what its file defines is none."""
 
 import functools
 import importlib
@@ -10,7 +10,7 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from fastvit_triton.layers.source import code_of
+from fastvit_triton.engine.source import code_of
 
 SOURCE = """
 import functools

@@ -22,16 +22,16 @@ import towers
 from test_towers import distance
 
 from fastvit_triton import optimize
+from fastvit_triton.engine import branch
+from fastvit_triton.engine.body import AttentionParts, MlpParts
+from fastvit_triton.engine.composed import ComposedParts
+from fastvit_triton.engine.leaves import Packed, is_identity, is_readable
+from fastvit_triton.engine.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 from fastvit_triton.kernels.activation import GATED
 from fastvit_triton.kernels.attention import attention
 from fastvit_triton.kernels.attention_qkv import attention_qkv
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.window import window_attention
-from fastvit_triton.layers import branch
-from fastvit_triton.layers.body import AttentionParts, MlpParts
-from fastvit_triton.layers.composed import ComposedParts
-from fastvit_triton.layers.module_parts import Packed, is_identity, is_readable
-from fastvit_triton.layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 
 KINDS = AttentionParts, MlpParts, ComposedParts, WindowParts, ReducedParts, DepthwiseMlpParts
 ENTERING, LEAVING = ("projections", "fc1", "q", "kv"), ("proj", "fc2")  # layers that read x, and those after them

@@ -157,7 +157,7 @@ def test_packed_images(causal):
     """Qwen2-VL's tower with images of different sizes: one call of our attention, equal to "sdpa" for each image."""
     from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
 
-    from fastvit_triton.convert.from_transformers import attention_interface as ours
+    from fastvit_triton.convert.readers.transformers import attention_interface as ours
 
     config = qwen.Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2)
     model = qwen.Qwen2VisionTransformerPretrainedModel._from_config(config).eval()

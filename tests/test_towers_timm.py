@@ -15,9 +15,9 @@ from towers_timm import MODELS, build, images
 
 from fastvit_triton import optimize, revert
 from fastvit_triton.convert.forwards import FORWARDS
+from fastvit_triton.engine.freeze import kept_folds
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers.freeze import kept_folds
 
 READ = {name.rpartition(".")[2] for name in FORWARDS if name.startswith("timm.")} - {"PatchEmbed"}
 BATCHED = 1e-12  # the statistics of few rows in BatchNorm's backward pass amplify the roundings before it
@@ -164,7 +164,7 @@ def test_notes_are_not_repeated():
 @pytest.mark.parametrize("name", ["sam", "mvit"])
 def test_biases_of_rows_and_columns_are_not_summed(name, monkeypatch):
     """Oracle: the original's outputs and gradients; the function that sums the biases for every key is not called."""
-    for place in ("kernels.attention", "convert.from_timm.pooled"):
+    for place in ("kernels.attention", "convert.readers.timm.pooled"):
         monkeypatch.setattr(import_module(f"fastvit_triton.{place}"), "sum_of_axes", None)
     model, x = build(name).float().eval(), images(name).float()
     original = copy.deepcopy(model)

@@ -16,12 +16,12 @@ from test_towers_timm import BATCHED
 from towers import outputs
 
 from fastvit_triton import optimize, revert
+from fastvit_triton.engine import ways
+from fastvit_triton.engine.freeze import kept_folds
+from fastvit_triton.engine.replay import calls
 from fastvit_triton.kernels import plan
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.plan import forcing
-from fastvit_triton.layers import ways
-from fastvit_triton.layers.freeze import kept_folds
-from fastvit_triton.layers.replay import calls
 
 TINY = dict(image_size=32, patch_size=16, dim=24, depth=2, heads=2, mlp_dim=48, dim_head=12, num_classes=5)
 CCT = dict(img_size=16, kernel_size=3, stride=2, padding=1, embedding_dim=24, num_layers=2, num_heads=2, mlp_ratio=2)

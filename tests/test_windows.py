@@ -18,12 +18,13 @@ from torchvision.models import swin_transformer as torchvision_swin
 
 from benchmarks.launch_recorder import recording
 from fastvit_triton import freeze, optimize
-from fastvit_triton.convert import forwards, from_torchvision
-from fastvit_triton.convert.from_timm import blocks, pyramids
+from fastvit_triton.convert import forwards
+from fastvit_triton.convert.readers import torchvision as from_torchvision
+from fastvit_triton.convert.readers.timm import blocks, pyramids
+from fastvit_triton.engine import spatial
 from fastvit_triton.kernels import mlp
 from fastvit_triton.kernels.depthwise import depthwise
 from fastvit_triton.kernels.window import window_attention
-from fastvit_triton.layers import spatial
 
 PYRAMIDS = [n for n in EVERY if not n.startswith("hf_")]
 GRIDS = [(8, 8), (7, 5), (3, 9), (4, 4), (2, 3)]

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastvit_triton import freeze, optimize
-from fastvit_triton.convert import forwards, from_transformers
+from fastvit_triton.convert import forwards
+from fastvit_triton.convert.readers import transformers as from_transformers
 from fastvit_triton.expected.count import predict
 from fastvit_triton.kernels import cost
 from fastvit_triton.kernels.plan import forcing

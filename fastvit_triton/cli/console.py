@@ -66,7 +66,7 @@ def select_device(name: str) -> "torch.device":
 
 def show_warmup(model: "nn.Module", example: Any, train: bool, quiet: bool = False) -> None:
     """Compiles the kernels of a model, with `fastvit_triton.warmup`; shows a progress bar on a terminal."""
-    from ..warm_up import warmup
+    from ..deploy.warm_up import warmup
 
     console = Console(stderr=True, quiet=quiet)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.out} exists already; name another file, or give --overwrite")
     if args.opset is not None and args.to != "onnx":
         raise ValueError(f"--opset is {args.opset}, and {args.to} has none; leave it out")
-    from ..export import BATCHES, OPSET, export_model
+    from ..deploy.export import BATCHES, OPSET, export_model
 
     trained = load_trained(args.checkpoint)
     used = trained.transform

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from ..layers.body import MlpParts
-from ..layers.module_parts import Layer, Packed, activation_of
+from ..engine.body import MlpParts
+from ..engine.leaves import Layer, Packed, activation_of
 from ..layers.normed import NORMED
 
 NORMED |= {

@@ -5,9 +5,9 @@ A map that is stored with channels last is a view of tokens [B, H·W, C].
 
 from torch import Tensor, nn
 
+from ..engine.hooks import has_hooks, is_plain_module, type_name
+from ..engine.leaves import DROPOUTS, Foreign, Packed, is_inactive
 from ..kernels.layer_norm import layer_norm
-from ..layers.hooks import has_hooks, is_plain_module, type_name
-from ..layers.module_parts import DROPOUTS, Foreign, Packed, is_inactive
 from ..layers.normed import is_pointwise
 from .forwards import fused_forward, original
 from .third_party import is_fusable

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..engine import replay, ways
+from ..engine.body import AttentionParts, MlpParts
+from ..engine.composed import ComposedParts
+from ..engine.hooks import PACKAGE, has_hooks, has_watched_child, type_name
+from ..engine.leaves import Foreign
+from ..engine.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 from ..kernels.backend import constant, kernels_available, transparent
-from ..layers import replay, ways
-from ..layers.body import AttentionParts, MlpParts
-from ..layers.composed import ComposedParts
-from ..layers.hooks import PACKAGE, has_hooks, has_watched_child, type_name
-from ..layers.module_parts import Foreign
-from ..layers.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
 from .recognition import recognised
 from .third_party import FUSED, is_fusable, runs_original
 

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.body import MlpParts
+from ..engine.composed import ComposedParts
+from ..engine.freeze import freeze as freeze_weights
+from ..engine.freeze import is_frozen, unfreeze
+from ..engine.hooks import has_hooks, is_our_forward, type_name
+from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
+from ..engine.source import code_of
+from ..engine.spatial import DepthwiseMlpParts, ReducedParts
+from ..engine.ways import SIZES
 from ..kernels.backend import backend, why_not
-from ..layers.body import MlpParts
-from ..layers.composed import ComposedParts
-from ..layers.freeze import freeze as freeze_weights
-from ..layers.freeze import is_frozen, unfreeze
-from ..layers.hooks import has_hooks, is_our_forward, type_name
-from ..layers.module_parts import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..layers.normed import NORMED
-from ..layers.source import code_of
-from ..layers.spatial import DepthwiseMlpParts, ReducedParts
-from ..layers.ways import SIZES
-from . import from_timm, from_torch, from_torchvision, from_transformers, from_vit_pytorch, from_vit_pytorch_maps  # noqa: F401
+from . import readers  # noqa: F401  (registers the fused forwards)
 from .forwards import INNER, Forward, Parts, forward_for, known_type
-from .from_torch import STEMS, stems_of
+from .readers.torch import STEMS, stems_of
+from .readers.transformers import attention_interface
 from .recognition import forget, is_ours
 from .reporting import OURS, UNKNOWN, Report, Row
 from .shares import Subject
@@ -51,7 +52,7 @@ def optimize(
     is expected to be fastest (see `kernels.plan` and `fastvit-triton doctor`). Submodules that have hooks or were
     replaced (LoRA, quantised, parametrised) are called, not fused. The original code also runs under global module
     hooks (`torch.nn.modules.module.register_module_forward_hook` and similar), if the code of a class or a function
-    that it uses is not that of its source file (see `layers.source`), if another attention function is registered in
+    that it uses is not that of its source file (see `engine.source`), if another attention function is registered in
     transformers, and under torch.fx and torch.jit.trace, which record the original's graph. torch.jit.script reads
     source code and raises an AttributeError on an optimised model: `revert` first. A module whose attributes differ
     from those that the fused forward expects, as in another release of its package, is not converted; the report gives
@@ -86,7 +87,7 @@ def optimize(
         raise TypeError(f"freeze is {freeze!r}; give True or False")
     if isinstance(verify, bool):
         raise TypeError(f"verify is {verify}; give an example input of the model, or None")
-    from_transformers.attention_interface.register()
+    attention_interface.register()
     forget()
     with _all_or_nothing(model):
         if freeze:  # first, as only frozen BatchNorms are folded

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.hooks import PACKAGE
-from ..layers.source import Code, code_of
+from ..engine.hooks import PACKAGE
+from ..engine.source import Code, code_of
 
 KNOWN = Path(__file__).with_name("known.json")
 CALLERS = ("torch", "transformers")  # packages whose `__call__` a recognised class may have

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from ..engine.hooks import has_global_hooks
 from ..kernels.backend import using_backend
-from ..layers.hooks import has_global_hooks
 from .verify import arguments
 
 LAYERS = (nn.Linear, nn.modules.conv._ConvNd)

@@ -5,10 +5,10 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from ..engine import leaves as parts
+from ..engine.hooks import are_plain_tensors, has_global_hooks, runs_other_code
+from ..engine.source import Code, code_of
 from ..kernels.backend import backend, constant, kernels_available
-from ..layers import module_parts as parts
-from ..layers.hooks import are_plain_tensors, has_global_hooks, runs_other_code
-from ..layers.source import Code, code_of
 from .recognition import recognised
 
 FUSED: set[str] = set()  # types that have a fused forward; `forwards.register` adds them

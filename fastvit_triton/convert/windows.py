@@ -1,6 +1,6 @@
 """What the pyramids of several packages share: tables of positions, Swin V2's bias and scale, merging of patches.
 
-What is computed from weights alone is kept while the model is frozen, see `layers.freeze.derived`.
+What is computed from weights alone is kept while the model is frozen, see `engine.freeze.derived`.
 """
 
 import math
@@ -10,10 +10,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from ..layers.body import finish
-from ..layers.freeze import derived
-from ..layers.hooks import has_hooks, type_name
-from ..layers.module_parts import LAYER_NORMS, Foreign, has_sample_scale
+from ..engine.body import finish
+from ..engine.freeze import derived
+from ..engine.hooks import has_hooks, type_name
+from ..engine.leaves import LAYER_NORMS, Foreign, has_sample_scale
 
 
 def hooked(modules: Iterable[nn.Module], but: nn.Module | None = None) -> str | None:

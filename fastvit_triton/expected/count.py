@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..engine.freeze import freeze
+from ..engine.ways import SIZES
 from ..kernels import tile
 from ..kernels.backend import using_backend
 from ..kernels.cost import Gpu, block_us, compiled_us, saved_values
 from ..kernels.launch import targeting
 from ..kernels.plan import Choice, assuming, host_us, observing
-from ..layers.freeze import freeze
-from ..layers.ways import SIZES
 from . import times, work
 from .cuda_operators import as_on_cuda
 from .inductor import inductor_count

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from ..engine.replay.recorder import ALLOCATE, READERS
 from ..kernels import launch, linear_backward, tile
 from ..kernels.op import REGISTERED
-from ..layers.replay.recorder import ALLOCATE, READERS
 from . import launched
 from .values import described, has_values, is_known, mark, positions, reserved, written_arguments
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.body import AttentionParts, finish, fold_or_normalize, project
+from ..engine.leaves import Layer
+from ..engine.spatial import ReducedParts, Window, WindowParts, as_map, reduced_map
 from ..kernels.attention_qkv import rotate
 from ..kernels.window import APART
-from ..layers.body import AttentionParts, finish, fold_or_normalize, project
-from ..layers.module_parts import Layer
-from ..layers.spatial import ReducedParts, Window, WindowParts, as_map, reduced_map
 
 
 class Heads(NamedTuple):

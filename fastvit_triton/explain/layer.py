@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..engine.leaves import Foreign
 from ..kernels.attention import attention
-from ..layers.module_parts import Foreign
 from .heads import Heads, Parts, heads_of
 
 ROWS = 256  # queries that `blocks` yields at a time

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from .. import layers
 from ..convert.forwards import Forward, forward_for
-from ..convert.from_timm.attention import dropped
-from ..convert.from_torch import multihead_parts
+from ..convert.readers.timm.attention import dropped
+from ..convert.readers.torch import multihead_parts
 from ..convert.third_party import head_norms
-from ..layers.body import AttentionParts, project
-from ..layers.hooks import type_name
+from ..engine.body import AttentionParts, project
+from ..engine.hooks import type_name
+from ..engine.leaves import Foreign, Packed
+from ..engine.spatial import ReducedParts, WindowParts
 from ..layers.inner import SplitAttention
-from ..layers.module_parts import Foreign, Packed
-from ..layers.spatial import ReducedParts, WindowParts
 from .heads import Heads, Parts, plain, split
 
 MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"

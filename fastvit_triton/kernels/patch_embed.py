@@ -144,6 +144,12 @@ def _check_pixels(image: Tensor, weight: Tensor, mean: Tensor | None, std: Tenso
             raise ValueError(f"{name} is on {tensor.device}, image on {image.device}; move it there")
 
 
+def whole_patches(image: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """image [B, C, H, W] without the rows and columns at its end that fill no patch of (height, width)."""
+    (height, width), (h, w) = image.shape[2:], patch_size
+    return image if not (height % h or width % w) else image[:, :, : height - height % h, : width - width % w]
+
+
 def assemble(tokens: Tensor, pos: Tensor | None, prefix: Tensor | None) -> Tensor:
     """Equation (3) on patch tokens [B, N, D]."""
     over_patches = pos is not None and pos.shape[1] == tokens.shape[1]

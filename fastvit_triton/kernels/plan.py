@@ -63,7 +63,7 @@ def way_of(x: Tensor, branches: tuple[Branch, ...], training: bool, replayed: bo
         x: [B, ..., C], for which the kernels are available; only its device and dtype are used.
         branches: of the block.
         training: True if gradients are enabled.
-        replayed: True if calls of the block are replayed, see `layers.replay`.
+        replayed: True if calls of the block are replayed, see `engine.replay`.
     """
     traced = torch.compiler.is_compiling()
     return _way(x.device, x.dtype, tuple(tuple(b) for b in branches), training, traced, replayed)

@@ -1,6 +1,6 @@
 """The global settings that choices depend on. Every cache of choices reads them here, and nowhere else.
 
-`choices` are read by this package's code: they are part of the keys of `plan`, of `layers.ways`, of prepared launches,
+`choices` are read by this package's code: they are part of the keys of `plan`, of `engine.ways`, of prepared launches,
 of records and of CUDA graphs. `operators` are read by PyTorch when it selects operators: they are part of the state of
 records, which fix that selection, and of the keys of CUDA graphs. Triton's settings, by which a launch selects a
 binary, are `launch.binaries`. `is_observed` is True while something must see each call.

@@ -1,8 +1,9 @@
 """Layers: modules that call the kernels; parameters have timm's names."""
 
+from ..engine.body import normalize
+from ..engine.spatial import Window
 from .attention import Attention, AttentionPool, RelativePosition
 from .block import Block, Blocks, PostNormBlock
-from .body import normalize
 from .conv import Peg
 from .drop_path import DropPath, drop_path_rates
 from .embed import (
@@ -20,7 +21,6 @@ from .layer_scale import LayerScale
 from .mlp import Mlp
 from .reduced import ReducedAttention
 from .resnet import ResNet, Root
-from .spatial import Window
 from .window import PatchMerging, WindowAttention, resize_table
 
 __all__ = [

@@ -6,18 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine import ways
+from ..engine.body import Before, Given, Output, finish, project
+from ..engine.branch import Branch, add_branches
+from ..engine.composed import attend
+from ..engine.hooks import can_fuse
+from ..engine.leaves import is_identity, norm_of
+from ..engine.ways import way_alone
 from ..kernels.attention import attention
 from ..kernels.attention_qkv import attention_qkv
 from ..kernels.backend import kernels_available
 from ..kernels.cost import Branch as Sizes
-from . import ways
-from .body import Before, Given, Output, finish, project
-from .branch import Branch, add_branches
-from .composed import attend
-from .hooks import can_fuse
 from .mlp import Mlp
-from .module_parts import is_identity, norm_of
-from .ways import way_alone
 
 
 class Attention(nn.Module):
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return (self.qkv,)
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         inner = self.num_heads * self.head_dim
         return Sizes("attention", 0, 0, getattr(self.qkv, "in_features", inner), 3 * inner, inner, self.num_heads)
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         way: str | None = None,
         **end: Any,
     ) -> Output:
-        """x [B, N, D] → [B, N, D]; for the arguments see `layers.body.Body`."""
+        """x [B, N, D] → [B, N, D]; for the arguments see `engine.body.Body`."""
         if way is None:
             way = way_alone(self, x)
         if way == "plain":

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from . import replay
-from .body import Given, Output, normalize
-from .branch import Branch, add_branches
+from ..engine import replay
+from ..engine.body import Given, Output, normalize
+from ..engine.branch import Branch, add_branches
+from ..engine.hooks import can_fuse, has_global_hooks, has_hooks
+from ..engine.ways import known_way, plainly
 from .drop_path import DropPath
-from .hooks import can_fuse, has_global_hooks, has_hooks
 from .layer_scale import LayerScale
 from .recompute import recomputed
-from .ways import known_way, plainly
 
 
 class Block(nn.Module):
@@ -20,7 +20,7 @@ class Block(nn.Module):
 
     Args:
         dim: D, channels per token.
-        attn: maps [B, N, D] to [B, N, D]; fused with its norm, LayerScale and residual if it is a `layers.body.Body`.
+        attn: maps [B, N, D] to [B, N, D]; fused with its norm, LayerScale and residual if it is a `engine.body.Body`.
         mlp: as attn.
         eps: LayerNorm epsilon.
         init_values: initial LayerScale; None for none.

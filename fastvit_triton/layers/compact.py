@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.patch_embed import assemble, patch_embed
+from ..engine.body import MlpParts, activate, normalize
+from ..engine.branch import Branch, add_branches, runs_plain
+from ..engine.hooks import can_fuse
+from ..engine.leaves import is_patch_conv
+from ..engine.replay import call_branches
+from ..kernels.patch_embed import assemble, patch_embed, whole_patches
 from .attention import Attention
 from .block import Blocks
-from .body import MlpParts, activate, normalize
-from .branch import Branch, add_branches, runs_plain
 from .drop_path import DropPath
-from .embed import sincos1d, whole_patches
-from .hooks import can_fuse
-from .module_parts import is_patch_conv
-from .replay import call_branches
+from .embed import sincos1d
 
 
 class CompactBlock(nn.Module):

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..engine.hooks import can_fuse
+from ..engine.leaves import Foreign, is_depthwise_conv
+from ..engine.spatial import taps_of
 from ..kernels.depthwise import depthwise
-from .hooks import can_fuse
-from .module_parts import Foreign, is_depthwise_conv
-from .spatial import taps_of
 
 
 class Peg(nn.Module):

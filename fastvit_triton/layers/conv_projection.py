@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.body import Before, Given, Output, finish, project
+from ..engine.branch import Branch, add_branches
+from ..engine.composed import attend
+from ..engine.hooks import can_fuse, has_hooks
+from ..engine.leaves import CONVOLUTIONS, Foreign, is_plain_module
+from ..engine.replay import call_block
+from ..engine.spatial import taps_of
+from ..engine.ways import plainly
 from ..kernels.cost import Branch as Sizes
 from ..kernels.depthwise import depthwise
 from .block import Block, Blocks
-from .body import Before, Given, Output, finish, project
-from .branch import Branch, add_branches
-from .composed import attend
-from .hooks import can_fuse, has_hooks
-from .module_parts import CONVOLUTIONS, Foreign, is_plain_module
 from .normed import folded
 from .recompute import recomputed
-from .replay import call_block
-from .spatial import taps_of
-from .ways import plainly
 
 Grid = tuple[int, int]
 
@@ -137,7 +137,7 @@ class ConvAttention(nn.Module):
 
 
 class ConvAttentionParts(NamedTuple):
-    """A `ConvAttention` as a `layers.body.Body`, for one call.
+    """A `ConvAttention` as a `engine.body.Body`, for one call.
 
     Attributes:
         attention: the module.
@@ -157,7 +157,7 @@ class ConvAttentionParts(NamedTuple):
         return ()
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         C, keys = self.attention.proj.in_features, max(self.attention.stride, 1) ** 2
         return Sizes("reduced_attention", 0, 0, C, C + 2 * C // keys, C, self.attention.num_heads, keys=keys)
 
@@ -170,7 +170,7 @@ class ConvAttentionParts(NamedTuple):
         way: str = "plain",
         **end: Any,
     ) -> Output:
-        """Tokens [B, T + H · W, D] → [B, T + H · W, D], see `layers.body.Body`."""
+        """Tokens [B, T + H · W, D] → [B, T + H · W, D], see `engine.body.Body`."""
         if way == "plain":
             return self.attention(x, self.grid)
         layers = self.attention

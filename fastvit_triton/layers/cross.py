@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.body import finish, fold_or_normalize, normalize, project
+from ..engine.composed import attend
+from ..engine.hooks import can_fuse, has_hooks
+from ..engine.leaves import has_sample_scale, is_inactive, is_readable, sample_scale_of
 from .block import Blocks
-from .body import finish, fold_or_normalize, normalize, project
-from .composed import attend
 from .drop_path import DropPath
 from .embed import PatchEmbed
-from .hooks import can_fuse, has_hooks
-from .module_parts import has_sample_scale, is_inactive, is_readable, sample_scale_of
 
 STRIDES = {12: ((4, 7, 3), (3, 3, 0), (1, 3, 1)), 16: ((4, 7, 3), (2, 3, 1), (2, 3, 1))}  # stride, kernel, padding
 

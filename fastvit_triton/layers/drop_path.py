@@ -40,26 +40,6 @@ class DropPath(nn.Module):
         return f"p={self.p:.3g}"
 
 
-class ConstantScale(nn.Module):
-    """Multiplies every image by one factor; stands in for `DropPath` when only kept images are computed.
-
-    Args:
-        factor: for every image.
-    """
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def sample_scale(self, x: Tensor) -> Tensor:
-        """The factor of each image of x [B, ...]: [B]."""
-        return x.new_full((x.shape[0],), self.factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, ...] → [B, ...]."""
-        return x * self.factor
-
-
 def drop_path_rates(last: float, depth: int) -> list[float]:
     """Rates that rise linearly from 0 in the first block to `last` in the last one."""
     return [last * i / max(depth - 1, 1) for i in range(depth)]

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.patch_embed import assemble, patch_embed
-from .body import normalize
-from .hooks import has_global_hooks, is_plain_module
-from .module_parts import CONVOLUTIONS
+from ..engine.body import normalize
+from ..engine.hooks import has_global_hooks, is_plain_module
+from ..engine.leaves import CONVOLUTIONS
+from ..kernels.patch_embed import assemble, patch_embed, whole_patches
 
 
 def sides(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -125,12 +125,6 @@ class NormedPatchEmbed(PatchEmbed):
         """image [B, C, H, W], pos [1, N, D] or [1, T + N, D], prefix [1, T, D] → tokens [B, T + N, D]."""
         x = normalize(super().forward(whole_patches(image, self.patch_size)), self.norm)
         return x if pos is None and prefix is None else assemble(x, pos, prefix)
-
-
-def whole_patches(image: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """image [B, C, H, W] without the rows and columns at its end that fill no patch of (height, width)."""
-    (height, width), (h, w) = image.shape[2:], patch_size
-    return image if not (height % h or width % w) else image[:, :, : height - height % h, : width - width % w]
 
 
 class Learned2d(nn.Module):

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.branch import Branch, add_branches
+from ..engine.hooks import can_fuse
+from ..engine.leaves import CONVOLUTIONS, activation_of, is_depthwise_conv, is_plain_module
+from ..engine.replay import call_block
 from ..kernels.depthwise import depthwise
 from ..kernels.linear import linear
-from .branch import Branch, add_branches
 from .drop_path import DropPath
-from .hooks import can_fuse
-from .module_parts import CONVOLUTIONS, activation_of, is_depthwise_conv, is_plain_module
 from .normed import folded
-from .replay import call_block
 
 Grid = tuple[int, int]
 

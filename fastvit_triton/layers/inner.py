@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .body import AttentionParts, finish, normalize
-from .branch import Branch, add_branches, runs_plain
-from .composed import ComposedParts, attend, heads_of
+from ..engine.body import AttentionParts, finish, normalize
+from ..engine.branch import Branch, add_branches, runs_plain
+from ..engine.composed import ComposedParts, attend, heads_of
+from ..engine.hooks import can_fuse
+from ..engine.parted import Parted
+from ..engine.replay import call, call_branches
+from ..engine.ways import known_way, state
 from .drop_path import DropPath
 from .embed import PatchEmbed
-from .hooks import can_fuse
 from .mlp import Mlp
-from .parted import Parted
-from .replay import call, call_branches
-from .ways import known_way, state
 
 
 class SplitAttention(Parted):

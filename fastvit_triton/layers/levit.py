@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.body import MlpParts, finish, project
+from ..engine.branch import Branch, add_branches
+from ..engine.composed import ComposedParts, merged_heads
+from ..engine.freeze import derived
+from ..engine.hooks import can_fuse, has_hooks
+from ..engine.leaves import activation_of
+from ..engine.parted import Parted
+from ..engine.replay import call_block
 from ..kernels.attention import attention
 from ..kernels.cost import Branch as Sizes
 from .block import Blocks
-from .body import MlpParts, finish, project
-from .branch import Branch, add_branches
-from .composed import ComposedParts, merged_heads
 from .drop_path import DropPath
-from .freeze import derived
-from .hooks import can_fuse, has_hooks
-from .module_parts import activation_of
 from .normed import ConvNorm, LinearNorm, normed
-from .parted import Parted
-from .replay import call_block
 from .window import expand_table
 
 Grid = tuple[int, int]
@@ -54,7 +54,7 @@ class DistanceAttention(Parted):
         return (self.qkv,)
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         weight = self.qkv.linear.weight
         return Sizes("attention", 0, 0, weight.shape[1], len(weight), self.num_heads * self.val_dim, self.num_heads)
 
@@ -160,7 +160,7 @@ class NormedMlp(Parted):
         return (self.ln1,)
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         hidden, channels = self.ln1.linear.weight.shape
         return Sizes("mlp", 0, 0, channels, hidden, hidden)
 

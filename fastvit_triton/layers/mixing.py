@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.body import Before, Given, Output
+from ..engine.composed import ComposedParts, heads_of, merged_heads
+from ..engine.freeze import derived
+from ..engine.hooks import is_plain_module
+from ..engine.leaves import CONVOLUTIONS, Layer, Packed, is_readable
+from ..engine.parted import Parted
 from ..kernels.cost import Branch as Sizes
-from .body import Before, Given, Output
-from .composed import ComposedParts, heads_of, merged_heads
-from .freeze import derived
-from .hooks import is_plain_module
-from .module_parts import CONVOLUTIONS, Layer, Packed, is_readable
 from .normed import is_constant, sources_of
-from .parted import Parted
 
 
 class MixedAttention(Parted):
@@ -208,7 +208,7 @@ class LocalAttention(nn.Module):
 
 
 class RefinedParts(NamedTuple):
-    """A `RefinedAttention` as a `layers.body.Body`, for one call.
+    """A `RefinedAttention` as a `engine.body.Body`, for one call.
 
     Attributes:
         attention: the module.
@@ -225,7 +225,7 @@ class RefinedParts(NamedTuple):
         return self.attention.entering()
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         return self.attention.sizes()
 
     def __call__(
@@ -237,7 +237,7 @@ class RefinedParts(NamedTuple):
         way: str = "plain",
         **end: Any,
     ) -> Output:
-        """x [B, N, D] → [B, N, D], see `layers.body.Body`."""
+        """x [B, N, D] → [B, N, D], see `engine.body.Body`."""
         if way == "plain":
             return self.attention(x, self.previous, self.passed)
         between = partial(self.attention.attend_with, self.previous, self.passed)

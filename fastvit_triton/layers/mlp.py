@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
+from ..engine.body import MlpParts, activate
+from ..engine.parted import Parted
 from ..kernels.activation import ACTIVATIONS
-from .body import MlpParts, activate
-from .parted import Parted
 
 
 class Mlp(Parted):

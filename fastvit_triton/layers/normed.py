@@ -8,9 +8,9 @@ Parameter names are timm's.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .freeze import derived, keeps
-from .hooks import are_plain_tensors, can_fuse, has_hooks, type_name
-from .module_parts import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
+from ..engine.freeze import derived, keeps
+from ..engine.hooks import are_plain_tensors, can_fuse, has_hooks, type_name
+from ..engine.leaves import CONVOLUTIONS, Foreign, Layer, Packed, is_plain_module, is_readable
 
 BATCH_NORMS = tuple(f"torch.nn.modules.batchnorm.BatchNorm{axes}d" for axes in (1, 2))
 NORMED = {  # modules of a linear layer and the BatchNorm after it → their names; `convert` adds those of others

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor, nn
 
+from ..engine import ways
+from ..engine.body import normalize, project
+from ..engine.branch import Branch, add_branches
+from ..engine.composed import attend
+from ..engine.hooks import can_fuse
+from ..engine.leaves import is_readable
 from ..kernels.attention import attention
-from . import ways
-from .body import normalize, project
-from .branch import Branch, add_branches
-from .composed import attend
-from .hooks import can_fuse
-from .module_parts import is_readable
 
 
 def sequence_pool(x: Tensor, score: nn.Linear) -> Tensor:

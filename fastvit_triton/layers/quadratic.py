@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.body import Before, Given, Output, finish
+from ..engine.freeze import derived
+from ..engine.parted import Parted
 from ..kernels.cost import Branch as Sizes
-from .body import Before, Given, Output, finish
-from .freeze import derived
-from .parted import Parted
 
 Grid = tuple[int, int]
 
@@ -115,12 +115,12 @@ class QuadraticAttention(Parted):
         return ()
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         inner, channels = self.value.in_features, self.proj.out_features
         return Sizes("mlp", 0, 0, channels, inner, inner)
 
     def parts(self) -> "QuadraticParts":
-        """The module as a `layers.body.Body`."""
+        """The module as a `engine.body.Body`."""
         return QuadraticParts(self)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class QuadraticAttention(Parted):
 
 
 class QuadraticParts(NamedTuple):
-    """A `QuadraticAttention` as a `layers.body.Body`, for one call.
+    """A `QuadraticAttention` as a `engine.body.Body`, for one call.
 
     Attributes:
         attention: the module.
@@ -149,7 +149,7 @@ class QuadraticParts(NamedTuple):
         way: str = "reference",
         **end: Any,
     ) -> Output:
-        """Tokens [B, N, D] → [B, N, D], see `layers.body.Body`."""
+        """Tokens [B, N, D] → [B, N, D], see `engine.body.Body`."""
         layers = self.attention
         o = finish(layers.attend(x), layers.value, way=way)
         return finish(o, layers.proj, None, layers.proj_drop, way=way, **end)

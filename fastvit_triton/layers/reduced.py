@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..engine.body import Before, Given, Output, finish, project
+from ..engine.composed import attend
+from ..engine.spatial import ReducedParts
+from ..engine.ways import way_alone
 from ..kernels.cost import Branch as Sizes
-from .body import Before, Given, Output, finish, project
-from .composed import attend
-from .spatial import ReducedParts
-from .ways import way_alone
 
 
 class ReducedAttention(nn.Module):
@@ -52,7 +52,7 @@ class ReducedAttention(nn.Module):
         return self.parts().entering()
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         return self.parts().sizes()
 
     def forward(
@@ -64,7 +64,7 @@ class ReducedAttention(nn.Module):
         way: str | None = None,
         **end: Any,
     ) -> Output:
-        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `layers.body.Body`."""
+        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `engine.body.Body`."""
         if way is None:
             way = way_alone(self, x)
         if way == "plain":

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.body import project
+from ..engine.composed import heads_of
+from ..engine.hooks import can_fuse, has_hooks
+from ..engine.leaves import CONVOLUTIONS, Packed, is_plain_module
 from ..kernels.attention import attention, sum_of_axes
-from .body import project
-from .composed import heads_of
-from .hooks import can_fuse, has_hooks
-from .module_parts import CONVOLUTIONS, Packed, is_plain_module
 
 Grid = tuple[int, int]
 

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.branch import Branch, add_branches
+from ..engine.hooks import can_fuse, has_hooks
+from ..engine.replay import call_block
+from ..engine.ways import plainly
 from .block import Block, Blocks
-from .branch import Branch, add_branches
-from .hooks import can_fuse, has_hooks
 from .mixing import RefinedAttention, RefinedParts
 from .mlp import Mlp
 from .recompute import recomputed
-from .replay import call_block
-from .ways import plainly
 
 
 class ScaledBlock(Block):

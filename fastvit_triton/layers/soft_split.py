@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.body import MlpParts, finish, fold_or_normalize, project
+from ..engine.branch import Branch, add_branches
+from ..engine.hooks import can_fuse, has_hooks
+from ..engine.leaves import activation_of
 from ..kernels.attention_qkv import attention_qkv
-from .body import MlpParts, finish, fold_or_normalize, project
-from .branch import Branch, add_branches
-from .hooks import can_fuse, has_hooks
 from .mlp import Mlp
-from .module_parts import activation_of
 
 Grid = tuple[int, int]
 SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))  # kernel, stride, padding

@@ -3,10 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.hooks import can_fuse
+from ..engine.leaves import is_patch_conv
 from ..kernels.patch_embed import assemble, patch_embed
 from .embed import PatchEmbed
-from .hooks import can_fuse
-from .module_parts import is_patch_conv
 
 
 class ConvStem(PatchEmbed):

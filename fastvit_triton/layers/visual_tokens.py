@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.body import project
+from ..engine.branch import Branch, add_branches
+from ..engine.hooks import can_fuse
 from ..kernels.attention import attention
-from .body import project
-from .branch import Branch, add_branches
 from .drop_path import DropPath
-from .hooks import can_fuse
 from .mlp import Mlp
 
 Inputs = tuple[Tensor, Tensor, Tensor]

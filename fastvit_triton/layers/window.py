@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine import ways
+from ..engine.body import Before, Given, Output, finish, fold_or_normalize, project
+from ..engine.freeze import derived
+from ..engine.hooks import can_fuse
+from ..engine.spatial import Window, WindowParts
+from ..engine.ways import way_alone
 from ..kernels import window
 from ..kernels.cost import Branch as Sizes
-from . import ways
-from .body import Before, Given, Output, finish, fold_or_normalize, project
-from .freeze import derived
-from .hooks import can_fuse
-from .spatial import Window, WindowParts
-from .ways import way_alone
 
 
 class WindowAttention(nn.Module):
@@ -61,7 +61,7 @@ class WindowAttention(nn.Module):
         return (self.qkv,)
 
     def sizes(self) -> Sizes:
-        """See `layers.body.Body`."""
+        """See `engine.body.Body`."""
         return self._parts(None).sizes()  # which do not depend on the bias
 
     def forward(
@@ -73,7 +73,7 @@ class WindowAttention(nn.Module):
         way: str | None = None,
         **end: Any,
     ) -> Output:
-        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `layers.body.Body`."""
+        """x [B, H, W, D] → [B, H, W, D]; for the arguments see `engine.body.Body`."""
         if way is None:
             way = way_alone(self, x)
         parts = self.parts()

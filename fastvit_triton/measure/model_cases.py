@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..deploy.cuda_graph import GraphedModel, cuda_graph
 from ..expected.count import count
-from ..graphs import GraphedModel, cuda_graph
 from ..kernels.backend import using_backend
 from ..kernels.plan import forcing
 from ..layers.embed import sides

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..engine.ways import SIZES
 from ..kernels import measured
 from ..kernels.backend import using_backend
 from ..kernels.launch import overriding
@@ -18,7 +19,6 @@ from ..kernels.measured import Measured
 from ..kernels.op import REGISTERED
 from ..kernels.patch_embed import patch_embed
 from ..kernels.plan import Choice, observing
-from ..layers.ways import SIZES
 from .compare import Named, Verdict, outcome, verdict
 from .timeout import capturing
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..graphs import can_capture, cuda_graph
+from ..deploy.cuda_graph import can_capture, cuda_graph
+from ..deploy.warm_up import run
 from ..kernels import measured
 from ..kernels.backend import using_backend
 from ..kernels.measured import Measured
-from ..warm_up import run
 from .model_parts import Call
 from .timeout import Deadline, capturing
 from .timing import Setup, samples_of, timing_columns

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ..graphs import capture
+from ..deploy.cuda_graph import capture
 from ..kernels import OPS
 from ..kernels.backend import using_backend
 from ..kernels.launch import overriding

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..convert import optimize
+from ..deploy.warm_up import given, run, unchanged, warmup
 from ..kernels import launch, measured, plan
 from ..kernels.compiling import Collector, compiling
 from ..kernels.measured import Measured
-from ..warm_up import given, run, unchanged, warmup
 from .kept import add, held_in
 from .model_parts import Part, calls_of, parts_of
 from .model_times import time_attention, time_model

@@ -1,0 +1,283 @@
+"""Fused forwards for timm's blocks and stems: VisionTransformer, BEiT, EVA, DINOv3, NaFlexViT, CaiT, TNT, CrossViT."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....engine.body import AttentionParts, finish, fold_or_normalize, normalize, project
+from ....engine.branch import Branch, add_branches
+from ....engine.hooks import has_hooks, is_our_forward, type_name
+from ....engine.leaves import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
+from ....engine.ways import plainly
+from ....kernels.attention import attention
+from ....kernels.patch_embed import patch_embed
+from ....layers.inner import add_inner_outer, inner_outer, inner_outer_plain
+from ...forwards import arguments, fused_body, fused_forward, original
+from ...third_party import is_fusable, scores_mask
+from .attention import dropped, scale_of
+
+
+def both_norms(block: Foreign) -> list[tuple[nn.Module, nn.Module]]:
+    """The norm of each branch and the body after it."""
+    return [(block.norm1, block.attn), (block.norm2, block.mlp)]
+
+
+def _given(block: Foreign, **call: object) -> dict[str, object]:
+    """Arguments that a block passes on to its attention, limited to those its release supports."""
+    return {name: value for name, value in call.items() if name in arguments(type(block))}
+
+
+def _drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
+    """Stochastic depth of both branches; older releases use one module twice."""
+    return (block.drop_path1, block.drop_path2) if hasattr(block, "drop_path1") else (block.drop_path,) * 2
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.vision_transformer.Block",
+    "timm.models.nest.TransformerLayer",
+    "timm.models.volo.Transformer",
+    "timm.models.volo.Outlooker",
+    needs="norm1 attn drop_path1|drop_path norm2 mlp drop_path2|drop_path",
+    takes="attn_mask is_causal",
+    folds=both_norms,
+)
+def block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Pre-norm block; [B, ..., D] → [B, ..., D]."""
+    return _block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
+
+
+def _block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    call, (drop1, drop2) = _given(self, attn_mask=attn_mask, is_causal=is_causal), _drop_paths(self)
+    scale1, scale2 = (self.ls1, self.ls2) if hasattr(self, "ls1") else (None, None)
+    attn = Branch(self.attn, self.norm1, scale1, drop1, call=call)
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, scale2, drop2), block=self)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.eva.EvaBlock",
+    needs="norm1 attn gamma_1 drop_path1 norm2 mlp gamma_2 drop_path2",
+    takes="rope attn_mask is_causal",
+    folds=both_norms,
+)
+def eva_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Pre-norm block with rotary positions; [B, N, D] → [B, N, D]."""
+    return _eva_block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
+
+
+def _eva_block(
+    self: Foreign, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    call = _given(self, rope=rope, attn_mask=attn_mask, is_causal=is_causal)
+    attn = Branch(self.attn, self.norm1, None, self.drop_path1, self.gamma_1, call=call)
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path2, self.gamma_2), block=self)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.beit.Block",
+    needs="norm1 attn gamma_1 drop_path1|drop_path norm2 mlp gamma_2 drop_path2|drop_path",
+    takes="shared_rel_pos_bias",
+    folds=both_norms,
+)
+def beit_block(self: Foreign, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+    """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x, shared_rel_pos_bias)
+    call, (drop1, drop2) = dict(shared_rel_pos_bias=shared_rel_pos_bias), _drop_paths(self)
+    attn = Branch(self.attn, self.norm1, None, drop1, self.gamma_1, call=call)
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, drop2, self.gamma_2), block=self)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.cait.LayerScaleBlock",
+    needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
+    takes="",
+    folds=both_norms,
+)
+def cait_block(self: Foreign, x: Tensor) -> Tensor:
+    """CaiT's pre-norm block with talking heads; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    attn = Branch(self.attn, self.norm1, None, self.drop_path, self.gamma_1)
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2), block=self)
+
+
+@fused_forward(
+    "class-token block",
+    "timm.models.cait.LayerScaleBlockClassAttn",
+    needs="norm1 attn gamma_1 drop_path norm2 mlp gamma_2",
+    takes="x_cls",
+    folds=lambda self: [(self.norm2, self.mlp)],
+)
+def cait_class_block(self: Foreign, x: Tensor, x_cls: Tensor) -> Tensor:
+    """CaiT's class-token block; [B, N, D] and [B, 1, D] → [B, 1, D]."""
+    if not is_fusable(self, x):
+        return original(self, x, x_cls)
+    attended = self.attn(self.norm1(torch.cat((x_cls, x), 1)))
+    x_cls = x_cls + self.drop_path(self.gamma_1 * attended)
+    return add_branches(x_cls, Branch(self.mlp, self.norm2, None, self.drop_path, self.gamma_2))
+
+
+@fused_forward(
+    "class attention",
+    "timm.models.cait.ClassAttn",
+    needs="q k v num_heads scale attn_drop proj proj_drop",
+    takes="",
+    reason=dropped,
+)
+def class_attention(self: Foreign, x: Tensor) -> Tensor:
+    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
+    if not is_fusable(self, x) or dropped(self) is not None:
+        return original(self, x)
+    q = project(x[:, :1], (self.q,))
+    k, v = project(x, (self.k, self.v)).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    o = attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
+    return finish(o, self.proj, drop=self.proj_drop)
+
+
+@fused_body("timm.models.tnt.Attention", needs="qk v num_heads head_dim scale attn_drop proj proj_drop", takes="")
+def tnt_parts(self: Foreign) -> AttentionParts | str:
+    """Parts of TNT's attention, which projects queries and keys together."""
+    if self.hidden_dim != getattr(self.v, "out_features", self.hidden_dim):
+        return "queries of another width than the values"
+    layers = self.qk, self.v
+    return dropped(self) or AttentionParts(layers, self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,))
+
+
+def _tnt_folds(self: Foreign) -> list[tuple[nn.Module, nn.Module | None]]:
+    pairs = [((norm1, attn), (norm2, mlp)) for attn, norm1, mlp, norm2, _ in inner_outer(self)]
+    return [*pairs[0], *pairs[1], (self.norm1_proj, None if self.norm2_proj is None else self.proj)]
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.tnt.Block",
+    needs="norm_in attn_in norm_mlp_in mlp_in norm1_proj proj norm2_proj norm_out attn_out norm_mlp mlp drop_path",
+    takes="patch_embed",
+    folds=_tnt_folds,
+)
+def tnt_block(self: Foreign, pixel_embed: Tensor, patch_embed: Tensor) -> tuple[Tensor, Tensor]:
+    """TNT's block: pixels [B·N, n, D'] attend within patches, then tokens [B, 1 + N, D] that receive them attend."""
+    if not is_fusable(self, pixel_embed):
+        return original(self, pixel_embed, patch_embed)
+    if inner_outer_plain(self, pixel_embed, patch_embed):
+        return plainly(original, self, pixel_embed, patch_embed)
+    return add_inner_outer(self, pixel_embed, patch_embed)
+
+
+@fused_forward(
+    "cross attention",
+    "timm.models.crossvit.CrossAttention",
+    needs="wq wk wv num_heads scale attn_drop proj proj_drop",
+    takes="",
+    reason=dropped,
+)
+def cross_attention(self: Foreign, x: Tensor) -> Tensor:
+    """The class token attends to all tokens; [B, N, D] → [B, 1, D]."""
+    if not is_fusable(self, x) or dropped(self) is not None:
+        return original(self, x)
+    q, kv = project(x[:, :1], (self.wq,)), project(x, (self.wk, self.wv))
+    return finish(_one_query(self, q, *kv.chunk(2, -1)), self.proj, drop=self.proj_drop)
+
+
+def _one_query(self: Foreign, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of q [B, 1, D] to k and v [B, N, D]."""
+    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    return attention(q, k, v, scale=scale_of(self)).transpose(1, 2).flatten(2)
+
+
+def _cross_reason(block: Foreign) -> str | None:
+    attn = block.attn
+    if type_name(attn) != "timm.models.crossvit.CrossAttention":
+        return f"its attention is {type(attn).__name__}"
+    return dropped(attn) or ("attention has a hook" if has_hooks(attn) else None)
+
+
+@fused_forward(
+    "cross-attention block",
+    "timm.models.crossvit.CrossAttentionBlock",
+    needs="norm1 attn drop_path",
+    takes="",
+    reason=_cross_reason,
+    folds=lambda self: [(self.norm1, self.attn)],
+)
+def cross_block(self: Foreign, x: Tensor) -> Tensor:
+    """The class token attends to all tokens; [B, N, D] → [B, 1, D].
+
+    All three projections are one matmul of all tokens, into which the norm is folded.
+    """
+    attn = self.attn
+    if not is_fusable(self, x) or not is_our_forward(attn.__dict__.get("forward")) or _cross_reason(self) is not None:
+        return original(self, x)
+    cls, layers, drop = x[:, :1], (attn.wq, attn.wk, attn.wv), attn.proj_drop
+    if not all(is_readable(layer) for layer in layers):
+        return cls + self.drop_path(attn(normalize(x, self.norm1)))
+    x, norm = fold_or_normalize(x, self.norm1, layers)
+    q, k, v = project(x, layers, norm).chunk(3, -1)
+    o = _one_query(attn, q[:, :1], k, v)
+    if not is_inactive(drop) or not has_sample_scale(self.drop_path):
+        return cls + self.drop_path(finish(o, attn.proj, drop=drop))
+    return finish(o, attn.proj, sample_scale=sample_scale_of(self.drop_path, cls), residual=cls)
+
+
+@fused_forward(
+    "attention pooling",
+    "timm.layers.attention_pool.AttentionPoolLatent",
+    needs="latent pos_embed q kv q_norm k_norm num_heads scale proj proj_drop norm mlp pool",
+    takes="attn_mask",
+    folds=lambda self: [(self.norm, self.mlp)],
+)
+def attention_pool(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Learned queries attend to all tokens, then an MLP; [B, N, D] → [B, D]."""
+    return _attention_pool(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
+
+
+def _attention_pool(self: Foreign, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    x = x if self.pos_embed is None else x + self.pos_embed[None].to(x.dtype)
+    q = self.q(self.latent.expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+    k, v = project(x, (self.kv,)).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k = self.q_norm(q), self.k_norm(k)
+    o = attention(q, k, v, scores_mask(attn_mask), scale_of(self)).transpose(1, 2).flatten(2)
+    x = finish(o, self.proj, drop=self.proj_drop)
+    x = x if self.mlp is None else add_branches(x, Branch(self.mlp, self.norm))
+    return x[:, 0] if self.pool == "token" else x.mean(1) if self.pool == "avg" else x
+
+
+def _patch_reason(self: Foreign) -> str | None:
+    form = getattr(self, "output_fmt", "NCHW")
+    if not self.flatten and form != "NHWC":
+        return f"its output is {getattr(form, 'value', form)}, not tokens"
+    return None if is_patch_conv(self.proj) else "its projection was replaced or has a hook"
+
+
+@fused_forward(
+    "patch projection",
+    "timm.layers.patch_embed.PatchEmbed",
+    "timm.models.layers.patch_embed.PatchEmbed",
+    needs="proj norm img_size patch_size flatten",
+    takes="",
+    reason=_patch_reason,
+)
+def patches(self: Foreign, x: Tensor) -> Tensor:
+    """Patch projection; image [B, C, H, W] → tokens [B, N, D], or [B, h, w, D] for timm's NHWC format."""
+    if (
+        not is_fusable(self, x)
+        or x.dim() != 4
+        or not _divides(self, (x.shape[2], x.shape[3]))
+        or _patch_reason(self) is not None
+    ):
+        return original(self, x)
+    tokens = patch_embed(x, self.proj.weight, self.proj.bias)
+    return self.norm(tokens if self.flatten else tokens.unflatten(1, (x.shape[2] // self.patch_size[0], -1)))
+
+
+def _divides(self: Foreign, size: tuple[int, int]) -> bool:
+    """True if the module accepts images of this size and the patch size divides them."""
+    strict = self.img_size is not None and getattr(self, "strict_img_size", True)
+    whole = all(side % patch == 0 for side, patch in zip(size, self.patch_size, strict=True))
+    return whole and (not strict or size == tuple(self.img_size))

@@ -1,0 +1,99 @@
+"""Fused linear layers of timm's attention over channels: XCiT, EdgeNeXt, DaViT, CoaT; and CaiT's talking heads.
+
+Their maps are small or mixed between heads, and are computed by PyTorch between the fused projections.
+"""
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....engine.composed import ComposedParts, heads_of, merged_heads
+from ....engine.leaves import Foreign
+from ...forwards import fused_body
+from .attention import dropped
+
+
+def _width(self: Foreign) -> int:
+    """Channels of a head, which are the keys of attention over channels."""
+    return getattr(self.proj, "in_features", 0) // getattr(self, "num_heads", getattr(self, "groups", 1))
+
+
+@fused_body(
+    "timm.models.xcit.XCA",
+    "timm.models.edgenext.CrossCovarianceAttn",
+    needs="qkv num_heads temperature attn_drop proj proj_drop",
+    takes="",
+)
+def cross_covariance_parts(self: Foreign) -> ComposedParts | str:
+    """Parts of cross-covariance attention."""
+    between, drops = partial(_cross_covariance, self), (self.proj_drop,)
+    return dropped(self) or ComposedParts(
+        "channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self), drops=drops
+    )
+
+
+def _cross_covariance(self: Foreign, qkv: Tensor) -> Tensor:
+    """Packed projections [B, N, 3 · H · D] → [B, N, H · D]."""
+    q, k, v = (t.transpose(2, 3) for t in heads_of(qkv, self.num_heads))  # [B, H, D, N]
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(2, 3) * self.temperature
+    return merged_heads((scores.softmax(-1).to(v.dtype) @ v).transpose(2, 3), qkv.shape[1:-1])
+
+
+@fused_body("timm.models.davit.ChannelAttention", needs="qkv num_heads scale proj", takes="")
+def davit_parts(self: Foreign) -> ComposedParts:
+    """Parts of DaViT's attention over channels."""
+    between = partial(_davit, self)
+    return ComposedParts("channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self))
+
+
+def _davit(self: Foreign, qkv: Tensor) -> Tensor:
+    q, k, v = heads_of(qkv, self.num_heads)
+    weights = ((k * self.scale).transpose(2, 3) @ v).softmax(-1)
+    return merged_heads(q @ weights.transpose(2, 3), qkv.shape[1:-1])
+
+
+@fused_body("timm.models.davit.ChannelAttentionV2", needs="qkv groups head_dim dynamic_scale proj", takes="")
+def davit_v2_parts(self: Foreign) -> ComposedParts:
+    """Parts of the attention over channels of DaViT as Florence-2 uses it."""
+    between = partial(_davit_v2, self)
+    return ComposedParts("channel attention", (self.qkv,), between, self.proj, self.groups, _width(self))
+
+
+def _davit_v2(self: Foreign, qkv: Tensor) -> Tensor:
+    q, k, v = heads_of(qkv, self.groups)
+    scale = (q.shape[2] if self.dynamic_scale else self.head_dim) ** -0.5
+    weights = ((q * scale).transpose(2, 3) @ k).softmax(-1)
+    return merged_heads(v @ weights.transpose(2, 3), qkv.shape[1:-1])
+
+
+@fused_body("timm.models.coat.FactorAttnConvRelPosEnc", needs="qkv num_heads scale crpe proj proj_drop", takes="size")
+def coat_parts(self: Foreign, size: tuple[int, int] | None = None) -> ComposedParts:
+    """Parts of CoaT's factorised attention, which has no dropout on its maps."""
+    between, drops = partial(_coat, self, size=size), (self.proj_drop,)
+    return ComposedParts(
+        "channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self), drops=drops
+    )
+
+
+def _coat(self: Foreign, qkv: Tensor, size: tuple[int, int] | None) -> Tensor:
+    q, k, v = heads_of(qkv, self.num_heads)
+    context = k.softmax(2).transpose(2, 3) @ v
+    return merged_heads(self.scale * (q @ context) + self.crpe(q, v, size=size), qkv.shape[1:-1])
+
+
+@fused_body(
+    "timm.models.cait.TalkingHeadAttn", needs="qkv num_heads scale attn_drop proj proj_l proj_w proj_drop", takes=""
+)
+def talking_parts(self: Foreign) -> ComposedParts:
+    """Parts of CaiT's attention, whose heads mix their scores and their probabilities."""
+    between, drops = partial(_talking, self), (self.proj_drop,)
+    return ComposedParts("projections of talking heads", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
+
+
+def _talking(self: Foreign, qkv: Tensor) -> Tensor:
+    q, k, v = heads_of(qkv, self.num_heads)
+    scores = (q * self.scale) @ k.transpose(2, 3)
+    scores = self.proj_l(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    maps = self.proj_w(scores.softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return merged_heads(self.attn_drop(maps) @ v, qkv.shape[1:-1])

@@ -1,0 +1,219 @@
+"""Fused forwards for timm's LeViT, EfficientFormer and TinyViT: keys narrower than values, and a table of biases."""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from ....engine.body import MlpParts, finish, project
+from ....engine.branch import Branch, add_branches
+from ....engine.composed import ComposedParts, merged_heads
+from ....engine.freeze import derived
+from ....engine.hooks import has_hooks, is_our_forward, is_plain_module, type_name
+from ....engine.leaves import Foreign, Packed, activation_of
+from ....kernels.attention import attention
+from ....layers.normed import normed
+from ...batch_norm import UNFOLDED, folded_mlp
+from ...forwards import Reader, fused_body, fused_forward, original
+from ...third_party import is_fusable
+from .attention import scale_of
+
+MAPPED = "its activation or dropout reads a map: it was replaced or has a hook"
+
+
+def distance_bias(attn: Foreign) -> Tensor:
+    """The bias [1, H, Nq, Nk] from a table [H, distances] and an index of pairs."""
+    table, index = attn.attention_biases, attn.attention_bias_idxs
+    return derived(attn, "bias", (table, index), lambda: table[:, index])[None]
+
+
+def attend_narrow(attn: Foreign, qkv: Tensor, num_heads: int, value_dim: int) -> Tensor:
+    """Attention of projections [B, N, H · (2 · D + Dv)], packed for each head, → [B, N, H · Dv]."""
+    sizes: list[int] = [attn.key_dim, attn.key_dim, value_dim]
+    q, k, v = qkv.unflatten(-1, (num_heads, -1)).transpose(1, 2).split(sizes, -1)
+    return merged_heads(attention(q, k, v, distance_bias(attn), scale_of(attn)), qkv.shape[1:-1])
+
+
+def attend_fewer(attn: Foreign, q: Tensor, kv: Tensor, num_heads: int, value_dim: int) -> Tensor:
+    """Attention of queries [B, Nq, H · D] to keys and values [B, Nk, H · (D + Dv)], → [B, Nq, H · Dv]."""
+    q, kv = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, kv))
+    k, v = kv.split([attn.key_dim, value_dim], -1)
+    return attention(q, k, v, distance_bias(attn), scale_of(attn)).transpose(1, 2).flatten(2)
+
+
+def _heads(self: Foreign, qkv: Tensor) -> Tensor:
+    return attend_narrow(self, qkv, self.num_heads, self.val_dim)
+
+
+@fused_body(
+    "timm.models.efficientformer.Attention",
+    needs="qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
+    takes="",
+)
+def efficientformer_parts(self: Foreign) -> ComposedParts:
+    """Parts of EfficientFormer's attention."""
+    return ComposedParts("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.efficientformer.MetaBlock1d",
+    needs="norm1 token_mixer ls1 drop_path1 norm2 mlp ls2 drop_path2",
+    takes="",
+    folds=lambda self: [(self.norm1, self.token_mixer), (self.norm2, self.mlp)],
+)
+def efficientformer_block(self: Foreign, x: Tensor) -> Tensor:
+    """EfficientFormer's pre-norm block of tokens; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    mixer = Branch(self.token_mixer, self.norm1, self.ls1, self.drop_path1)
+    return add_branches(x, mixer, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2), block=self)
+
+
+@fused_body(
+    "timm.models.tiny_vit.Attention",
+    needs="norm qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
+    takes="",
+)
+def tiny_vit_parts(self: Foreign) -> ComposedParts:
+    """Parts of TinyViT's attention in windows [B · windows, N, D], with its norm."""
+    between = partial(_heads, self)
+    return ComposedParts("attention", (self.qkv,), between, self.proj, self.num_heads, first=self.norm)
+
+
+@fused_body("timm.models.tiny_vit.NormMlp", needs="norm fc1 act drop1 fc2 drop2", takes="")
+def tiny_vit_mlp_parts(self: Foreign) -> MlpParts:
+    """Parts of TinyViT's MLP with its norm."""
+    return MlpParts((self.fc1,), activation_of(self.act), self.fc2, (self.drop1, self.drop2), first=self.norm)
+
+
+def _levit_reason(self: Foreign) -> str | None:
+    """Why LeViT's attention must run its own forward now, or None."""
+    if not _is_sequence(self.proj, "act", "ln") or (hasattr(self, "q") and not _is_sequence(self.q, "down", "ln")):
+        return "q or proj was replaced or has a hook"
+    if self.use_conv and not isinstance(activation_of(self.proj.act), str):
+        return MAPPED
+    layers = (self.q.ln, self.kv, self.proj.ln) if hasattr(self, "q") else (self.qkv, self.proj.ln)
+    return UNFOLDED if self.use_conv and not all(type(normed(layer)) is Packed for layer in layers) else None
+
+
+def _is_sequence(module: nn.Module, *names: str) -> bool:
+    """True for a plain nn.Sequential of modules with these names."""
+    return is_plain_module(module, ("torch.nn.modules.container.Sequential",)) and tuple(module._modules) == names
+
+
+def _activated(self: Foreign, qkv: Tensor) -> Tensor:
+    return self.proj.act(_heads(self, qkv))
+
+
+def _as_tokens(self: Foreign) -> dict[str, object]:
+    return {"tokens": True}
+
+
+@fused_body(
+    "timm.models.levit.Attention",
+    needs="qkv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs use_conv",
+    takes="",
+    call=_as_tokens,
+)
+def levit_parts(self: Foreign, tokens: bool = False) -> ComposedParts | str:
+    """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
+    if self.use_conv and not tokens:
+        return "a map"
+    between, layers = partial(_activated, self), (normed(self.qkv), normed(self.proj.ln))
+    return _levit_reason(self) or ComposedParts("attention", layers[:1], between, layers[1], self.num_heads)
+
+
+@fused_forward(
+    "attention with fewer queries",
+    "timm.models.levit.AttentionDownsample",
+    needs="q.down q.ln kv proj.act proj.ln num_heads scale key_dim val_dim attention_biases attention_bias_idxs "
+    "use_conv",
+    takes="",
+    reason=_levit_reason,
+)
+def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
+    """LeViT's attention between stages; [B, N, D] → [B, N', D'], or [B, D, H, W] → [B, D', H', W']."""
+    if not is_fusable(self, x) or _levit_reason(self) is not None:
+        return original(self, x)
+    few = self.q.down(x)
+    grid = few.shape[2:] if self.use_conv else None
+    q, kv = project(_tokens(few), (normed(self.q.ln),)), project(_tokens(x), (normed(self.kv),))
+    o = attend_fewer(self, q, kv, self.num_heads, self.val_dim)
+    return _map(finish(self.proj.act(o), normed(self.proj.ln)), grid)
+
+
+@fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="", call=_as_tokens)
+def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpParts | str:
+    """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
+    is_map = not type_name(self.ln1).endswith("LinearNorm")
+    if is_map and not tokens:
+        return "a map"
+    if is_map and (has_hooks(self.drop) or not isinstance(activation_of(self.act), str)):
+        return MAPPED
+    return folded_mlp(normed(self.ln1), self.act, normed(self.ln2), (self.drop, None))
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Tokens [B, N, D] of a map [B, D, H, W], or as they are."""
+    return x.flatten(2).transpose(1, 2) if x.dim() == 4 else x
+
+
+def _map(x: Tensor, grid: tuple[int, ...] | None) -> Tensor:
+    """The reverse of `_tokens`; a map is a view in which channels are the last axis in memory."""
+    return x if grid is None else x.transpose(1, 2).unflatten(2, grid)
+
+
+def _branches(*bodies: tuple[Foreign, Reader, nn.Module], maps: bool) -> list[Branch] | None:
+    """A branch of tokens for each (module, its reader, drop path); None if one of them must be called with a map."""
+    if not maps:
+        return [Branch(body, drop_path=drop_path) for body, _, drop_path in bodies]
+    if not all(is_our_forward(body.__dict__.get("forward")) for body, *_ in bodies):
+        return None
+    if any(has_hooks(module) for body, _, drop_path in bodies for module in (body, drop_path)):
+        return None
+    found = []
+    for body, read, drop_path in bodies:
+        parts = read(body, tokens=True)
+        if isinstance(parts, str):
+            return None
+        found.append(Branch(parts, drop_path=drop_path))
+    return found
+
+
+def _block_reason(self: Foreign) -> str | None:
+    """Why a block must run its own forward now, or None."""
+    attn = self.attn_downsample if hasattr(self, "attn_downsample") else self.attn
+    return _levit_reason(attn) if attn.use_conv else None
+
+
+@fused_forward(
+    "block",
+    "timm.models.levit.LevitBlock",
+    needs="attn.use_conv drop_path1 mlp drop_path2",
+    takes="",
+    reason=_block_reason,
+)
+def levit_block(self: Foreign, x: Tensor) -> Tensor:
+    """LeViT's block, whose norms are BatchNorms inside its branches; shape as x: tokens [B, N, D] or a map."""
+    attn, mlp = (self.attn, levit_parts, self.drop_path1), (self.mlp, levit_mlp_parts, self.drop_path2)
+    branches = _branches(attn, mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
+    if branches is None:
+        return original(self, x)
+    return _map(add_branches(_tokens(x), *branches, block=self), x.shape[2:] if x.dim() == 4 else None)
+
+
+@fused_forward(
+    "stage transition",
+    "timm.models.levit.LevitDownsample",
+    needs="attn_downsample.use_conv mlp drop_path",
+    takes="",
+    reason=_block_reason,
+)
+def levit_transition(self: Foreign, x: Tensor) -> Tensor:
+    """LeViT's attention between stages and the MLP after it; [B, N, D] → [B, N', D'], or maps."""
+    mlp = self.mlp, levit_mlp_parts, self.drop_path
+    branches = _branches(mlp, maps=x.dim() == 4) if is_fusable(self, x) else None
+    if branches is None:
+        return original(self, x)
+    x = self.attn_downsample(x)
+    return _map(add_branches(_tokens(x), *branches), x.shape[2:] if x.dim() == 4 else None)

@@ -1,0 +1,227 @@
+"""Fused forwards for timm's hierarchical models: Swin, Swin V2, Twins, PVT v2."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ....engine.body import normalize, project
+from ....engine.branch import Branch, add_branches
+from ....engine.hooks import has_hooks, is_our_forward, type_name
+from ....engine.leaves import (
+    Foreign,
+    activation_of,
+    is_depthwise_conv,
+    is_identity,
+    is_inactive,
+    is_readable,
+    softmax_reason,
+)
+from ....engine.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts, as_map, taps_of
+from ....kernels.depthwise import depthwise
+from ...forwards import fused_body, fused_forward, original
+from ...third_party import is_fusable
+from ...windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias, unusual_norm
+from .attention import dropped, packed_projection, scale_of
+from .blocks import both_norms
+
+Grid = tuple[int, int]
+SWIN = "norm1 attn _attn drop_path1 norm2 mlp drop_path2 window_size shift_size input_resolution"
+
+
+def _swin_reason(block: Foreign) -> str | None:
+    """Why a Swin block must run its own forward now, or None; it calls its attention on windows, not on the map."""
+    attn = block.attn
+    if type_name(attn) != f"{type(block).__module__}.WindowAttention":
+        return f"its attention is {type(attn).__name__}"
+    why = dropped(attn) or unusual_norm(block.norm1, block.drop_path1)
+    why = why or softmax_reason(attn.softmax) or hooked(attn.modules())
+    if why is None and not is_inactive(attn.proj_drop):
+        why = f"dropout {attn.proj_drop.p} within windows"
+    separate = getattr(attn, "q_bias", None) is not None and not is_readable(attn.qkv)
+    return "qkv was replaced" if why is None and separate else why
+
+
+def _swin_runs(block: Foreign, x: Tensor) -> bool:
+    """True if a Swin block runs fused on x; a block whose mask is not that of x's grid raises an error of its own."""
+    if not is_fusable(block, x) or x.dim() != 4 or not is_our_forward(block.attn.__dict__.get("forward")):
+        return False
+    masked = any(block.shift_size) and not getattr(block, "dynamic_mask", False)
+    return (not masked or x.shape[1:3] == tuple(block.input_resolution)) and _swin_reason(block) is None
+
+
+def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor | None) -> WindowParts:
+    """Parts of the attention of a Swin block, for tokens of this grid."""
+    attn, window = block.attn, Window(tuple(block.window_size), tuple(block.shift_size), pad_first=False)
+    return WindowParts((packed_projection(attn),), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.swin_transformer.SwinTransformerBlock",
+    needs=SWIN,
+    takes="",
+    reason=_swin_reason,
+    folds=both_norms,
+    by_name=True,
+)
+def swin_block(self: Foreign, x: Tensor) -> Tensor:
+    """Swin's block; [B, H, W, D] → [B, H, W, D]."""
+    if not _swin_runs(self, x):
+        return original(self, x)
+    grid = x.shape[1], x.shape[2]
+    parts = _swin_parts(self, grid, table_bias(self.attn), scale_of(self.attn))
+    attn = Branch(parts, self.norm1, None, self.drop_path1)
+    mlp = Branch(self.mlp, self.norm2, None, self.drop_path2)
+    return add_branches(x.flatten(1, 2), attn, mlp, block=self).unflatten(1, grid)
+
+
+@fused_forward(
+    "post-norm block",
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block",
+    needs=SWIN,
+    takes="",
+    reason=_swin_reason,
+    by_name=True,
+)
+def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
+    """Swin V2's block with norms after the branches; [B, H, W, D] → [B, H, W, D]."""
+    if not _swin_runs(self, x):
+        return original(self, x)
+    grid = x.shape[1], x.shape[2]
+    parts = _swin_parts(self, grid, continuous_bias(self.attn), cosine_scale(self.attn))
+    attn = Branch(parts, None, None, self.drop_path1, post_norm=self.norm1)
+    mlp = Branch(self.mlp, None, None, self.drop_path2, post_norm=self.norm2)
+    return add_branches(x.flatten(1, 2), attn, mlp, block=self).unflatten(1, grid)
+
+
+@fused_body(
+    "timm.models.swin_transformer_v2.WindowAttention",
+    needs="qkv num_heads logit_scale cpb_mlp relative_coords_table relative_position_index softmax attn_drop proj "
+    "proj_drop window_size",
+    takes="mask",
+)
+def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> WindowParts | str:
+    """Parts of Swin V2's attention, called on windows [B·windows, n, D]."""
+    why = "windows with a mask" if mask is not None else dropped(self) or softmax_reason(self.softmax)
+    why = why or hooked(self.cpb_mlp.modules())
+    qkv = packed_projection(self) if why is None else why
+    if isinstance(qkv, str):
+        return qkv
+    size, bias, scale = tuple(self.window_size), continuous_bias(self), cosine_scale(self)
+    return WindowParts((qkv,), self.proj, self.num_heads, scale, Window(size), bias, drops=(self.proj_drop,), grid=size)
+
+
+@fused_forward(
+    "patch merging",
+    "timm.models.swin_transformer.PatchMerging",
+    needs="norm reduction",
+    takes="",
+    folds=lambda self: [(self.norm, self.reduction)],
+)
+def swin_merging(self: Foreign, x: Tensor) -> Tensor:
+    """Swin's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, D']."""
+    return merge(x, self.norm, self.reduction) if is_fusable(self, x) else original(self, x)
+
+
+@fused_forward("patch merging", "timm.models.swin_transformer_v2.PatchMerging", needs="norm reduction", takes="")
+def swin_v2_merging(self: Foreign, x: Tensor) -> Tensor:
+    """Swin V2's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, D']."""
+    return normalize(project(merged(x), (self.reduction,)), self.norm) if is_fusable(self, x) else original(self, x)
+
+
+@fused_body(
+    "timm.models.twins.LocallyGroupedAttn", needs="qkv num_heads scale attn_drop proj proj_drop ws", takes="size"
+)
+def local_parts(self: Foreign, size: Grid | None = None) -> WindowParts | str:
+    """Parts of Twins' attention in windows of tokens."""
+    window, why = Window((self.ws, self.ws)), dropped(self) or hooked((self.qkv,))  # which it calls on windows
+    if why is not None:
+        return why
+    return WindowParts(
+        (self.qkv,), self.proj, self.num_heads, scale_of(self), window, drops=(self.proj_drop,), grid=size
+    )
+
+
+@fused_body(
+    "timm.models.twins.GlobalSubSampleAttn",
+    needs="q kv num_heads scale attn_drop proj proj_drop sr norm sr_ratio",
+    takes="size",
+)
+def global_parts(self: Foreign, size: Grid | None = None) -> ReducedParts | str:
+    """Parts of Twins' attention to a smaller map."""
+    more = dict(ratio=self.sr_ratio, drops=(self.proj_drop,), grid=size)
+    return dropped(self) or ReducedParts(
+        self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), self.sr, self.norm, **more
+    )
+
+
+@fused_body(
+    "timm.models.pvt_v2.Attention",
+    needs="q kv num_heads scale attn_drop proj proj_drop pool sr norm",
+    takes="feat_size",
+)
+def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> ReducedParts | str:
+    """Parts of PVT v2's attention to a smaller map, by a convolution or by pooling (linear attention)."""
+    reduce, norm, ratio = self.sr, self.norm, 1 if self.sr is None else self.sr.stride[0]
+    if self.pool is not None:
+        reduce, norm = partial(_pooled, self), None
+    more: dict[str, Any] = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
+    return dropped(self) or ReducedParts(
+        self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), reduce, norm, **more
+    )
+
+
+def _pooled(attn: Foreign, x: Tensor) -> Tensor:
+    """The pooled map of linear attention as tokens, [B, H, W, D] → [B, M, D]."""
+    small = attn.sr(attn.pool(x.permute(0, 3, 1, 2))).flatten(2).transpose(1, 2)
+    return attn.act(normalize(small, attn.norm))
+
+
+@fused_body("timm.models.pvt_v2.MlpWithDepthwiseConv", needs="fc1 relu dwconv act fc2 drop", takes="feat_size")
+def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> DepthwiseMlpParts | str:
+    """Parts of PVT v2's MLP with a depthwise convolution."""
+    act, relu = activation_of(self.act), activation_of(self.relu) == "relu"
+    if not relu and not is_identity(self.relu):
+        return "relu was replaced or has a hook"
+    return DepthwiseMlpParts(self.fc1, self.dwconv, act, self.fc2, (self.drop, self.drop), relu, feat_size)
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.twins.Block",
+    "timm.models.pvt_v2.Block",
+    needs="norm1 attn drop_path1 norm2 mlp drop_path2",
+    takes="size feat_size",
+    folds=both_norms,
+    by_name=True,
+)
+def pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Pre-norm block of tokens of a grid; [B, N, D] → [B, N, D]."""
+    return _pyramid_block(self, x, *inputs, **named) if is_fusable(self, x) else original(self, x, *inputs, **named)
+
+
+def _pyramid_block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    (size,) = (*inputs, *named.values())
+    name = "feat_size" if type_name(self).endswith("pvt_v2.Block") else "size"
+    spatial = name == "feat_size"
+    attn = Branch(self.attn, self.norm1, None, self.drop_path1, call={name: size})
+    mlp = Branch(self.mlp, self.norm2, None, self.drop_path2, call={name: size} if spatial else None)
+    return add_branches(x, attn, mlp, block=self)
+
+
+def _pos_reason(self: Foreign) -> str | None:
+    conv = self.proj[0] if type(self.proj) is nn.Sequential and len(self.proj) == 1 else None
+    plain = conv is not None and not has_hooks(self.proj) and is_depthwise_conv(conv) and self.stride == 1
+    return None if plain else "its convolution has a stride, was replaced or has a hook"
+
+
+@fused_forward(
+    "depthwise convolution", "timm.models.twins.PosConv", needs="proj stride", takes="size", reason=_pos_reason
+)
+def pos_conv(self: Foreign, x: Tensor, size: Grid) -> Tensor:
+    """Positional encoding by a depthwise convolution; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x) or _pos_reason(self) is not None:
+        return original(self, x, size)
+    conv = self.proj[0]
+    return depthwise(as_map(x, size), taps_of(conv), conv.bias, residual=True).flatten(1, 2)

@@ -1,0 +1,202 @@
+"""Fused forwards for timm's attention with relative positions: ViT-RelPos, SAM, GCViT, MaxViT, Swin V2 CR."""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....engine.body import AttentionParts, normalize
+from ....engine.branch import Branch, add_branches
+from ....engine.composed import ComposedParts, heads_of, merged_heads
+from ....engine.freeze import derived
+from ....engine.hooks import is_plain_module
+from ....engine.leaves import Foreign
+from ....kernels.attention import attention
+from ....kernels.attention_qkv import rotate
+from ....layers.rel2d import axis_bias
+from ...forwards import fused_body, fused_forward, original
+from ...third_party import four_axes, head_norms, is_fusable
+from .attention import dropped, scale_of
+from .blocks import both_norms
+
+POSITIONS = tuple(f"timm.layers.pos_embed_rel.{name}" for name in ("RelPosBias", "RelPosMlp", "RelPosBiasTf"))
+
+
+def module_bias(rel_pos: Foreign) -> Tensor:
+    """The bias [1, H, N, N] of a module that computes it from its parameters."""
+    sources = *rel_pos.parameters(), *rel_pos.buffers()
+    kind = sources[0].device.type
+
+    def make() -> Tensor:
+        with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):  # what is kept outlives it
+            return rel_pos.get_bias()
+
+    bias = derived(rel_pos, "bias", sources, make)
+    return bias if bias.dim() == 4 else bias[None]
+
+
+def _reason(self: Foreign) -> str | None:
+    """Why an attention with `rel_pos` must run its own forward now, or None."""
+    plain = self.rel_pos is None or is_plain_module(self.rel_pos, POSITIONS)
+    return dropped(self) if plain else "rel_pos was replaced or has a hook"
+
+
+@fused_body(
+    "timm.models.vision_transformer_relpos.RelPosAttention",
+    needs="qkv q_norm k_norm num_heads scale rel_pos attn_drop proj proj_drop",
+    takes="shared_rel_pos",
+)
+def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> AttentionParts | str:
+    """Parts of an attention with relative positions, of the module or shared by the model."""
+    if (why := _reason(self)) is not None:
+        return why
+    bias = four_axes(shared_rel_pos) if self.rel_pos is None else module_bias(self.rel_pos)
+    norms = head_norms(self.q_norm, self.k_norm)
+    return AttentionParts(
+        (self.qkv,), self.proj, self.num_heads, scale_of(self), bias, norms=norms, drops=(self.proj_drop,)
+    )
+
+
+@fused_forward(
+    "pre-norm block",
+    "timm.models.vision_transformer_relpos.RelPosBlock",
+    needs="norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2",
+    takes="shared_rel_pos",
+    folds=both_norms,
+)
+def rel_pos_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+    """Pre-norm block with relative positions; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x, shared_rel_pos)
+    attn = Branch(self.attn, self.norm1, self.ls1, self.drop_path1, call=dict(shared_rel_pos=shared_rel_pos))
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, self.ls2, self.drop_path2), block=self)
+
+
+@fused_forward(
+    "post-norm block",
+    "timm.models.vision_transformer_relpos.ResPostRelPosBlock",
+    needs="norm1 attn drop_path1 norm2 mlp drop_path2",
+    takes="shared_rel_pos",
+)
+def rel_pos_post_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+    """Block with norms after the branches and relative positions; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x, shared_rel_pos)
+    call = dict(shared_rel_pos=shared_rel_pos)
+    attn = Branch(self.attn, None, None, self.drop_path1, call=call, post_norm=self.norm1)
+    return add_branches(x, attn, Branch(self.mlp, None, None, self.drop_path2, post_norm=self.norm2), block=self)
+
+
+@fused_body(
+    "timm.models.maxxvit.AttentionCl",
+    needs="qkv num_heads scale rel_pos head_first attn_drop proj proj_drop",
+    takes="shared_rel_pos",
+)
+def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> ComposedParts | str:
+    """Parts of MaxViT's attention among the tokens of a window or grid."""
+    between = partial(_maxvit_heads, self, shared=shared_rel_pos)
+    return _reason(self) or ComposedParts(
+        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
+    )
+
+
+def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
+    """Packed projections [B, ..., 3 · H · D], as [H, 3, D] if heads are first, → [B, ..., H · D]."""
+    bias = four_axes(shared) if self.rel_pos is None else module_bias(self.rel_pos)
+    if self.head_first:
+        q, k, v = qkv.flatten(1, -2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(3, -1)
+    else:
+        q, k, v = heads_of(qkv, self.num_heads)
+    return merged_heads(attention(q, k, v, bias, scale_of(self)), qkv.shape[1:-1])
+
+
+@fused_body(
+    "timm.models.gcvit.WindowAttentionGlobal",
+    needs="qkv num_heads scale rel_pos use_global attn_drop proj proj_drop",
+    takes="q_global",
+)
+def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> ComposedParts | str:
+    """Parts of GCViT's attention in windows [B · windows, N, D], with queries of the windows or of the whole image."""
+    between = partial(_gcvit_heads, self, given=q_global)
+    return _reason(self) or ComposedParts(
+        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
+    )
+
+
+def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
+    """Packed projections [B · windows, N, 2 or 3 · H · D] → [B · windows, N, H · D]; given queries are [B, h, w, C]."""
+    if self.use_global and given is not None:
+        k, v = heads_of(qkv, self.num_heads, 2)
+        q = given.repeat_interleave(len(qkv) // len(given), 0).flatten(1, 2)
+        q = q.unflatten(-1, (self.num_heads, -1)).transpose(1, 2).to(k.dtype)
+    else:
+        q, k, v = heads_of(qkv, self.num_heads)
+    return merged_heads(attention(q, k, v, module_bias(self.rel_pos), scale_of(self)), qkv.shape[1:-1])
+
+
+@fused_body(
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention",
+    needs="qkv num_heads logit_scale meta_mlp relative_coordinates_log attn_drop proj proj_drop window_size",
+    takes="mask",
+)
+def swin_cr_parts(self: Foreign, mask: Tensor | None = None) -> ComposedParts | str:
+    """Parts of Swin V2 CR's cosine attention in windows; group g of the bias is window g, with the mask added."""
+    between = partial(_swin_cr_heads, self, mask=mask)
+    return dropped(self) or ComposedParts(
+        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
+    )
+
+
+def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
+    """Packed projections of windows [B · windows, N, 3 · H · D] → [B · windows, N, H · D]."""
+    q, k, v = heads_of(qkv, self.num_heads)
+    scale = self.logit_scale.clamp(max=math.log(1 / 0.01)).exp()[:, None, None]
+    q, k = (F.normalize(q, dim=-1) * scale).to(v.dtype), F.normalize(k, dim=-1).to(v.dtype)
+    bias = self._relative_positional_encodings()  # [1, H, N, N]
+    bias = bias if mask is None else bias + mask[:, None]
+    return merged_heads(attention(q, k, v, bias, 1.0), qkv.shape[1:-1])
+
+
+@fused_body(
+    "timm.models.vision_transformer_sam.Attention",
+    needs="qkv q_norm k_norm num_heads scale use_rel_pos rope attn_drop proj proj_drop",
+    takes="",
+)
+def sam_parts(self: Foreign) -> ComposedParts | str:
+    """Parts of SAM's attention on a map, with decomposed relative positions or rotary ones."""
+    parts = (self.qkv,), partial(_sam_heads, self), self.proj, self.num_heads
+    return dropped(self) or ComposedParts(
+        "attention", *parts, drops=(self.proj_drop,), decomposed=bool(self.use_rel_pos)
+    )
+
+
+def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:
+    """Packed projections of a map [B, h, w, 3 · H · D] → [B, h, w, H · D]."""
+    grid = qkv.shape[1:3]
+    q, k, v = heads_of(qkv, self.num_heads)
+    q, k = normalize(q, self.q_norm), normalize(k, self.k_norm)
+    axes = None
+    if self.use_rel_pos:
+        tables = (_distances(self, f"rel_pos_{axis}", n) for axis, n in zip("hw", grid, strict=True))
+        axes = axis_bias(q, tables, grid)
+    elif self.rope is not None:
+        sin, cos = self.rope.get_embed().chunk(2, -1)
+        q, k = (rotate(t, (cos, sin, True), 0).to(v.dtype) for t in (q, k))
+    return merged_heads(attention(q, k, v, scale=scale_of(self), axis_bias=axes), grid)
+
+
+def _distances(self: Foreign, name: str, n: int) -> Tensor:
+    """The embedding of each pair of n positions, [n, n, D], from a table that may be interpolated."""
+    table = getattr(self, name)
+
+    def make() -> Tensor:
+        rows = table
+        if len(table) != 2 * n - 1:
+            rows = F.interpolate(table.t()[None], size=2 * n - 1, mode="linear")[0].t()
+        at = torch.arange(n, device=table.device)
+        return rows[at[:, None] - at + n - 1]
+
+    return derived(self, f"{name} {n}", (table,), make)

@@ -1,0 +1,294 @@
+"""Fused forwards for torch.nn's attention and Transformer layers, torchvision's encoder, and MLPs in a Sequential.
+
+nn.MultiheadAttention stores its output [B, N, D] as [N, B, D], and dropout draws numbers in the order of memory: a
+dropout of it runs on a tensor stored so, and therefore drops the same elements as the original with the same seed.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...engine.body import AttentionParts, MlpParts, finish, project
+from ...engine.branch import Branch, add_branches
+from ...engine.hooks import are_plain_tensors, has_hooks, type_name
+from ...engine.leaves import (
+    CONVOLUTIONS,
+    DROPOUTS,
+    LAYER_NORMS,
+    RMS_NORMS,
+    VOLUME_CONVOLUTIONS,
+    Foreign,
+    Packed,
+    activation_of,
+    is_inactive,
+    is_patch_conv,
+    is_readable,
+    last_axis_norm,
+    last_axis_rms_norm,
+)
+from ...kernels.attention import attention
+from ...kernels.layer_norm import layer_norm
+from ...kernels.patch_embed import patch_embed
+from ...kernels.rms_norm import rms_norm
+from ..forwards import Forward, forward_for, fused_body, fused_forward, original
+from ..third_party import is_fusable, scores_mask
+
+MULTIHEAD = "torch.nn.modules.activation.MultiheadAttention"
+OTHER_NORMS = {"vit_pytorch.na_vit.LayerNorm"}  # which are called
+STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}  # type → its patch convolution
+
+
+@fused_body(
+    "torch.nn.modules.container.Sequential",
+    "torchvision.ops.misc.MLP",
+    "torchvision.models.vision_transformer.MLPBlock",
+)
+def sequential_parts(self: nn.Sequential) -> MlpParts | str:
+    """Parts of an MLP: [LayerNorm,] Linear, activation, [Dropout,] Linear, [Dropout]."""
+    layers = list(self._modules.values())
+    first = layers.pop(0) if layers and type_name(layers[0]) in (*LAYER_NORMS, *OTHER_NORMS) else None
+    outer = layers.pop() if layers and type_name(layers[-1]) in DROPOUTS else None
+    inner = layers.pop(2) if len(layers) == 4 and type_name(layers[2]) in DROPOUTS else None
+    if len(layers) != 3 or not (isinstance(layers[0], nn.Linear) and isinstance(layers[2], nn.Linear)):
+        return "not an MLP"
+    act = activation_of(layers[1])
+    if not isinstance(act, str):
+        return f"activation {type(act).__name__}"
+    return MlpParts((layers[0],), act, layers[2], (inner, outer), first)
+
+
+def multihead_parts(
+    self: nn.MultiheadAttention, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
+) -> AttentionParts | str:
+    """Parts of a self-attention by a batch-first nn.MultiheadAttention; masks as in its forward."""
+    why = multihead_reason(self)
+    if why is not None:
+        return why
+    qkv = Packed(self.in_proj_weight, self.in_proj_bias)
+    bias = _allowed(self, attn_mask, key_padding_mask)
+    return AttentionParts((qkv,), self.out_proj, self.num_heads, None, bias)
+
+
+def multihead_reason(self: nn.MultiheadAttention) -> str | None:
+    """Why this nn.MultiheadAttention must run its own forward now, or None."""
+    if type_name(self) != MULTIHEAD:
+        return f"{type(self).__name__} is not PyTorch's"
+    if self.in_proj_weight is None:
+        return "keys or values of another width"
+    if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
+        return "added keys"
+    if self.training and self.dropout > 0:
+        return f"attention dropout {self.dropout}"
+    if not is_readable(self.out_proj):  # PyTorch reads its weights without calling it
+        return "its output projection was replaced or has a hook"
+    return None if are_plain_tensors(self.in_proj_weight, self.in_proj_bias) else "in_proj_weight is not a parameter"
+
+
+@fused_forward(
+    "attention if its weights are not requested",
+    MULTIHEAD,
+    reason=multihead_reason,
+)
+def multihead(
+    self: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of queries [B, N, D] to keys and values; runs the original if attention weights are requested."""
+    usual = query.dim() == 3 and not need_weights and not (is_causal and attn_mask is None)
+    if not usual or not is_fusable(self, query) or key.is_nested or multihead_reason(self) is not None:
+        rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        return original(self, query, key, value, *rest)
+    bias = _allowed(self, attn_mask, key_padding_mask)
+    turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
+    if query is key and key is value:
+        qkv = (Packed(self.in_proj_weight, self.in_proj_bias),)
+        parts = AttentionParts(qkv, self.out_proj, self.num_heads, None, bias)
+        y = parts(turn(query))
+    else:
+        y = cross_attend(self, turn(query), turn(key), turn(value), bias)
+    return turn(_tokens_first(y) if self.training else y), None  # its caller may apply dropout
+
+
+def _tokens_first_reason(self: nn.MultiheadAttention) -> str | None:
+    """Why images [B, N, D] cannot be given to it, or None."""
+    return None if getattr(self, "batch_first", True) else "batch_first is False"
+
+
+def _tokens_first(y: Tensor) -> Tensor:
+    """y [B, N, D], stored as [N, B, D]."""
+    return y.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def drawn_tokens_first(drop: Foreign) -> Foreign:
+    """The dropout, with random numbers of [B, N, D] drawn in the order [N, B, D]; the module itself if inactive."""
+    return drop if is_inactive(drop) else lambda y: drop(_tokens_first(y))
+
+
+def cross_attend(
+    self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Queries [B, Nq, D] of one sequence attend to keys and values [B, Nk, D] of another."""
+    weights = self.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+    layers = [Packed(*pair) for pair in zip(weights, biases, strict=True)]
+    q, k, v = (project(x, (layer,)) for x, layer in zip((query, key, value), layers, strict=True))
+    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    return finish(attention(q, k, v, bias).transpose(1, 2).flatten(2), self.out_proj)
+
+
+def _allowed(self: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """Combines both masks into one [1 or B, 1 or H, Nq, Nk]: boolean with True for "attend", or added to the scores."""
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, self.num_heads))
+    mask, padding = scores_mask(mask), scores_mask(None if padding is None else padding[:, None, None])
+    mask, padding = (~m if m is not None and m.dtype == torch.bool else m for m in (mask, padding))
+    if mask is None or padding is None:
+        return padding if mask is None else mask
+    if mask.dtype == torch.bool and padding.dtype == torch.bool:
+        return mask & padding
+    if mask.dtype == torch.bool:
+        mask, padding = padding, mask
+    return mask.masked_fill(~padding, float("-inf")) if padding.dtype == torch.bool else mask + padding
+
+
+def _norm_reason(self: Foreign) -> str | None:
+    known = last_axis_rms_norm(self) if type_name(self) in RMS_NORMS else last_axis_norm(self)
+    if known is not None:
+        return None
+    return "its ε is None" if self.eps is None else "several axes, fast norm, or parameters of a tensor subclass"
+
+
+@fused_forward("LayerNorm", *LAYER_NORMS, reason=_norm_reason)
+def layer_norm_forward(self: Foreign, input: Tensor) -> Tensor:
+    """LayerNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
+    norm = last_axis_norm(self) if is_fusable(self, input) else None
+    if norm is None:
+        return original(self, input)
+    return layer_norm(_wide(input), *norm[:3])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in float32 if autocast is on for a GPU, which casts the inputs of norms."""
+    device = x.device.type
+    return x.float() if device != "cpu" and torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x
+
+
+@fused_forward("RMSNorm", *RMS_NORMS, reason=_norm_reason)
+def rms_norm_forward(self: Foreign, x: Tensor) -> Tensor:
+    """RMSNorm over the last axis, in float32 under autocast on a GPU; [..., D] → [..., D]."""
+    norm = last_axis_rms_norm(self) if is_fusable(self, x) else None
+    wide = _wide(x)
+    if norm is None or (norm.weight is not None and norm.weight.dtype != wide.dtype):
+        return original(self, x)
+    return rms_norm(wide, norm.weight, norm.eps)
+
+
+@fused_forward(
+    "block",
+    "torch.nn.modules.transformer.TransformerEncoderLayer",
+    reason=lambda self: multihead_reason(self.self_attn),
+    folds=lambda self: [(self.norm1, self.self_attn), (self.norm2, self.linear1)] if self.norm_first else [],
+)
+def encoder_layer(
+    self: nn.TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Pre-norm or post-norm layer; [B, N, D] → [B, N, D], or [N, B, D] where the batch is not first."""
+    parts: AttentionParts | str = "unbatched, nested, or causal without a mask"
+    causal = is_causal and src_mask is None
+    if src.dim() == 3 and is_fusable(self, src) and not causal and not has_hooks(self.self_attn):
+        parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
+    if isinstance(parts, str):
+        return original(self, src, src_mask, src_key_padding_mask, is_causal)
+    parts = parts._replace(drops=(drawn_tokens_first(self.dropout1),))
+    act: Any = self.activation
+    act = activation_of(act) if isinstance(act, nn.Module) else {F.relu: "relu", F.gelu: "gelu"}.get(act, act)
+    drops = self.dropout, self.dropout2
+    if not self.self_attn.batch_first:  # src is [N, B, D], and so are the values that the original drops
+        drops = drawn_tokens_first(self.dropout), drawn_tokens_first(self.dropout2)
+    hidden = MlpParts((self.linear1,), act, self.linear2, drops)
+    x = src if self.self_attn.batch_first else src.transpose(0, 1)
+    if self.norm_first:
+        x = add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2), block=self)
+    else:
+        x = self.norm1(parts(x, residual=x))
+        x = self.norm2(hidden(x, residual=x))
+    return x if self.self_attn.batch_first else x.transpose(0, 1)
+
+
+@fused_forward(
+    "pre-norm block",
+    "torchvision.models.vision_transformer.EncoderBlock",
+    reason=lambda self: _tokens_first_reason(self.self_attention) or multihead_reason(self.self_attention),
+    folds=lambda self: [(self.ln_1, self.self_attention), (self.ln_2, self.mlp)],
+)
+def encoder_block(self: Foreign, input: Tensor) -> Tensor:
+    """torchvision's pre-norm block; [B, N, D] → [B, N, D]."""
+    attn = self.self_attention
+    parts = "watched" if not is_fusable(self, input) or has_hooks(attn) else multihead_parts(attn)
+    if isinstance(parts, str) or _tokens_first_reason(attn) is not None:
+        return original(self, input)
+    parts = parts._replace(drops=(drawn_tokens_first(self.dropout),))
+    return add_branches(input, Branch(parts, self.ln_1), Branch(self.mlp, self.ln_2), block=self)
+
+
+@fused_forward(
+    "patch projection",
+    *CONVOLUTIONS,
+    reason=lambda self: None if is_patch_conv(self) else "not a projection of patches",
+)
+def patches(self: nn.Conv2d, input: Tensor) -> Tensor:
+    """[B, C, H, W] → [B, D, h, w], stored as tokens [B, h·w, D]."""
+    even = input.dim() == 4 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
+    if not (even and is_fusable(self, input) and is_patch_conv(self)):
+        return original(self, input)
+    tokens = patch_embed(input, self.weight, self.bias)
+    return tokens.transpose(1, 2).unflatten(2, (input.shape[2] // self.kernel_size[0], -1))
+
+
+@fused_forward(
+    "patch projection",
+    *VOLUME_CONVOLUTIONS,
+    reason=lambda self: None if is_patch_conv(self, VOLUME_CONVOLUTIONS) else "not a projection of patches",
+)
+def volumes(self: nn.Conv3d, input: Tensor) -> Tensor:
+    """[B, C, T, H, W] → [B, D, t, h, w], stored as tokens [B, t·h·w, D].
+
+    The frames of a patch are channels of one image: no copy if `input` is a transposed video [B, T, C, H, W].
+    """
+    even = input.dim() == 5 and all(n % side == 0 for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
+    if not (even and is_fusable(self, input) and is_patch_conv(self, VOLUME_CONVOLUTIONS)):
+        return original(self, input)
+    frames, height, _ = (n // side for n, side in zip(input.shape[2:], self.kernel_size, strict=True))
+    images = input.transpose(1, 2).unflatten(1, (frames, -1)).flatten(2, 3).flatten(0, 1)  # [B·t, side·C, H, W]
+    tokens = patch_embed(images, self.weight.transpose(1, 2).flatten(1, 2), self.bias)  # [B·t, h·w, D]
+    return tokens.unflatten(0, (-1, frames)).unflatten(2, (height, -1)).permute(0, 4, 1, 2, 3)
+
+
+def stems_of(module: nn.Module) -> list[nn.Module]:
+    """Patch convolutions that this module calls on images or videos, and that are converted."""
+    if type_name(module) in STEMS:
+        return [getattr(module, STEMS[type_name(module)], module)]
+    forward = forward_for(module)
+    projects = isinstance(forward, Forward) and forward.became  # the convolution, in this forward
+    if projects or not type(module).__module__.startswith(("transformers.", "timm.")):
+        return []
+    embeds = "embed" in type(module).__name__.lower()
+    convs = [conv for name, conv in module.named_children() if embeds or "patch" in name]
+    return [c for c in convs if isinstance(c, (nn.Conv2d, nn.Conv3d)) and c.in_channels <= 4 and _reads_patches(c)]
+
+
+def _reads_patches(conv: nn.Module) -> bool:
+    return is_patch_conv(conv) or is_patch_conv(conv, VOLUME_CONVOLUTIONS)

@@ -1,0 +1,99 @@
+"""Fused forwards for torchvision's Swin and Swin V2; its VisionTransformer is in `readers.torch`."""
+
+import torch
+from torch import Tensor
+
+from ...engine.body import normalize, project
+from ...engine.branch import Branch, add_branches
+from ...engine.freeze import derived
+from ...engine.leaves import Foreign, Packed, is_readable
+from ...engine.spatial import Window, WindowParts
+from ..forwards import fused_body, fused_forward, original
+from ..third_party import is_fusable
+from ..windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias
+from .timm.blocks import both_norms
+
+_FILE = "torchvision.models.swin_transformer"
+ATTENTION = "qkv num_heads window_size shift_size attention_dropout dropout relative_position_index proj"
+BLOCK = "norm1 attn stochastic_depth norm2 mlp"
+
+
+def _reason(attn: Foreign) -> str | None:
+    """Why the attention must run its own forward now, or None; that reads the layers' weights and calls no layer."""
+    if attn.training and attn.attention_dropout > 0:
+        return f"attention dropout {attn.attention_dropout}"
+    if attn.training and attn.dropout > 0:
+        return f"dropout {attn.dropout} within windows"
+    return None if is_readable(attn.qkv) and is_readable(attn.proj) else "qkv or proj was replaced or has a hook"
+
+
+def _window(attn: Foreign) -> Window:
+    return Window(tuple(attn.window_size), tuple(attn.shift_size), still=True)
+
+
+@fused_body(f"{_FILE}.ShiftedWindowAttention", needs=f"{ATTENTION} relative_position_bias_table", takes="")
+def swin_parts(self: Foreign) -> WindowParts | str:
+    """Parts of an attention in shifted windows, with a table of relative positions."""
+    scale = (self.qkv.weight.shape[-1] // self.num_heads) ** -0.5
+    return _reason(self) or WindowParts((self.qkv,), self.proj, self.num_heads, scale, _window(self), table_bias(self))
+
+
+@fused_body(
+    f"{_FILE}.ShiftedWindowAttentionV2", needs=f"{ATTENTION} logit_scale cpb_mlp relative_coords_table", takes=""
+)
+def swin_v2_parts(self: Foreign) -> WindowParts | str:
+    """Parts of a cosine attention in shifted windows, with positions from an MLP and keys without a bias."""
+    why = _reason(self) or hooked(self.cpb_mlp.modules())
+    if why is not None:
+        return why
+    weight, bias = self.qkv.weight, self.qkv.bias
+    qkv = self.qkv
+    if bias is not None:
+        qkv = Packed(weight, derived(self, "qkv_bias", (bias,), lambda: _without_keys(bias)), (weight, bias))
+    scale, positions = cosine_scale(self), continuous_bias(self)
+    return WindowParts((qkv,), self.proj, self.num_heads, scale, _window(self), positions)
+
+
+def _without_keys(bias: Tensor) -> Tensor:
+    """The bias [3·D] of a packed projection, with zeros for the keys."""
+    q, k, v = bias.chunk(3)
+    return torch.cat((q, torch.zeros_like(k), v))
+
+
+@fused_forward("pre-norm block", f"{_FILE}.SwinTransformerBlock", needs=BLOCK, takes="", folds=both_norms)
+def swin_block(self: Foreign, x: Tensor) -> Tensor:
+    """Swin's block; [B, H, W, D] → [B, H, W, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    attn = Branch(self.attn, self.norm1, None, self.stochastic_depth)
+    return add_branches(x, attn, Branch(self.mlp, self.norm2, None, self.stochastic_depth), block=self)
+
+
+@fused_forward("post-norm block", f"{_FILE}.SwinTransformerBlockV2", needs=BLOCK, takes="")
+def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
+    """Swin V2's block with norms after the branches; [B, H, W, D] → [B, H, W, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    attn = Branch(self.attn, None, None, self.stochastic_depth, post_norm=self.norm1)
+    mlp = Branch(self.mlp, None, None, self.stochastic_depth, post_norm=self.norm2)
+    return add_branches(x, attn, mlp, block=self)
+
+
+@fused_forward(
+    "patch merging",
+    f"{_FILE}.PatchMerging",
+    needs="norm reduction",
+    takes="",
+    folds=lambda self: [(self.norm, self.reduction)],
+)
+def merging(self: Foreign, x: Tensor) -> Tensor:
+    """Swin's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, 2·D]."""
+    return merge(x, self.norm, self.reduction) if is_fusable(self, x) and x.dim() == 4 else original(self, x)
+
+
+@fused_forward("patch merging", f"{_FILE}.PatchMergingV2", needs="norm reduction", takes="")
+def merging_v2(self: Foreign, x: Tensor) -> Tensor:
+    """Swin V2's patch merging; [B, H, W, D] → [B, ⌈H/2⌉, ⌈W/2⌉, 2·D]."""
+    if not is_fusable(self, x) or x.dim() != 4:
+        return original(self, x)
+    return normalize(project(merged(x), (self.reduction,)), self.norm)

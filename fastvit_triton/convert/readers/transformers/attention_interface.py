@@ -1,0 +1,114 @@
+"""Our attention as attention functions of transformers, for models that `optimize` does not convert.
+
+`attn_implementation="fastvit_triton"` replaces "sdpa". Models that pack images of different sizes, as Qwen2-VL does,
+then call attention once for each image. With "fastvit_triton_flash" they pass all images in one call, with
+cu_seq_lens_q. Set it by `tower.config._attn_implementation = "fastvit_triton_flash"`: for every name with "flash",
+`set_attn_implementation` imports a package of FlashAttention first.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+
+from torch import Tensor
+
+from ....engine.hooks import ATTENTIONS
+from ....engine.leaves import Foreign
+from ....engine.source import is_written
+from ....kernels.attention import attention, varlen_attention
+from ....kernels.backend import constant
+from ...third_party import can_run, scores_mask
+
+NAME = "fastvit_triton"  # in transformers' AttentionInterface
+FLASH = f"{NAME}_flash"
+UNSUPPORTED = ("position_bias", "cache", "softcap", "sliding_window", "s_aux")  # arguments that change the scores
+
+
+def function_reason(module: Foreign) -> str | None:
+    """Why the attention function that this module calls is not one that the kernels replace; None if it is.
+
+    Its name must be one that transformers or this package registers, and the function the one that was registered. The
+    function for "eager" stands in the module's file and is compared with it, see `engine.source`.
+    """
+    return _function_reason(type(module), module.config._attn_implementation)
+
+
+@constant
+def _function_reason(cls: type, name: str | None) -> str | None:
+    if name not in ATTENTIONS:
+        return f"its attention function is {name!r}"
+    home = sys.modules.get(cls.__module__)
+    registry = getattr(home, "ALL_ATTENTION_FUNCTIONS", None)
+    function = None if registry is None or name is None else registry.get(name)
+    if function is None or function is attention_forward or _is_shipped(function):
+        return None
+    return f"the attention function {name!r} was registered again"
+
+
+@cache
+def _is_shipped(function: Callable) -> bool:
+    """True for a function of transformers' integrations, as its file defines it."""
+    return getattr(function, "__module__", "").startswith("transformers.integrations.") and is_written(function)
+
+
+def attention_forward(
+    module: Foreign,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **more: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' AttentionInterface calls it: [B, H, N, D] each → ([B, Nq, H, Dv], no weights).
+
+    Unsupported cases, such as grouped heads, causal masks and dropout, use transformers' "sdpa". With cu_seq_lens_q the
+    tokens of a batch of one are those of several images, and each attends to its own image.
+
+    Raises:
+        ValueError: images are packed, and another argument asks for what no kernel supports; or tokens are padded and
+            attention is causal, under the name for flash attention.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    odd = grouped or dropout > 0 or any(more.get(name) is not None for name in UNSUPPORTED)
+    starts = more.get("cu_seq_lens_q")
+    if isinstance(starts, Tensor):
+        ends, causal = more.get("cu_seq_lens_k", starts), is_causal is True
+        if odd or causal or attention_mask is not None or query.shape[0] != 1 or not _same(starts, ends):
+            raise ValueError(f"{NAME} supports packed images only without masks, dropout, grouped heads and caches")
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        return varlen_attention(q, k, v, starts, _longest(starts, more.get("max_length_q")), scaling)[None], None
+    padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+    causal = query.shape[2] > 1 and (attention_mask is None or padding is not None)  # other masks hold causality
+    causal = causal and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if padding is not None:
+        if causal:
+            raise ValueError(f"{FLASH} is for vision towers; give the text model attn_implementation='sdpa'")
+        attention_mask = padding[:, None, None].bool()
+    if causal or odd or not can_run(query):
+        sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+        named = dict(more, scaling=scaling, dropout=dropout, is_causal=is_causal)
+        return sdpa(module, query, key, value, attention_mask, **named)
+    return attention(query, key, value, scores_mask(attention_mask), scaling).transpose(1, 2), None
+
+
+def _same(a: Tensor, b: object) -> bool:
+    """True for the same images of queries and keys; values are compared on a CPU only, where that is free."""
+    return a is b or (isinstance(b, Tensor) and a.shape == b.shape and (a.is_cuda or bool((a == b).all())))
+
+
+def _longest(starts: Tensor, longest: object) -> int:
+    """The number of tokens of the longest image; waits for the GPU if it is not given as an int."""
+    return longest if isinstance(longest, int) else int((starts[1:] - starts[:-1]).max())
+
+
+def register() -> None:
+    """Registers both names in transformers, if that is imported; masks are those of "sdpa" and "flash_attention_2"."""
+    models, masks = (sys.modules.get(f"transformers.{m}") for m in ("modeling_utils", "masking_utils"))
+    if models is not None and masks is not None:
+        for name, mask in ((NAME, "sdpa_mask"), (FLASH, "flash_attention_mask")):
+            if hasattr(masks, mask):
+                models.AttentionInterface.register(name, attention_forward)
+                masks.AttentionMaskInterface.register(name, getattr(masks, mask))

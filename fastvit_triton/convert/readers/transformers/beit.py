@@ -1,0 +1,141 @@
+"""Fused forwards for transformers' BEiT and its copy in data2vec: LayerScale, and biases by relative position.
+
+The copy, and BEiT before release 5.10, nest their submodules: `attention.attention`, `attention.output`,
+`intermediate`, `output`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ....engine.body import AttentionParts, MlpParts
+from ....engine.branch import Branch, add_branches
+from ....engine.freeze import derived
+from ....engine.hooks import has_hooks, is_plain_module, type_name
+from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_inactive
+from ...forwards import INNER, arguments, fused_body, fused_forward, original
+from ...third_party import four_axes, is_fusable
+from ..torch import STEMS
+from .vit import attention_parts, checkpointed, classes, heads_reason
+
+BEIT, DATA2VEC = FAMILIES = classes("beit.Beit", "data2vec.data2vec_vision.Data2VecVision")
+INNER.update(f"{family}{kind}SelfAttention" for family in FAMILIES for kind in ("", "Sdpa"))
+STEMS.update({f"{family}PatchEmbeddings": "projection" for family in FAMILIES})
+
+
+def _bias(module: Foreign, resolution: tuple[int, int], patch: int, interpolate: bool, tokens: int) -> Tensor:
+    """The bias [1, heads, N, N] by relative position; kept while the model is frozen."""
+    grid = resolution[0] // patch, resolution[1] // patch
+    if has_hooks(module):
+        return module(grid, interpolate, dim_size=tokens)
+    name, table = f"bias {grid} {tokens if interpolate else ''}", module.relative_position_bias_table
+    return derived(module, name, (table,), lambda: module(grid, interpolate, dim_size=tokens))
+
+
+@fused_body(
+    *(f"{family}Attention" for family in FAMILIES),
+    needs="attention.query attention.key attention.value attention.num_attention_heads attention.attention_head_size "
+    "attention.dropout attention.has_relative_position_bias attention.config output.dense output.dropout",
+    takes="head_mask output_attentions relative_position_bias interpolate_pos_encoding resolution",
+    after=(None,),
+    by_name=True,
+)
+def nested_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | str:
+    """Parts of an attention with nested submodules; biases of the block and of the model are added."""
+    call = dict(zip(arguments(type(self)), given, strict=False)) | named
+    inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
+    types = f"{family}SelfAttention", f"{family}SdpaSelfAttention"
+    if not (is_plain_module(inner, types) and is_plain_module(outer, (f"{family}SelfOutput",))):
+        return "attention or output was replaced or has a hook"
+    if (why := heads_reason(inner)) is not None:
+        return why
+    if not is_inactive(inner.dropout):
+        known = type_name(inner.dropout) in DROPOUTS
+        return f"attention dropout {inner.dropout.p}" if known else "attention dropout was replaced"
+    if call.get("output_attentions") or call.get("head_mask") is not None:
+        return "its weights are requested, or heads are masked"
+    bias, resolution = call.get("relative_position_bias"), call.get("resolution")
+    if inner.has_relative_position_bias and resolution is not None:  # no resolution while `optimize` reads the parts
+        if call.get("interpolate_pos_encoding"):
+            return "its positions are interpolated"
+        own = _bias(inner.relative_position_bias, resolution, inner.config.patch_size, False, 0)
+        bias = own if bias is None else own + bias
+    projections, scale = (inner.query, inner.key, inner.value), inner.attention_head_size**-0.5
+    heads, drops = inner.num_attention_heads, (outer.dropout,)
+    return AttentionParts(projections, outer.dense, heads, scale, four_axes(bias), drops=drops)
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{BEIT}Layer",
+    needs="attention.q_proj layernorm_before layernorm_after mlp dropout drop_path lambda_1 lambda_2 patch_size "
+    "relative_position_bias",
+    takes="attention_mask interpolate_pos_encoding resolution",
+    folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.mlp)],
+    by_name=True,
+)
+def layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+    """Pre-norm block with LayerScale and a bias by relative position; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, hidden_states):
+        return original(self, hidden_states, *inputs, **named)
+    return checkpointed(self, _layer, hidden_states, *inputs, **named)
+
+
+def _layer(
+    self: Foreign,
+    x: Tensor,
+    attention_mask: Tensor | None = None,
+    interpolate_pos_encoding: bool = False,
+    resolution: Any = None,
+    **more: Any,
+) -> Tensor:
+    bias = None
+    if self.relative_position_bias is not None:
+        bias = _bias(self.relative_position_bias, resolution, self.patch_size, interpolate_pos_encoding, x.shape[1])
+    attention, call = self.attention, dict(more)
+    forward = getattr(attention.__dict__.get("forward"), "func", None)
+    ours = attention_mask is None and not has_hooks(attention) and getattr(forward, "reader", None) is attention_parts
+    parts = attention_parts(attention, **more) if ours else ""
+    if isinstance(parts, str):
+        both = bias if attention_mask is None else attention_mask if bias is None else bias + attention_mask
+        call |= {} if both is None else {"attention_mask": both}
+    else:  # a bias holds no mask, whose values would be replaced
+        attention, call = parts._replace(bias=bias), {}
+    lambdas = (t if isinstance(t, Tensor) else None for t in (self.lambda_1, self.lambda_2))
+    drop, outer = self.drop_path, self.dropout
+    attn = Branch(attention, self.layernorm_before, None, drop, next(lambdas), outer, call)
+    return add_branches(x, attn, Branch(self.mlp, self.layernorm_after, None, drop, next(lambdas), outer), block=self)
+
+
+def _nested_reason(self: Foreign) -> str | None:
+    family = type_name(self).removesuffix("Layer")
+    plain = is_plain_module(self.intermediate, (f"{family}Intermediate",))
+    plain = plain and is_plain_module(self.output, (f"{family}Output",))
+    return None if plain else "intermediate or output was replaced or has a hook"
+
+
+@fused_forward(
+    "pre-norm block",
+    *(f"{family}Layer" for family in FAMILIES),
+    needs="attention.attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
+    "output.dense output.dropout drop_path lambda_1 lambda_2",
+    takes="head_mask output_attentions relative_position_bias interpolate_pos_encoding resolution",
+    reason=_nested_reason,
+    folds=lambda self: [(self.layernorm_before, self.attention), (self.layernorm_after, self.intermediate.dense)],
+    by_name=True,
+)
+def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor | None, ...]:
+    """As `layer`, with nested submodules; [B, N, D] → ([B, N, D],), or with None where weights are never returned."""
+    call = dict(zip(arguments(type(self)), inputs, strict=False)) | named
+    odd = call.get("output_attentions") or call.get("head_mask") is not None
+    if odd or not is_fusable(self, hidden_states) or _nested_reason(self) is not None:
+        return original(self, hidden_states, *inputs, **named)
+    y = checkpointed(self, _nested_layer, hidden_states, **call)
+    return (y, None) if type_name(self.attention.attention).endswith("SdpaSelfAttention") else (y,)
+
+
+def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
+    inner, outer, drop = self.intermediate, self.output, self.drop_path
+    mlp = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    attn = Branch(self.attention, self.layernorm_before, None, drop, self.lambda_1, call=call)
+    return add_branches(x, attn, Branch(mlp, self.layernorm_after, None, drop, self.lambda_2), block=self)

@@ -1,0 +1,261 @@
+"""Fused forwards for transformers' towers with plain attention in modules of their own shape.
+
+TimeSformer, MGP-STR, BridgeTower, Phi-4 multimodal, Pix2Struct and Kosmos-2.5, and MLPs of Granite Docling and
+LFM 3 VL.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....engine.body import AttentionParts, MlpParts, normalize
+from ....engine.branch import Branch, add_branches
+from ....engine.composed import ComposedParts, gated
+from ....engine.hooks import has_hooks, is_plain_module, type_name
+from ....engine.leaves import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_inactive
+from ....engine.replay import call_block
+from ....kernels.attention_qkv import attention_qkv
+from ...forwards import INNER, fused_body, fused_forward, original
+from ...third_party import is_fusable, scores_mask
+from ..torch import multihead_parts, multihead_reason
+from .rotary import weights_reason
+from .vit import attention_reason, checkpointed, classes
+
+TIMESFORMER, MGP_STR = classes("timesformer.Timesformer", "mgp_str.Mgpstr")
+INNER |= {f"{TIMESFORMER}SelfAttention", f"{TIMESFORMER}SelfOutput", f"{MGP_STR}Attention"}
+DROP_PATHS |= {f"{TIMESFORMER}DropPath", *classes("mgp_str.MgpStrDropPath")}
+
+
+def _dropped(dropout: Foreign) -> str | None:
+    """Why an attention with this dropout on its weights must run its own forward now, or None."""
+    if is_inactive(dropout):
+        return None
+    return f"attention dropout {dropout.p}" if type_name(dropout) in DROPOUTS else "attention dropout was replaced"
+
+
+@fused_body(
+    *classes("timesformer.TimeSformerAttention"),
+    needs="attention.qkv attention.num_heads attention.scale attention.attn_drop output.dense output.dropout",
+    takes="output_attentions",
+    after=(),
+    by_name=True,
+)
+def timesformer_parts(self: Foreign, output_attentions: bool = False) -> AttentionParts | str:
+    """Parts of TimeSformer's attention."""
+    inner, outer = self.attention, self.output
+    plain = is_plain_module(inner, (f"{TIMESFORMER}SelfAttention",))
+    if not (plain and is_plain_module(outer, (f"{TIMESFORMER}SelfOutput",))):
+        return "attention or output was replaced or has a hook"
+    if output_attentions:
+        return "its weights are requested"
+    why = _dropped(inner.attn_drop)
+    return why or AttentionParts((inner.qkv,), outer.dense, inner.num_heads, inner.scale, drops=(outer.dropout,))
+
+
+def _timesformer_reason(self: Foreign) -> str | None:
+    plain = is_plain_module(self.intermediate, (f"{TIMESFORMER}Intermediate",))
+    plain = plain and is_plain_module(self.output, (f"{TIMESFORMER}Output",))
+    return None if plain else "intermediate or output was replaced or has a hook"
+
+
+def _timesformer_folds(self: Foreign) -> list[tuple[Foreign, Foreign]]:
+    last = self.layernorm_after, self.intermediate.dense
+    divided = self.attention_type == "divided_space_time"
+    return [last] if divided else [(self.layernorm_before, self.attention), last]
+
+
+@fused_forward(
+    "pre-norm block",
+    f"{TIMESFORMER}Layer",
+    needs="attention layernorm_before layernorm_after intermediate.dense intermediate.intermediate_act_fn "
+    "intermediate.dropout output.dense output.dropout drop_path attention_type config",
+    takes="output_attentions",
+    reason=_timesformer_reason,
+    folds=_timesformer_folds,
+    by_name=True,
+)
+def timesformer_layer(self: Foreign, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Any, ...]:
+    """Block with attention over time and then over space, or over both; [B, 1 + h·w·T, D] → ([B, 1 + h·w·T, D],)."""
+    if output_attentions or not is_fusable(self, hidden_states) or _timesformer_reason(self) is not None:
+        return original(self, hidden_states, output_attentions)
+    return (checkpointed(self, _timesformer_layer, hidden_states),)
+
+
+def _timesformer_layer(self: Foreign, x: Tensor) -> Tensor:
+    inner, outer, drop = self.intermediate, self.output, self.drop_path
+    act, drops = activation_of(inner.intermediate_act_fn), (inner.dropout, outer.dropout)
+    mlp = Branch(MlpParts((inner.dense,), act, outer.dense, drops), self.layernorm_after, None, drop)
+    if self.attention_type != "divided_space_time":
+        return add_branches(x, Branch(self.attention, self.layernorm_before, None, drop), mlp, block=self)
+    B, frames, D = len(x), self.config.num_frames, x.shape[-1]
+    first, tokens = x[:, :1], x[:, 1:]
+    pieces = tokens.reshape(-1, frames, D)  # [B·h·w, T, D]
+    change = drop(self.temporal_attention(self.temporal_layernorm(pieces))[0])
+    tokens = tokens + self.temporal_dense(change.reshape(B, -1, D))
+    pieces = tokens.unflatten(1, (-1, frames)).transpose(1, 2).flatten(0, 1)  # [B·T, h·w, D]
+    pieces = torch.cat((first.expand(-1, frames, -1).reshape(-1, 1, D), pieces), 1)
+    change = drop(self.attention(self.layernorm_before(pieces))[0]).unflatten(0, (B, frames))
+    spatial = change[:, :, 1:].transpose(1, 2).flatten(1, 2)
+    return add_branches(torch.cat((first + change[:, :, 0].mean(1, True), tokens + spatial), 1), mlp)
+
+
+def _mgp_str_reason(self: Foreign) -> str | None:
+    """Why MGP-STR's encoder must run its own forward now, or None."""
+    for block in self.blocks:
+        known = is_plain_module(block, (f"{MGP_STR}Layer",)) and is_plain_module(block.attn, (f"{MGP_STR}Attention",))
+        if not known:
+            return "a block or its attention was replaced or has a hook"
+        if (why := _dropped(block.attn.attn_drop)) is not None:
+            return why
+    return None
+
+
+def _mgp_str_block(block: Foreign, x: Tensor) -> Tensor:
+    attn = block.attn
+    parts = AttentionParts((attn.qkv,), attn.proj, attn.num_heads, attn.scale, drops=(attn.proj_drop,))
+    pair = Branch(parts, block.norm1, None, block.drop_path), Branch(block.mlp, block.norm2, None, block.drop_path)
+    return add_branches(x, *pair, block=block)
+
+
+@fused_forward(
+    "encoder of pre-norm blocks",
+    f"{MGP_STR}Encoder",
+    needs="blocks",
+    takes="output_attentions output_hidden_states return_dict",
+    reason=_mgp_str_reason,
+    folds=lambda self: [pair for b in self.blocks for pair in ((b.norm1, b.attn.qkv), (b.norm2, b.mlp))],
+    by_name=True,
+)
+def mgp_str_encoder(
+    self: Foreign,
+    hidden_states: Tensor,
+    output_attentions: bool = False,
+    output_hidden_states: bool = False,
+    return_dict: bool = True,
+) -> Any:
+    """All blocks, as an attention does not know whether its weights are requested; [B, N, D] → transformers' output."""
+    if output_attentions or not is_fusable(self, hidden_states) or _mgp_str_reason(self) is not None:
+        return original(self, hidden_states, output_attentions, output_hidden_states, return_dict)
+    states = [hidden_states]
+    for block in self.blocks:
+        states.append(call_block(_mgp_str_block, block, states[-1]))
+    all_states = tuple(states) if output_hidden_states else None
+    if not return_dict:
+        return (states[-1],) if all_states is None else (states[-1], all_states)
+    output = sys.modules[type(self).__module__].BaseModelOutput
+    return output(last_hidden_state=states[-1], hidden_states=all_states, attentions=None)
+
+
+@fused_forward(
+    "pre-norm block",
+    *classes("bridgetower.BridgeTowerResidualAttention"),
+    needs="attn.in_proj_weight ln_1 ln_2 mlp.c_fc mlp.gelu mlp.c_proj attn_mask",
+    takes="attention_mask",
+    reason=lambda self: multihead_reason(self.attn),
+    folds=lambda self: [(self.ln_1, self.attn), (self.ln_2, self.mlp.c_fc)],
+)
+def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Pre-norm block of CLIP; [N, B, D] → [N, B, D]."""
+    attn, mlp = self.attn, self.mlp
+    unusual = attention_mask is not None or self.attn_mask is not None or len(mlp) != 3
+    unusual = unusual or any(map(has_hooks, (attn, *mlp.values())))  # which would see [B, N, D]
+    parts = "masked, or watched" if unusual or not is_fusable(self, hidden_state) else multihead_parts(attn)
+    if isinstance(parts, str):
+        return original(self, hidden_state, attention_mask)
+    body = MlpParts((mlp.c_fc,), activation_of(mlp.gelu), mlp.c_proj)
+    x = hidden_state.transpose(0, 1)
+    return add_branches(x, Branch(parts, self.ln_1), Branch(body, self.ln_2), block=self).transpose(0, 1)
+
+
+@fused_body(
+    *classes("phi4_multimodal.Phi4MultimodalVisionAttention"),
+    needs="q_proj k_proj v_proj out_proj num_heads scaling attention_dropout config",
+    takes="attention_mask",
+    after=(None,),
+)
+def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Any:
+    """Parts of Phi-4's attention, which is causal without a mask by "sdpa", but not by "eager"."""
+    kind = self.config._attn_implementation
+    why = attention_reason(self, self.attention_dropout, attention_mask, False, more)
+    known = attention_mask is not None or kind in ("eager", "sdpa")
+    if why is None and not (known and more.get("is_causal") is None):
+        why = "causal mask"
+    if why is not None:
+        return why
+    projections, heads = (self.q_proj, self.k_proj, self.v_proj), self.num_heads
+    if attention_mask is not None or kind == "eager":
+        return AttentionParts(projections, self.out_proj, heads, self.scaling, scores_mask(attention_mask))
+
+    def attend(qkv: Tensor) -> Tensor:
+        n = qkv.shape[1]
+        earlier = torch.ones(1, 1, n, n, dtype=torch.bool, device=qkv.device).tril()
+        return attention_qkv(qkv, heads, self.scaling, bias=earlier)
+
+    return ComposedParts("attention", projections, attend, self.out_proj, heads)
+
+
+@fused_body(
+    *classes("pix2struct.Pix2StructVisionAttention", "kosmos2_5.Kosmos2_5VisionAttention"),
+    needs="query key value output n_heads scaling dropout is_causal config",
+    takes="attention_mask",
+    after=(None,),
+)
+def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
+    """Parts of an attention with the names of T5's layers."""
+    if self._forward_hooks or has_hooks(self):
+        return "its attention weights have a hook"
+    why = attention_reason(self, self.dropout, attention_mask, None, more) or weights_reason(self)
+    projections = self.query, self.key, self.value
+    return why or AttentionParts(projections, self.output, self.n_heads, self.scaling, scores_mask(attention_mask))
+
+
+@fused_body(
+    *classes("pix2struct.Pix2StructVisionMlp", "kosmos2_5.Kosmos2_5VisionMlp"),
+    needs="wi_0 wi_1 wo dropout act",
+    takes="",
+)
+def pix2struct_mlp_parts(self: Foreign) -> Any:
+    """Parts of T5's gated MLP."""
+    if self.wo.weight.dtype != self.wi_0.weight.dtype:
+        return "its last layer has another dtype"
+    return gated((self.wi_0, self.wi_1), self.act, self.wo, (self.dropout, None))
+
+
+@fused_body(
+    *classes("granite_docling.GraniteDoclingDeepStackMerger"), needs="layer_norm linear_1 act linear_2", takes=""
+)
+def merger_parts(self: Foreign) -> MlpParts:
+    """Parts of an MLP after a norm."""
+    return MlpParts((self.linear_1,), activation_of(self.act), self.linear_2, first=self.layer_norm)
+
+
+@fused_forward(
+    "connector",
+    *classes("granite_docling.GraniteDoclingConnector"),
+    needs="ln_in coarse ln_mid mlp_fc2 ln_out",
+    takes="deepstack_hidden_states fine",
+)
+def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, **named: Any) -> Any:
+    """Joins the channels of k×k tokens for an MLP with a norm inside; ([B·M, F], a list of these for inner layers)."""
+    call = dict(zip(("deepstack_hidden_states", "fine"), inputs, strict=False)) | named
+    path = self.fine if call.get("fine") else self.coarse
+    known = is_plain_module(path, classes("granite_docling.GraniteDoclingConnectorPath"))
+    if not known or not is_fusable(self, image_hidden_states):
+        return original(self, image_hidden_states, *inputs, **named)
+
+    def between(h: Tensor) -> Tensor:
+        return nn.functional.gelu(normalize(path.pos_embed(h), self.ln_mid))
+
+    joined = path.pixel_shuffle(normalize(image_hidden_states, self.ln_in), path.scale_factor)
+    features = normalize(ComposedParts("MLP", (path.projection,), between, self.mlp_fc2)(joined), self.ln_out)
+    pairs = zip(path.deepstack_mergers, call["deepstack_hidden_states"], strict=False)
+    inner = [merger(path.pixel_shuffle(x.contiguous(), path.scale_factor)).flatten(0, 1) for merger, x in pairs]
+    return features.flatten(0, 1), inner
+
+
+@fused_body(*classes("lfm3_vl.Lfm3VlVisionMLP"), needs="w1 w2 w3", takes="")
+def numbered_parts(self: Foreign) -> MlpParts:
+    """Parts of a SwiGLU with LLaMA's names."""
+    return MlpParts((self.w1, self.w3), "swiglu", self.w2)

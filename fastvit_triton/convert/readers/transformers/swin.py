@@ -1,0 +1,205 @@
+"""Fused forwards for transformers' Swin: Swin, Swin V2, Swin2SR, and the copies of Swin in Donut, MaskFormer and CLAP.
+
+The copies, Swin V2, Swin2SR, and Swin before release 5.10 nest their submodules: `attention.self`, `attention.output`,
+`intermediate`, `output`. A layer lowers its own window and shift for a grid that is no larger than its window.
+
+transformers subtracts 200 from the scores between regions of a shifted window of Swin V2, all others 100, as here. The
+difference is a weight of e⁻¹⁰⁰ times the exponential of how far such a score exceeds those of the own region.
+"""
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from ....engine.body import MlpParts
+from ....engine.branch import Branch, add_branches
+from ....engine.hooks import has_hooks, is_plain_module, type_name
+from ....engine.leaves import Foreign, activation_of, is_inactive
+from ....engine.spatial import Window, WindowParts
+from ....engine.ways import plainly
+from ...forwards import INNER, arguments, fused_body, fused_forward, original
+from ...third_party import is_fusable
+from ...windows import continuous_bias, cosine_scale, merge, table_bias
+from ..torch import STEMS
+from .vit import attention_reason, checkpointed, classes, heads_reason
+
+SWIN, *V2 = classes("swin.Swin", "swinv2.Swinv2", "swin2sr.Swin2SR")
+COPIES = classes("clap.ClapAudio", "donut.donut_swin.DonutSwin", "maskformer.maskformer_swin.MaskFormerSwin")
+FAMILIES = (SWIN, *V2, *COPIES)
+NESTED = "self.query self.key self.value self.num_attention_heads self.dropout self.relative_position_index "
+NESTED += "output.dense output.dropout "
+PASSED = ("output_hidden_states", "return_dict", "use_cache")  # arguments that a layer ignores
+
+INNER.update(f"{family}SelfAttention" for family in FAMILIES)
+STEMS.update({f"{family}PatchEmbeddings": "projection" for family in FAMILIES})
+STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
+
+
+@fused_body(
+    *(f"{family}Attention" for family in (SWIN, *COPIES)),
+    needs=NESTED + "self.attention_head_size self.relative_position_bias_table",
+    takes="attention_mask head_mask output_attentions",
+    after=(),
+)
+@fused_body(
+    *(f"{family}Attention" for family in V2),
+    needs=NESTED + "self.logit_scale self.continuous_position_bias_mlp self.relative_coords_table",
+    takes="attention_mask head_mask output_attentions",
+    after=(),
+)
+@fused_body(
+    f"{SWIN}Attention",
+    needs="q_proj k_proj v_proj o_proj num_attention_heads scaling attention_dropout is_causal config "
+    "relative_position_bias.relative_position_bias_table relative_position_bias.relative_position_index",
+    takes="attention_mask",
+    after=(None,),
+    by_name=True,
+)
+def attention_parts(self: Foreign, *given: Any, **named: Any) -> WindowParts | str:
+    """Parts of the attention in separate windows [B · windows, n, D]; shifted ones have a mask and run the original."""
+    if any(value is not None and value is not False for value in (*given, *named.values())):
+        return "it has a mask, or its weights are requested"
+    return _attention_reason(self) or _attention(self)
+
+
+def _attention_reason(self: Foreign) -> str | None:
+    """Why an attention must run its own forward now, or None."""
+    if hasattr(self, "q_proj"):
+        plain = is_plain_module(self.relative_position_bias, (f"{SWIN}RelativePositionBias",))
+        replaced = None if plain else "its position bias was replaced or has a hook"
+        return attention_reason(self, self.attention_dropout, None, None, {}) or replaced
+    family, inner, outer = type_name(self).removesuffix("Attention"), self.self, self.output
+    if not (is_plain_module(inner, (f"{family}SelfAttention",)) and is_plain_module(outer, (f"{family}SelfOutput",))):
+        return "self or output was replaced or has a hook"
+    if any(map(has_hooks, getattr(inner, "continuous_position_bias_mlp", nn.Identity()).modules())):
+        return "its position bias has a hook"
+    if (why := heads_reason(inner)) is not None:
+        return why
+    return None if is_inactive(inner.dropout) else f"attention {_name(inner.dropout)}"
+
+
+def _name(dropout: Foreign) -> str:
+    return f"dropout {dropout.p}" if isinstance(dropout, nn.Dropout) else "dropout was replaced"
+
+
+def _attention(self: Foreign) -> WindowParts:
+    """The parts of an attention in one window, given as tokens."""
+    scale: float | Tensor
+    if hasattr(self, "q_proj"):
+        layers, heads, drop = (self.q_proj, self.k_proj, self.v_proj), self.num_attention_heads, None
+        last, scale, bias = self.o_proj, self.scaling, table_bias(self.relative_position_bias)
+    else:
+        inner = self.self
+        layers, heads, drop = (inner.query, inner.key, inner.value), inner.num_attention_heads, self.output.dropout
+        cosine, last = hasattr(inner, "logit_scale"), self.output.dense
+        scale = cosine_scale(inner) if cosine else inner.attention_head_size**-0.5
+        bias = continuous_bias(inner) if cosine else table_bias(inner)
+    size = (math.isqrt(math.isqrt(bias[0].numel())),) * 2
+    return WindowParts(layers, last, heads, scale, Window(size), bias, (drop,), size)
+
+
+def _layer_reason(self: Foreign) -> str | None:
+    """Why a layer must run its own forward now, or None."""
+    attention, family = self.attention, type_name(self).removesuffix("Layer")
+    if not is_plain_module(attention, (f"{family}Attention",)):
+        return "its attention was replaced or has a hook"
+    if (why := _attention_reason(attention)) is not None:
+        return why
+    nested = hasattr(attention, "self")
+    if any(map(has_hooks, _projections(attention))):  # they would see a map instead of windows
+        return "a layer of its attention has a hook"
+    drop = attention.output.dropout if nested else self.dropout
+    if not is_inactive(drop):  # draws random numbers in the order of the windows
+        return f"{_name(drop)} after its attention"
+    parts = {"intermediate": f"{family}Intermediate", "output": f"{family}Output"} if nested else {}
+    if not all(is_plain_module(getattr(self, name), (kind,)) for name, kind in parts.items()):
+        return "intermediate or output was replaced or has a hook"
+    return None
+
+
+def _projections(attention: Foreign) -> tuple[nn.Module, ...]:
+    if hasattr(attention, "self"):
+        return attention.self.query, attention.self.key, attention.self.value, attention.output.dense
+    return attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+
+
+def _folds(self: Foreign) -> list[tuple[nn.Module, nn.Module]]:
+    """The norms of a layer and what reads them; the norms of Swin V2 come last."""
+    if type_name(self).startswith(tuple(V2)):
+        return []
+    mlp = self.mlp if hasattr(self, "mlp") else self.intermediate.dense
+    return [(self.layernorm_before, _projections(self.attention)[0]), (self.layernorm_after, mlp)]
+
+
+@fused_forward(
+    "block in windows",
+    *(f"{family}Layer" for family in FAMILIES),
+    needs="attention.self|attention.q_proj layernorm_before layernorm_after drop_path window_size shift_size "
+    "mlp|intermediate.dense mlp|intermediate.intermediate_act_fn dropout|output.dense dropout|output.dropout",
+    takes="input_dimensions head_mask output_attentions always_partition",
+    reason=_layer_reason,
+    folds=_folds,
+    by_name=True,
+)
+def layer(self: Foreign, hidden_states: Tensor, input_dimensions: tuple[int, int], *inputs: Any, **named: Any) -> Any:
+    """Block in windows; [B, H·W, D] → ([B, H·W, D], None), or a tuple of one for nested submodules."""
+    call = dict(zip(arguments(type(self))[1:], inputs, strict=False)) | named
+    if _reads_weights(self, call):  # of every module inside
+        return plainly(original, self, hidden_states, input_dimensions, *inputs, **named)
+    if not call.pop("always_partition", False) and hasattr(self, "set_shift_and_window_size"):
+        self.set_shift_and_window_size(input_dimensions)
+    odd = [name for name, value in call.items() if value is not None and value is not False and name not in PASSED]
+    if odd or not is_fusable(self, hidden_states) or not _fits(self) or _layer_reason(self) is not None:
+        return original(self, hidden_states, input_dimensions, *inputs, **named)
+    y = checkpointed(self, _layer, hidden_states, grid=tuple(input_dimensions))
+    return (y, None) if hasattr(self, "mlp") else (y,)
+
+
+def _reads_weights(self: Foreign, call: dict[str, object]) -> bool:
+    """True if the attention weights that the layer returns may be read."""
+    config = getattr(self.attention, "config", None)
+    if call.get("output_attentions"):
+        return True
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return eager and (getattr(config, "output_attentions", False) or bool(self._forward_hooks) or has_hooks(self))
+
+
+def _fits(self: Foreign) -> bool:
+    """True if the attention was converted, and its bias has the size of the window."""
+    forward = self.attention.__dict__.get("forward")
+    owner = self.attention.self if hasattr(self.attention, "self") else self.attention.relative_position_bias
+    return getattr(getattr(forward, "func", None), "reader", None) is attention_parts and (
+        self.window_size**4 == owner.relative_position_index.numel()
+    )
+
+
+def _layer(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
+    window = Window((self.window_size,) * 2, (self.shift_size,) * 2)
+    attention: Any = _attention(self.attention)._replace(window=window, grid=grid)
+    before, after, drop = self.layernorm_before, self.layernorm_after, self.drop_path
+    if hasattr(self, "mlp"):
+        attn, mlp = Branch(attention, before, None, drop), Branch(self.mlp, after, drop=self.dropout)
+        return add_branches(x, attn, mlp, block=self)
+    inner, outer = self.intermediate, self.output
+    parts = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    if isinstance(attention.scale, Tensor):
+        attn, mlp = (Branch(b, None, None, drop, post_norm=n) for b, n in ((attention, before), (parts, after)))
+    else:
+        attn, mlp = Branch(attention, before, None, drop), Branch(parts, after)
+    return add_branches(x, attn, mlp, block=self)
+
+
+@fused_forward(
+    "patch merging",
+    *(f"{family}PatchMerging" for family in (SWIN, *COPIES)),
+    needs="norm reduction",
+    takes="input_dimensions",
+    folds=lambda self: [(self.norm, self.reduction)],
+    by_name=True,
+)
+def merging(self: Foreign, input_feature: Tensor, input_dimensions: tuple[int, int]) -> Tensor:
+    """Joins the channels of 2×2 tokens, normalises and projects them; [B, H·W, D] → [B, ⌈H/2⌉·⌈W/2⌉, 2 D]."""
+    if not is_fusable(self, input_feature):
+        return original(self, input_feature, input_dimensions)
+    return merge(input_feature.unflatten(1, tuple(input_dimensions)), self.norm, self.reduction).flatten(1, 2)

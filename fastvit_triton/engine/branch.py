@@ -1,0 +1,250 @@
+"""Residual branches: x + drop_path(layer_scale · dropout(body(norm(x)))), in as few launches as the modules allow.
+
+A body is an attention or an MLP: one of our modules, or the parts of a third-party one (`AttentionParts`, `MlpParts`).
+The LayerNorm before it is folded into its first matmul; LayerScale, stochastic depth and the residual addition are
+fused into the epilogue of its last one. A module whose weights cannot be read is called instead, so hooks fire and
+replaced layers run.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import plan
+from ..kernels.argument import NextNorm, Normalized
+from ..kernels.backend import kernels_available
+from ..kernels.layer_norm import scaled
+from . import ways
+from .body import Before, Body, Given, MlpParts, Output, normalize
+from .freeze import Entry, fold_norms, of_dtype
+from .hooks import are_plain_tensors, can_fuse, has_hooks
+from .leaves import (
+    ConstantScale,
+    entry_of,
+    has_sample_scale,
+    is_identity,
+    is_inactive,
+    is_readable,
+    kept_images,
+    layer_scale_of,
+    norm_of,
+    sample_scale_of,
+)
+from .ways import choose_way, plainly
+
+
+class Branch(NamedTuple):
+    """A residual branch: drop_path(layer_scale · scale(drop(post_norm(body(norm(x), **call))))).
+
+    Attributes:
+        body: attention or MLP, or its parts.
+        norm: module applied to x first.
+        scale: LayerScale as a module.
+        drop_path: stochastic depth.
+        layer_scale: LayerScale as a parameter [D] of the block.
+        drop: dropout that belongs to the block, not the body.
+        call: further arguments of the body.
+        post_norm: module applied to the body's output (Swin V2).
+    """
+
+    body: nn.Module | Body
+    norm: nn.Module | None = None
+    scale: nn.Module | None = None
+    drop_path: nn.Module | None = None
+    layer_scale: Tensor | None = None
+    drop: nn.Module | None = None
+    call: dict[str, Any] | None = None
+    post_norm: nn.Module | None = None
+
+
+def add_branches(
+    x: Tensor,
+    *branches: Branch,
+    block: nn.Module | None = None,
+    stats: Given | None = None,
+    next_norm: nn.Module | None = None,
+) -> Output:
+    """Adds each branch to x [B, ..., D] in turn.
+
+    Args:
+        x: [B, ..., D].
+        *branches: attention and MLP of each block in order; the two LayerNorms of a block are folded in one launch.
+        block: the module that they belong to; it caches their sizes for `choose_way`.
+        stats: from the previous block, see `engine.body.Body`.
+        next_norm: the norm of the next block, for which this one also returns the statistics.
+
+    Returns:
+        [B, ..., D]; with `next_norm` also the next block's `stats`, or None.
+    """
+    if ways.state.inside_plain:
+        x = _add_plainly(x, *branches)
+        return x if next_norm is None else (x, None)
+    for i in range(0, len(branches), 2):
+        pair = branches[i : i + 2]
+        bodies = [_body(branch, x) for branch in pair]
+        way = _way(block if len(branches) < 3 else None, x, pair, bodies)
+        if way == "plain":
+            x, stats = plainly(_add_plainly, x, *pair), None
+            continue
+        entries = [_entry(branch, body) for branch, body in zip(pair, bodies, strict=True)]
+        norms: Sequence[Before | NextNorm | None]
+        after: Before | NextNorm | None
+        if way == "mixed":
+            found = [None if entry is None else entry.parameters for entry in entries]
+            last = None if next_norm is None else norm_of(next_norm)
+            late = _late_bias(pair[-1], bodies[-1], x) if len(pair) == 2 else None
+            norms = [norm if norm is None else NextNorm(norm, late if i else None) for i, norm in enumerate(found)]
+            after = None if last is None else NextNorm(last)
+        else:
+            norms = fold_norms(x, *entries)
+            after = (norms[0] or norms[-1]) if next_norm is not None or i + 2 < len(branches) else None
+        readers = [*norms[1:], after]  # the norm that reads each branch's output
+        for branch, body, norm, reader in zip(pair, bodies, norms, readers, strict=True):
+            x, stats = _add(x, branch, body, norm, stats, reader, way)
+    return x if next_norm is None else (x, stats)
+
+
+def runs_plain(x: Tensor, *branches: Branch, block: nn.Module | None = None) -> bool:
+    """True if `add_branches` would run these branches of x in the plain way; for `block` see there."""
+    if ways.state.inside_plain:
+        return True
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else plan.unobserved():
+        if block is not None and (way := ways.known_way(block, x)[0]) is not None:
+            return way == "plain"
+        return _way(block, x, branches, [_body(branch, x) for branch in branches]) == "plain"
+
+
+def _way(block: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], bodies: list[Body | None]) -> str:
+    if not kernels_available(x) or not any(bodies):
+        return "reference"
+    sizes = []
+    for branch, body in zip(branches, bodies, strict=True):
+        if body is not None:
+            sizes.append(body.sizes()._replace(scales=_scales(branch)))
+    return choose_way(block, x, tuple(sizes), replays=True)
+
+
+def _scales(branch: Branch) -> int:
+    """Number of factors that scale the branch in this call (LayerScale, stochastic depth)."""
+    known, factors = layer_scale_of(branch.scale)
+    depth = branch.drop_path
+    drops = depth is not None and depth.training and (getattr(depth, "p", None) or getattr(depth, "drop_prob", None))
+    return (not known or factors is not None) + (branch.layer_scale is not None) + bool(drops)
+
+
+def _fc2_bias(body: object) -> Tensor | None:
+    """Bias of fc2 if a mixed MLP may accumulate fc2 into the residual in place; None otherwise."""
+    parts = body if isinstance(body, MlpParts) else getattr(body, "parts", lambda: None)()
+    if not isinstance(parts, MlpParts) or not isinstance(parts.act, str):
+        return None
+    bare = parts.last is None or is_identity(parts.last)
+    readable = all(is_readable(layer) for layer in (*parts.fc1, parts.fc2))
+    if bare and readable and all(map(is_inactive, parts.drops)) and parts.fc2.weight.dtype == parts.fc1[0].weight.dtype:
+        return parts.fc2.bias
+    return None
+
+
+def _late_bias(branch: Branch, body: Body | None, x: Tensor) -> Tensor | None:
+    """Bias of fc2 that the previous branch adds in advance, so that fc2 can accumulate in place; else None."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return None
+    if branch.post_norm is not None or _scales(branch):
+        return None
+    bare = is_inactive(branch.drop) and has_sample_scale(branch.drop_path)  # draws no random numbers
+    return _fc2_bias(body) if bare else None
+
+
+def _add_plainly(x: Tensor, *branches: Branch) -> Tensor:
+    for branch in branches:
+        x, _ = _add(x, branch, None, None, None, None, "plain")
+    return x
+
+
+def _body(branch: Branch, x: Tensor) -> Body | None:
+    """The body in a form that supports fusion; None where the module must be called."""
+    if not isinstance(branch.body, nn.Module):
+        return branch.body
+    body: Any = branch.body
+    if has_hooks(body):
+        return None
+    forward = body.__dict__.get("forward")
+    if forward is None:
+        return body if hasattr(type(body), "entering") and can_fuse(x) else None
+    read = getattr(forward.func, "read", None)  # bound by `optimize`
+    parts = None if read is None else read(body, **branch.call or {})
+    return None if isinstance(parts, str) else parts
+
+
+def _entry(branch: Branch, body: Body | None) -> Entry | None:
+    """The LayerNorm of a branch and the linear layers after it; None if there is nothing to fold."""
+    inside = getattr(body, "first", None)
+    if body is None or (branch.norm is not None and inside is not None):
+        return None
+    return entry_of(branch.norm if inside is None else inside, body.entering())
+
+
+def _add(
+    x: Tensor,
+    branch: Branch,
+    body: Body | None,
+    before: Before | NextNorm | None,
+    stats: Given | None,
+    reader: Before | NextNorm | None,
+    way: str,
+) -> tuple[Tensor, Given | None]:
+    """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
+    module, norm, scale, drop_path, layer_scale, drop, call, post_norm = branch
+    kept = kept_images(drop_path, x)
+    if kept is not None:
+        return _add_to(kept, 1 / (1 - drop_path.p), x, branch, body, before, way), None
+    before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
+    if before is None:
+        entering, stats = x if norm is None else norm(x) if way == "plain" else normalize(x, norm), None
+    else:
+        entering = x
+        stats = stats if isinstance(stats, Normalized) == (way == "mixed") else None
+    if body is None:
+        y = module(entering, **call or {})
+        y = y[0] if isinstance(y, tuple) else y
+    else:
+        known, factors = layer_scale_of(scale)
+        drops = (*getattr(body, "drops", ()), drop)  # active dropout draws random numbers before stochastic depth
+        ends = known and are_plain_tensors(layer_scale) and has_sample_scale(drop_path)
+        if ends and post_norm is None and all(is_inactive(d) for d in drops):
+            y = body(
+                entering,
+                norm=before,
+                stats=stats,
+                layer_scale=layer_scale if factors is None else factors,
+                sample_scale=sample_scale_of(drop_path, x),
+                residual=x,
+                return_stats=reader is not None,
+                next_norm=reader if isinstance(reader, NextNorm) else None,
+                way=way,
+            )
+            return y if reader is not None else (y, None)
+        y = body(entering, norm=before, stats=stats, way=way)
+    if post_norm is not None:
+        y = post_norm(y) if way == "plain" else normalize(y, post_norm)
+    y = y if drop is None else drop(y)
+    y = scaled(y if scale is None else scale(y), layer_scale, None)
+    return x + (y if drop_path is None else drop_path(y)), None
+
+
+def _add_to(
+    kept: Tensor,
+    factor: float,
+    x: Tensor,
+    branch: Branch,
+    body: Body | None,
+    before: Before | NextNorm | None,
+    way: str,
+) -> Tensor:
+    """Adds the branch, times the factor, to x for the images with indices `kept` only."""
+    if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
+        kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
+    part, _ = _add(x[kept], branch._replace(drop_path=ConstantScale(factor)), body, before, None, None, way)
+    return x.index_copy(0, kept, part)

@@ -1,0 +1,112 @@
+"""Detects changes of modules: compares everything that their calls depend on, in a few microseconds.
+
+A module's state is its type, the code that calls of the type run (see `engine.source`), and its `__dict__`: parameters
+and buffers by identity, hooks, children, settings, a forward set on the instance. Objects in it, such as a
+configuration, are compared by attributes. Constants of classes and modules are not compared.
+"""
+
+import weakref
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..source import facts_of
+
+_FUNCTIONS = FunctionType, MethodType, BuiltinFunctionType
+_PLAIN = (int, float, str, bytes, type(None), type, Tensor, nn.Module, ModuleType, *_FUNCTIONS)
+
+
+class Guard:
+    """Snapshot of the state of some modules.
+
+    Args:
+        root: the module that is called; held by a weak reference.
+        inside: its submodules, and modules among the call's arguments.
+
+    Attributes:
+        root: weak reference.
+        inside: as in Args.
+        code: what the calls of all types look up, see `source.hold`.
+        tensors: parameters, buffers and other tensors of all modules, each once.
+        single: (number of the module, "_parameters" or "_buffers", name, tensor) of those with one element, because ==
+            compares a replaced one by its value.
+    """
+
+    def __init__(self, root: nn.Module, inside: list[nn.Module]) -> None:
+        self.root, self.inside, modules = weakref.ref(root), inside, [root, *inside]
+        self.facts = [(type(module), _copied(module.__dict__)) for module in modules]
+        self.code = facts_of({cls for cls, _ in self.facts})
+        objects: dict[int, object] = {}
+        for module in modules:
+            _collect(module.__dict__, objects)
+        self.objects = [(value, _copied(value.__dict__)) for value in objects.values()]
+        self.tensors = list({id(t): t for module in modules for t in _tensors(module)}.values())
+        self.single = [
+            (i, kind, name, t)
+            for i, module in enumerate(modules)
+            for kind in ("_parameters", "_buffers")
+            for name, t in module.__dict__[kind].items()
+            if t is not None and t.numel() < 2
+        ]
+
+    def holds(self, root: nn.Module | None) -> bool:
+        """True if nothing has changed since the snapshot."""
+        try:
+            modules = root, *self.inside
+            for module, (cls, facts) in zip(modules, self.facts, strict=True):
+                if module.__class__ is not cls or module.__dict__ != facts:
+                    return False
+            for i, kind, name, t in self.single:
+                if modules[i].__dict__[kind][name] is not t:
+                    return False
+            for get, place, values in self.code:
+                if get(place) != values:
+                    return False
+            for value, facts in self.objects:
+                if value.__dict__ != facts:
+                    return False
+        except (RuntimeError, ValueError, TypeError):  # tensors and arrays that cannot be compared
+            return False
+        except (KeyError, AttributeError):  # what the calls look up was removed
+            return False
+        return True
+
+
+class Uncompared:
+    """Base of attributes that calls do not depend on: all instances are equal, and snapshots store an empty one."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Uncompared)
+
+
+def _copied(value: Any) -> Any:
+    """A copy for comparison: copies dicts, lists, tuples and sets at any depth, and shares all other objects."""
+    if isinstance(value, dict):
+        return {name: _copied(v) for name, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if isinstance(value, Uncompared):
+        return Uncompared()
+    return value.copy() if isinstance(value, set) else value
+
+
+def _collect(value: Any, objects: dict[int, object]) -> None:
+    """Adds the objects with attributes that a value contains, at any depth."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set)):
+        if not isinstance(value, (*_PLAIN, Uncompared)) and id(value) not in objects and hasattr(value, "__dict__"):
+            objects[id(value)] = value
+            _collect(value.__dict__, objects)
+        return
+    for part in value:
+        _collect(part, objects)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    facts = module.__dict__
+    found = (*facts["_parameters"].values(), *facts["_buffers"].values(), *facts.values())
+    return [t for t in found if isinstance(t, Tensor)]

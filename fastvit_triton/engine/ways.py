@@ -1,0 +1,122 @@
+"""Selects how a block runs ("fused", "mixed" or "plain"): one cached lookup per call, see `kernels.plan`.
+
+In a plain block the original modules run, and modules inside it do not select again. A block's sizes are read on its
+first call and cached. Modules that are replaced, hooked or patched later change what can be fused: every fused or mixed
+call checks for that, and the plain way is always correct.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import plan, settings
+from ..kernels.backend import kernels_available
+from ..kernels.cost import Branch
+from ..kernels.layer_norm import MAX_D
+from .hooks import are_plain_tensors, can_fuse, is_repeatable
+
+SIZES = "_fastvit_triton_sizes"  # key in a module's __dict__: its `Sizes`
+REPLAYS = os.environ.get("FASTVIT_TRITON_REPLAY", "1") not in ("", "0")
+MAX_WAYS = 4096  # cached answers
+
+
+class Sizes(NamedTuple):
+    """What the selection depends on besides the input.
+
+    Attributes:
+        branches: sizes, for any number of images and tokens.
+        replayed: its calls can be replayed, see `replay`; found on the first call, as it affects only speed.
+        training: mode of the module, as BatchNorms update their statistics in training and are not replayed.
+    """
+
+    branches: tuple[Branch, ...]
+    replayed: bool
+    training: bool
+
+
+class State(threading.local):
+    """Thread-local state.
+
+    Attributes:
+        inside_plain: True while a plain block runs.
+    """
+
+    def __init__(self) -> None:
+        self.inside_plain = False  # of each thread, as Dynamo's guards read its attributes
+
+
+state = State()
+_ways: dict[tuple, str] = {}
+
+
+def known_way(module: nn.Module, x: Tensor) -> tuple[str | None, Any]:
+    """(way, key) for a module that has run before; (None, None) on its first call or if no kernel is available.
+
+    The key is that of the cache: sizes of the module, shape, dtype and device of x, and global settings.
+    """
+    if SIZES not in module.__dict__ or settings.observer is not None or torch.compiler.is_compiling():
+        return None, None  # an observer must see each choice, once
+    facts = module.__dict__
+    if facts[SIZES].training is not facts["training"]:
+        return None, None
+    key = facts[SIZES], x.shape, x.dtype, x.device, settings.choices(x.device.type)
+    if key in _ways:
+        way = _ways[key]
+    else:
+        if not kernels_available(x):
+            return None, None
+        if len(_ways) >= MAX_WAYS:
+            _ways.clear()
+        way = _ways[key] = _way(x, *key[0][:2])
+    return way, key
+
+
+def choose_way(module: nn.Module | None, x: Tensor, branches: tuple[Branch, ...], replays: bool = False) -> str:
+    """Selects the way for these branches of x [B, ..., C]; the kernels must be available.
+
+    Args:
+        module: the block that they belong to, which caches their sizes; or None.
+        x: the residual.
+        branches: their sizes; the numbers of images and tokens come from x.
+        replays: True if calls of the module go through `replay`.
+    """
+    if torch.compiler.is_compiling():
+        return _way(x, branches, False)
+    if module is None:
+        return _way(x, branches, False)
+    known = module.__dict__.get(SIZES)
+    if known is None or known.branches != branches or known.training is not module.training:
+        known = module.__dict__[SIZES] = Sizes(branches, replays and is_repeatable(module), module.training)
+    return _way(x, *known[:2])
+
+
+def way_alone(body: Any, x: Tensor) -> str:
+    """Selects the way for a `engine.body.Body` called outside a block; "plain" if the kernels are not available."""
+    if state.inside_plain or not can_fuse(x):
+        return "plain"
+    way, _ = known_way(body, x)
+    return choose_way(body, x, (body.sizes(),)) if way is None else way
+
+
+def _way(x: Tensor, branches: tuple[Branch, ...], replayed: bool) -> str:
+    if any(max(b.channels, b.width, b.inner) > MAX_D for b in branches):
+        return "plain"
+    if not torch.compiler.is_compiling():
+        tokens = x.numel() // max(x.shape[0] * x.shape[-1], 1)
+        size = 2 if torch.is_autocast_enabled(x.device.type) else x.element_size()
+        branches = tuple(b._replace(images=x.shape[0], tokens=tokens, itemsize=size) for b in branches)
+    way = plan.way_of(x, branches, torch.is_grad_enabled(), replayed and REPLAYS)
+    return "plain" if way == "mixed" and not are_plain_tensors(x) else way  # traced tensors need registered ops
+
+
+def plainly(forward: Callable, *inputs: object, **named: object) -> Any:
+    """Runs forward(*inputs, **named) with all modules inside it plain."""
+    before, state.inside_plain = state.inside_plain, True
+    try:
+        return forward(*inputs, **named)
+    finally:
+        state.inside_plain = before

@@ -1,0 +1,49 @@
+"""Modules that were moved in 0.2: importing an old name raises an ImportError that gives the new one.
+
+Pickles of whole models name modules too, so one that an earlier version wrote is refused by the same sentence.
+"""
+
+import sys
+from importlib.abc import MetaPathFinder
+
+MOVED = {  # old name → new name, both without "fastvit_triton."; a package's modules moved with it
+    "convert.from_timm": "convert.readers.timm",
+    "convert.from_torch": "convert.readers.torch",
+    "convert.from_torchvision": "convert.readers.torchvision",
+    "convert.from_transformers": "convert.readers.transformers",
+    "convert.from_vit_pytorch": "convert.readers.vit_pytorch.tokens",
+    "convert.from_vit_pytorch_maps": "convert.readers.vit_pytorch.maps",
+    "export": "deploy.export",
+    "graphs": "deploy.cuda_graph",
+    "layers.body": "engine.body",
+    "layers.branch": "engine.branch",
+    "layers.composed": "engine.composed",
+    "layers.freeze": "engine.freeze",
+    "layers.hooks": "engine.hooks",
+    "layers.module_parts": "engine.leaves",
+    "layers.packing": "engine.packing",
+    "layers.parted": "engine.parted",
+    "layers.replay": "engine.replay",
+    "layers.source": "engine.source",
+    "layers.spatial": "engine.spatial",
+    "layers.ways": "engine.ways",
+    "packed_graphs": "deploy.packed_graphs",
+    "warm_up": "deploy.warm_up",
+}
+PACKAGE = __package__
+
+
+class Finder(MetaPathFinder):
+    """Raises ImportError for modules that were moved; consulted after the finders that load modules."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """Returns None for every module that was not moved."""
+        name = fullname.removeprefix(f"{PACKAGE}.")
+        if name in MOVED and fullname != name:
+            raise ImportError(f"{fullname} was moved in version 0.2; import {PACKAGE}.{MOVED[name]}", name=fullname)
+
+
+def install() -> None:
+    """Adds the finder to those of the interpreter, once."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.append(Finder())
