@@ -28,7 +28,7 @@ from test_data import truncate
 
 from fastvit_triton import create_model, explain, optimize, save_weights
 from fastvit_triton.cli import main
-from fastvit_triton.engine.body import AttentionParts
+from fastvit_triton.engine.attention import attention_body
 from fastvit_triton.explain import figures, published
 from fastvit_triton.explain import layer as layer_file
 from fastvit_triton.train.loop import Score
@@ -258,7 +258,7 @@ def test_boolean_masks_select_keys():
     """Oracle: softmax over the keys whose mask is True, written out; float64 stays float64."""
     fc, mask = torch.nn.Linear(6, 18).double(), torch.tensor([[True, False, True], [False, True, True], [True] * 3])
     x = torch.randn(2, 3, 6, dtype=torch.float64)
-    layer = explain.AttentionLayer("a", x, AttentionParts((fc,), None, 2, 0.7, mask[None, None]))
+    layer = explain.AttentionLayer("a", x, attention_body((fc,), None, 2, 0.7, mask[None, None]))
     q, k, _ = fc(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
     want = (0.7 * q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1)
     got = layer.map()

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -23,35 +24,48 @@ from test_towers import distance
 
 from fastvit_triton import optimize
 from fastvit_triton.engine import branch
-from fastvit_triton.engine.body import AttentionParts, MlpParts
-from fastvit_triton.engine.composed import ComposedParts
+from fastvit_triton.engine.body import Body
 from fastvit_triton.engine.leaves import Packed, is_identity, is_readable
-from fastvit_triton.engine.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
+from fastvit_triton.engine.mlp import MlpBody
 from fastvit_triton.kernels.activation import GATED
 from fastvit_triton.kernels.attention import attention
 from fastvit_triton.kernels.attention_qkv import attention_qkv
 from fastvit_triton.kernels.backend import using_backend
 from fastvit_triton.kernels.window import window_attention
 
-KINDS = AttentionParts, MlpParts, ComposedParts, WindowParts, ReducedParts, DepthwiseMlpParts
+KINDS = Body, MlpBody
 ENTERING, LEAVING = ("projections", "fc1", "q", "kv"), ("proj", "fc2")  # layers that read x, and those after them
 KERNELS = attention, attention_qkv, window_attention
 MORE = 1.1  # factor of a wrong scale
 OTHER = {"relu": "silu"}  # activation → another; "relu" for the others
 
 
+def field(parts: Any, name: str) -> Any:
+    """A setting of a body, or of what runs between its layers; None if it has none of that name."""
+    own = name in getattr(parts, "_fields", ())
+    return getattr(parts if own else getattr(parts, "between", None), name, None)
+
+
+def replaced(parts: Any, **changes: Any) -> Any:
+    """The body, and what runs between its layers, with other settings."""
+    between = getattr(parts, "between", None)
+    inner = {n: v for n, v in changes.items() if is_dataclass(between) and hasattr(between, n)}
+    own = {n: v for n, v in changes.items() if n in parts._fields}
+    return parts._replace(**own, **({"between": replace(between, **inner)} if inner else {}))
+
+
 def swapped(parts: Any) -> Any:
     """The norms of queries and keys exchanged."""
-    norms = getattr(parts, "norms", None)
-    return parts if norms is None else parts._replace(norms=norms[::-1])
+    norms = field(parts, "norms") if isinstance(parts, Body) else None
+    return parts if norms is None else replaced(parts, norms=norms[::-1])
 
 
 def activated(parts: Any) -> Any:
     """Another activation, gated if it was."""
-    act = getattr(parts, "act", None)
+    act = field(parts, "act")
     if not isinstance(act, str):
         return parts
-    return parts._replace(act=("geglu" if act != "geglu" else "swiglu") if act in GATED else OTHER.get(act, "relu"))
+    return replaced(parts, act=("geglu" if act != "geglu" else "swiglu") if act in GATED else OTHER.get(act, "relu"))
 
 
 def exchanged(parts: Any) -> Any:
@@ -70,15 +84,15 @@ def without_biases(names: tuple[str, ...]) -> Callable[[Any], Any]:
         return Packed(layer.weight, None) if known else layer
 
     def fault(parts: Any) -> Any:
-        return parts._replace(**{name: bare(getattr(parts, name)) for name in names if hasattr(parts, name)})
+        return replaced(parts, **{name: bare(found) for name in names if (found := field(parts, name)) is not None})
 
     return fault
 
 
 def without_norm(parts: Any) -> Any:
     """Without the norms inside a body, or before and after a branch's."""
-    names = [name for name in ("first", "last", "norm", "post_norm") if getattr(parts, name, None) is not None]
-    return parts._replace(**{name: None for name in names if not is_identity(getattr(parts, name))})
+    names = [name for name in ("first", "last", "norm", "post_norm") if field(parts, name) is not None]
+    return replaced(parts, **{name: None for name in names if not is_identity(field(parts, name))})
 
 
 def without_factors(parts: Any) -> Any:
@@ -153,15 +167,16 @@ def faulty(name: str):
         for function in KERNELS if name in ARGUMENTS else ():
             other = wrapped(function)
             for path, module in list(sys.modules.items()):
-                if re.match(r"fastvit_triton\.(convert|layers)\.", path):
+                if re.match(r"fastvit_triton\.(convert|engine|layers)\.", path):
                     for key in [key for key, value in vars(module).items() if value is function]:
                         patch.setattr(module, key, other)
         yield changed
 
 
 def flat(parts: tuple) -> list[Any]:
-    """The values in nested tuples."""
-    return [x for part in parts for x in (flat(part) if type(part) is tuple else [part])]
+    """The values in nested tuples, and the settings of what runs between the layers of a body."""
+    opened = [tuple(vars(part).values()) if is_dataclass(part) else part for part in parts]
+    return [x for part in opened for x in (flat(part) if type(part) is tuple else [part])]
 
 
 def tower(name: str) -> tuple[Any, Any, Callable, float]:

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from ..engine.body import MlpParts
 from ..engine.leaves import Layer, Packed, activation_of
+from ..engine.mlp import MlpBody
 from ..layers.normed import NORMED
 
 NORMED |= {
@@ -16,7 +16,7 @@ UNFOLDED = "it runs fused in evaluation after `freeze`, which folds its BatchNor
 
 def folded_mlp(
     fc1: Layer, act: nn.Module, fc2: Layer, drops: tuple[nn.Module | None, nn.Module | None]
-) -> MlpParts | str:
+) -> MlpBody | str:
     """Parts of an MLP whose BatchNorms are folded into its layers; a reason (str) if they are not."""
     is_folded = type(fc1) is Packed and type(fc2) is Packed
-    return MlpParts((fc1,), activation_of(act), fc2, drops) if is_folded else UNFOLDED
+    return MlpBody((fc1,), activation_of(act), fc2, drops) if is_folded else UNFOLDED

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import replay, ways
-from ..engine.body import AttentionParts, MlpParts
-from ..engine.composed import ComposedParts
+from ..engine.body import Body
 from ..engine.hooks import PACKAGE, has_hooks, has_watched_child, type_name
 from ..engine.leaves import Foreign
-from ..engine.spatial import DepthwiseMlpParts, ReducedParts, WindowParts
+from ..engine.mlp import MlpBody
 from ..kernels.backend import constant, kernels_available, transparent
 from .recognition import recognised
 from .third_party import FUSED, is_fusable, runs_original
 
-Parts = AttentionParts | MlpParts | ComposedParts | WindowParts | ReducedParts | DepthwiseMlpParts
+Parts = Body | MlpBody
 Reader = Callable[..., Parts | str]
 R = TypeVar("R", bound=Reader)
 Folds = Callable[[Foreign], Iterable[tuple[nn.Module | None, nn.Module | None]]]
@@ -44,6 +43,7 @@ class Forward(NamedTuple):
         call: returns the keyword arguments that every call of the module has, as known from its attributes.
         folds: returns pairs of a norm and the body or layer after it, into which it is folded where possible.
         by_name: True if it depends on the names of types, so that copies of the class need names of their own here.
+        attention: True for a self-attention whose heads `explain` can show.
     """
 
     run: Callable
@@ -55,6 +55,7 @@ class Forward(NamedTuple):
     call: Callable[[Foreign], dict[str, object]] | None = None
     folds: Folds | None = None
     by_name: bool = False
+    attention: bool = False
 
     def lacks(self, module: nn.Module) -> str | None:
         """Message that names a required attribute this instance lacks; None if it has all."""
@@ -252,11 +253,13 @@ def fused_body(
     call: Callable[[Foreign], dict[str, object]] | None = None,
     after: tuple | None = None,
     by_name: bool = False,
+    attention: bool = False,
 ) -> Callable[[R], R]:
     """Decorator: registers a reader of these types, see `Forward` and `FusedBody`."""
 
     def decorate(read: R) -> R:
-        register(names, Forward(FusedBody(read, after), needs, takes, read, call=call, by_name=by_name))
+        forward = Forward(FusedBody(read, after), needs, takes, read, call=call, by_name=by_name, attention=attention)
+        register(names, forward)
         return read
 
     return decorate

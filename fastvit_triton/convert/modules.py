@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.body import MlpParts
-from ..engine.composed import ComposedParts
+from ..engine.body import Body
 from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
 from ..engine.hooks import has_hooks, is_our_forward, type_name
 from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..engine.source import code_of
-from ..engine.spatial import DepthwiseMlpParts, ReducedParts
 from ..engine.ways import SIZES
 from ..kernels.backend import backend, why_not
 from ..layers.normed import NORMED
@@ -184,8 +182,8 @@ def _folded(module: nn.Module, fused: set[int]) -> Iterator[nn.Module | None]:
     assert isinstance(forward, Forward)  # as it was converted
     parts = _parts(forward, module)
     if isinstance(parts, Parts):
-        yield from (getattr(parts, name, None) for name in ("first", "last", "norm"))
-        yield from getattr(parts, "norms", None) or ()
+        yield from parts.norms()
+        yield from getattr(getattr(parts, "between", None), "norms", None) or ()
     for norm, body in () if forward.folds is None else forward.folds(module):
         if body is not None and ((id(body) in fused and _reads_first(body)) or is_readable(body)):
             yield norm
@@ -237,13 +235,7 @@ def _became(forward: Forward, parts: Parts | None) -> str:
     """Short name of the fused forward."""
     if parts is None:
         return f"fused {forward.became}"
-    if isinstance(parts, ComposedParts):
-        return f"fused {parts.name}"
-    act = getattr(parts, "act", None)
-    if act is not None:
-        kind = "MLP with a convolution" if isinstance(parts, DepthwiseMlpParts) else "MLP"
-        return f"fused {kind}, {act if isinstance(act, str) else type(act).__name__}"
-    return f"fused {parts.sizes().kind.replace('_', ' ')}"
+    return f"fused {parts.name}"
 
 
 def _parts(forward: Forward, module: nn.Module) -> Parts | str | None:
@@ -261,17 +253,17 @@ def _notes(forward: Forward, module: nn.Module, parts: Parts | None) -> Iterator
     if has_hooks(module):
         yield "it has a hook, so it is called"
     if parts is not None:
-        first = (parts.q, *parts.kv) if isinstance(parts, ReducedParts) else parts.entering()
-        for layer in (*first, getattr(parts, "proj", None), getattr(parts, "fc2", None)):
+        for layer in parts.layers():
             if layer is not None and not is_readable(layer):
                 normed = type_name(layer) in NORMED and not has_hooks(layer)
                 cause = "its BatchNorm is folded after `freeze`" if normed else "replaced, quantised or hooked"
                 yield f"{type(layer).__name__} is called: {cause}"
-        for norm in (getattr(parts, name, None) for name in ("first", "last", "norm")):
+        for norm in parts.norms():
             if norm is not None and norm_of(norm) is None:
                 yield f"{type(norm).__name__} is called"
-        if isinstance(parts, MlpParts | DepthwiseMlpParts) and not isinstance(parts.act, str):
-            yield f"activation {type(parts.act).__name__} is called"
+        act = getattr(parts.between if isinstance(parts, Body) else parts, "act", "")
+        if not isinstance(act, str):
+            yield f"activation {type(act).__name__} is called"
     if forward.read is not None or forward.reason is not None:
         was = {m: m.training for m in module.modules()}
         for m in was:

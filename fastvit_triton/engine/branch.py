@@ -1,6 +1,6 @@
 """Residual branches: x + drop_path(layer_scale · dropout(body(norm(x)))), in as few launches as the modules allow.
 
-A body is an attention or an MLP: one of our modules, or the parts of a third-party one (`AttentionParts`, `MlpParts`).
+A body is an attention or an MLP: one of our modules, or what a reader found of another (`Body`, `MlpBody`).
 The LayerNorm before it is folded into its first matmul; LayerScale, stochastic depth and the residual addition are
 fused into the epilogue of its last one. A module whose weights cannot be read is called instead, so hooks fire and
 replaced layers run.
@@ -17,8 +17,9 @@ from ..kernels import plan
 from ..kernels.argument import NextNorm, Normalized
 from ..kernels.backend import kernels_available
 from ..kernels.layer_norm import scaled
+from . import body as body_file
 from . import ways
-from .body import Before, Body, Given, MlpParts, Output, normalize
+from .body import Before, Given, Output, normalize
 from .freeze import Entry, fold_norms, of_dtype
 from .hooks import are_plain_tensors, can_fuse, has_hooks
 from .leaves import (
@@ -33,7 +34,10 @@ from .leaves import (
     norm_of,
     sample_scale_of,
 )
+from .mlp import MlpBody
 from .ways import choose_way, plainly
+
+Body = body_file.Body | MlpBody
 
 
 class Branch(NamedTuple):
@@ -137,8 +141,8 @@ def _scales(branch: Branch) -> int:
 
 def _fc2_bias(body: object) -> Tensor | None:
     """Bias of fc2 if a mixed MLP may accumulate fc2 into the residual in place; None otherwise."""
-    parts = body if isinstance(body, MlpParts) else getattr(body, "parts", lambda: None)()
-    if not isinstance(parts, MlpParts) or not isinstance(parts.act, str):
+    parts = body if isinstance(body, MlpBody) else getattr(body, "parts", lambda: None)()
+    if not isinstance(parts, MlpBody) or not isinstance(parts.act, str):
         return None
     bare = parts.last is None or is_identity(parts.last)
     readable = all(is_readable(layer) for layer in (*parts.fc1, parts.fc2))
@@ -197,9 +201,9 @@ def _add(
 ) -> tuple[Tensor, Given | None]:
     """(x + branch, its statistics for `reader`, the norm of the next branch, or None)."""
     module, norm, scale, drop_path, layer_scale, drop, call, post_norm = branch
-    kept = kept_images(drop_path, x)
-    if kept is not None:
-        return _add_to(kept, 1 / (1 - drop_path.p), x, branch, body, before, way), None
+    if drop_path is not None and (kept := kept_images(drop_path, x)) is not None:
+        p: Any = drop_path.p
+        return _add_to(kept, 1 / (1 - p), x, branch, body, before, way), None
     before = of_dtype(before.norm if isinstance(before, NextNorm) else before, x)
     if before is None:
         entering, stats = x if norm is None else norm(x) if way == "plain" else normalize(x, norm), None

@@ -203,9 +203,9 @@ def has_sample_scale(drop_path: nn.Module | None) -> bool:
     return is_plain_module(drop_path, DROP_PATHS) and getattr(drop_path, "mode", "row") == "row"
 
 
-def kept_images(drop_path: Foreign | None, x: Tensor) -> Tensor | None:
+def kept_images(drop_path: Foreign, x: Tensor) -> Tensor | None:
     """Indices of the images of x [B, ...] for which a `DropPath` that skips work computes its branch; None for all."""
-    return None if drop_path is None or type_name(drop_path) != DROP_PATH else drop_path.kept_images(x)
+    return drop_path.kept_images(x) if type_name(drop_path) == DROP_PATH else None
 
 
 def sample_scale_of(drop_path: Foreign | None, x: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ class Parted(nn.Module):
     """A body of a residual branch; a subclass implements `parts`, and `plain` with its modules as they are."""
 
     def parts(self) -> Any:
-        """Its submodules, as a `engine.body.Body` such as `ComposedParts`."""
+        """Its submodules, as a `engine.body.Body` such as `Body`."""
         raise NotImplementedError
 
     def plain(self, x: Tensor) -> Tensor:

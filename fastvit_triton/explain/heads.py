@@ -4,15 +4,15 @@ For attention in windows, each window is a row of the batch: with W windows and 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.body import AttentionParts, finish, fold_or_normalize, project
+from ..engine.attention import DenseHeads, Window, WindowHeads, as_map, reduced_map
+from ..engine.body import Body, finish, fold_or_normalize, project
 from ..engine.leaves import Layer
-from ..engine.spatial import ReducedParts, Window, WindowParts, as_map, reduced_map
 from ..kernels.attention_qkv import rotate
 from ..kernels.window import APART
 
@@ -39,7 +39,7 @@ class Heads(NamedTuple):
     mixes: tuple[Layer, Layer] | None = None
 
 
-Parts = AttentionParts | WindowParts | ReducedParts | Callable[[Tensor], Heads]
+Parts = Body | Callable[[Tensor], Heads]
 
 
 def heads_of(parts: Parts, x: Tensor, norm: nn.Module | None = None, position: nn.Module | None = None) -> Heads:
@@ -51,11 +51,11 @@ def heads_of(parts: Parts, x: Tensor, norm: nn.Module | None = None, position: n
         norm: norm between x and the projections.
         position: module that computes a bias from queries.
     """
-    if isinstance(parts, AttentionParts):
+    if not isinstance(parts, Body):
+        return parts(x)
+    if isinstance(parts.between, DenseHeads):
         return plain(parts, x, norm if parts.first is None else parts.first, position)
-    if isinstance(parts, WindowParts):
-        return _windows(parts, x, norm)
-    return _reduced(parts, x, norm) if isinstance(parts, ReducedParts) else parts(x)
+    return (_windows if isinstance(parts.between, WindowHeads) else _reduced)(parts, x, norm)
 
 
 def split(x: Tensor, heads: int) -> Tensor:
@@ -68,59 +68,62 @@ def _scale(scale: float | None, q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def plain(parts: AttentionParts, x: Tensor, norm: nn.Module | None, position: nn.Module | None) -> Heads:
+def plain(parts: Body, x: Tensor, norm: nn.Module | None, position: nn.Module | None) -> Heads:
     """Heads of an attention over all tokens, see `heads_of`."""
+    heads: Any = parts.between
     x, folded = fold_or_normalize(x, norm, parts.projections)
-    q, k, v = (split(t, parts.num_heads) for t in project(x, parts.projections, folded).chunk(3, -1))
-    if parts.norms is not None:
-        q, k = (norm(t) for norm, t in zip(parts.norms, (q, k), strict=True))
-    if parts.rope is not None:
-        prefix = q.shape[2] - parts.rope[0].shape[-2]
-        q, k = (rotate(t, parts.rope, prefix).to(v.dtype) for t in (q, k))
-    scale = _scale(parts.scale, q)
-    bias = parts.bias if position is None else scale * position(q)
+    q, k, v = (split(t, heads.num_heads) for t in project(x, parts.projections, folded).chunk(3, -1))
+    if heads.norms is not None:
+        q, k = (norm(t) for norm, t in zip(heads.norms, (q, k), strict=True))
+    if heads.rope is not None:
+        prefix = q.shape[2] - heads.rope[0].shape[-2]
+        q, k = (rotate(t, heads.rope, prefix).to(v.dtype) for t in (q, k))
+    scale = _scale(heads.scale, q)
+    bias = heads.bias if position is None else scale * position(q)
 
     def output(o: Tensor) -> Tensor:
-        return finish(o.transpose(1, 2).flatten(2), parts.proj, parts.last, *parts.drops)
+        return finish(o.transpose(1, 2).flatten(2), parts.proj, parts.last, parts.drop)
 
     return Heads(q, k, v, bias, scale, output)
 
 
-def _reduced(parts: ReducedParts, x: Tensor, norm: nn.Module | None) -> Heads:
+def _reduced(parts: Body, x: Tensor, norm: nn.Module | None) -> Heads:
+    heads: Any = parts.between
     x = x if norm is None else norm(x)
-    small = x if parts.reduce is None else reduced_map(parts.reduce, as_map(x, parts.grid))
-    small, folded = fold_or_normalize(small, parts.norm, parts.kv)
-    tokens = (t.flatten(1, -2) for t in (project(x, (parts.q,)), *project(small, parts.kv, folded).chunk(2, -1)))
-    q, k, v = (split(t, parts.num_heads) for t in tokens)
+    small = x if heads.reduce is None else reduced_map(heads.reduce, as_map(x, heads.grid))
+    small, folded = fold_or_normalize(small, heads.norm, heads.kv)
+    tokens = (t.flatten(1, -2) for t in (project(x, (heads.q,)), *project(small, heads.kv, folded).chunk(2, -1)))
+    q, k, v = (split(t, heads.num_heads) for t in tokens)
 
     def output(o: Tensor) -> Tensor:
-        return finish(o.transpose(1, 2).reshape(*x.shape[:-1], -1), parts.proj, None, *parts.drops)
+        return finish(o.transpose(1, 2).reshape(*x.shape[:-1], -1), parts.proj, None, parts.drop)
 
-    return Heads(q, k, v, None, _scale(parts.scale, q), output)
+    return Heads(q, k, v, None, _scale(heads.scale, q), output)
 
 
-def _windows(parts: WindowParts, x: Tensor, norm: nn.Module | None) -> Heads:
-    grid = x.shape[1:3] if parts.grid is None else parts.grid
+def _windows(parts: Body, x: Tensor, norm: nn.Module | None) -> Heads:
+    heads: Any = parts.between
+    grid = x.shape[1:3] if heads.grid is None else heads.grid
     y, folded = fold_or_normalize(x, norm, parts.projections)
     qkv = project(y, parts.projections, folded).flatten(1, -2)
-    places, apart = (t.to(x.device) for t in window_places(grid, parts.window))
+    places, apart = (t.to(x.device) for t in window_places(grid, heads.window))
     nothing = project(x.new_zeros(len(x), 1, x.shape[-1]), parts.projections)  # a padded token, at index −1
     qkv = torch.cat((qkv, nothing.to(qkv.dtype)), 1)[:, places].flatten(0, 1)  # [B·windows, n, 3·heads·d]
-    q, k, v = (split(t, parts.num_heads) for t in qkv.chunk(3, -1))
-    bias = parts.bias
-    if isinstance(parts.scale, Tensor):  # cosine attention
-        q, k, scale = F.normalize(q, dim=-1) * parts.scale.to(q.dtype)[:, None, None], F.normalize(k, dim=-1), 1.0
+    q, k, v = (split(t, heads.num_heads) for t in qkv.chunk(3, -1))
+    bias = heads.bias
+    if isinstance(heads.scale, Tensor):  # cosine attention
+        q, k, scale = F.normalize(q, dim=-1) * heads.scale.to(q.dtype)[:, None, None], F.normalize(k, dim=-1), 1.0
     else:
-        scale = _scale(parts.scale, q)
+        scale = _scale(heads.scale, q)
     if apart.any():
         mask = (apart * APART).to(q.dtype)[:, None]
-        bias = mask.expand(-1, parts.num_heads, -1, -1) if bias is None else bias + mask
+        bias = mask.expand(-1, heads.num_heads, -1, -1) if bias is None else bias + mask
     bias = bias if bias is None or bias.dim() == 4 else bias[None]
 
     def output(o: Tensor) -> Tensor:
         rows, at = o.transpose(1, 2).flatten(2).reshape(len(x), places.numel(), -1), places.flatten()
         merged = o.new_zeros(len(x), grid[0] * grid[1], rows.shape[-1]).index_copy(1, at[at >= 0], rows[:, at >= 0])
-        return finish(merged.reshape(*x.shape[:-1], -1), parts.proj, None, *parts.drops)
+        return finish(merged.reshape(*x.shape[:-1], -1), parts.proj, None, parts.drop)
 
     return Heads(q, k, v, bias, scale, output)
 

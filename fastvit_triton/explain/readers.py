@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from ..convert.forwards import Forward, forward_for
 from ..convert.readers.timm.attention import dropped
 from ..convert.readers.torch import multihead_parts
 from ..convert.third_party import head_norms
-from ..engine.body import AttentionParts, project
+from ..engine.attention import WindowHeads, attention_body
+from ..engine.body import Body, project
 from ..engine.hooks import type_name
 from ..engine.leaves import Foreign, Packed
-from ..engine.spatial import ReducedParts, WindowParts
 from ..layers.inner import SplitAttention
 from .heads import Heads, Parts, plain, split
 
@@ -34,10 +34,8 @@ def reader(module: nn.Module) -> Callable[..., tuple[Tensor, Parts, nn.Module | 
     if type_name(module) in READERS:
         return partial(_foreign, module, READERS[type_name(module)])
     forward = forward_for(module)
-    read = forward.read if isinstance(forward, Forward) else None
-    if read is None or not {AttentionParts, WindowParts, ReducedParts} & set(get_args(get_type_hints(read)["return"])):
-        return None
-    return partial(_foreign, module, read)
+    read = forward.read if isinstance(forward, Forward) and forward.attention else None
+    return None if read is None else partial(_foreign, module, read)
 
 
 def unknown(modules: dict[str, nn.Module], known: set[str]) -> list[str]:
@@ -48,12 +46,12 @@ def unknown(modules: dict[str, nn.Module], known: set[str]) -> list[str]:
     return [p for p in modules if p in outside and any(True for _ in modules[p].parameters())]
 
 
-def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, AttentionParts, nn.Module | None] | str:
+def own(module: layers.Attention, x: Tensor, **branch: object) -> tuple[Tensor, Body, nn.Module | None] | str:
     """Input, parts and position module of our attention, or a reason."""
     if module.training and module.attn_drop.p > 0:
         return f"attention dropout {module.attn_drop.p}"
     norms = head_norms(module.q_norm, module.k_norm)
-    parts = AttentionParts(
+    parts = attention_body(
         (module.qkv,), module.proj, module.num_heads, module.scale, norms=norms, drops=(module.proj_drop,)
     )
     return x, parts, module.position
@@ -73,17 +71,17 @@ def _foreign(module: nn.Module, read: Callable, *inputs: Any, **named: Any):
     parts = read(module, *rest, **named)
     if isinstance(parts, str) and len(masks := [t for t in (*rest, *named.values()) if isinstance(t, Tensor)]) == 1:
         parts = _with_mask(read(module), masks[0]) or parts
-    if isinstance(parts, AttentionParts) and parts.varlen is not None:
+    if isinstance(parts, Body) and getattr(parts.between, "varlen", None) is not None:
         parts = "images of different sizes in one sequence"
     return parts if isinstance(parts, str) else (x, parts, None)
 
 
-def _with_mask(parts: Parts | str, mask: Tensor) -> WindowParts | None:
+def _with_mask(parts: Parts | str, mask: Tensor) -> Body | None:
     """Parts of windows with the mask [windows, n, n] or [windows, 1, n, n] of shifted windows; None for other types."""
-    if not isinstance(parts, WindowParts):
+    if not isinstance(parts, Body) or not isinstance(parts.between, WindowHeads):
         return None
-    mask = mask if mask.dim() == 4 else mask[:, None]
-    return parts._replace(bias=mask if parts.bias is None else parts.bias + mask)
+    bias, mask = parts.between.bias, mask if mask.dim() == 4 else mask[:, None]
+    return parts.having(bias=mask if bias is None else bias + mask)
 
 
 def _multihead(
@@ -119,7 +117,7 @@ def _first_token(module: Foreign, x: Tensor) -> Heads:
 
 def _talking_heads(module: Foreign) -> Parts | str:
     """CaiT's attention, whose heads mix their scores and their probabilities."""
-    parts = AttentionParts((module.qkv,), module.proj, module.num_heads, module.scale, drops=(module.proj_drop,))
+    parts = attention_body((module.qkv,), module.proj, module.num_heads, module.scale, drops=(module.proj_drop,))
     return dropped(module) or (lambda x: plain(parts, x, None, None)._replace(mixes=(module.proj_l, module.proj_w)))
 
 
@@ -127,7 +125,7 @@ def _re_attention(module: Foreign) -> Parts | str:
     """DeepViT's attention, whose heads mix their probabilities; its BatchNorm is part of that map."""
     if module.var_norm.training:
         return "the BatchNorm of its maps is in training mode"
-    parts = AttentionParts((module.qkv,), module.proj, module.num_heads, module.scale, drops=(module.proj_drop,))
+    parts = attention_body((module.qkv,), module.proj, module.num_heads, module.scale, drops=(module.proj_drop,))
     mixes = Packed(torch.eye(module.num_heads).to(module.qkv.weight), None), module.folded()
     return dropped(module) or (lambda x: plain(parts, x, None, None)._replace(mixes=mixes))
 

@@ -146,7 +146,7 @@ def _model(model: nn.Module, seen: Recording, where: tokens.Geometry, images: Te
             f"Cosine similarity of the position embeddings of {where.grid[0]} by {where.grid[1]} patches",
             figures.draw_positions(tokens.position_similarity(table.float(), where.grid)),
         )
-    rope = getattr(seen.layers[0].parts, "rope", None)
+    rope = getattr(getattr(seen.layers[0].parts, "between", None), "rope", None)
     if rope is not None and min(where.grid) > 1 and rope[0].shape[-2] == where.count:
         bands = tokens.rotary_bands(rope, where.grid)
         yield Panel(

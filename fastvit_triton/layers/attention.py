@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import ways
+from ..engine.attention import attend
 from ..engine.body import Before, Given, Output, finish, project
 from ..engine.branch import Branch, add_branches
-from ..engine.composed import attend
 from ..engine.hooks import can_fuse
 from ..engine.leaves import is_identity, norm_of
 from ..engine.ways import way_alone

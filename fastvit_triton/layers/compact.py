@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.body import MlpParts, activate, normalize
+from ..engine.body import activate, normalize
 from ..engine.branch import Branch, add_branches, runs_plain
 from ..engine.hooks import can_fuse
 from ..engine.leaves import is_patch_conv
+from ..engine.mlp import MlpBody
 from ..engine.replay import call_branches
 from ..kernels.patch_embed import assemble, patch_embed, whole_patches
 from .attention import Attention
@@ -61,7 +62,7 @@ def add_mlp(fc1: nn.Module, x: Tensor, *layers: Any) -> Tensor:
 
 def mlp_branch(fc1: nn.Module, drop1: nn.Module, fc2: Any, drop2: nn.Module, drop_path: nn.Module | None) -> Branch:
     """An MLP with GELU whose layers are modules of a block."""
-    return Branch(MlpParts((fc1,), "gelu", fc2, (drop1, drop2)), drop_path=drop_path)
+    return Branch(MlpBody((fc1,), "gelu", fc2, (drop1, drop2)), drop_path=drop_path)
 
 
 class ConvTokenizer(nn.Module):

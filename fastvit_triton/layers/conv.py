@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..engine.hooks import can_fuse
 from ..engine.leaves import Foreign, is_depthwise_conv
-from ..engine.spatial import taps_of
+from ..engine.mlp import taps_of
 from ..kernels.depthwise import depthwise
 
 

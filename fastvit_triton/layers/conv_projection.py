@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.attention import attend
 from ..engine.body import Before, Given, Output, finish, project
 from ..engine.branch import Branch, add_branches
-from ..engine.composed import attend
 from ..engine.hooks import can_fuse, has_hooks
 from ..engine.leaves import CONVOLUTIONS, Foreign, is_plain_module
+from ..engine.mlp import taps_of
 from ..engine.replay import call_block
-from ..engine.spatial import taps_of
 from ..engine.ways import plainly
 from ..kernels.cost import Branch as Sizes
 from ..kernels.depthwise import depthwise

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.attention import attend
 from ..engine.body import finish, fold_or_normalize, normalize, project
-from ..engine.composed import attend
 from ..engine.hooks import can_fuse, has_hooks
 from ..engine.leaves import has_sample_scale, is_inactive, is_readable, sample_scale_of
 from .block import Blocks

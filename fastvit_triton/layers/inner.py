@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.body import AttentionParts, finish, normalize
+from ..engine.attention import attend, attention_body, heads_of
+from ..engine.body import Body, finish, normalize
 from ..engine.branch import Branch, add_branches, runs_plain
-from ..engine.composed import ComposedParts, attend, heads_of
 from ..engine.hooks import can_fuse
 from ..engine.parted import Parted
 from ..engine.replay import call, call_branches
@@ -39,12 +39,12 @@ class SplitAttention(Parted):
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def parts(self) -> AttentionParts | ComposedParts:
-        """Its submodules as `AttentionParts`; as `ComposedParts` while probabilities are dropped."""
+    def parts(self) -> Body:
+        """Its submodules as `Body`; as `Body` while probabilities are dropped."""
         layers, drops = (self.qk, self.v), (self.proj_drop,)
         if self.attn_drop.training and self.attn_drop.p > 0:
-            return ComposedParts("attention", layers, self._attend, self.proj, self.num_heads, drops=drops)
-        return AttentionParts(layers, self.proj, self.num_heads, self.scale, drops=drops)
+            return Body("attention", layers, self._attend, self.proj, self.num_heads, drops=drops)
+        return attention_body(layers, self.proj, self.num_heads, self.scale, drops=drops)
 
     def plain(self, x: Tensor) -> Tensor:
         """x [B, N, D] → [B, N, D]."""

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.body import MlpParts, finish, project
+from ..engine.attention import merged_heads
+from ..engine.body import Body, finish, project
 from ..engine.branch import Branch, add_branches
-from ..engine.composed import ComposedParts, merged_heads
 from ..engine.freeze import derived
 from ..engine.hooks import can_fuse, has_hooks
 from ..engine.leaves import activation_of
+from ..engine.mlp import MlpBody
 from ..engine.parted import Parted
 from ..engine.replay import call_block
 from ..kernels.attention import attention
@@ -58,12 +59,12 @@ class DistanceAttention(Parted):
         weight = self.qkv.linear.weight
         return Sizes("attention", 0, 0, weight.shape[1], len(weight), self.num_heads * self.val_dim, self.num_heads)
 
-    def parts(self) -> ComposedParts:
-        """Its submodules as `ComposedParts`; a BatchNorm is folded into its layer as `normed` says."""
+    def parts(self) -> Body:
+        """Its submodules as `Body`; a BatchNorm is folded into its layer as `normed` says."""
         if has_hooks(self.proj):
-            return ComposedParts("attention", (normed(self.qkv),), self.attend, self.proj, self.num_heads)
+            return Body("attention", (normed(self.qkv),), self.attend, self.proj, self.num_heads)
         layers = (normed(self.qkv),), lambda qkv: self.proj.act(self.attend(qkv)), normed(self.proj.ln)
-        return ComposedParts("attention", *layers, self.num_heads)
+        return Body("attention", *layers, self.num_heads)
 
     def plain(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""
@@ -164,10 +165,10 @@ class NormedMlp(Parted):
         hidden, channels = self.ln1.linear.weight.shape
         return Sizes("mlp", 0, 0, channels, hidden, hidden)
 
-    def parts(self) -> MlpParts:
-        """Its submodules as `MlpParts`; a BatchNorm is folded into its layer as `normed` says."""
+    def parts(self) -> MlpBody:
+        """Its submodules as `MlpBody`; a BatchNorm is folded into its layer as `normed` says."""
         fc1, fc2 = normed(self.ln1), normed(self.ln2)
-        return MlpParts((fc1,), activation_of(self.act), fc2, (self.drop, None))
+        return MlpBody((fc1,), activation_of(self.act), fc2, (self.drop, None))
 
     def plain(self, x: Tensor) -> Tensor:
         """[B, N, D] → [B, N, D]."""

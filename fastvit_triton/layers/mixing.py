@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.body import Before, Given, Output
-from ..engine.composed import ComposedParts, heads_of, merged_heads
+from ..engine.attention import heads_of, merged_heads
+from ..engine.body import Before, Body, Given, Output
 from ..engine.freeze import derived
 from ..engine.hooks import is_plain_module
 from ..engine.leaves import CONVOLUTIONS, Layer, Packed, is_readable
@@ -51,10 +51,10 @@ class MixedAttention(Parted):
         q, k, v = heads_of(qkv, self.num_heads)
         return merged_heads(self.maps((q * self.scale) @ k.mT) @ v, qkv.shape[1:-1])
 
-    def parts(self) -> ComposedParts:
-        """Its submodules as `ComposedParts`."""
+    def parts(self) -> Body:
+        """Its submodules as `Body`."""
         drops = (self.proj_drop,)
-        return ComposedParts("attention", (self.qkv,), self.attend, self.proj, self.num_heads, drops=drops)
+        return Body("attention", (self.qkv,), self.attend, self.proj, self.num_heads, drops=drops)
 
     def entering(self) -> tuple[nn.Linear, ...]:
         """The linear layers applied to x."""

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from ..engine.body import MlpParts, activate
+from ..engine.body import activate
+from ..engine.mlp import MlpBody
 from ..engine.parted import Parted
 from ..kernels.activation import ACTIVATIONS
 
@@ -36,9 +37,9 @@ class Mlp(Parted):
         """x [B, ..., D] → [B, ..., D]."""
         return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
 
-    def parts(self) -> MlpParts:
-        """Its submodules as `MlpParts`."""
-        return MlpParts((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))
+    def parts(self) -> MlpBody:
+        """Its submodules as `MlpBody`."""
+        return MlpBody((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))
 
     def extra_repr(self) -> str:
         return f"act={self.act}"

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import ways
+from ..engine.attention import attend
 from ..engine.body import normalize, project
 from ..engine.branch import Branch, add_branches
-from ..engine.composed import attend
 from ..engine.hooks import can_fuse
 from ..engine.leaves import is_readable
 from ..kernels.attention import attention

@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.body import Before, Given, Output, finish, project
-from ..engine.composed import attend
-from ..engine.spatial import ReducedParts
+from ..engine.attention import attend, reduced_body
+from ..engine.body import Before, Body, Given, Output, finish, project
 from ..engine.ways import way_alone
 from ..kernels.cost import Branch as Sizes
 
@@ -78,10 +77,10 @@ class ReducedAttention(nn.Module):
             return finish(self._attend(q, kv), self.proj, None, self.proj_drop, way=way, **end)
         return self.parts()(x, norm, stats, way, **end)
 
-    def parts(self) -> ReducedParts:
-        """Its submodules as `ReducedParts`."""
+    def parts(self) -> Body:
+        """Its submodules as `Body`."""
         layers = self.q, (self.kv,), self.proj, self.num_heads, self.scale
-        return ReducedParts(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,))
+        return reduced_body(*layers, self.sr, self.norm, self.ratio, (self.proj_drop,))
 
     def _reduce(self, x: Tensor) -> Tensor:
         """The smaller map of x [B, H, W, D], or x."""

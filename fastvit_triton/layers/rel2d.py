@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..engine.attention import heads_of
 from ..engine.body import project
-from ..engine.composed import heads_of
 from ..engine.hooks import can_fuse, has_hooks
 from ..engine.leaves import CONVOLUTIONS, Packed, is_plain_module
 from ..kernels.attention import attention, sum_of_axes

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine.body import MlpParts, finish, fold_or_normalize, project
+from ..engine.body import finish, fold_or_normalize, project
 from ..engine.branch import Branch, add_branches
 from ..engine.hooks import can_fuse, has_hooks
 from ..engine.leaves import activation_of
+from ..engine.mlp import MlpBody
 from ..kernels.attention_qkv import attention_qkv
 from .mlp import Mlp
 
@@ -109,7 +110,7 @@ class TokenPerformer(nn.Module):
         y = finish(y, self.proj, drop=self.dp, residual=v) if can_fuse(v) else v + self.dp(self.proj(y))
         if has_hooks(self.mlp):
             return y + self.mlp(self.norm2(y))
-        parts = MlpParts((self.mlp[0],), activation_of(self.mlp[1]), self.mlp[2], (None, self.mlp[3]))
+        parts = MlpBody((self.mlp[0],), activation_of(self.mlp[1]), self.mlp[2], (None, self.mlp[3]))
         return add_branches(y, Branch(parts, self.norm2))
 
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import ways
-from ..engine.body import Before, Given, Output, finish, fold_or_normalize, project
+from ..engine.attention import Window, window_body
+from ..engine.body import Before, Body, Given, Output, finish, fold_or_normalize, project
 from ..engine.freeze import derived
 from ..engine.hooks import can_fuse
-from ..engine.spatial import Window, WindowParts
 from ..engine.ways import way_alone
 from ..kernels import window
 from ..kernels.cost import Branch as Sizes
@@ -77,25 +77,26 @@ class WindowAttention(nn.Module):
         if way is None:
             way = way_alone(self, x)
         parts = self.parts()
+        heads: Any = parts.between
         if self.attn_drop.training and self.attn_drop.p > 0:
             qkv = self.qkv(x) if way == "plain" else project(x, (self.qkv,), norm, stats, way)
-            o = attend_with_dropout(parts, qkv, x.shape[-1], self.scale, self.attn_drop.p)
+            o = attend_with_dropout(heads, qkv, x.shape[-1], self.scale, self.attn_drop.p)
             return (
                 self.proj_drop(self.proj(o))
                 if way == "plain"
-                else finish(o, self.proj, None, *parts.drops, way=way, **end)
+                else finish(o, self.proj, None, parts.drop, way=way, **end)
             )
         if way == "plain":
             fused = can_fuse(x) and not ways.state.inside_plain
-            return self.proj_drop(self.proj(parts.attend(self.qkv(x), x.shape[-1], fused)))
+            return self.proj_drop(self.proj(heads.attend(self.qkv(x), x.shape[-1], fused)))
         return parts(x, norm, stats, way, **end)
 
-    def parts(self) -> WindowParts:
-        """Its submodules as `WindowParts`."""
+    def parts(self) -> Body:
+        """Its submodules as `Body`."""
         return self._parts(self.bias())
 
-    def _parts(self, bias: Tensor | None) -> WindowParts:
-        return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, self.window, bias, (self.proj_drop,))
+    def _parts(self, bias: Tensor | None) -> Body:
+        return window_body((self.qkv,), self.proj, self.num_heads, self.scale, self.window, bias, (self.proj_drop,))
 
     def bias(self) -> Tensor | None:
         """The bias of every pair of tokens, [heads, n, n]; cached if the model is frozen."""
@@ -107,18 +108,18 @@ class WindowAttention(nn.Module):
         return f"num_heads={self.num_heads}, size={self.window.size}, shift={self.window.shift}"
 
 
-def attend_with_dropout(parts: WindowParts, qkv: Tensor, channels: int, scale: float, p: float) -> Tensor:
-    """`WindowParts.attend`, with dropout on the probabilities, by PyTorch: rolls, then pads, as timm.
+def attend_with_dropout(heads: Any, qkv: Tensor, channels: int, scale: float, p: float) -> Tensor:
+    """`WindowHeads.attend`, with dropout on the probabilities, by PyTorch: rolls, then pads, as timm.
 
     [B, H, W, 3·heads·D] → [B, H, W, heads·D].
     """
-    (B, H, W, _), heads, (h, w) = qkv.shape, parts.num_heads, parts.window.size
-    sy, sx = parts.window.shift_on(qkv.shape[1:3])
-    x = window._padded(qkv.roll((-sy, -sx), (1, 2)), -H % h, -W % w, parts.padded_token(qkv, channels))
+    (B, H, W, _), num_heads, (h, w) = qkv.shape, heads.num_heads, heads.window.size
+    sy, sx = heads.window.shift_on(qkv.shape[1:3])
+    x = window._padded(qkv.roll((-sy, -sx), (1, 2)), -H % h, -W % w, heads.padded_token(qkv, channels))
     rows, columns = x.shape[1] // h, x.shape[2] // w
-    split = x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).unflatten(-1, (3, heads, -1))
+    split = x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).unflatten(-1, (3, num_heads, -1))
     q, k, v = split.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6).flatten(1, 3).unbind()  # [B·windows, heads, h·w, D]
-    mask = parts.bias
+    mask = heads.bias
     if sy or sx:
         apart = window._apart(x, (h, w), (sy, sx)).repeat(B, 1, 1).unsqueeze(1)
         mask = apart if mask is None else mask + apart

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...engine.body import AttentionParts, MlpParts, finish, project
+from ...engine.attention import attention_body
+from ...engine.body import Body, finish, project
 from ...engine.branch import Branch, add_branches
 from ...engine.hooks import are_plain_tensors, has_hooks, type_name
 from ...engine.leaves import (
@@ -28,6 +29,7 @@ from ...engine.leaves import (
     last_axis_norm,
     last_axis_rms_norm,
 )
+from ...engine.mlp import MlpBody
 from ...kernels.attention import attention
 from ...kernels.layer_norm import layer_norm
 from ...kernels.patch_embed import patch_embed
@@ -45,7 +47,7 @@ STEMS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}
     "torchvision.ops.misc.MLP",
     "torchvision.models.vision_transformer.MLPBlock",
 )
-def sequential_parts(self: nn.Sequential) -> MlpParts | str:
+def sequential_parts(self: nn.Sequential) -> MlpBody | str:
     """Parts of an MLP: [LayerNorm,] Linear, activation, [Dropout,] Linear, [Dropout]."""
     layers = list(self._modules.values())
     first = layers.pop(0) if layers and type_name(layers[0]) in (*LAYER_NORMS, *OTHER_NORMS) else None
@@ -56,19 +58,19 @@ def sequential_parts(self: nn.Sequential) -> MlpParts | str:
     act = activation_of(layers[1])
     if not isinstance(act, str):
         return f"activation {type(act).__name__}"
-    return MlpParts((layers[0],), act, layers[2], (inner, outer), first)
+    return MlpBody((layers[0],), act, layers[2], (inner, outer), first)
 
 
 def multihead_parts(
     self: nn.MultiheadAttention, attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None
-) -> AttentionParts | str:
+) -> Body | str:
     """Parts of a self-attention by a batch-first nn.MultiheadAttention; masks as in its forward."""
     why = multihead_reason(self)
     if why is not None:
         return why
     qkv = Packed(self.in_proj_weight, self.in_proj_bias)
     bias = _allowed(self, attn_mask, key_padding_mask)
-    return AttentionParts((qkv,), self.out_proj, self.num_heads, None, bias)
+    return attention_body((qkv,), self.out_proj, self.num_heads, None, bias)
 
 
 def multihead_reason(self: nn.MultiheadAttention) -> str | None:
@@ -111,7 +113,7 @@ def multihead(
     turn = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
     if query is key and key is value:
         qkv = (Packed(self.in_proj_weight, self.in_proj_bias),)
-        parts = AttentionParts(qkv, self.out_proj, self.num_heads, None, bias)
+        parts = attention_body(qkv, self.out_proj, self.num_heads, None, bias)
         y = parts(turn(query))
     else:
         y = cross_attend(self, turn(query), turn(key), turn(value), bias)
@@ -206,7 +208,7 @@ def encoder_layer(
     is_causal: bool = False,
 ) -> Tensor:
     """Pre-norm or post-norm layer; [B, N, D] → [B, N, D], or [N, B, D] where the batch is not first."""
-    parts: AttentionParts | str = "unbatched, nested, or causal without a mask"
+    parts: Body | str = "unbatched, nested, or causal without a mask"
     causal = is_causal and src_mask is None
     if src.dim() == 3 and is_fusable(self, src) and not causal and not has_hooks(self.self_attn):
         parts = multihead_parts(self.self_attn, src_mask, src_key_padding_mask)
@@ -218,7 +220,7 @@ def encoder_layer(
     drops = self.dropout, self.dropout2
     if not self.self_attn.batch_first:  # src is [N, B, D], and so are the values that the original drops
         drops = drawn_tokens_first(self.dropout), drawn_tokens_first(self.dropout2)
-    hidden = MlpParts((self.linear1,), act, self.linear2, drops)
+    hidden = MlpBody((self.linear1,), act, self.linear2, drops)
     x = src if self.self_attn.batch_first else src.transpose(0, 1)
     if self.norm_first:
         x = add_branches(x, Branch(parts, self.norm1), Branch(hidden, self.norm2), block=self)

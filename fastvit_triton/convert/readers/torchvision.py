@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...engine.body import normalize, project
+from ...engine.attention import Window, window_body
+from ...engine.body import Body, normalize, project
 from ...engine.branch import Branch, add_branches
 from ...engine.freeze import derived
 from ...engine.leaves import Foreign, Packed, is_readable
-from ...engine.spatial import Window, WindowParts
 from ..forwards import fused_body, fused_forward, original
 from ..third_party import is_fusable
 from ..windows import continuous_bias, cosine_scale, hooked, merge, merged, table_bias
@@ -31,17 +31,22 @@ def _window(attn: Foreign) -> Window:
     return Window(tuple(attn.window_size), tuple(attn.shift_size), still=True)
 
 
-@fused_body(f"{_FILE}.ShiftedWindowAttention", needs=f"{ATTENTION} relative_position_bias_table", takes="")
-def swin_parts(self: Foreign) -> WindowParts | str:
+@fused_body(
+    f"{_FILE}.ShiftedWindowAttention", needs=f"{ATTENTION} relative_position_bias_table", takes="", attention=True
+)
+def swin_parts(self: Foreign) -> Body | str:
     """Parts of an attention in shifted windows, with a table of relative positions."""
     scale = (self.qkv.weight.shape[-1] // self.num_heads) ** -0.5
-    return _reason(self) or WindowParts((self.qkv,), self.proj, self.num_heads, scale, _window(self), table_bias(self))
+    return _reason(self) or window_body((self.qkv,), self.proj, self.num_heads, scale, _window(self), table_bias(self))
 
 
 @fused_body(
-    f"{_FILE}.ShiftedWindowAttentionV2", needs=f"{ATTENTION} logit_scale cpb_mlp relative_coords_table", takes=""
+    f"{_FILE}.ShiftedWindowAttentionV2",
+    needs=f"{ATTENTION} logit_scale cpb_mlp relative_coords_table",
+    takes="",
+    attention=True,
 )
-def swin_v2_parts(self: Foreign) -> WindowParts | str:
+def swin_v2_parts(self: Foreign) -> Body | str:
     """Parts of a cosine attention in shifted windows, with positions from an MLP and keys without a bias."""
     why = _reason(self) or hooked(self.cpb_mlp.modules())
     if why is not None:
@@ -51,7 +56,7 @@ def swin_v2_parts(self: Foreign) -> WindowParts | str:
     if bias is not None:
         qkv = Packed(weight, derived(self, "qkv_bias", (bias,), lambda: _without_keys(bias)), (weight, bias))
     scale, positions = cosine_scale(self), continuous_bias(self)
-    return WindowParts((qkv,), self.proj, self.num_heads, scale, _window(self), positions)
+    return window_body((qkv,), self.proj, self.num_heads, scale, _window(self), positions)
 
 
 def _without_keys(bias: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, MlpParts, finish, project
-from ....engine.composed import ComposedParts, gated
+from ....engine.attention import attention_body
+from ....engine.body import Body, finish, project
 from ....engine.freeze import derived
 from ....engine.hooks import are_plain_tensors, type_name
 from ....engine.leaves import (
@@ -22,6 +22,7 @@ from ....engine.leaves import (
     is_readable,
     softmax_reason,
 )
+from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention_qkv import attention_qkv
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import four_axes, head_norms, is_fusable, scores_mask
@@ -66,10 +67,11 @@ def _norms(module: Foreign) -> tuple[nn.Module, nn.Module] | None:
     "timm.models.vision_transformer.Attention",
     needs="qkv num_heads scale attn_drop proj proj_drop",
     takes="attn_mask is_causal",
+    attention=True,
 )
-def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: bool = False) -> AttentionParts | str:
+def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: bool = False) -> Body | str:
     """Parts of an attention with packed qkv and optional norms of queries, keys and output."""
-    return _reason(self, attn_mask, is_causal) or AttentionParts(
+    return _reason(self, attn_mask, is_causal) or attention_body(
         (self.qkv,),
         self.proj,
         self.num_heads,
@@ -81,18 +83,20 @@ def attention_parts(self: Foreign, attn_mask: Tensor | None = None, is_causal: b
     )
 
 
-@fused_body("timm.models.metaformer.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
-def plain_parts(self: Foreign) -> AttentionParts | str:
+@fused_body(
+    "timm.models.metaformer.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="", attention=True
+)
+def plain_parts(self: Foreign) -> Body | str:
     """Parts of CAFormer's attention."""
-    return dropped(self) or AttentionParts(
+    return dropped(self) or attention_body(
         (self.qkv,), self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,)
     )
 
 
-@fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj", takes="")
-def davit_window_parts(self: Foreign) -> AttentionParts | str:
+@fused_body("timm.models.davit.WindowAttention", needs="qkv num_heads scale softmax proj", takes="", attention=True)
+def davit_window_parts(self: Foreign) -> Body | str:
     """Parts of DaViT's attention in windows [B · windows, N, D]."""
-    return softmax_reason(self.softmax) or AttentionParts((self.qkv,), self.proj, self.num_heads, scale_of(self))
+    return softmax_reason(self.softmax) or attention_body((self.qkv,), self.proj, self.num_heads, scale_of(self))
 
 
 @fused_forward(
@@ -111,12 +115,10 @@ def map_attention(self: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.nest.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
-def nest_parts(self: Foreign) -> ComposedParts | str:
+def nest_parts(self: Foreign) -> Body | str:
     """Parts of NesT's attention in blocks [B, blocks, N, D]."""
     between = partial(_nest_heads, self)
-    return dropped(self) or ComposedParts(
-        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
-    )
+    return dropped(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
 def _nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
@@ -130,10 +132,11 @@ def _nest_heads(self: Foreign, qkv: Tensor) -> Tensor:
     "timm.models.eva.EvaAttention",
     needs="qkv q_proj k_proj v_proj num_heads scale attn_drop norm proj proj_drop",
     takes="rope attn_mask is_causal",
+    attention=True,
 )
 def rope_parts(
     self: Foreign, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> AttentionParts | str:
+) -> Body | str:
     """Parts of an attention with packed or separate projections and RoPE on all but the prefix tokens."""
     why = _reason(self, attn_mask, is_causal)
     if why is None and getattr(self, "num_kv_groups", 1) > 1:
@@ -147,7 +150,7 @@ def rope_parts(
     if rope is not None:
         sin, cos = rope.chunk(2, -1)
         table = cos, sin, not getattr(self, "rotate_half", False)
-    return AttentionParts(
+    return attention_body(
         (self.q_proj, self.k_proj, self.v_proj) if qkv is None else (qkv,),
         self.proj,
         self.num_heads,
@@ -165,8 +168,9 @@ def rope_parts(
     needs="qkv q_bias k_bias v_bias num_heads scale relative_position_bias_table relative_position_index attn_drop "
     "proj proj_drop",
     takes="shared_rel_pos_bias",
+    attention=True,
 )
-def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> AttentionParts | str:
+def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Body | str:
     """Parts of an attention with packed qkv and learned relative positions, of the module or shared by the model."""
     why = dropped(self)
     if why is not None:
@@ -177,29 +181,30 @@ def beit_parts(self: Foreign, shared_rel_pos_bias: Tensor | None = None) -> Atte
     table = None if self.relative_position_bias_table is None else table_bias(self)[None]
     if shared_rel_pos_bias is not None:
         table = shared_rel_pos_bias if table is None else table + shared_rel_pos_bias
-    return AttentionParts((qkv,), self.proj, self.num_heads, scale_of(self), four_axes(table), drops=(self.proj_drop,))
+    return attention_body((qkv,), self.proj, self.num_heads, scale_of(self), four_axes(table), drops=(self.proj_drop,))
 
 
 @fused_body(
     "timm.models.swin_transformer.WindowAttention",
     needs="qkv num_heads scale relative_position_bias_table relative_position_index softmax attn_drop proj proj_drop",
     takes="mask",
+    attention=True,
 )
-def window_parts(self: Foreign, mask: Tensor | None = None) -> AttentionParts | str:
+def window_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of a window attention; group g of the bias is window g, with the mask of shifted windows added."""
     why = dropped(self) or softmax_reason(self.softmax)
     if why is not None:
         return why
     bias = table_bias(self)[None]
     bias = bias if mask is None else bias + mask[:, None]  # [windows, H, N, N]
-    return AttentionParts((self.qkv,), self.proj, self.num_heads, scale_of(self), bias, drops=(self.proj_drop,))
+    return attention_body((self.qkv,), self.proj, self.num_heads, scale_of(self), bias, drops=(self.proj_drop,))
 
 
 @fused_body("timm.layers.mlp.Mlp", "timm.models.layers.mlp.Mlp", needs="fc1 act drop1|drop fc2 drop2|drop", takes="")
-def mlp_parts(self: Foreign) -> MlpParts | str:
+def mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of an MLP: fc1, activation, optional norm, fc2; older releases use one dropout twice."""
     drops = (self.drop1, self.drop2) if hasattr(self, "drop1") else (self.drop, self.drop)
-    return MlpParts((self.fc1,), activation_of(self.act), self.fc2, drops, last=_present(self))
+    return MlpBody((self.fc1,), activation_of(self.act), self.fc2, drops, last=_present(self))
 
 
 @fused_body(
@@ -208,24 +213,24 @@ def mlp_parts(self: Foreign) -> MlpParts | str:
     needs="fc1 act gate_last chunk_dim drop1 fc2 drop2",
     takes="",
 )
-def glu_parts(self: Foreign) -> MlpParts | ComposedParts | str:
+def glu_parts(self: Foreign) -> MlpBody | Body | str:
     """Parts of a gated MLP with gate and value in one layer, gate first."""
     if self.gate_last or self.chunk_dim != -1:
         return "gated by the last half" if self.gate_last else f"halves of axis {self.chunk_dim}"
-    return gated((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
+    return gated_mlp_body((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
 
 
 @fused_body("timm.layers.mlp.SwiGLU", needs="fc1_g fc1_x act drop1 norm fc2 drop2", takes="")
-def swiglu_parts(self: Foreign) -> MlpParts | ComposedParts:
+def swiglu_parts(self: Foreign) -> MlpBody | Body:
     """Parts of a gated MLP with gate and value in two layers, and an optional norm before the last layer."""
     layers = self.fc1_g, self.fc1_x
-    return gated(layers, self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
+    return gated_mlp_body(layers, self.act, self.fc2, (self.drop1, self.drop2), last_norm=_present(self))
 
 
 @fused_body("timm.models.metaformer.MlpHead", needs="fc1 act norm fc2 head_drop", takes="")
-def head_parts(self: Foreign) -> ComposedParts:
+def head_parts(self: Foreign) -> Body:
     """Parts of CAFormer's head: fc1, activation, norm, dropout, fc2."""
-    return ComposedParts("MLP head", (self.fc1,), lambda h: self.head_drop(self.norm(self.act(h))), self.fc2)
+    return Body("MLP head", (self.fc1,), lambda h: self.head_drop(self.norm(self.act(h))), self.fc2)
 
 
 def _present(self: Foreign) -> nn.Module | None:

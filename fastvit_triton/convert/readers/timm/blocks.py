@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, finish, fold_or_normalize, normalize, project
+from ....engine.attention import attention_body
+from ....engine.body import Body, finish, fold_or_normalize, normalize, project
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks, is_our_forward, type_name
 from ....engine.leaves import Foreign, has_sample_scale, is_inactive, is_patch_conv, is_readable, sample_scale_of
@@ -140,13 +141,18 @@ def class_attention(self: Foreign, x: Tensor) -> Tensor:
     return finish(o, self.proj, drop=self.proj_drop)
 
 
-@fused_body("timm.models.tnt.Attention", needs="qk v num_heads head_dim scale attn_drop proj proj_drop", takes="")
-def tnt_parts(self: Foreign) -> AttentionParts | str:
+@fused_body(
+    "timm.models.tnt.Attention",
+    needs="qk v num_heads head_dim scale attn_drop proj proj_drop",
+    takes="",
+    attention=True,
+)
+def tnt_parts(self: Foreign) -> Body | str:
     """Parts of TNT's attention, which projects queries and keys together."""
     if self.hidden_dim != getattr(self.v, "out_features", self.hidden_dim):
         return "queries of another width than the values"
     layers = self.qk, self.v
-    return dropped(self) or AttentionParts(layers, self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,))
+    return dropped(self) or attention_body(layers, self.proj, self.num_heads, scale_of(self), drops=(self.proj_drop,))
 
 
 def _tnt_folds(self: Foreign) -> list[tuple[nn.Module, nn.Module | None]]:

@@ -8,7 +8,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....engine.composed import ComposedParts, heads_of, merged_heads
+from ....engine.attention import heads_of, merged_heads
+from ....engine.body import Body
 from ....engine.leaves import Foreign
 from ...forwards import fused_body
 from .attention import dropped
@@ -25,10 +26,10 @@ def _width(self: Foreign) -> int:
     needs="qkv num_heads temperature attn_drop proj proj_drop",
     takes="",
 )
-def cross_covariance_parts(self: Foreign) -> ComposedParts | str:
+def cross_covariance_parts(self: Foreign) -> Body | str:
     """Parts of cross-covariance attention."""
     between, drops = partial(_cross_covariance, self), (self.proj_drop,)
-    return dropped(self) or ComposedParts(
+    return dropped(self) or Body(
         "channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self), drops=drops
     )
 
@@ -41,10 +42,10 @@ def _cross_covariance(self: Foreign, qkv: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.davit.ChannelAttention", needs="qkv num_heads scale proj", takes="")
-def davit_parts(self: Foreign) -> ComposedParts:
+def davit_parts(self: Foreign) -> Body:
     """Parts of DaViT's attention over channels."""
     between = partial(_davit, self)
-    return ComposedParts("channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self))
+    return Body("channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self))
 
 
 def _davit(self: Foreign, qkv: Tensor) -> Tensor:
@@ -54,10 +55,10 @@ def _davit(self: Foreign, qkv: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.davit.ChannelAttentionV2", needs="qkv groups head_dim dynamic_scale proj", takes="")
-def davit_v2_parts(self: Foreign) -> ComposedParts:
+def davit_v2_parts(self: Foreign) -> Body:
     """Parts of the attention over channels of DaViT as Florence-2 uses it."""
     between = partial(_davit_v2, self)
-    return ComposedParts("channel attention", (self.qkv,), between, self.proj, self.groups, _width(self))
+    return Body("channel attention", (self.qkv,), between, self.proj, self.groups, _width(self))
 
 
 def _davit_v2(self: Foreign, qkv: Tensor) -> Tensor:
@@ -68,12 +69,10 @@ def _davit_v2(self: Foreign, qkv: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.coat.FactorAttnConvRelPosEnc", needs="qkv num_heads scale crpe proj proj_drop", takes="size")
-def coat_parts(self: Foreign, size: tuple[int, int] | None = None) -> ComposedParts:
+def coat_parts(self: Foreign, size: tuple[int, int] | None = None) -> Body:
     """Parts of CoaT's factorised attention, which has no dropout on its maps."""
     between, drops = partial(_coat, self, size=size), (self.proj_drop,)
-    return ComposedParts(
-        "channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self), drops=drops
-    )
+    return Body("channel attention", (self.qkv,), between, self.proj, self.num_heads, _width(self), drops=drops)
 
 
 def _coat(self: Foreign, qkv: Tensor, size: tuple[int, int] | None) -> Tensor:
@@ -85,10 +84,10 @@ def _coat(self: Foreign, qkv: Tensor, size: tuple[int, int] | None) -> Tensor:
 @fused_body(
     "timm.models.cait.TalkingHeadAttn", needs="qkv num_heads scale attn_drop proj proj_l proj_w proj_drop", takes=""
 )
-def talking_parts(self: Foreign) -> ComposedParts:
+def talking_parts(self: Foreign) -> Body:
     """Parts of CaiT's attention, whose heads mix their scores and their probabilities."""
     between, drops = partial(_talking, self), (self.proj_drop,)
-    return ComposedParts("projections of talking heads", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
+    return Body("projections of talking heads", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
 
 
 def _talking(self: Foreign, qkv: Tensor) -> Tensor:

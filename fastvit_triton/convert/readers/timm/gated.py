@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ....engine.body import MlpParts
-from ....engine.composed import ComposedParts, gated
+from ....engine.body import Body
 from ....engine.hooks import has_hooks, type_name
 from ....engine.leaves import Foreign, is_readable
+from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ...forwards import fused_body
 from ...third_party import scores_mask
@@ -18,9 +18,9 @@ CLIPPABLE = "timm.models.gemma4_vit.Gemma4ClippableLinear"
 
 
 @fused_body("timm.models.vitamin.GeGluMlp", needs="norm w0 act w1 drop1 w2 drop2", takes="")
-def vitamin_parts(self: Foreign) -> MlpParts | ComposedParts:
+def vitamin_parts(self: Foreign) -> MlpBody | Body:
     """Parts of ViTamin's gated MLP with its norm."""
-    return gated((self.w0, self.w1), self.act, self.w2, (self.drop1, self.drop2), first=self.norm)
+    return gated_mlp_body((self.w0, self.w1), self.act, self.w2, (self.drop1, self.drop2), first=self.norm)
 
 
 def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
@@ -30,12 +30,12 @@ def _linears(*layers: Foreign) -> tuple[nn.Module, ...]:
 
 
 @fused_body("timm.models.gemma4_vit.Gemma4GatedMlp", needs="gate_proj up_proj down_proj act drop", takes="")
-def gemma_mlp_parts(self: Foreign) -> MlpParts | ComposedParts | str:
+def gemma_mlp_parts(self: Foreign) -> MlpBody | Body | str:
     """Parts of Gemma 4's gated MLP."""
     layers = _linears(self.gate_proj, self.up_proj, self.down_proj)
     if not any(map(is_readable, layers)):
         return "its layers are called: they clip their inputs and outputs, were replaced or have a hook"
-    return gated(layers[:2], self.act, layers[2], (None, self.drop))
+    return gated_mlp_body(layers[:2], self.act, layers[2], (None, self.drop))
 
 
 @fused_body(
@@ -48,13 +48,13 @@ def gemma_parts(
     rope_cos: Tensor | None = None,
     rope_sin: Tensor | None = None,
     attn_mask: Tensor | None = None,
-) -> ComposedParts | str:
+) -> Body | str:
     """Parts of Gemma 4's attention, with norms of queries, keys and values, and rotary positions along both axes."""
     if self.num_kv_heads * self.num_kv_groups != self.num_heads:
         return f"{self.num_heads} heads for {self.num_kv_heads} keys of {self.num_kv_groups} heads each"
     *projections, proj = _linears(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
     between = partial(_gemma_heads, self, rope=(rope_cos, rope_sin), mask=attn_mask)
-    return dropped(self) or ComposedParts(
+    return dropped(self) or Body(
         "attention", tuple(projections), between, proj, self.num_heads, drops=(self.proj_drop,)
     )
 

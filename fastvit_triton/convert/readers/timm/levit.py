@@ -4,12 +4,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ....engine.body import MlpParts, finish, project
+from ....engine.attention import merged_heads
+from ....engine.body import Body, finish, project
 from ....engine.branch import Branch, add_branches
-from ....engine.composed import ComposedParts, merged_heads
 from ....engine.freeze import derived
 from ....engine.hooks import has_hooks, is_our_forward, is_plain_module, type_name
 from ....engine.leaves import Foreign, Packed, activation_of
+from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ....layers.normed import normed
 from ...batch_norm import UNFOLDED, folded_mlp
@@ -49,9 +50,9 @@ def _heads(self: Foreign, qkv: Tensor) -> Tensor:
     needs="qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
     takes="",
 )
-def efficientformer_parts(self: Foreign) -> ComposedParts:
+def efficientformer_parts(self: Foreign) -> Body:
     """Parts of EfficientFormer's attention."""
-    return ComposedParts("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
+    return Body("attention", (self.qkv,), partial(_heads, self), self.proj, self.num_heads)
 
 
 @fused_forward(
@@ -74,16 +75,16 @@ def efficientformer_block(self: Foreign, x: Tensor) -> Tensor:
     needs="norm qkv proj num_heads scale key_dim val_dim attention_biases attention_bias_idxs",
     takes="",
 )
-def tiny_vit_parts(self: Foreign) -> ComposedParts:
+def tiny_vit_parts(self: Foreign) -> Body:
     """Parts of TinyViT's attention in windows [B · windows, N, D], with its norm."""
     between = partial(_heads, self)
-    return ComposedParts("attention", (self.qkv,), between, self.proj, self.num_heads, first=self.norm)
+    return Body("attention", (self.qkv,), between, self.proj, self.num_heads, first=self.norm)
 
 
 @fused_body("timm.models.tiny_vit.NormMlp", needs="norm fc1 act drop1 fc2 drop2", takes="")
-def tiny_vit_mlp_parts(self: Foreign) -> MlpParts:
+def tiny_vit_mlp_parts(self: Foreign) -> MlpBody:
     """Parts of TinyViT's MLP with its norm."""
-    return MlpParts((self.fc1,), activation_of(self.act), self.fc2, (self.drop1, self.drop2), first=self.norm)
+    return MlpBody((self.fc1,), activation_of(self.act), self.fc2, (self.drop1, self.drop2), first=self.norm)
 
 
 def _levit_reason(self: Foreign) -> str | None:
@@ -115,12 +116,12 @@ def _as_tokens(self: Foreign) -> dict[str, object]:
     takes="",
     call=_as_tokens,
 )
-def levit_parts(self: Foreign, tokens: bool = False) -> ComposedParts | str:
+def levit_parts(self: Foreign, tokens: bool = False) -> Body | str:
     """Parts of LeViT's attention, with an activation before the last layer; maps only as `tokens`, by the block."""
     if self.use_conv and not tokens:
         return "a map"
     between, layers = partial(_activated, self), (normed(self.qkv), normed(self.proj.ln))
-    return _levit_reason(self) or ComposedParts("attention", layers[:1], between, layers[1], self.num_heads)
+    return _levit_reason(self) or Body("attention", layers[:1], between, layers[1], self.num_heads)
 
 
 @fused_forward(
@@ -143,7 +144,7 @@ def levit_downsample(self: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.levit.LevitMlp", needs="ln1 act drop ln2", takes="", call=_as_tokens)
-def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpParts | str:
+def levit_mlp_parts(self: Foreign, tokens: bool = False) -> MlpBody | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers; maps only as `tokens`, by the block."""
     is_map = not type_name(self.ln1).endswith("LinearNorm")
     if is_map and not tokens:

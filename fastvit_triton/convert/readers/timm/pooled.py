@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....engine.body import finish, normalize, project
+from ....engine.attention import attend_all, heads_of, merged_heads
+from ....engine.body import Body, finish, normalize, project
 from ....engine.branch import Branch, add_branches
-from ....engine.composed import ComposedParts, attend_all, heads_of, merged_heads
 from ....engine.freeze import derived
 from ....engine.leaves import Foreign
 from ....kernels.attention import attention, sum_of_axes
@@ -26,12 +26,12 @@ Grid = tuple[int, int]
     needs="qkv proj heads head_dim scale q_stride window_size use_mask_unit_attn",
     takes="",
 )
-def hiera_parts(self: Foreign) -> ComposedParts | str:
+def hiera_parts(self: Foreign) -> Body | str:
     """Parts of Hiera's attention, within mask units or among all tokens, with queries pooled by their maximum."""
     if 3 * self.heads * self.head_dim != self.qkv.out_features:
         return f"{self.heads} heads of {self.head_dim} channels for a projection to {self.qkv.out_features}"
     keys = self.q_stride * self.window_size if self.use_mask_unit_attn else 0
-    return ComposedParts("attention", (self.qkv,), partial(_hiera_heads, self), self.proj, self.heads, keys)
+    return Body("attention", (self.qkv,), partial(_hiera_heads, self), self.proj, self.heads, keys)
 
 
 def _hiera_heads(self: Foreign, qkv: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ def hiera_block(self: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.hieradet_sam2.MultiScaleAttention", needs="qkv proj num_heads scale q_pool", takes="")
-def sam2_parts(self: Foreign) -> ComposedParts:
+def sam2_parts(self: Foreign) -> Body:
     """Parts of the attention of SAM 2's Hiera among the tokens of a map, with pooled queries."""
-    return ComposedParts("attention", (self.qkv,), partial(_sam2_heads, self), self.proj, self.num_heads)
+    return Body("attention", (self.qkv,), partial(_sam2_heads, self), self.proj, self.num_heads)
 
 
 def _sam2_heads(self: Foreign, qkv: Tensor) -> Tensor:
@@ -138,12 +138,10 @@ def _mvit_distances(self: Foreign, name: str, n: int, m: int) -> Tensor:
 
 
 @fused_body("timm.models.volo.Attention", needs="qkv num_heads scale attn_drop proj proj_drop", takes="")
-def volo_parts(self: Foreign) -> ComposedParts | str:
+def volo_parts(self: Foreign) -> Body | str:
     """Parts of VOLO's attention among the tokens of a map."""
     between = partial(attend_all, num_heads=self.num_heads, scale=scale_of(self))
-    return dropped(self) or ComposedParts(
-        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
-    )
+    return dropped(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
 @fused_forward(

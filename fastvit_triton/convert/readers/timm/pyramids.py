@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....engine.body import normalize, project
+from ....engine.attention import Window, as_map, reduced_body, window_body
+from ....engine.body import Body, normalize, project
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks, is_our_forward, type_name
 from ....engine.leaves import (
@@ -17,7 +18,7 @@ from ....engine.leaves import (
     is_readable,
     softmax_reason,
 )
-from ....engine.spatial import DepthwiseMlpParts, ReducedParts, Window, WindowParts, as_map, taps_of
+from ....engine.mlp import depthwise_mlp_body, taps_of
 from ....kernels.depthwise import depthwise
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import is_fusable
@@ -50,10 +51,10 @@ def _swin_runs(block: Foreign, x: Tensor) -> bool:
     return (not masked or x.shape[1:3] == tuple(block.input_resolution)) and _swin_reason(block) is None
 
 
-def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor | None) -> WindowParts:
+def _swin_parts(block: Foreign, grid: Grid | None, bias: Tensor, scale: float | Tensor | None) -> Body:
     """Parts of the attention of a Swin block, for tokens of this grid."""
     attn, window = block.attn, Window(tuple(block.window_size), tuple(block.shift_size), pad_first=False)
-    return WindowParts((packed_projection(attn),), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
+    return window_body((packed_projection(attn),), attn.proj, attn.num_heads, scale, window, bias, grid=grid)
 
 
 @fused_forward(
@@ -100,8 +101,9 @@ def swin_v2_block(self: Foreign, x: Tensor) -> Tensor:
     needs="qkv num_heads logit_scale cpb_mlp relative_coords_table relative_position_index softmax attn_drop proj "
     "proj_drop window_size",
     takes="mask",
+    attention=True,
 )
-def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> WindowParts | str:
+def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of Swin V2's attention, called on windows [B·windows, n, D]."""
     why = "windows with a mask" if mask is not None else dropped(self) or softmax_reason(self.softmax)
     why = why or hooked(self.cpb_mlp.modules())
@@ -109,7 +111,7 @@ def swin_v2_parts(self: Foreign, mask: Tensor | None = None) -> WindowParts | st
     if isinstance(qkv, str):
         return qkv
     size, bias, scale = tuple(self.window_size), continuous_bias(self), cosine_scale(self)
-    return WindowParts((qkv,), self.proj, self.num_heads, scale, Window(size), bias, drops=(self.proj_drop,), grid=size)
+    return window_body((qkv,), self.proj, self.num_heads, scale, Window(size), bias, drops=(self.proj_drop,), grid=size)
 
 
 @fused_forward(
@@ -131,14 +133,17 @@ def swin_v2_merging(self: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_body(
-    "timm.models.twins.LocallyGroupedAttn", needs="qkv num_heads scale attn_drop proj proj_drop ws", takes="size"
+    "timm.models.twins.LocallyGroupedAttn",
+    needs="qkv num_heads scale attn_drop proj proj_drop ws",
+    takes="size",
+    attention=True,
 )
-def local_parts(self: Foreign, size: Grid | None = None) -> WindowParts | str:
+def local_parts(self: Foreign, size: Grid | None = None) -> Body | str:
     """Parts of Twins' attention in windows of tokens."""
     window, why = Window((self.ws, self.ws)), dropped(self) or hooked((self.qkv,))  # which it calls on windows
     if why is not None:
         return why
-    return WindowParts(
+    return window_body(
         (self.qkv,), self.proj, self.num_heads, scale_of(self), window, drops=(self.proj_drop,), grid=size
     )
 
@@ -147,11 +152,12 @@ def local_parts(self: Foreign, size: Grid | None = None) -> WindowParts | str:
     "timm.models.twins.GlobalSubSampleAttn",
     needs="q kv num_heads scale attn_drop proj proj_drop sr norm sr_ratio",
     takes="size",
+    attention=True,
 )
-def global_parts(self: Foreign, size: Grid | None = None) -> ReducedParts | str:
+def global_parts(self: Foreign, size: Grid | None = None) -> Body | str:
     """Parts of Twins' attention to a smaller map."""
     more = dict(ratio=self.sr_ratio, drops=(self.proj_drop,), grid=size)
-    return dropped(self) or ReducedParts(
+    return dropped(self) or reduced_body(
         self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), self.sr, self.norm, **more
     )
 
@@ -160,14 +166,15 @@ def global_parts(self: Foreign, size: Grid | None = None) -> ReducedParts | str:
     "timm.models.pvt_v2.Attention",
     needs="q kv num_heads scale attn_drop proj proj_drop pool sr norm",
     takes="feat_size",
+    attention=True,
 )
-def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> ReducedParts | str:
+def pvt_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
     """Parts of PVT v2's attention to a smaller map, by a convolution or by pooling (linear attention)."""
     reduce, norm, ratio = self.sr, self.norm, 1 if self.sr is None else self.sr.stride[0]
     if self.pool is not None:
         reduce, norm = partial(_pooled, self), None
     more: dict[str, Any] = dict(ratio=ratio, drops=(self.proj_drop,), grid=feat_size)
-    return dropped(self) or ReducedParts(
+    return dropped(self) or reduced_body(
         self.q, (self.kv,), self.proj, self.num_heads, scale_of(self), reduce, norm, **more
     )
 
@@ -179,12 +186,12 @@ def _pooled(attn: Foreign, x: Tensor) -> Tensor:
 
 
 @fused_body("timm.models.pvt_v2.MlpWithDepthwiseConv", needs="fc1 relu dwconv act fc2 drop", takes="feat_size")
-def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> DepthwiseMlpParts | str:
+def pvt_mlp_parts(self: Foreign, feat_size: Grid | None = None) -> Body | str:
     """Parts of PVT v2's MLP with a depthwise convolution."""
     act, relu = activation_of(self.act), activation_of(self.relu) == "relu"
     if not relu and not is_identity(self.relu):
         return "relu was replaced or has a hook"
-    return DepthwiseMlpParts(self.fc1, self.dwconv, act, self.fc2, (self.drop, self.drop), relu, feat_size)
+    return depthwise_mlp_body(self.fc1, self.dwconv, act, self.fc2, (self.drop, self.drop), relu, feat_size)
 
 
 @fused_forward(

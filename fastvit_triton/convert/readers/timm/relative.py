@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....engine.body import AttentionParts, normalize
+from ....engine.attention import attention_body, heads_of, merged_heads
+from ....engine.body import Body, normalize
 from ....engine.branch import Branch, add_branches
-from ....engine.composed import ComposedParts, heads_of, merged_heads
 from ....engine.freeze import derived
 from ....engine.hooks import is_plain_module
 from ....engine.leaves import Foreign
@@ -48,14 +48,15 @@ def _reason(self: Foreign) -> str | None:
     "timm.models.vision_transformer_relpos.RelPosAttention",
     needs="qkv q_norm k_norm num_heads scale rel_pos attn_drop proj proj_drop",
     takes="shared_rel_pos",
+    attention=True,
 )
-def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> AttentionParts | str:
+def rel_pos_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body | str:
     """Parts of an attention with relative positions, of the module or shared by the model."""
     if (why := _reason(self)) is not None:
         return why
     bias = four_axes(shared_rel_pos) if self.rel_pos is None else module_bias(self.rel_pos)
     norms = head_norms(self.q_norm, self.k_norm)
-    return AttentionParts(
+    return attention_body(
         (self.qkv,), self.proj, self.num_heads, scale_of(self), bias, norms=norms, drops=(self.proj_drop,)
     )
 
@@ -95,12 +96,10 @@ def rel_pos_post_block(self: Foreign, x: Tensor, shared_rel_pos: Tensor | None =
     needs="qkv num_heads scale rel_pos head_first attn_drop proj proj_drop",
     takes="shared_rel_pos",
 )
-def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> ComposedParts | str:
+def maxvit_parts(self: Foreign, shared_rel_pos: Tensor | None = None) -> Body | str:
     """Parts of MaxViT's attention among the tokens of a window or grid."""
     between = partial(_maxvit_heads, self, shared=shared_rel_pos)
-    return _reason(self) or ComposedParts(
-        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
-    )
+    return _reason(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
 def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
@@ -118,12 +117,10 @@ def _maxvit_heads(self: Foreign, qkv: Tensor, shared: Tensor | None) -> Tensor:
     needs="qkv num_heads scale rel_pos use_global attn_drop proj proj_drop",
     takes="q_global",
 )
-def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> ComposedParts | str:
+def gcvit_parts(self: Foreign, q_global: Tensor | None = None) -> Body | str:
     """Parts of GCViT's attention in windows [B · windows, N, D], with queries of the windows or of the whole image."""
     between = partial(_gcvit_heads, self, given=q_global)
-    return _reason(self) or ComposedParts(
-        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
-    )
+    return _reason(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
 def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
@@ -142,12 +139,10 @@ def _gcvit_heads(self: Foreign, qkv: Tensor, given: Tensor | None) -> Tensor:
     needs="qkv num_heads logit_scale meta_mlp relative_coordinates_log attn_drop proj proj_drop window_size",
     takes="mask",
 )
-def swin_cr_parts(self: Foreign, mask: Tensor | None = None) -> ComposedParts | str:
+def swin_cr_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     """Parts of Swin V2 CR's cosine attention in windows; group g of the bias is window g, with the mask added."""
     between = partial(_swin_cr_heads, self, mask=mask)
-    return dropped(self) or ComposedParts(
-        "attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,)
-    )
+    return dropped(self) or Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=(self.proj_drop,))
 
 
 def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
@@ -165,12 +160,10 @@ def _swin_cr_heads(self: Foreign, qkv: Tensor, mask: Tensor | None) -> Tensor:
     needs="qkv q_norm k_norm num_heads scale use_rel_pos rope attn_drop proj proj_drop",
     takes="",
 )
-def sam_parts(self: Foreign) -> ComposedParts | str:
+def sam_parts(self: Foreign) -> Body | str:
     """Parts of SAM's attention on a map, with decomposed relative positions or rotary ones."""
     parts = (self.qkv,), partial(_sam_heads, self), self.proj, self.num_heads
-    return dropped(self) or ComposedParts(
-        "attention", *parts, drops=(self.proj_drop,), decomposed=bool(self.use_rel_pos)
-    )
+    return dropped(self) or Body("attention", *parts, drops=(self.proj_drop,), decomposed=bool(self.use_rel_pos))
 
 
 def _sam_heads(self: Foreign, qkv: Tensor) -> Tensor:

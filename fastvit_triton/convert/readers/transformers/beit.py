@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ....engine.body import AttentionParts, MlpParts
+from ....engine.attention import attention_body
+from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.freeze import derived
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_inactive
+from ....engine.mlp import MlpBody
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
 from ...third_party import four_axes, is_fusable
 from ..torch import STEMS
@@ -39,8 +41,9 @@ def _bias(module: Foreign, resolution: tuple[int, int], patch: int, interpolate:
     takes="head_mask output_attentions relative_position_bias interpolate_pos_encoding resolution",
     after=(None,),
     by_name=True,
+    attention=True,
 )
-def nested_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | str:
+def nested_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     """Parts of an attention with nested submodules; biases of the block and of the model are added."""
     call = dict(zip(arguments(type(self)), given, strict=False)) | named
     inner, outer, family = self.attention, self.output, type_name(self).removesuffix("Attention")
@@ -62,7 +65,7 @@ def nested_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | s
         bias = own if bias is None else own + bias
     projections, scale = (inner.query, inner.key, inner.value), inner.attention_head_size**-0.5
     heads, drops = inner.num_attention_heads, (outer.dropout,)
-    return AttentionParts(projections, outer.dense, heads, scale, four_axes(bias), drops=drops)
+    return attention_body(projections, outer.dense, heads, scale, four_axes(bias), drops=drops)
 
 
 @fused_forward(
@@ -100,7 +103,7 @@ def _layer(
         both = bias if attention_mask is None else attention_mask if bias is None else bias + attention_mask
         call |= {} if both is None else {"attention_mask": both}
     else:  # a bias holds no mask, whose values would be replaced
-        attention, call = parts._replace(bias=bias), {}
+        attention, call = parts.having(bias=bias), {}
     lambdas = (t if isinstance(t, Tensor) else None for t in (self.lambda_1, self.lambda_2))
     drop, outer = self.drop_path, self.dropout
     attn = Branch(attention, self.layernorm_before, None, drop, next(lambdas), outer, call)
@@ -136,6 +139,6 @@ def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: An
 
 def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
     inner, outer, drop = self.intermediate, self.output, self.drop_path
-    mlp = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    mlp = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
     attn = Branch(self.attention, self.layernorm_before, None, drop, self.lambda_1, call=call)
     return add_branches(x, attn, Branch(mlp, self.layernorm_after, None, drop, self.lambda_2), block=self)

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, MlpParts
+from ....engine.attention import attention_body
+from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import type_name
 from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_inactive
+from ....engine.mlp import MlpBody
 from ...forwards import (
     INNER,
     Forward,
@@ -158,7 +160,7 @@ class Biased(NamedTuple):
         return nn.functional.linear(x, self.layer.weight, self.bias)
 
 
-def _attention_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | str:
+def _attention_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     """Parts of an attention with nested submodules, the second with dropout."""
     call = dict(zip(arguments(type(self)), given, strict=False)) | named
     inner, outer = self.attention, self.output
@@ -180,7 +182,7 @@ def _attention_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts
     q, k, v = inner.query, inner.key, inner.value
     if getattr(inner, "q_bias", None) is not None:  # VideoMAE in older releases; keys have none
         q, v = Biased(q, inner.q_bias), Biased(v, inner.v_bias)
-    return AttentionParts((q, k, v), outer.dense, heads, scale, mask, drops=(outer.dropout,))
+    return attention_body((q, k, v), outer.dense, heads, scale, mask, drops=(outer.dropout,))
 
 
 fused_body(*(f"{family}Attention" for family in FAMILIES), needs=PARTS, takes="head_mask")(_attention_parts)
@@ -217,6 +219,6 @@ def nested_layer(self: Foreign, hidden_states: Tensor, *inputs: Any, **named: An
 def _nested_layer(self: Foreign, x: Tensor, **call: Any) -> Tensor:
     inner, outer = self.intermediate, self.output
     drops = getattr(inner, "dropout", None), outer.dropout
-    mlp = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, drops)
+    mlp = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, drops)
     attn = Branch(self.attention, self.layernorm_before, call=call)
     return add_branches(x, attn, Branch(mlp, self.layernorm_after), block=self)

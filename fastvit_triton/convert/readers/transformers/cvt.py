@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....engine.body import MlpParts, project
+from ....engine.attention import heads_of, merged_heads
+from ....engine.body import Body, project
 from ....engine.branch import Branch, add_branches
-from ....engine.composed import ComposedParts, heads_of, merged_heads
 from ....engine.hooks import is_plain_module
 from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_depthwise_conv, is_identity, is_inactive
-from ....engine.spatial import taps_of
+from ....engine.mlp import MlpBody, taps_of
 from ....kernels.attention import attention
 from ....kernels.depthwise import depthwise
 from ....layers.normed import folded_taps
@@ -45,13 +45,13 @@ def _reason(self: Foreign) -> str | None:
     takes="height width",
     by_name=True,
 )
-def attention_parts(self: Foreign, height: int = 0, width: int = 0) -> ComposedParts | str:
+def attention_parts(self: Foreign, height: int = 0, width: int = 0) -> Body | str:
     """Parts of CvT's attention; only its last layer is a linear layer of its own."""
     if (why := _reason(self)) is not None:
         return why
     inner, outer = self.attention, self.output
     between = partial(_attended, inner, grid=(height, width))
-    return ComposedParts("attention", (), between, outer.dense, inner.num_heads, drops=(outer.dropout,))
+    return Body("attention", (), between, outer.dense, inner.num_heads, drops=(outer.dropout,))
 
 
 def _attended(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -106,7 +106,7 @@ def layer(self: Foreign, hidden_state: Tensor, height: int, width: int) -> Tenso
     if not is_fusable(self, hidden_state) or _layer_reason(self) is not None:
         return original(self, hidden_state, height, width)
     inner, outer, drop_path = self.intermediate, self.output, self.drop_path
-    mlp = MlpParts((inner.dense,), activation_of(inner.activation), outer.dense, (None, outer.dropout))
+    mlp = MlpBody((inner.dense,), activation_of(inner.activation), outer.dense, (None, outer.dropout))
     attn = Branch(self.attention, self.layernorm_before, None, drop_path, call=dict(height=height, width=width))
     x = add_branches(hidden_state, attn, Branch(mlp, self.layernorm_after), block=self)
     return x if is_identity(drop_path) else drop_path(x)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ....engine.body import MlpParts
-from ....engine.composed import ComposedParts, heads_of, merged_heads
+from ....engine.attention import Window, heads_of, merged_heads, window_body
+from ....engine.body import Body
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, activation_of
-from ....engine.spatial import Window, WindowParts
+from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ...forwards import fused_body, fused_forward, original
 from ...third_party import is_fusable
@@ -20,7 +20,7 @@ from .vit import attention_reason, classes
     takes="output_attentions",
     after=(None,),
 )
-def hiera_parts(self: Foreign, output_attentions: bool = False) -> ComposedParts | str:
+def hiera_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of Hiera's attention in mask units, whose queries are maxima over `query_stride` tokens."""
     if output_attentions:
         return "its weights are requested"
@@ -36,7 +36,7 @@ def hiera_parts(self: Foreign, output_attentions: bool = False) -> ComposedParts
         o = attention(q, k, v, None, self.scale).transpose(1, 2).flatten(2)
         return o.unflatten(0, (-1, units)).transpose(1, 2).flatten(1, 2)
 
-    return ComposedParts("attention", (self.qkv,), attend, self.proj, heads)
+    return Body("attention", (self.qkv,), attend, self.proj, heads)
 
 
 @fused_body(
@@ -44,7 +44,7 @@ def hiera_parts(self: Foreign, output_attentions: bool = False) -> ComposedParts
     needs="qkv proj num_attention_heads scale query_stride is_causal config",
     takes="",
 )
-def sam2_parts(self: Foreign, **more: object) -> ComposedParts | str:
+def sam2_parts(self: Foreign, **more: object) -> Body | str:
     """Parts of SAM 2's attention on a map [B, height, width, D], whose queries may be pooled to a smaller one."""
     why = attention_reason(self, 0.0, None, None, more)
     if why is not None:
@@ -60,15 +60,15 @@ def sam2_parts(self: Foreign, **more: object) -> ComposedParts | str:
         small = q.flatten(1, 2).unflatten(-1, (heads, -1)).transpose(1, 2)
         return merged_heads(attention(small, k, v, None, self.scale), q.shape[1:-1])
 
-    return ComposedParts("attention", (self.qkv,), attend, self.proj, heads)
+    return Body("attention", (self.qkv,), attend, self.proj, heads)
 
 
 @fused_body(*classes("sam2.Sam2FeedForward"), needs="proj_in activation layers proj_out sigmoid_output", takes="")
-def sam2_mlp_parts(self: Foreign) -> MlpParts | str:
+def sam2_mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of SAM 2's MLP, if it has two layers."""
     if len(self.layers) or self.sigmoid_output:
         return "more than two layers, or a sigmoid after them"
-    return MlpParts((self.proj_in,), activation_of(self.activation), self.proj_out)
+    return MlpBody((self.proj_in,), activation_of(self.activation), self.proj_out)
 
 
 def _window_reason(self: Foreign) -> str | None:
@@ -88,11 +88,11 @@ def florence2_windows(self: Foreign, hidden_states: Tensor) -> Tensor:
     if not is_fusable(self, hidden_states) or _window_reason(self) is not None or watched:
         return original(self, hidden_states)
     window = Window((self.window_size,) * 2)
-    return WindowParts((self.qkv,), self.proj, self.num_heads, self.scale, window)(hidden_states).flatten(1, 2)
+    return window_body((self.qkv,), self.proj, self.num_heads, self.scale, window)(hidden_states).flatten(1, 2)
 
 
 @fused_body(*classes("florence2.Florence2VisionChannelAttention"), needs="qkv proj groups is_causal config", takes="")
-def florence2_channel_parts(self: Foreign) -> ComposedParts | str:
+def florence2_channel_parts(self: Foreign) -> Body | str:
     """Parts of an attention among the channels of a group, whose vectors are as long as the image has tokens."""
     why = attention_reason(self, 0.0, None, None, {})
     if why is not None:
@@ -102,4 +102,4 @@ def florence2_channel_parts(self: Foreign) -> ComposedParts | str:
         q, k, v = (t.mT for t in heads_of(qkv, self.groups))  # [B, groups, d, N]
         return attention(q, k, v, None, qkv.shape[1] ** -0.5).mT.transpose(1, 2).flatten(2)
 
-    return ComposedParts("attention", (self.qkv,), attend, self.proj, self.groups)
+    return Body("attention", (self.qkv,), attend, self.proj, self.groups)

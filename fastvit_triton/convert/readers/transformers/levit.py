@@ -4,10 +4,10 @@ from functools import partial
 
 from torch import Tensor
 
-from ....engine.body import MlpParts, finish, project
+from ....engine.body import Body, finish, project
 from ....engine.branch import Branch, add_branches
-from ....engine.composed import ComposedParts
 from ....engine.leaves import Foreign
+from ....engine.mlp import MlpBody
 from ....layers.normed import normed
 from ...batch_norm import folded_mlp
 from ...forwards import INNER, fused_body, fused_forward, original
@@ -28,10 +28,10 @@ def _value_dim(self: Foreign) -> int:
 
 
 @fused_body(f"{LEVIT}Attention", needs=f"queries_keys_values {SETTINGS}", takes="", by_name=True)
-def attention_parts(self: Foreign) -> ComposedParts:
+def attention_parts(self: Foreign) -> Body:
     """Parts of LeViT's attention, with an activation before the last layer."""
     heads, layers = self.num_attention_heads, (normed(self.queries_keys_values),)
-    return ComposedParts("attention", layers, partial(_activated, self), normed(self.projection), heads)
+    return Body("attention", layers, partial(_activated, self), normed(self.projection), heads)
 
 
 def _activated(self: Foreign, qkv: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def subsample(self: Foreign, hidden_state: Tensor) -> Tensor:
 
 
 @fused_body(f"{LEVIT}MLPLayer", needs="linear_up activation linear_down", takes="", by_name=True)
-def mlp_parts(self: Foreign) -> MlpParts | str:
+def mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of LeViT's MLP, with the BatchNorms folded into its layers."""
     return folded_mlp(normed(self.linear_up), self.activation, normed(self.linear_down), (None, None))
 

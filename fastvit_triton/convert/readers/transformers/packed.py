@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ....engine import ways
-from ....engine.body import AttentionParts, MlpParts, normalize, project
+from ....engine.attention import attention_body
+from ....engine.body import Body, normalize, project
 from ....engine.hooks import are_plain_tensors
 from ....engine.leaves import RMS_FORWARDS, VOLUME_CONVOLUTIONS, Foreign, activation_of, is_patch_conv
+from ....engine.mlp import MlpBody
 from ....engine.packing import longest, one_call
 from ....kernels.argument import Varlen
 from ....kernels.backend import kernels_available
@@ -97,8 +99,9 @@ TAKES = "cu_seqlens position_embeddings max_seqlen attention_mask rotary_pos_emb
     ),
     needs=NEEDS,
     takes=TAKES,
+    attention=True,
 )
-def packed_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | str:
+def packed_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     """Parts of an attention within packed images; without cu_seqlens, of its layers alone."""
     return _parts(self, **dict(zip(arguments(type(self)), given, strict=False)) | named)
 
@@ -124,7 +127,7 @@ def _parts(
     attention_mask: Tensor | None = None,
     rotary_pos_emb: Tensor | None = None,
     **more: object,
-) -> AttentionParts | str:
+) -> Body | str:
     given: Any = rotary_pos_emb if position_embeddings is None else position_embeddings
     if isinstance(given, Tensor):  # angles, in older releases
         angles = torch.cat((given, given), -1)
@@ -141,7 +144,7 @@ def _parts(
     projections = (self.qkv,) if hasattr(self, "qkv") else tuple(_any(self, f"{name}_proj", name) for name in "qkv")
     width = sum(getattr(layer, "out_features", 0) for layer in projections) // 3
     rope = None if position_embeddings is None else (*position_embeddings, known_type(self) in INTERLEAVED)
-    return AttentionParts(
+    return attention_body(
         projections,
         _any(self, "proj", "out_proj", "o_proj"),
         self.num_heads if hasattr(self, "num_heads") else width // self.head_dim,
@@ -169,7 +172,7 @@ BLOCKS = {
 register_blocks({name: names._replace(takes=TAKES) for name, names in BLOCKS.items()})
 
 
-def _merged(self: Foreign, x: Tensor, mlp: MlpParts, y: Tensor) -> Tensor:
+def _merged(self: Foreign, x: Tensor, mlp: MlpBody, y: Tensor) -> Tensor:
     """mlp(y) of a merger's input x, or the merger's own forward if that is chosen."""
     way = ways.choose_way(None, y, (mlp.sizes(),)) if kernels_available(y) else "reference"
     return ways.plainly(type(self).forward, self, x) if way == "plain" else mlp(y, way=way)
@@ -186,7 +189,7 @@ def merger(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x):
         return original(self, x)
     after = self.use_postshuffle_norm
-    mlp = MlpParts((self.linear_fc1,), activation_of(self.act_fn), self.linear_fc2, first=self.norm if after else None)
+    mlp = MlpBody((self.linear_fc1,), activation_of(self.act_fn), self.linear_fc2, first=self.norm if after else None)
     return _merged(self, x, mlp, (x if after else normalize(x, self.norm)).reshape(-1, self.hidden_size))
 
 
@@ -201,7 +204,7 @@ def listed_merger(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x) or len(self.mlp) != 3:
         return original(self, x)
     after, (fc1, act, fc2) = self.use_postshuffle_norm, self.mlp
-    mlp = MlpParts((fc1,), activation_of(act), fc2, first=self.ln_q if after else None)
+    mlp = MlpBody((fc1,), activation_of(act), fc2, first=self.ln_q if after else None)
     return _merged(self, x, mlp, (x if after else normalize(x, self.ln_q)).reshape(-1, self.hidden_size))
 
 
@@ -216,7 +219,7 @@ def gated_merger(self: Foreign, x: Tensor) -> Tensor:
     if not is_fusable(self, x) or activation_of(self.act_fn) != "silu":
         return original(self, x)
     y = self.act1(normalize(project(x, (self.proj,)), self.post_projection_norm))
-    return _merged(self, x, MlpParts((self.gate_proj, self.up_proj), "swiglu", self.down_proj), y)
+    return _merged(self, x, MlpBody((self.gate_proj, self.up_proj), "swiglu", self.down_proj), y)
 
 
 def _volume_reason(self: Foreign) -> str | None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, MlpParts, normalize
+from ....engine.attention import attention_body
+from ....engine.body import Body, normalize
 from ....engine.branch import Branch, add_branches
-from ....engine.composed import ComposedParts, gated
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import DROP_PATHS, DROPOUTS, Foreign, activation_of, is_inactive
+from ....engine.mlp import MlpBody, gated_mlp_body
 from ....engine.replay import call_block
 from ....kernels.attention_qkv import attention_qkv
 from ...forwards import INNER, fused_body, fused_forward, original
@@ -41,8 +42,9 @@ def _dropped(dropout: Foreign) -> str | None:
     takes="output_attentions",
     after=(),
     by_name=True,
+    attention=True,
 )
-def timesformer_parts(self: Foreign, output_attentions: bool = False) -> AttentionParts | str:
+def timesformer_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of TimeSformer's attention."""
     inner, outer = self.attention, self.output
     plain = is_plain_module(inner, (f"{TIMESFORMER}SelfAttention",))
@@ -51,7 +53,7 @@ def timesformer_parts(self: Foreign, output_attentions: bool = False) -> Attenti
     if output_attentions:
         return "its weights are requested"
     why = _dropped(inner.attn_drop)
-    return why or AttentionParts((inner.qkv,), outer.dense, inner.num_heads, inner.scale, drops=(outer.dropout,))
+    return why or attention_body((inner.qkv,), outer.dense, inner.num_heads, inner.scale, drops=(outer.dropout,))
 
 
 def _timesformer_reason(self: Foreign) -> str | None:
@@ -86,7 +88,7 @@ def timesformer_layer(self: Foreign, hidden_states: Tensor, output_attentions: b
 def _timesformer_layer(self: Foreign, x: Tensor) -> Tensor:
     inner, outer, drop = self.intermediate, self.output, self.drop_path
     act, drops = activation_of(inner.intermediate_act_fn), (inner.dropout, outer.dropout)
-    mlp = Branch(MlpParts((inner.dense,), act, outer.dense, drops), self.layernorm_after, None, drop)
+    mlp = Branch(MlpBody((inner.dense,), act, outer.dense, drops), self.layernorm_after, None, drop)
     if self.attention_type != "divided_space_time":
         return add_branches(x, Branch(self.attention, self.layernorm_before, None, drop), mlp, block=self)
     B, frames, D = len(x), self.config.num_frames, x.shape[-1]
@@ -114,7 +116,7 @@ def _mgp_str_reason(self: Foreign) -> str | None:
 
 def _mgp_str_block(block: Foreign, x: Tensor) -> Tensor:
     attn = block.attn
-    parts = AttentionParts((attn.qkv,), attn.proj, attn.num_heads, attn.scale, drops=(attn.proj_drop,))
+    parts = attention_body((attn.qkv,), attn.proj, attn.num_heads, attn.scale, drops=(attn.proj_drop,))
     pair = Branch(parts, block.norm1, None, block.drop_path), Branch(block.mlp, block.norm2, None, block.drop_path)
     return add_branches(x, *pair, block=block)
 
@@ -164,7 +166,7 @@ def bridgetower_block(self: Foreign, hidden_state: Tensor, attention_mask: Tenso
     parts = "masked, or watched" if unusual or not is_fusable(self, hidden_state) else multihead_parts(attn)
     if isinstance(parts, str):
         return original(self, hidden_state, attention_mask)
-    body = MlpParts((mlp.c_fc,), activation_of(mlp.gelu), mlp.c_proj)
+    body = MlpBody((mlp.c_fc,), activation_of(mlp.gelu), mlp.c_proj)
     x = hidden_state.transpose(0, 1)
     return add_branches(x, Branch(parts, self.ln_1), Branch(body, self.ln_2), block=self).transpose(0, 1)
 
@@ -186,14 +188,14 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
         return why
     projections, heads = (self.q_proj, self.k_proj, self.v_proj), self.num_heads
     if attention_mask is not None or kind == "eager":
-        return AttentionParts(projections, self.out_proj, heads, self.scaling, scores_mask(attention_mask))
+        return attention_body(projections, self.out_proj, heads, self.scaling, scores_mask(attention_mask))
 
     def attend(qkv: Tensor) -> Tensor:
         n = qkv.shape[1]
         earlier = torch.ones(1, 1, n, n, dtype=torch.bool, device=qkv.device).tril()
         return attention_qkv(qkv, heads, self.scaling, bias=earlier)
 
-    return ComposedParts("attention", projections, attend, self.out_proj, heads)
+    return Body("attention", projections, attend, self.out_proj, heads)
 
 
 @fused_body(
@@ -201,14 +203,15 @@ def phi4_parts(self: Foreign, attention_mask: Tensor | None = None, **more: obje
     needs="query key value output n_heads scaling dropout is_causal config",
     takes="attention_mask",
     after=(None,),
+    attention=True,
 )
-def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
+def pix2struct_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention with the names of T5's layers."""
     if self._forward_hooks or has_hooks(self):
         return "its attention weights have a hook"
     why = attention_reason(self, self.dropout, attention_mask, None, more) or weights_reason(self)
     projections = self.query, self.key, self.value
-    return why or AttentionParts(projections, self.output, self.n_heads, self.scaling, scores_mask(attention_mask))
+    return why or attention_body(projections, self.output, self.n_heads, self.scaling, scores_mask(attention_mask))
 
 
 @fused_body(
@@ -220,15 +223,15 @@ def pix2struct_mlp_parts(self: Foreign) -> Any:
     """Parts of T5's gated MLP."""
     if self.wo.weight.dtype != self.wi_0.weight.dtype:
         return "its last layer has another dtype"
-    return gated((self.wi_0, self.wi_1), self.act, self.wo, (self.dropout, None))
+    return gated_mlp_body((self.wi_0, self.wi_1), self.act, self.wo, (self.dropout, None))
 
 
 @fused_body(
     *classes("granite_docling.GraniteDoclingDeepStackMerger"), needs="layer_norm linear_1 act linear_2", takes=""
 )
-def merger_parts(self: Foreign) -> MlpParts:
+def merger_parts(self: Foreign) -> MlpBody:
     """Parts of an MLP after a norm."""
-    return MlpParts((self.linear_1,), activation_of(self.act), self.linear_2, first=self.layer_norm)
+    return MlpBody((self.linear_1,), activation_of(self.act), self.linear_2, first=self.layer_norm)
 
 
 @fused_forward(
@@ -249,13 +252,13 @@ def docling_connector(self: Foreign, image_hidden_states: Tensor, *inputs: Any, 
         return nn.functional.gelu(normalize(path.pos_embed(h), self.ln_mid))
 
     joined = path.pixel_shuffle(normalize(image_hidden_states, self.ln_in), path.scale_factor)
-    features = normalize(ComposedParts("MLP", (path.projection,), between, self.mlp_fc2)(joined), self.ln_out)
+    features = normalize(Body("MLP", (path.projection,), between, self.mlp_fc2)(joined), self.ln_out)
     pairs = zip(path.deepstack_mergers, call["deepstack_hidden_states"], strict=False)
     inner = [merger(path.pixel_shuffle(x.contiguous(), path.scale_factor)).flatten(0, 1) for merger, x in pairs]
     return features.flatten(0, 1), inner
 
 
 @fused_body(*classes("lfm3_vl.Lfm3VlVisionMLP"), needs="w1 w2 w3", takes="")
-def numbered_parts(self: Foreign) -> MlpParts:
+def numbered_parts(self: Foreign) -> MlpBody:
     """Parts of a SwiGLU with LLaMA's names."""
-    return MlpParts((self.w1, self.w3), "swiglu", self.w2)
+    return MlpBody((self.w1, self.w3), "swiglu", self.w2)

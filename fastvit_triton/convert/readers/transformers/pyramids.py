@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....engine.body import MlpParts
+from ....engine.attention import reduced_body
+from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import is_plain_module, type_name
 from ....engine.leaves import DROPOUTS, Foreign, activation_of, is_identity, is_inactive
-from ....engine.spatial import DepthwiseMlpParts, ReducedParts
+from ....engine.mlp import MlpBody, depthwise_mlp_body
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
 from ...third_party import is_fusable
 from ..torch import STEMS
@@ -37,6 +38,7 @@ def _grid(height: int | None, width: int | None) -> Grid:
     takes="height width attention_mask",
     after=(None,),
     by_name=True,
+    attention=True,
 )
 def attention_parts(
     self: Foreign,
@@ -44,7 +46,7 @@ def attention_parts(
     width: int | None = None,
     attention_mask: Tensor | None = None,
     **more: object,
-) -> ReducedParts | str:
+) -> Body | str:
     """Parts of SegFormer's attention."""
     small: Foreign = getattr(self, "sequence_reduction", None)
     ratio = self.sequence_reduction_ratio
@@ -56,7 +58,7 @@ def attention_parts(
         return why
     reduce, norm = (small.sequence_reduction, small.layer_norm) if ratio > 1 else (None, None)
     keys, heads, grid = (self.k_proj, self.v_proj), self.num_attention_heads, _grid(height, width)
-    return ReducedParts(self.q_proj, keys, self.o_proj, heads, self.scaling, reduce, norm, ratio, grid=grid)
+    return reduced_body(self.q_proj, keys, self.o_proj, heads, self.scaling, reduce, norm, ratio, grid=grid)
 
 
 @fused_body(
@@ -68,10 +70,11 @@ def attention_parts(
     takes="height width output_attentions",
     after=(),
     by_name=True,
+    attention=True,
 )
 def nested_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
-) -> ReducedParts | str:
+) -> Body | str:
     """Parts of an attention with nested submodules."""
     family, inner, outer = type_name(self).removesuffix("Attention"), self.self, self.output
     types = (f"{family}EfficientSelfAttention",), (f"{family}SelfOutput",)
@@ -92,10 +95,11 @@ def nested_parts(
     takes="height width output_attentions",
     after=(),
     by_name=True,
+    attention=True,
 )
 def pvt_v2_parts(
     self: Foreign, height: int | None = None, width: int | None = None, output_attentions: bool = False
-) -> ReducedParts | str:
+) -> Body | str:
     """Parts of PVT v2's attention; with linear attention the map is pooled to 7×7."""
     if (why := _reason(self, self.attn_drop, output_attentions)) is not None:
         return why
@@ -121,10 +125,10 @@ def _reason(self: Foreign, dropout: Foreign, output_attentions: bool) -> str | N
 
 def _parts(
     inner: Foreign, proj: nn.Module, drop: nn.Module, reduce: Any, norm: nn.Module | None, ratio: int, grid: Grid
-) -> ReducedParts:
+) -> Body:
     heads, scale = inner.num_attention_heads, inner.attention_head_size**-0.5
     keys = inner.key, inner.value
-    return ReducedParts(inner.query, keys, proj, heads, scale, reduce, norm, ratio, (drop,), grid)
+    return reduced_body(inner.query, keys, proj, heads, scale, reduce, norm, ratio, (drop,), grid)
 
 
 class _Pooled:
@@ -146,7 +150,7 @@ class _Pooled:
     takes="height width",
     by_name=True,
 )
-def mix_parts(self: Foreign, height: int | None = None, width: int | None = None) -> DepthwiseMlpParts | str:
+def mix_parts(self: Foreign, height: int | None = None, width: int | None = None) -> Body | str:
     """Parts of an MLP with a depthwise convolution; one dropout is used twice."""
     conv, relu = self.dwconv, getattr(self, "relu", None)
     if not is_plain_module(conv, CONVOLUTIONS):
@@ -157,7 +161,7 @@ def mix_parts(self: Foreign, height: int | None = None, width: int | None = None
     first, last = (self.fc1, self.fc2) if new else (self.dense1, self.dense2)
     act = activation_of(self.activation_fn if new else self.intermediate_act_fn)
     drops, rectified = (self.dropout, self.dropout), relu is not None and not is_identity(relu)
-    return DepthwiseMlpParts(first, conv.dwconv, act, last, drops, rectified, _grid(height, width))
+    return depthwise_mlp_body(first, conv.dwconv, act, last, drops, rectified, _grid(height, width))
 
 
 @fused_body(
@@ -166,9 +170,9 @@ def mix_parts(self: Foreign, height: int | None = None, width: int | None = None
     takes="",
     by_name=True,
 )
-def mlp_parts(self: Foreign) -> MlpParts:
+def mlp_parts(self: Foreign) -> MlpBody:
     """Parts of PVT's MLP; one dropout is used twice."""
-    return MlpParts((self.dense1,), activation_of(self.intermediate_act_fn), self.dense2, (self.dropout, self.dropout))
+    return MlpBody((self.dense1,), activation_of(self.intermediate_act_fn), self.dense2, (self.dropout, self.dropout))
 
 
 def _norms(self: Foreign) -> tuple[nn.Module, nn.Module]:

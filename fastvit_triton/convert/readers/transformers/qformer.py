@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....engine.body import AttentionParts, MlpParts, finish, normalize, project
+from ....engine.attention import attention_body
+from ....engine.body import finish, normalize, project
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, activation_of
+from ....engine.mlp import MlpBody
 from ....kernels.attention import attention
 from ...forwards import INNER, fused_forward, original
 from ...third_party import is_fusable, scores_mask
@@ -55,7 +57,7 @@ def qformer_attention(
     heads, scale = inner.num_attention_heads, inner.scaling
     if images is None:
         layers, bias = (inner.query, inner.key, inner.value), scores_mask(attention_mask)
-        parts = AttentionParts(layers, outer.dense, heads, scale, bias, drops=(outer.dropout,))
+        parts = attention_body(layers, outer.dense, heads, scale, bias, drops=(outer.dropout,))
         return normalize(parts(hidden_states, residual=hidden_states), outer.LayerNorm)
     k, v = project(images, (inner.key, inner.value)).chunk(2, -1)
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (project(hidden_states, (inner.query,)), k, v))
@@ -116,5 +118,5 @@ def _qformer_layer(
 
 def _mlp(x: Tensor, inner: Foreign, outer: Foreign) -> Tensor:
     """norm(x + MLP of x)."""
-    parts = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    parts = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
     return normalize(parts(x, residual=x), outer.LayerNorm)

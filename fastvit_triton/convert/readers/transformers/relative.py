@@ -6,7 +6,8 @@ arXiv:2112.01526, section 4.1. It depends on the image, so that it is computed f
 
 from torch import Tensor, nn
 
-from ....engine.composed import ComposedParts, heads_of, merged_heads
+from ....engine.attention import heads_of, merged_heads
+from ....engine.body import Body
 from ....engine.freeze import derived
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign
@@ -29,7 +30,7 @@ def _expanded(table: Tensor, size: int) -> Tensor:
     return table.unfold(0, size, 1).flip(-1).mT
 
 
-def _parts(self: Foreign, heads: int, positions: bool) -> ComposedParts:
+def _parts(self: Foreign, heads: int, positions: bool) -> Body:
     """Parts of an attention on a map [B, height, width, D]."""
 
     def attend(qkv: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def _parts(self: Foreign, heads: int, positions: bool) -> ComposedParts:
             axes = axis_bias(q, tables, grid)
         return merged_heads(attention(q, k, v, scale=self.scale, axis_bias=axes), qkv.shape[1:-1])
 
-    return ComposedParts("attention", (self.qkv,), attend, self.proj, heads, decomposed=bool(positions))
+    return Body("attention", (self.qkv,), attend, self.proj, heads, decomposed=bool(positions))
 
 
 @fused_body(
@@ -49,7 +50,7 @@ def _parts(self: Foreign, heads: int, positions: bool) -> ComposedParts:
     takes="output_attentions",
     after=(None,),
 )
-def sam_sdpa_parts(self: Foreign, output_attentions: bool = False) -> ComposedParts:
+def sam_sdpa_parts(self: Foreign, output_attentions: bool = False) -> Body:
     """Parts of SAM's attention by PyTorch's function, which has neither dropout nor weights to return."""
     return _parts(self, self.num_attention_heads, self.use_rel_pos)
 
@@ -60,7 +61,7 @@ def sam_sdpa_parts(self: Foreign, output_attentions: bool = False) -> ComposedPa
     takes="output_attentions",
     after=(None,),
 )
-def sam_parts(self: Foreign, output_attentions: bool | None = None) -> ComposedParts | str:
+def sam_parts(self: Foreign, output_attentions: bool | None = None) -> Body | str:
     """Parts of SAM's attention with softmax written out; its weights are returned to hooks only."""
     if self.training and self.dropout > 0:
         return f"attention dropout {self.dropout}"
@@ -75,7 +76,7 @@ def sam_parts(self: Foreign, output_attentions: bool | None = None) -> ComposedP
     takes="output_attentions",
     after=(None,),
 )
-def seggpt_parts(self: Foreign, output_attentions: bool = False) -> ComposedParts | str:
+def seggpt_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of SegGPT's attention."""
     if output_attentions:
         return "its weights are requested"
@@ -88,7 +89,7 @@ def seggpt_parts(self: Foreign, output_attentions: bool = False) -> ComposedPart
     takes="output_attentions",
     after=(),
 )
-def vitdet_parts(self: Foreign, output_attentions: bool = False) -> ComposedParts | str:
+def vitdet_parts(self: Foreign, output_attentions: bool = False) -> Body | str:
     """Parts of ViTDet's attention."""
     if output_attentions:
         return "its weights are requested"

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, MlpParts
-from ....engine.composed import ComposedParts, gated, merged_heads
+from ....engine.attention import attention_body, merged_heads
+from ....engine.body import Body
 from ....engine.hooks import is_plain_module, type_name
 from ....engine.leaves import Foreign, activation_of, is_inactive
+from ....engine.mlp import MlpBody, gated_mlp_body
 from ....kernels.attention import attention
 from ....kernels.attention_qkv import attention_qkv, rotate
 from ...forwards import fused_body, fused_forward, original
@@ -27,6 +28,7 @@ Tables = tuple[Tensor, Tensor] | None
     needs="q_proj k_proj v_proj o_proj num_heads head_dim attention_dropout config",
     takes="freqs_ci attention_mask past_key_values",
     after=(None,),
+    attention=True,
 )
 def llama4_parts(
     self: Foreign,
@@ -34,7 +36,7 @@ def llama4_parts(
     attention_mask: object = None,
     past_key_values: object = None,
     **more: object,
-) -> AttentionParts | str:
+) -> Body | str:
     """Parts of Llama 4's attention, which ignores masks and caches; its rotations are complex numbers [N, 1, d / 2]."""
     why = attention_reason(self, self.attention_dropout, None, False, more) or weights_reason(self)
     if why is None and freqs_ci is not None and not freqs_ci.is_complex():
@@ -46,7 +48,7 @@ def llama4_parts(
         cos, sin = (t.flatten(1).repeat_interleave(2, -1) for t in (freqs_ci.real, freqs_ci.imag))
         rope = cos, sin, True
     projections = self.q_proj, self.k_proj, self.v_proj
-    return AttentionParts(projections, self.o_proj, self.num_heads, self.head_dim**-0.5, rope=rope)
+    return attention_body(projections, self.o_proj, self.num_heads, self.head_dim**-0.5, rope=rope)
 
 
 def weights_reason(self: Foreign) -> str | None:
@@ -65,7 +67,7 @@ def llama4_adapter(self: Foreign, hidden_states: Tensor) -> Tensor:
     """Two layers, each with an activation; [..., K] → [..., F]."""
     if not is_fusable(self, hidden_states) or (self.training and self.dropout > 0):
         return original(self, hidden_states)
-    return self.activation_fn(MlpParts((self.fc1,), activation_of(self.activation_fn), self.fc2)(hidden_states))
+    return self.activation_fn(MlpBody((self.fc1,), activation_of(self.activation_fn), self.fc2)(hidden_states))
 
 
 @fused_body(
@@ -74,7 +76,7 @@ def llama4_adapter(self: Foreign, hidden_states: Tensor) -> Tensor:
     takes="position_embeddings",
     after=(None,),
 )
-def sam3_parts(self: Foreign, position_embeddings: Tables = None, **more: object) -> ComposedParts | str:
+def sam3_parts(self: Foreign, position_embeddings: Tables = None, **more: object) -> Body | str:
     """Parts of SAM 3's attention on a map [B, height, width, D]."""
     why = attention_reason(self, self.attention_dropout, None, None, more)
     if why is not None:
@@ -84,15 +86,15 @@ def sam3_parts(self: Foreign, position_embeddings: Tables = None, **more: object
     def attend(qkv: Tensor) -> Tensor:
         return attention_qkv(qkv.flatten(1, -2), heads, self.scaling, rope=rope).unflatten(1, qkv.shape[1:-1])
 
-    return ComposedParts("attention", (self.q_proj, self.k_proj, self.v_proj), attend, self.o_proj, heads)
+    return Body("attention", (self.q_proj, self.k_proj, self.v_proj), attend, self.o_proj, heads)
 
 
 @fused_body(*classes("sam3.Sam3MLP"), needs="fc1 dropout activation_fn fc2", takes="")
-def sam3_mlp_parts(self: Foreign) -> MlpParts | str:
+def sam3_mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of SAM 3's MLP."""
     if not is_inactive(self.dropout):
         return "dropout before its activation"
-    return MlpParts((self.fc1,), activation_of(self.activation_fn), self.fc2)
+    return MlpBody((self.fc1,), activation_of(self.activation_fn), self.fc2)
 
 
 @fused_body(
@@ -102,7 +104,7 @@ def sam3_mlp_parts(self: Foreign) -> MlpParts | str:
     takes="position_mask",
     after=(None,),
 )
-def vjepa2_parts(self: Foreign, position_mask: Tensor | None = None) -> ComposedParts | str:
+def vjepa2_parts(self: Foreign, position_mask: Tensor | None = None) -> Body | str:
     """Parts of V-JEPA 2's attention, whose tokens may be those of `position_mask` [B, N] only."""
     why = attention_reason(self, self.dropout_prob, None, None, {})
     if why is None and self.attention_head_size % 2:
@@ -114,7 +116,7 @@ def vjepa2_parts(self: Foreign, position_mask: Tensor | None = None) -> Composed
     def attend(qkv: Tensor) -> Tensor:
         return attention_qkv(qkv, heads, self.scaling, rope=(*_video_tables(self, qkv, position_mask), True))
 
-    return ComposedParts("attention", (self.query, self.key, self.value), attend, self.proj, heads)
+    return Body("attention", (self.query, self.key, self.value), attend, self.proj, heads)
 
 
 def _video_tables(self: Foreign, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -156,7 +158,7 @@ def deepseek_parts(
     position_ids: object = None,
     use_cache: object = None,
     **more: object,
-) -> ComposedParts | str:
+) -> Body | str:
     """Parts of DeepSeek-OCR 2's attention, causal without a mask; it has fewer heads of keys and values."""
     more["past_key_values"] = past_key_values
     why = attention_reason(self, self.attention_dropout, attention_mask, attention_mask is None, more)
@@ -169,7 +171,7 @@ def deepseek_parts(
         return grouped(qkv, width, groups, self.scaling, rope, bias)
 
     projections, heads = (self.q_proj, self.k_proj, self.v_proj), self.config.num_attention_heads
-    return ComposedParts("attention", projections, attend, self.o_proj, heads)
+    return Body("attention", projections, attend, self.o_proj, heads)
 
 
 def _unclipped(layer: Foreign) -> Any:
@@ -191,7 +193,7 @@ def gemma4_parts(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     **more: object,
-) -> ComposedParts | str:
+) -> Body | str:
     """Parts of Gemma 4's attention: norms of queries, keys and values, and positions by axis."""
     why = attention_reason(self, self.attention_dropout, attention_mask, None, more)
     if why is None and self.num_key_value_groups != 1:
@@ -209,7 +211,7 @@ def gemma4_parts(
 
     projections = tuple(_unclipped(layer) for layer in (self.q_proj, self.k_proj, self.v_proj))
     last, heads = _unclipped(self.o_proj), self.config.num_attention_heads
-    return ComposedParts("attention", projections, attend, last, heads)
+    return Body("attention", projections, attend, last, heads)
 
 
 def _rotated_by_axis(x: Tensor, tables: tuple[Tensor, Tensor], axes: int) -> Tensor:
@@ -220,7 +222,7 @@ def _rotated_by_axis(x: Tensor, tables: tuple[Tensor, Tensor], axes: int) -> Ten
 
 
 @fused_body(*classes("gemma4.Gemma4VisionMLP"), needs="gate_proj up_proj act_fn down_proj", takes="")
-def gemma4_mlp_parts(self: Foreign) -> MlpParts | ComposedParts:
+def gemma4_mlp_parts(self: Foreign) -> MlpBody | Body:
     """Parts of Gemma 4's gated MLP."""
     gate, up, down = (_unclipped(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj))
-    return gated((gate, up), self.act_fn, down)
+    return gated_mlp_body((gate, up), self.act_fn, down)

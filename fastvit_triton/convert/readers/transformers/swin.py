@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....engine.body import MlpParts
+from ....engine.attention import Window, window_body
+from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import Foreign, activation_of, is_inactive
-from ....engine.spatial import Window, WindowParts
+from ....engine.mlp import MlpBody
 from ....engine.ways import plainly
 from ...forwards import INNER, arguments, fused_body, fused_forward, original
 from ...third_party import is_fusable
@@ -41,12 +42,14 @@ STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
     needs=NESTED + "self.attention_head_size self.relative_position_bias_table",
     takes="attention_mask head_mask output_attentions",
     after=(),
+    attention=True,
 )
 @fused_body(
     *(f"{family}Attention" for family in V2),
     needs=NESTED + "self.logit_scale self.continuous_position_bias_mlp self.relative_coords_table",
     takes="attention_mask head_mask output_attentions",
     after=(),
+    attention=True,
 )
 @fused_body(
     f"{SWIN}Attention",
@@ -55,8 +58,9 @@ STEMS.update({f"{family}PatchEmbed": "proj" for family in COPIES[:1]})
     takes="attention_mask",
     after=(None,),
     by_name=True,
+    attention=True,
 )
-def attention_parts(self: Foreign, *given: Any, **named: Any) -> WindowParts | str:
+def attention_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     """Parts of the attention in separate windows [B · windows, n, D]; shifted ones have a mask and run the original."""
     if any(value is not None and value is not False for value in (*given, *named.values())):
         return "it has a mask, or its weights are requested"
@@ -83,7 +87,7 @@ def _name(dropout: Foreign) -> str:
     return f"dropout {dropout.p}" if isinstance(dropout, nn.Dropout) else "dropout was replaced"
 
 
-def _attention(self: Foreign) -> WindowParts:
+def _attention(self: Foreign) -> Body:
     """The parts of an attention in one window, given as tokens."""
     scale: float | Tensor
     if hasattr(self, "q_proj"):
@@ -96,7 +100,7 @@ def _attention(self: Foreign) -> WindowParts:
         scale = cosine_scale(inner) if cosine else inner.attention_head_size**-0.5
         bias = continuous_bias(inner) if cosine else table_bias(inner)
     size = (math.isqrt(math.isqrt(bias[0].numel())),) * 2
-    return WindowParts(layers, last, heads, scale, Window(size), bias, (drop,), size)
+    return window_body(layers, last, heads, scale, Window(size), bias, (drop,), size)
 
 
 def _layer_reason(self: Foreign) -> str | None:
@@ -176,14 +180,14 @@ def _fits(self: Foreign) -> bool:
 
 def _layer(self: Foreign, x: Tensor, grid: tuple[int, int]) -> Tensor:
     window = Window((self.window_size,) * 2, (self.shift_size,) * 2)
-    attention: Any = _attention(self.attention)._replace(window=window, grid=grid)
+    attention: Any = _attention(self.attention).having(window=window, grid=grid)
     before, after, drop = self.layernorm_before, self.layernorm_after, self.drop_path
     if hasattr(self, "mlp"):
         attn, mlp = Branch(attention, before, None, drop), Branch(self.mlp, after, drop=self.dropout)
         return add_branches(x, attn, mlp, block=self)
     inner, outer = self.intermediate, self.output
-    parts = MlpParts((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
-    if isinstance(attention.scale, Tensor):
+    parts = MlpBody((inner.dense,), activation_of(inner.intermediate_act_fn), outer.dense, (None, outer.dropout))
+    if isinstance(attention.between.scale, Tensor):
         attn, mlp = (Branch(b, None, None, drop, post_norm=n) for b, n in ((attention, before), (parts, after)))
     else:
         attn, mlp = Branch(attention, before, None, drop), Branch(parts, after)

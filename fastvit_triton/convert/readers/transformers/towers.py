@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, MlpParts, project
+from ....engine.attention import attention_body
+from ....engine.body import Body, project
 from ....engine.hooks import has_hooks, type_name
 from ....engine.leaves import DROPOUTS, LAYER_SCALES, Foreign, activation_of, is_identity, is_inactive
+from ....engine.mlp import MlpBody
 from ....kernels.argument import Varlen
 from ....kernels.attention import attention
 from ...forwards import arguments, fused_body, fused_forward, original
@@ -68,8 +70,9 @@ class NormedLinear(NamedTuple):
     "is_causal config",
     takes="attention_mask",
     after=(None,),
+    attention=True,
 )
-def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
+def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention whose queries and keys may be normalised over all heads, before they are split."""
     why = attention_reason(self, self.attention_dropout, attention_mask, None, more)
     norms = self.q_norm, self.k_norm
@@ -83,7 +86,7 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
     )
     projections, mask = (q, k, self.v_proj), scores_mask(attention_mask)
     drops = (self.projection_dropout,)
-    return AttentionParts(projections, self.projection_layer, self.num_heads, self.scale, mask, drops=drops)
+    return attention_body(projections, self.projection_layer, self.num_heads, self.scale, mask, drops=drops)
 
 
 @fused_body(
@@ -92,8 +95,9 @@ def wide_norm_parts(self: Foreign, attention_mask: Tensor | None = None, **more:
     needs="q_proj k_proj v_proj o_proj|out_proj head_dim scaling|scale config",
     takes="attention_mask position_embeddings encoder_hidden_states",
     after=(None,),
+    attention=True,
 )
-def head_dim_parts(self: Foreign, *given: Any, **named: Any) -> AttentionParts | str:
+def head_dim_parts(self: Foreign, *given: Any, **named: Any) -> Body | str:
     """Parts of an attention known by the width of its heads, with optional norms of heads and rotary positions."""
     return _head_dim_parts(self, **dict(zip(arguments(type(self)), given, strict=False)) | named)
 
@@ -105,7 +109,7 @@ def _head_dim_parts(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     **more: object,
-) -> AttentionParts | str:
+) -> Body | str:
     drop = next((getattr(self, n) for n in ("attention_dropout", "dropout") if hasattr(self, n)), 0.0)
     if getattr(self, "num_key_value_groups", 1) != 1:
         return "grouped-query attention"
@@ -122,7 +126,7 @@ def _head_dim_parts(
         rope = cos, sin, False
     plain = type(self.q_proj) is nn.Linear  # which ignores out_features
     width = len(self.q_proj.weight) if plain else self.q_proj.out_features
-    return AttentionParts(
+    return attention_body(
         (self.q_proj, self.k_proj, self.v_proj),
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
         width // self.head_dim,
@@ -139,8 +143,9 @@ def _head_dim_parts(
     needs="qkv projection num_heads scale dropout|attention_dropout config",
     takes="head_mask",
     after=(None,),
+    attention=True,
 )
-def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
+def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention with packed qkv; BLIP's weights, which it returns, are None as with "sdpa"."""
     drop = self.dropout if hasattr(self, "dropout") else None
     if drop is not None and not is_inactive(drop):
@@ -150,7 +155,7 @@ def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object)
     dropout = 0.0 if drop is not None else self.attention_dropout
     more = dict(more, head_mask=head_mask)
     why = attention_reason(self, dropout, None, getattr(self, "is_causal", False), more)
-    return why or AttentionParts((self.qkv,), self.projection, self.num_heads, self.scale)
+    return why or attention_body((self.qkv,), self.projection, self.num_heads, self.scale)
 
 
 @fused_body(
@@ -158,14 +163,15 @@ def packed_parts(self: Foreign, head_mask: Tensor | None = None, **more: object)
     needs="q_proj k_proj v_proj out_proj num_heads scale dropout config",
     takes="attention_mask encoder_hidden_states",
     after=(None,),
+    attention=True,
 )
-def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> AttentionParts | str:
+def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **more: object) -> Body | str:
     """Parts of an attention with softmax written out, which is not called for another model's tokens."""
     if self._forward_hooks or has_hooks(self):
         return "its attention weights have a hook"
     why = attention_reason(self, self.dropout, attention_mask, False, more)
     projections = self.q_proj, self.k_proj, self.v_proj
-    return why or AttentionParts(projections, self.out_proj, self.num_heads, self.scale, scores_mask(attention_mask))
+    return why or attention_body(projections, self.out_proj, self.num_heads, self.scale, scores_mask(attention_mask))
 
 
 @fused_body(
@@ -175,12 +181,12 @@ def written_out_parts(self: Foreign, attention_mask: Tensor | None = None, **mor
     needs="fc1|lin1|linear_fc1|linear_1 act|act_fn|activation|activation_fn fc2|lin2|linear_fc2|linear_2",
     takes="",
 )
-def mlp_parts(self: Foreign) -> MlpParts:
+def mlp_parts(self: Foreign) -> MlpBody:
     """Parts of an MLP: a layer, an activation, another layer; and optional dropouts after both layers."""
     fc1, fc2 = (_first(self, f"fc{i}", f"lin{i}", f"linear_fc{i}", f"linear_{i}") for i in (1, 2))
     act = _first(self, "act", "act_fn", "activation", "activation_fn")
     drops = tuple(_first(self, f"dropout{i}", "drop") for i in (1, 2))
-    return MlpParts((fc1,), activation_of(act), fc2, drops)
+    return MlpBody((fc1,), activation_of(act), fc2, drops)
 
 
 fused_body(*classes("qwen2_5_vl.Qwen2_5_VLMLP"), needs="gate_proj up_proj act_fn down_proj", takes="")(gated_parts)

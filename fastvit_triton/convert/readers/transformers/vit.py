@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, MlpParts
+from ....engine.attention import attention_body
+from ....engine.body import Body
 from ....engine.branch import Branch, add_branches
-from ....engine.composed import ComposedParts, gated
 from ....engine.hooks import has_hooks
 from ....engine.leaves import Foreign, activation_of
+from ....engine.mlp import MlpBody, gated_mlp_body
 from ...forwards import arguments, fused_body, fused_forward, original
 from ...third_party import is_fusable, scores_mask
 from ..torch import STEMS, cross_attend, multihead_reason
@@ -40,6 +41,7 @@ PLAIN = classes(
     takes="attention_mask position_embeddings is_causal causal_attention_mask output_attentions",
     call=lambda self: {"is_causal": True} if type(self.config).__name__ == "CLIPTextConfig" else {},
     after=(None,),
+    attention=True,
 )
 def attention_parts(
     self: Foreign,
@@ -47,7 +49,7 @@ def attention_parts(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     is_causal: bool | None = None,
     **more: object,
-) -> AttentionParts | str:
+) -> Body | str:
     """Parts of an attention with separate q, k, v; for DINOv3 with RoPE on all but the prefix tokens."""
     drop = self.attention_dropout if hasattr(self, "attention_dropout") else self.dropout
     why = attention_reason(self, drop, attention_mask, is_causal, more)
@@ -56,7 +58,7 @@ def attention_parts(
     if why is not None:
         return why
     rope = None if position_embeddings is None else (*position_embeddings, False)
-    return AttentionParts(
+    return attention_body(
         (self.q_proj, self.k_proj, self.v_proj),
         self.o_proj if hasattr(self, "o_proj") else self.out_proj,
         self.num_attention_heads if hasattr(self, "num_attention_heads") else self.num_heads,
@@ -102,16 +104,16 @@ def attention_reason(
     *classes("dinov2_with_registers.Dinov2WithRegistersMLP", "siglip2.Siglip2MLP", "beit.BeitMLP", "swin.SwinMLP"),
     needs="fc1 activation_fn|activation fc2",
 )
-def mlp_parts(self: Foreign) -> MlpParts:
+def mlp_parts(self: Foreign) -> MlpBody:
     """Parts of an MLP: fc1, activation, fc2."""
     act = self.activation_fn if hasattr(self, "activation_fn") else self.activation
-    return MlpParts((self.fc1,), activation_of(act), self.fc2)
+    return MlpBody((self.fc1,), activation_of(act), self.fc2)
 
 
 @fused_body(*classes("dinov3_vit.DINOv3ViTMLP"), needs="up_proj act_fn down_proj")
-def up_down_parts(self: Foreign) -> MlpParts:
+def up_down_parts(self: Foreign) -> MlpBody:
     """Parts of an MLP with DINOv3's names."""
-    return MlpParts((self.up_proj,), activation_of(self.act_fn), self.down_proj)
+    return MlpBody((self.up_proj,), activation_of(self.act_fn), self.down_proj)
 
 
 @fused_body(
@@ -122,18 +124,18 @@ def up_down_parts(self: Foreign) -> MlpParts:
     ),
     needs="gate_proj up_proj act_fn down_proj",
 )
-def gated_parts(self: Foreign) -> MlpParts | ComposedParts:
+def gated_parts(self: Foreign) -> MlpBody | Body:
     """Parts of a gated MLP with gate and value in two layers."""
-    return gated((self.gate_proj, self.up_proj), self.act_fn, self.down_proj)
+    return gated_mlp_body((self.gate_proj, self.up_proj), self.act_fn, self.down_proj)
 
 
 @fused_body(
     *classes("dinov2.Dinov2SwiGLUFFN", "dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN"),
     needs="weights_in weights_out",
 )
-def packed_gate_parts(self: Foreign) -> MlpParts:
+def packed_gate_parts(self: Foreign) -> MlpBody:
     """Parts of a SwiGLU in older releases: gate and value in one layer, gate first."""
-    return MlpParts((self.weights_in,), "swiglu", self.weights_out)
+    return MlpBody((self.weights_in,), "swiglu", self.weights_out)
 
 
 def checkpointed(self: Foreign, forward: Any, *inputs: Any, **named: Any) -> Any:

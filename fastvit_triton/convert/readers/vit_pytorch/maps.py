@@ -9,9 +9,9 @@ from functools import partial
 
 from torch import Tensor
 
-from ....engine.body import MlpParts, activate, project
+from ....engine.attention import heads_of, merged_heads, reduced_map
+from ....engine.body import Body, activate, project
 from ....engine.branch import Branch, add_branches, runs_plain
-from ....engine.composed import ComposedParts, heads_of, merged_heads
 from ....engine.freeze import derived
 from ....engine.hooks import has_hooks, is_our_forward, is_plain_module, type_name
 from ....engine.leaves import (
@@ -23,8 +23,8 @@ from ....engine.leaves import (
     is_patch_conv,
     softmax_reason,
 )
+from ....engine.mlp import MlpBody, taps_of
 from ....engine.replay import call_block
-from ....engine.spatial import reduced_map, taps_of
 from ....kernels.attention import attention
 from ....kernels.depthwise import depthwise
 from ....kernels.linear import linear
@@ -35,7 +35,7 @@ from ...forwards import fused_forward, original
 from ...third_party import is_fusable
 
 LEVIT, CVT, TWINS = (f"vit_pytorch.{file}." for file in ("levit", "cvt", "twins_svt"))
-Parts = ComposedParts | MlpParts | str
+Parts = Body | MlpBody | str
 
 
 def _cross(q: Tensor, kv: Tensor, heads: int, scale: float) -> Tensor:
@@ -50,7 +50,7 @@ def _levit_mlp(self: Foreign, grid: Grid) -> Parts:
     fc1, fc2 = (None, None) if found is None else (packed(found[0]), packed(found[3]))
     if found is None or fc1 is None or fc2 is None or not isinstance(act := activation_of(found[1]), str):
         return REPLACED
-    return dropped(found[2], found[4]) or MlpParts((fc1,), act, fc2)
+    return dropped(found[2], found[4]) or MlpBody((fc1,), act, fc2)
 
 
 def _levit_attention(self: Foreign, grid: Grid) -> Parts:
@@ -68,8 +68,8 @@ def _levit_attention(self: Foreign, grid: Grid) -> Parts:
     last = None if end is None else folded_linear(self, end[1], end[2])
     act = None if end is None else activation_of(end[0])
     if end is None or last is None or not isinstance(act, str) or dropped(end[3]) is not None:
-        return ComposedParts("attention", (), partial(_levit_called, self, grid=grid), None, self.heads)
-    return ComposedParts("attention", (), lambda x: activate(between(x), act), last, self.heads)
+        return Body("attention", (), partial(_levit_called, self, grid=grid), None, self.heads)
+    return Body("attention", (), lambda x: activate(between(x), act), last, self.heads)
 
 
 def _fewer(self: Foreign, grid: Grid) -> Grid:
@@ -109,7 +109,7 @@ def _mlp(self: Foreign, grid: Grid) -> Parts:
         return REPLACED
     if not isinstance(act := activation_of(found[2]), str):
         return REPLACED
-    return dropped(found[3], found[5]) or ComposedParts("MLP", (), partial(_hidden, found[0], fc1, act), fc2)
+    return dropped(found[3], found[5]) or Body("MLP", (), partial(_hidden, found[0], fc1, act), fc2)
 
 
 def _hidden(norm: Foreign, fc1: Packed, act: str, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _cvt_attention(self: Foreign, grid: Grid) -> Parts:
     if (why := softmax_reason(self.attend)) is not None:
         return why
     between = partial(_cvt_attended, self, grid=grid)
-    return dropped(self.dropout) or ComposedParts("attention", (), between, last, self.heads)
+    return dropped(self.dropout) or Body("attention", (), between, last, self.heads)
 
 
 def _cvt_attended(self: Foreign, x: Tensor, grid: Grid) -> Tensor:
@@ -167,7 +167,7 @@ def _local_attention(self: Foreign, grid: Grid) -> Parts:
 
     if grid[0] % side or grid[1] % side:
         return f"a map of {grid[0]} × {grid[1]} tokens, which windows of {side} do not divide"
-    return ComposedParts("attention in windows", (), between, last, self.heads, side * side)
+    return Body("attention in windows", (), between, last, self.heads, side * side)
 
 
 def _global_attention(self: Foreign, grid: Grid) -> Parts:
@@ -180,7 +180,7 @@ def _global_attention(self: Foreign, grid: Grid) -> Parts:
         x = normalized(self.norm, x)
         return _cross(project(x, (q,)), reduced_map(self.to_kv, x.unflatten(1, grid)), self.heads, self.scale)
 
-    return dropped(self.dropout) or ComposedParts("attention", (), between, last, self.heads)
+    return dropped(self.dropout) or Body("attention", (), between, last, self.heads)
 
 
 READERS: dict[str, Callable[[Foreign, Grid], Parts]] = {

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....engine.body import AttentionParts, MlpParts, normalize, project
+from ....engine.attention import attention_body, heads_of, merged_heads
+from ....engine.body import Body, normalize, project
 from ....engine.branch import Branch, add_branches, runs_plain
-from ....engine.composed import ComposedParts, heads_of, merged_heads
 from ....engine.hooks import has_hooks, is_plain_module, type_name
 from ....engine.leaves import DROPOUTS, IDENTITIES, Foreign, is_inactive, softmax_reason
+from ....engine.mlp import MlpBody
 from ....engine.replay import call_block, call_branches
 from ....kernels.attention import attention
 from ....layers.compact import add_mlp, attend
@@ -63,21 +64,22 @@ def _end(self: Foreign) -> Projection | str:
     *(f"vit_pytorch.{file}.Attention" for file in ("vit", "simple_vit", "pit")),
     needs="norm to_qkv attend to_out heads scale",
     takes="",
+    attention=True,
 )
-def attention_parts(self: Foreign) -> AttentionParts | str:
+def attention_parts(self: Foreign) -> Body | str:
     """Parts of an attention: norm, packed qkv, and a projection with optional dropout."""
     if isinstance(end := _end(self), str):
         return end
-    return AttentionParts((self.to_qkv,), end[0], self.heads, self.scale, first=self.norm, drops=end[1:])
+    return attention_body((self.to_qkv,), end[0], self.heads, self.scale, first=self.norm, drops=end[1:])
 
 
 @fused_body("vit_pytorch.deepvit.Attention", needs="norm to_qkv dropout reattn_weights reattn_norm to_out", takes="")
-def deepvit_parts(self: Foreign) -> ComposedParts | str:
+def deepvit_parts(self: Foreign) -> Body | str:
     """Parts of DeepViT's attention, whose heads mix their probabilities (re-attention)."""
     if isinstance(end := _projection(self), str):
         return end
     between, name = partial(_mixed, self), "projections of re-attention"
-    return ComposedParts(name, (self.to_qkv,), between, end[0], self.heads, first=self.norm, drops=end[1:])
+    return Body(name, (self.to_qkv,), between, end[0], self.heads, first=self.norm, drops=end[1:])
 
 
 def _mixed(self: Foreign, qkv: Tensor) -> Tensor:
@@ -88,13 +90,13 @@ def _mixed(self: Foreign, qkv: Tensor) -> Tensor:
 
 
 @fused_body("vit_pytorch.cait.Attention", needs="norm to_q to_kv attend mix_heads_pre_attn to_out", takes="context")
-def cait_parts(self: Foreign, context: Tensor | None = None) -> ComposedParts | str:
+def cait_parts(self: Foreign, context: Tensor | None = None) -> Body | str:
     """Parts of CaiT's attention, whose heads mix scores and probabilities; to itself, or to itself and a context."""
     if isinstance(end := _projection(self), str):
         return end
     layers = (self.to_q, self.to_kv) if context is None else ()
     between, name = partial(_talking, self, context=context), "projections of talking heads"
-    return ComposedParts(name, layers, between, end[0], self.heads, first=self.norm, drops=end[1:])
+    return Body(name, layers, between, end[0], self.heads, first=self.norm, drops=end[1:])
 
 
 def _talking(self: Foreign, x: Tensor, context: Tensor | None) -> Tensor:
@@ -114,18 +116,17 @@ def _cross_heads(self: Foreign, x: Tensor, context: Tensor, both: bool) -> tuple
     "vit_pytorch.cross_vit.Attention",
     needs="norm to_q to_kv attend dropout to_out heads scale",
     takes="context kv_include_self",
+    attention=True,
 )
-def crossvit_parts(
-    self: Foreign, context: Tensor | None = None, kv_include_self: bool = False
-) -> AttentionParts | ComposedParts | str:
+def crossvit_parts(self: Foreign, context: Tensor | None = None, kv_include_self: bool = False) -> Body | str:
     """Parts of CrossViT's attention; to itself, to a context, or to both."""
     if isinstance(end := _end(self), str):
         return end
     if context is None and not kv_include_self:
         layers = self.to_q, self.to_kv
-        return AttentionParts(layers, end[0], self.heads, self.scale, first=self.norm, drops=end[1:])
+        return attention_body(layers, end[0], self.heads, self.scale, first=self.norm, drops=end[1:])
     between = partial(_crossed, self, context=context, both=kv_include_self)
-    return ComposedParts("attention", (), between, end[0], self.heads, first=self.norm, drops=end[1:])
+    return Body("attention", (), between, end[0], self.heads, first=self.norm, drops=end[1:])
 
 
 def _crossed(self: Foreign, x: Tensor, context: Tensor | None, both: bool) -> Tensor:
@@ -137,10 +138,11 @@ def _crossed(self: Foreign, x: Tensor, context: Tensor | None, both: bool) -> Te
     "vit_pytorch.na_vit.Attention",
     needs="norm q_norm k_norm dropout_p to_q to_kv to_out heads",
     takes="context mask attn_mask",
+    attention=True,
 )
 def navit_parts(
     self: Foreign, context: Tensor | None = None, mask: Tensor | None = None, attn_mask: Tensor | None = None
-) -> AttentionParts | ComposedParts | str:
+) -> Body | str:
     """Parts of NaViT's attention with norms of queries and keys; masks are boolean, True for "attend"."""
     if self.training and self.dropout_p > 0:
         return f"attention dropout {self.dropout_p}"
@@ -151,9 +153,9 @@ def navit_parts(
     bias, norms = four_axes(bias), (self.q_norm, self.k_norm)
     if context is None:
         layers = self.to_q, self.to_kv
-        return AttentionParts(layers, end[0], self.heads, 1.0, bias, norms=norms, first=self.norm, drops=end[1:])
+        return attention_body(layers, end[0], self.heads, 1.0, bias, norms=norms, first=self.norm, drops=end[1:])
     between = partial(_pooled, self, context=context, bias=bias)
-    return ComposedParts("attention", (), between, end[0], self.heads, first=self.norm, drops=end[1:])
+    return Body("attention", (), between, end[0], self.heads, first=self.norm, drops=end[1:])
 
 
 def _pooled(self: Foreign, x: Tensor, context: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,7 +164,7 @@ def _pooled(self: Foreign, x: Tensor, context: Tensor, bias: Tensor | None) -> T
 
 
 @fused_body(*(f"vit_pytorch.{file}.FeedForward" for file in FILES), needs="net", takes="", by_name=True)
-def feed_forward_parts(self: Foreign) -> MlpParts | str:
+def feed_forward_parts(self: Foreign) -> MlpBody | str:
     """Parts of an MLP: LayerNorm, Linear, GELU, Linear in a Sequential."""
     if type(self.net) is not nn.Sequential:
         return f"its layers are in a {type(self.net).__name__}"
@@ -241,10 +243,10 @@ def _cait_branches(pair: Foreign, context: Tensor | None) -> tuple[Branch, ...]:
     return first, Branch(mlp.fn, layer_scale=mlp.scale.flatten())
 
 
-@fused_body("vit_pytorch.cct.Attention", needs="qkv attn_drop proj proj_drop heads scale", takes="")
-def cct_parts(self: Foreign) -> AttentionParts | str:
+@fused_body("vit_pytorch.cct.Attention", needs="qkv attn_drop proj proj_drop heads scale", takes="", attention=True)
+def cct_parts(self: Foreign) -> Body | str:
     """Parts of CCT's attention, which contains no norm."""
-    parts = AttentionParts((self.qkv,), self.proj, self.heads, self.scale, drops=(self.proj_drop,))
+    parts = attention_body((self.qkv,), self.proj, self.heads, self.scale, drops=(self.proj_drop,))
     return _dropped(self.attn_drop) or parts
 
 

@@ -1,0 +1,350 @@
+"""Bodies of attention: among all tokens, in windows, or to a smaller map; what runs between the projections.
+
+Windows and reduced keys are those of a feature map x [B, H, W, D]. With a `grid` (H, W) these bodies take and return
+tokens [B, H·W, D], which are viewed as a map where that matters.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.argument import Norm, Varlen
+from ..kernels.attention import attention
+from ..kernels.attention_qkv import Rope, attention_qkv, rotate
+from ..kernels.cost import Branch
+from ..kernels.fold import packed
+from ..kernels.patch_embed import patch_embed, whole_patches
+from ..kernels.window import reference, window_attention
+from .body import Body, fold_or_normalize, project
+from .leaves import Foreign, Layer, is_patch_conv, is_readable, norm_of, width_of
+
+
+@dataclass(frozen=True, eq=False)
+class DenseHeads:
+    """Self-attention among all tokens, from packed projections.
+
+    Attributes:
+        num_heads: H.
+        scale: softmax scale; None for 1 / √d.
+        bias: added to the scores, or boolean with True for "attend"; see `kernels.attention`.
+        rope: (cos, sin, interleaved), tables that broadcast to [B, H, N − T, D]; the first T tokens are not rotated.
+        norms: norms of each head's queries and keys.
+        varlen: boundaries of images; all tokens are then one sequence.
+    """
+
+    num_heads: int
+    scale: float | None
+    bias: Tensor | None = None
+    rope: Rope | None = None
+    norms: tuple[nn.Module, nn.Module] | None = None
+    varlen: Varlen | None = None
+
+    def sizes(self, body: Body) -> Branch:
+        """See `engine.body.Body`."""
+        width, channels = width_of(body.projections)
+        if self.varlen is not None:
+            # a trace reads no lengths
+            keys = 0 if torch.compiler.is_compiling() else self.varlen.max_seqlen or 0
+            return Branch("window_attention", 0, 0, channels, width, width // 3, self.num_heads, keys=keys)
+        return Branch("attention", 0, 0, channels, width, width // 3, self.num_heads)
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Attention without projections: [B, N, 3·H·d] → [B, N, H·d]."""
+        q_norm, k_norm = (None, None) if self.norms is None else map(norm_of, self.norms)
+        if self.varlen is not None:
+            return self._attend_packed(qkv.flatten(0, -2), q_norm, k_norm).view(*qkv.shape[:-1], -1)
+        rope = None if self.rope is None else _of_all(self.rope, qkv.shape[1])
+        prefix = 0 if rope is None else qkv.shape[1] - rope[0].shape[-2]
+        if self.norms is None or (q_norm is not None and k_norm is not None):
+            return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, rope, prefix, self.bias)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+        q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
+        if rope is not None:
+            q, k = (rotate(t, rope, prefix).to(v.dtype) for t in (q, k))
+        return attention(q, k, v, self.bias, self.scale).transpose(1, 2).flatten(2)
+
+    def _attend_packed(self, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        """Attention within images: [T, 3·H·d] → [T, H·d]."""
+        if self.norms is not None and (q_norm is None or k_norm is None):
+            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [T, H, d]
+            q, k = (norm(t) for norm, t in zip(self.norms, (q, k), strict=True))
+            qkv, q_norm, k_norm = torch.stack((q, k, v), 1).flatten(1), None, None
+        return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm, self.rope, varlen=self.varlen)
+
+
+def attention_body(
+    projections: tuple[Layer, ...],
+    proj: nn.Module | None,
+    num_heads: int,
+    scale: float | None,
+    bias: Tensor | None = None,
+    rope: Rope | None = None,
+    norms: tuple[nn.Module, nn.Module] | None = None,
+    first: nn.Module | None = None,
+    last: nn.Module | None = None,
+    drops: tuple[nn.Module | None] = (None,),
+    varlen: Varlen | None = None,
+) -> Body:
+    """The body of a self-attention.
+
+    Args:
+        projections: one projection packed as [3, H, D], or those of queries, keys and values.
+        proj: output projection; None for none.
+        num_heads: H.
+        scale: see `DenseHeads`, as bias, rope and norms.
+        bias: added to the scores.
+        rope: rotary tables.
+        norms: norms of queries and keys.
+        first: norm inside the module, before the projections.
+        last: norm before the output projection.
+        drops: dropout after the output projection.
+        varlen: boundaries of images; x may then be [T, D].
+    """
+    name = "attention" if varlen is None else "window attention"
+    heads = DenseHeads(num_heads, scale, bias, rope, norms, varlen)
+    return Body(name, projections, heads, proj, num_heads, first=first, last=last, drops=drops)
+
+
+def _of_all(rope: Rope, tokens: int) -> Rope:
+    """The rotary tables; in a trace in which their size is a value, they are those of all tokens."""
+    if not torch.compiler.is_compiling():
+        return rope
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true  # imported by every trace
+
+    cos, sin, interleaved = rope
+    same = cos.shape[-2] == tokens
+    if guard_or_false(same) or not guard_or_true(same):
+        return rope
+    torch._check(same)
+    cos, sin = (t.reshape(*t.shape[:-2], tokens, t.shape[-1]) for t in (cos, sin))
+    return cos, sin, interleaved
+
+
+class Window(NamedTuple):
+    """Windows of a feature map; see `kernels.window`.
+
+    Attributes:
+        size: (height, width) in tokens.
+        shift: rows and columns by which the map is rolled first.
+        pad_first: pad to whole windows, then roll (torchvision, transformers); else roll, then pad (timm).
+        still: do not shift along an axis with a single window (torchvision).
+    """
+
+    size: tuple[int, int]
+    shift: tuple[int, int] = (0, 0)
+    pad_first: bool = True
+    still: bool = False
+
+    def shift_on(self, grid: tuple[int, ...]) -> tuple[int, int]:
+        """The shift on a map of (H, W) tokens."""
+        rows, columns = self.shift
+        if not self.still:
+            return rows, columns
+        return rows * (grid[0] > self.size[0]), columns * (grid[1] > self.size[1])
+
+
+@dataclass(frozen=True, eq=False)
+class WindowHeads:
+    """Self-attention in windows, from packed projections.
+
+    Attributes:
+        projections: those whose outputs are given, which say what a padded token gives.
+        num_heads: heads.
+        scale: softmax scale, or a tensor [heads] for the cosine attention of Swin V2.
+        window: size and shift.
+        bias: [heads, n, n], added to the scores of the n tokens of every window.
+        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
+    """
+
+    projections: tuple[Layer, ...]
+    num_heads: int
+    scale: float | Tensor | None
+    window: Window
+    bias: Tensor | None = None
+    grid: tuple[int, int] | None = None
+    takes_input: ClassVar[bool] = True
+
+    def sizes(self, body: Body) -> Branch:
+        """See `engine.body.Body`."""
+        width, channels = width_of(body.projections)
+        height, columns = self.window.size
+        return Branch("window_attention", 0, 0, channels, width, width // 3, self.num_heads, keys=height * columns)
+
+    def __call__(self, qkv: Tensor, x: Tensor, way: str) -> Tensor:
+        """Projections [B, H, W, 3·heads·D] of x [B, H, W, C] → [B, H, W, heads·D]."""
+        return as_tokens(self.attend(as_map(qkv, self.grid), x.shape[-1]), self.grid)
+
+    def attend(self, qkv: Tensor, channels: int, fused: bool = True) -> Tensor:
+        """Attention without projections, which have this number of input channels; in PyTorch unless `fused`.
+
+        [B, H, W, 3·heads·D] → [B, H, W, heads·D].
+        """
+        size, shift = self.window.size, self.window.shift_on(qkv.shape[1:3])
+        pad = self.padded_token(qkv, channels) if qkv.shape[1] % size[0] or qkv.shape[2] % size[1] else None
+        run = window_attention if fused else reference
+        return run(qkv, self.num_heads, size, shift, self.bias, self.scale, pad, self.window.pad_first)
+
+    def padded_token(self, qkv: Tensor, channels: int) -> Tensor | None:
+        """The projections of a padded token, which is zero after the norm: [3·heads·D]."""
+        if all(is_readable(layer) for layer in self.projections):
+            return packed(*zip(*((layer.weight, layer.bias) for layer in self.projections), strict=True))[1]
+        return project(qkv.new_zeros(1, channels), self.projections)[0]
+
+
+def window_body(
+    projections: tuple[Layer, ...],
+    proj: nn.Module | None,
+    num_heads: int,
+    scale: float | Tensor | None,
+    window: Window,
+    bias: Tensor | None = None,
+    drops: tuple[nn.Module | None] = (None,),
+    grid: tuple[int, int] | None = None,
+) -> Body:
+    """The body of a self-attention in windows.
+
+    Args:
+        projections: one projection packed as [3, heads, D], or those of queries, keys and values.
+        proj: output projection.
+        num_heads: heads.
+        scale: see `WindowHeads`, as window, bias and grid.
+        window: size and shift.
+        bias: added to the scores.
+        drops: dropout after the output projection.
+        grid: (H, W) of tokens.
+    """
+    heads = WindowHeads(projections, num_heads, scale, window, bias, grid)
+    return Body("window attention", projections, heads, proj, num_heads, drops=drops)
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedHeads:
+    """Attention whose keys and values come from a smaller feature map (PVT, Twins, SegFormer).
+
+    Attributes:
+        q: projection of the queries.
+        kv: one projection packed as [2, heads, D], or those of keys and values.
+        num_heads: heads.
+        scale: softmax scale.
+        reduce: convolution with stride equal to its kernel size, or a function of the normalised x [B, H, W, D] that
+            returns tokens [B, M, D]; None for keys and values of all tokens.
+        norm: after the reduction.
+        ratio: side of x divided by that of the smaller map.
+        grid: (H, W) if x is tokens [B, H·W, D]; None for a map.
+    """
+
+    q: Layer
+    kv: tuple[Layer, ...]
+    num_heads: int
+    scale: float | None
+    reduce: Foreign | None = None
+    norm: nn.Module | None = None
+    ratio: int = 1
+    grid: tuple[int, int] | None = None
+    takes_input: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The projections of queries, keys and values."""
+        return (self.q, *self.kv)
+
+    def sizes(self, body: Body) -> Branch:
+        """See `engine.body.Body`."""
+        inner, channels = width_of((self.q,))
+        if self.reduce is None:
+            return Branch("attention", 0, 0, channels, 3 * inner, inner, self.num_heads)
+        keys = max(self.ratio, 2) ** 2
+        return Branch("reduced_attention", 0, 0, channels, inner + 2 * inner // keys, inner, self.num_heads, keys=keys)
+
+    def __call__(self, qkv: Tensor, x: Tensor, way: str) -> Tensor:
+        """Packed projections of x [B, H, W, D], or x itself if there is a reduction → [B, H, W, heads·D]."""
+        if self.reduce is None:
+            o = attention_qkv(qkv.flatten(1, -2), self.num_heads, self.scale)
+        else:
+            q = project(x, (self.q,), None, None, way).flatten(1, -2)
+            small, before = fold_or_normalize(reduced_map(self.reduce, as_map(x, self.grid)), self.norm, self.kv, way)
+            kv = project(small, self.kv, before, None, way)
+            q, k, v = (
+                t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, *kv.chunk(2, -1))
+            )  # [B, heads, N or M, D]
+            o = attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+        return o.unflatten(1, x.shape[1:-1])
+
+
+def reduced_body(
+    q: Layer,
+    kv: tuple[Layer, ...],
+    proj: nn.Module | None,
+    num_heads: int,
+    scale: float | None,
+    reduce: Foreign | None = None,
+    norm: nn.Module | None = None,
+    ratio: int = 1,
+    drops: tuple[nn.Module | None] = (None,),
+    grid: tuple[int, int] | None = None,
+) -> Body:
+    """The body of an attention to a smaller feature map.
+
+    Args:
+        q: see `ReducedHeads`, as kv, num_heads, scale, reduce, norm, ratio and grid.
+        kv: projections of keys and values.
+        proj: output projection.
+        num_heads: heads.
+        scale: softmax scale.
+        reduce: from x to the smaller map; None for none.
+        norm: after the reduction.
+        ratio: of the sides of both maps.
+        drops: dropout after the output projection.
+        grid: (H, W) of tokens.
+    """
+    heads = ReducedHeads(q, kv, num_heads, scale, reduce, norm, ratio, grid)
+    name = "attention" if reduce is None else "reduced attention"
+    return Body(name, heads.layers if reduce is None else (), heads, proj, num_heads, drops=drops)
+
+
+def reduced_map(reduce: Foreign, x: Tensor) -> Tensor:
+    """The smaller map of x [B, H, W, D] as tokens [B, M, D]."""
+    image = x.permute(0, 3, 1, 2)
+    if is_patch_conv(reduce):
+        return patch_embed(whole_patches(image, reduce.stride), reduce.weight, reduce.bias)
+    return reduce(image).flatten(2).transpose(1, 2) if isinstance(reduce, nn.Module) else reduce(x)
+
+
+def heads_of(x: Tensor, num_heads: int, parts: int = 3) -> tuple[Tensor, ...]:
+    """Packed projections [B, ..., parts · H · D] as tensors [B, H, N, D], views where N is one axis."""
+    return x.flatten(1, -2).unflatten(-1, (parts, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def merged_heads(o: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Outputs of heads [B, H, N, D] → [B, *shape, H · D], where the shape has N tokens."""
+    return o.transpose(1, 2).flatten(2).unflatten(1, shape)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, drop: nn.Dropout, fused: bool = False, bias: Tensor | None = None
+) -> Tensor:
+    """Attention of the heads [B, H, N or M, D] → [B, N, H · D]; PyTorch's while probabilities are dropped."""
+    dropout = drop.p if drop.training else 0.0
+    if fused and dropout == 0.0:
+        o = attention(q, k, v, bias, scale)
+    else:
+        o = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=scale)
+    return o.transpose(1, 2).flatten(2)
+
+
+def attend_all(qkv: Tensor, num_heads: int, scale: float | None) -> Tensor:
+    """Attention among all tokens of packed projections, [B, ..., 3 · H · D] → [B, ..., H · D]."""
+    return attention_qkv(qkv.flatten(1, -2), num_heads, scale).unflatten(1, qkv.shape[1:-1])
+
+
+def as_map(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    """Tokens x [B, H·W, D] of a grid as a map [B, H, W, D]; x itself without a grid."""
+    return x if grid is None else x.unflatten(1, tuple(grid))
+
+
+def as_tokens(x: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    """The reverse of `as_map`."""
+    return x if grid is None else x.flatten(1, 2)
