@@ -21,7 +21,8 @@ from fastvit_triton import freeze, optimize
 from fastvit_triton.convert import forwards
 from fastvit_triton.convert.readers import torchvision as from_torchvision
 from fastvit_triton.convert.readers.timm import blocks, pyramids
-from fastvit_triton.engine import spatial
+from fastvit_triton.engine import attention as attention_bodies
+from fastvit_triton.engine import mlp as mlp_bodies
 from fastvit_triton.kernels import mlp
 from fastvit_triton.kernels.depthwise import depthwise
 from fastvit_triton.kernels.window import window_attention
@@ -227,8 +228,8 @@ def test_launches_of_a_frozen_block(name, monkeypatch):
     given = inputs(name, torch.bfloat16)
     with torch.no_grad(), recording("sm_90") as found:
         for file, own in (
-            (spatial, window_attention),
-            (spatial, depthwise),
+            (attention_bodies, window_attention),
+            (mlp_bodies, depthwise),
         ):  # one launch each, whatever runs on this machine
             monkeypatch.setattr(file, own.__name__, lambda *x, own=own, **more: once(found, own, *x, **more))
         outputs(model, given)  # folds weights and expands tables, which frozen models keep
