@@ -22,7 +22,7 @@ ALLOWED_IMPORTS = {
     "kernels": {"kernels"},
     "engine": {"kernels", "engine"},
     "layers": {"kernels", "engine", "layers"},
-    "models": {"kernels", "engine", "layers", "models"},
+    "models": {"kernels", "engine", "layers", "convert", "models"},
     "train": {"train", "files", "preparation"},
     "convert": {"kernels", "engine", "layers", "convert"},
     "expected": {"kernels", "engine", "layers", "expected"},

@@ -22,7 +22,7 @@ from ..engine.leaves import Foreign
 from ..engine.mlp import MlpBody
 from ..kernels.backend import constant, kernels_available, transparent
 from .recognition import recognised
-from .third_party import FUSED, is_fusable, runs_original
+from .third_party import FUSED, inherited, is_fusable, runs_original
 
 Parts = Body | MlpBody
 Reader = Callable[..., Parts | str]
@@ -91,6 +91,24 @@ FORWARDS: dict[str, list[Forward]] = {}  # type → its fused forwards, the newe
 INNER: set[str] = set()  # types of submodules whose code a fused forward replaces together with its own
 
 
+METHODS: dict[str, tuple[str, Callable]] = {}  # type → a method that is not `forward`, and its fused form
+
+
+def fused_method(method: str, *names: str) -> Callable[[Callable], Callable]:
+    """Decorator: registers the fused form of a method of these types; only types of this package have any."""
+
+    def decorate(run: Callable) -> Callable:
+        METHODS.update(dict.fromkeys(names, (method, run)))
+        return run
+
+    return decorate
+
+
+def bind(module: nn.Module, method: str, run: Callable) -> None:
+    """Makes calls of a method of this instance run `run`, whose first argument is the module."""
+    setattr(module, method, functools.partial(run, module))
+
+
 def register(names: tuple[str, ...], forward: Forward) -> None:
     """Registers a fused forward for these types."""
     FUSED.update(names)
@@ -102,9 +120,11 @@ def register(names: tuple[str, ...], forward: Forward) -> None:
 def known_type(module: nn.Module) -> str:
     """Name of the module's type, or of the registered type whose forward runs the same code."""
     name = type_name(module)
-    if name in FORWARDS or name.partition(".")[0] in ("torch", PACKAGE):
+    if name in FORWARDS or name.startswith("torch."):
         return name
-    return recognised(type(module)) or name
+    if name.startswith(f"{PACKAGE}."):
+        return inherited(type(module)) or name
+    return inherited(type(module)) or recognised(type(module)) or name
 
 
 def inner_reason(*inner: tuple[nn.Module, Collection[str]]) -> str | None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +11,20 @@ from torch import nn
 from ..engine.body import Body
 from ..engine.freeze import freeze as freeze_weights
 from ..engine.freeze import is_frozen, unfreeze
-from ..engine.hooks import has_hooks, is_our_forward, type_name
+from ..engine.hooks import PACKAGE, has_hooks, is_our_forward, type_name
 from ..engine.leaves import CONVOLUTIONS, VOLUME_CONVOLUTIONS, is_readable, norm_of
 from ..engine.source import code_of
 from ..engine.ways import SIZES
 from ..kernels.backend import backend, why_not
 from ..layers.normed import NORMED
 from . import readers  # noqa: F401  (registers the fused forwards)
-from .forwards import INNER, Forward, Parts, forward_for, known_type
+from .forwards import FORWARDS, INNER, METHODS, Forward, Parts, bind, forward_for, known_type
 from .readers.torch import STEMS, stems_of
 from .readers.transformers import attention_interface
 from .recognition import forget, is_ours
 from .reporting import OURS, UNKNOWN, Report, Row
 from .shares import Subject
+from .third_party import inherited
 from .verify import TOLERANCE, as_double, differences
 
 LEFT: dict[str, str | None] = {
@@ -102,6 +102,22 @@ def optimize(
     return Report(rows, device, subject=Subject(model, tune if verify is None else verify))
 
 
+def attach(model: nn.Module) -> None:
+    """Binds their fused forwards to the modules of this package in a model, as `create_model` does.
+
+    Copies and pickles keep them. A module whose forward was replaced keeps what it has.
+    """
+    for module in model.modules():
+        name = type_name(module)
+        name = name if name in FORWARDS or name in METHODS else inherited(type(module)) or name
+        if not name.startswith(f"{PACKAGE}."):
+            continue
+        if name in FORWARDS and "forward" not in module.__dict__:
+            bind(module, "forward", FORWARDS[name][0].run)
+        if name in METHODS and METHODS[name][0] not in module.__dict__:
+            bind(module, *METHODS[name])
+
+
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """Context that restores the attributes of all instances, and ends a new freeze, if an exception is raised in it."""
@@ -134,6 +150,7 @@ def _rows(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) 
         if type_name(module) in CONVOLUTIONS | VOLUME_CONVOLUTIONS and id(module) not in stems:
             continue
         if is_ours(path, known):
+            attach(module)
             if not any(f"{path}.".startswith(p + "." if p else "") for p in own):
                 own.append(path)
                 rows.append(Row(path, type(module).__name__, why=OURS))
@@ -216,7 +233,7 @@ def _convert(path: str, module: nn.Module, filter_fn: Callable[[nn.Module, str],
         return Row(path, cls, why="excluded by filter_fn")
     if "forward" in module.__dict__ and not is_our_forward(module.__dict__["forward"]):
         return Row(path, cls, why="its forward was replaced")
-    module.forward = partial(forward.run, module)
+    bind(module, "forward", forward.run)
     if forward.became == "":
         return None
     if isinstance(parts, str):
@@ -281,7 +298,7 @@ def _check(model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Undoes `optimize` and `freeze`: removes every fused forward.
+    """Undoes `optimize` and `freeze`: removes every fused forward of modules of other packages.
 
     torch.jit.script then accepts the model again.
 
@@ -292,6 +309,7 @@ def revert(model: nn.Module) -> None:
     unfreeze(model)
     with _all_or_nothing(model):
         for module in model.modules():
-            if is_our_forward(module.__dict__.get("forward")):
+            ours = known_type(module).startswith(f"{PACKAGE}.")
+            if is_our_forward(module.__dict__.get("forward")) and not ours:
                 del module.__dict__["forward"]
             module.__dict__.pop(SIZES, None)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import leaves as parts
-from ..engine.hooks import are_plain_tensors, has_global_hooks, runs_other_code
-from ..engine.source import Code, code_of
+from ..engine.hooks import PACKAGE, are_plain_tensors, has_global_hooks, runs_other_code
+from ..engine.source import ALWAYS, Code, code_of
 from ..kernels.backend import backend, constant, kernels_available
 from .recognition import recognised
 
@@ -97,7 +97,22 @@ def _is_replaced(cls: type[nn.Module]) -> bool:
 def _has_fused_forward(code: Code) -> bool:
     """True if this code is that of a type with a fused forward: by name, or by what it computes."""
     known = any(f"{cls.__module__}.{cls.__qualname__}" in FUSED for cls in (code.cls, code.base))
-    return known or recognised(code.cls) is not None
+    return known or inherited(code.cls) is not None or recognised(code.cls) is not None
+
+
+def inherited(cls: type[nn.Module]) -> str | None:
+    """Name of the type of this package with a fused forward whose own forward the class inherits; else None.
+
+    Methods that the class overrides, such as `Attention.attend`, are called by that fused forward.
+    """
+    for base in cls.__mro__[1:]:
+        name = f"{base.__module__}.{base.__qualname__}"
+        if name in FUSED and name.startswith(f"{PACKAGE}."):
+            same = all(
+                getattr(cls, method) is getattr(base, method) for method in ("forward", "__call__", "__getattr__")
+            )
+            return name if same else None
+    return None
 
 
 def four_axes(bias: Tensor | None) -> Tensor | None:

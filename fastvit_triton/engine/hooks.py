@@ -8,6 +8,7 @@ that no package is imported to recognise its modules; a LoRA, quantised or param
 from collections.abc import Callable, Collection
 from functools import partial
 from types import FunctionType
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -82,13 +83,18 @@ def has_hooks(module: nn.Module) -> bool:
     if "forward" in facts and not is_our_forward(facts["forward"]):
         return True
     methods = methods_of(type(module))  # as `runs_other_code`
-    return methods is None or (methods != () and any(name in facts for name in methods))
+    return methods is None or (methods != () and _replaces(facts, methods))
 
 
 def runs_other_code(module: nn.Module) -> bool:
     """True if a call runs other code than the source files of the module's class define, or an attribute of it."""
     methods = methods_of(type(module))
-    return methods is None or (methods != () and any(name in module.__dict__ for name in methods))
+    return methods is None or (methods != () and _replaces(module.__dict__, methods))
+
+
+def _replaces(facts: dict[str, Any], methods: tuple[str, ...]) -> bool:
+    """True if an attribute of an instance replaces one of these methods."""
+    return any(name in facts and not is_our_forward(facts[name]) for name in methods)
 
 
 def has_watched_child(module: nn.Module) -> bool:

@@ -1,22 +1,10 @@
 """Attention modules. Parameter names are timm's: qkv, q_norm, k_norm, proj."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import ways
-from ..engine.attention import attend
-from ..engine.body import Before, Given, Output, finish, project
-from ..engine.branch import Branch, add_branches
-from ..engine.hooks import can_fuse
-from ..engine.leaves import is_identity, norm_of
-from ..engine.ways import way_alone
 from ..kernels.attention import attention
-from ..kernels.attention_qkv import attention_qkv
-from ..kernels.backend import kernels_available
-from ..kernels.cost import Branch as Sizes
 from .mlp import Mlp
 
 
@@ -62,45 +50,23 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
         self.position = position
 
-    def entering(self) -> tuple[nn.Linear, ...]:
-        """The linear layers applied to x."""
-        return (self.qkv,)
-
-    def sizes(self) -> Sizes:
-        """See `engine.body.Body`."""
-        inner = self.num_heads * self.head_dim
-        return Sizes("attention", 0, 0, getattr(self.qkv, "in_features", inner), 3 * inner, inner, self.num_heads)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        norm: Before | None = None,
-        stats: Given | None = None,
-        way: str | None = None,
-        **end: Any,
-    ) -> Output:
-        """x [B, N, D] → [B, N, D]; for the arguments see `engine.body.Body`."""
-        if way is None:
-            way = way_alone(self, x)
-        if way == "plain":
-            return self.proj_drop(self.proj(self.attend(self.qkv(x))))
-        o = self.attend(project(x, (self.qkv,), norm, stats, way))
-        return finish(o, self.proj, drop=self.proj_drop, way=way, **end)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, N, D] → [B, N, D]."""
+        return self.proj_drop(self.proj(self.attend(self.qkv(x))))
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Packed projections [B, N, 3·H·d] → the heads' outputs [B, N, H·d]; a subclass may override it."""
-        fused = not ways.state.inside_plain and can_fuse(qkv) and kernels_available(qkv, self.head_dim)
-        simple = fused and self.position is None and not (self.attn_drop.training and self.attn_drop.p > 0)
-        if simple and is_identity(self.q_norm) and is_identity(self.k_norm):
-            return attention_qkv(qkv, self.num_heads, self.scale)
-        if simple and (q_norm := norm_of(self.q_norm)) is not None and (k_norm := norm_of(self.k_norm)) is not None:
-            return attention_qkv(qkv, self.num_heads, self.scale, q_norm, k_norm)
-        heads = qkv.reshape(*qkv.shape[:2], 3, self.num_heads, self.head_dim)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.heads(qkv)
         bias = None if self.position is None else self.scale * self.position(q)
-        return attend(q, k, v, self.scale, self.attn_drop, fused, bias)
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        o = F.scaled_dot_product_attention(q, k, v, bias, dropout, scale=self.scale)
+        return o.transpose(1, 2).flatten(2)
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed projections [B, N, 3·H·d] → queries, keys and values [B, H, N, d]."""
+        heads = qkv.reshape(*qkv.shape[:2], 3, self.num_heads, self.head_dim)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.q_norm(q), self.k_norm(k), v
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}"
@@ -168,5 +134,5 @@ class AttentionPool(nn.Module):
         q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [1, H, 1, d]
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
         o = attention(q.expand(x.shape[0], -1, -1, -1), k, v).transpose(1, 2).flatten(2)
-        x = project(o, (self.proj,)) if can_fuse(o) else self.proj(o)  # [B, 1, D]
-        return add_branches(x, Branch(self.mlp, self.norm))[:, 0]
+        x = self.proj(o)  # [B, 1, D]
+        return (x + self.mlp(self.norm(x)))[:, 0]

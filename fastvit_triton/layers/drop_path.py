@@ -1,5 +1,7 @@
 """Stochastic depth: skips residual branches per image during training."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,17 @@ class DropPath(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p:.3g}"
+
+
+def add(x: Tensor, drop_path: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    """x + drop_path(branch(x)) for x [B, ...]; a `DropPath` that skips computes the branch for kept images only."""
+    if not isinstance(drop_path, DropPath) or (kept := drop_path.kept_images(x)) is None:
+        return x + drop_path(branch(x))
+    factor = 1 / (1 - drop_path.p)
+    if not len(kept):  # one image times 0, so that every parameter has a gradient, as DDP and weight decay expect
+        kept, factor = torch.zeros(1, dtype=torch.long, device=x.device), 0.0
+    part = x[kept]
+    return x.index_copy(0, kept, part + branch(part) * factor)
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:

@@ -2,13 +2,10 @@
 
 from torch import Tensor, nn
 
-from ..engine.body import activate
-from ..engine.mlp import MlpBody
-from ..engine.parted import Parted
-from ..kernels.activation import ACTIVATIONS
+from ..kernels.activation import ACTIVATIONS, apply_activation
 
 
-class Mlp(Parted):
+class Mlp(nn.Module):
     """fc1, activation, fc2 (ViT, arXiv:2010.11929, eq. 3); for "swiglu" fc1 packs gate and value (arXiv:2002.05202).
 
     Args:
@@ -29,17 +26,9 @@ class Mlp(Parted):
         self.fc2 = nn.Linear(hidden // 2 if act == "swiglu" else hidden, dim, bias=bias)
         self.drop2 = nn.Dropout(drop)
 
-    def entering(self) -> tuple[nn.Linear, ...]:
-        """The linear layers applied to x."""
-        return (self.fc1,)
-
-    def plain(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [B, ..., D] → [B, ..., D]."""
-        return self.drop2(self.fc2(self.drop1(activate(self.fc1(x), self.act))))
-
-    def parts(self) -> MlpBody:
-        """Its submodules as `MlpBody`."""
-        return MlpBody((self.fc1,), self.act, self.fc2, (self.drop1, self.drop2))
+        return self.drop2(self.fc2(self.drop1(apply_activation(self.fc1(x), self.act))))
 
     def extra_repr(self) -> str:
         return f"act={self.act}"

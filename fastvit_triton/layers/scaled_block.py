@@ -11,6 +11,7 @@ from ..engine.hooks import can_fuse, has_hooks
 from ..engine.replay import call_block
 from ..engine.ways import plainly
 from .block import Block, Blocks
+from .drop_path import add
 from .mixing import RefinedAttention, RefinedParts
 from .mlp import Mlp
 from .recompute import recomputed
@@ -34,7 +35,6 @@ class ScaledBlock(Block):
 
     gamma_1: nn.Parameter | None
     gamma_2: nn.Parameter | None
-    chains = True
 
     def __init__(
         self,
@@ -57,23 +57,27 @@ class ScaledBlock(Block):
             if gamma is not None and self.init_values is not None:
                 nn.init.constant_(gamma, self.init_values)
 
-    def _plain(self, x: Tensor) -> Tensor:
-        return add_branches(x, *self.branches(x))
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, D] → [B, N, D]."""
+        first, second = self.factors(x)
+        x = add(x, self.drop_path1, lambda x: times(first, self.attn(self.norm1(x))))
+        return add(x, self.drop_path2, lambda x: times(second, self.mlp(self.norm2(x))))
 
-    def branches(self, x: Tensor) -> tuple[Branch, Branch]:
-        """Attention and MLP with their norms and factors, for x [B, N, D]."""
+    def factors(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What both branches of x [B, N, D] are multiplied by, [D]; None for 1."""
         first = self.scale(x, self.gamma_1)
-        second = first if self.gamma_2 is None else self.scale(x, self.gamma_2)
-        return (
-            Branch(self.attn, self.norm1, drop_path=self.drop_path1, layer_scale=first),
-            Branch(self.mlp, self.norm2, drop_path=self.drop_path2, layer_scale=second),
-        )
+        return first, first if self.gamma_2 is None else self.scale(x, self.gamma_2)
 
     def scale(self, x: Tensor, gamma: Tensor | None) -> Tensor | None:
         """c γ, or c for every channel, [D]; None for 1."""
         if gamma is None:
             return None if self.factor == 1.0 else x.new_full(x.shape[-1:], self.factor)
         return gamma if self.factor == 1.0 else self.factor * gamma
+
+
+def times(factors: Tensor | None, y: Tensor) -> Tensor:
+    """y [B, N, D] times the factors [D], if there are any."""
+    return y if factors is None else y * factors
 
 
 class ScaledMlp(Mlp):

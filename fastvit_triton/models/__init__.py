@@ -9,6 +9,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+from ..convert.modules import attach
 from . import (
     attention_conv,
     botnet,
@@ -88,6 +89,7 @@ def create_model(
     config, family = model_config(name, **overrides), CATALOGUE[name]
     model = (getattr(family, "MODELS", {}).get(name) or family.MODEL)(config)
     model.variant = name
+    attach(model)
     return FeatureGetterNet(model, out_indices, output_fmt=output_fmt) if features_only else model
 
 

@@ -200,11 +200,19 @@ def window_parts(self: Foreign, mask: Tensor | None = None) -> Body | str:
     return attention_body((self.qkv,), self.proj, self.num_heads, scale_of(self), bias, drops=(self.proj_drop,))
 
 
-@fused_body("timm.layers.mlp.Mlp", "timm.models.layers.mlp.Mlp", needs="fc1 act drop1|drop fc2 drop2|drop", takes="")
+@fused_body(
+    "timm.layers.mlp.Mlp",
+    "timm.models.layers.mlp.Mlp",
+    "fastvit_triton.layers.mlp.Mlp",
+    "fastvit_triton.layers.scaled_block.ScaledMlp",
+    needs="fc1 act drop1|drop fc2 drop2|drop",
+    takes="",
+)
 def mlp_parts(self: Foreign) -> MlpBody | str:
     """Parts of an MLP: fc1, activation, optional norm, fc2; older releases use one dropout twice."""
     drops = (self.drop1, self.drop2) if hasattr(self, "drop1") else (self.drop, self.drop)
-    return MlpBody((self.fc1,), activation_of(self.act), self.fc2, drops, last=_present(self))
+    act = self.act if isinstance(self.act, str) else activation_of(self.act)
+    return MlpBody((self.fc1,), act, self.fc2, drops, last=_present(self))
 
 
 @fused_body(

@@ -37,6 +37,7 @@ def _drop_paths(block: Foreign) -> tuple[nn.Module, nn.Module]:
 @fused_forward(
     "pre-norm block",
     "timm.models.vision_transformer.Block",
+    "fastvit_triton.layers.block.Block",
     "timm.models.nest.TransformerLayer",
     "timm.models.volo.Transformer",
     "timm.models.volo.Outlooker",
@@ -50,10 +51,15 @@ def block(self: Foreign, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
 
 
 def _block(self: Foreign, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    call, (drop1, drop2) = _given(self, attn_mask=attn_mask, is_causal=is_causal), _drop_paths(self)
-    scale1, scale2 = (self.ls1, self.ls2) if hasattr(self, "ls1") else (None, None)
-    attn = Branch(self.attn, self.norm1, scale1, drop1, call=call)
-    return add_branches(x, attn, Branch(self.mlp, self.norm2, scale2, drop2), block=self)
+    return add_branches(x, *block_branches(self, attn_mask, is_causal), block=self)
+
+
+def block_branches(block: Foreign, attn_mask: Tensor | None = None, is_causal: bool = False) -> tuple[Branch, Branch]:
+    """Attention and MLP of a pre-norm block, with their norms and factors."""
+    call, (drop1, drop2) = _given(block, attn_mask=attn_mask, is_causal=is_causal), _drop_paths(block)
+    scale1, scale2 = (block.ls1, block.ls2) if hasattr(block, "ls1") else (None, None)
+    attn = Branch(block.attn, block.norm1, scale1, drop1, call=call)
+    return attn, Branch(block.mlp, block.norm2, scale2, drop2)
 
 
 @fused_forward(

@@ -1,0 +1,154 @@
+"""Fused forwards for this package's layers that no other library has, which register on import.
+
+Blocks, attention and MLPs with timm's attributes share timm's readers. `attach` binds them to a model of ours.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...engine import replay
+from ...engine.attention import attend, attention_body
+from ...engine.body import Body, Given, Output, normalize, project
+from ...engine.branch import Branch, add_branches
+from ...engine.hooks import can_fuse, has_global_hooks, has_hooks, is_our_forward, type_name
+from ...engine.leaves import Foreign
+from ...engine.ways import known_way, plainly
+from ...kernels.attention import attention
+from ...layers.attention import Attention
+from ..forwards import fused_body, fused_forward, fused_method, original
+from ..third_party import head_norms, is_fusable
+from .timm.blocks import block_branches, both_norms
+
+BLOCK = "fastvit_triton.layers.block.Block"
+SCALED_BLOCK = "fastvit_triton.layers.scaled_block.ScaledBlock"
+BRANCHES: dict[str, Callable[[Foreign, Tensor], tuple[Branch, Branch]]] = {}  # type of a block → its branches
+
+
+def scaled_branches(block: Foreign, x: Tensor) -> tuple[Branch, Branch]:
+    """Branches of a block whose branches are multiplied by factors of its own, for x [B, N, D]."""
+    first, second = block.factors(x)
+    return (
+        Branch(block.attn, block.norm1, drop_path=block.drop_path1, layer_scale=first),
+        Branch(block.mlp, block.norm2, drop_path=block.drop_path2, layer_scale=second),
+    )
+
+
+BRANCHES |= {BLOCK: lambda block, x: block_branches(block), SCALED_BLOCK: scaled_branches}
+
+
+@fused_forward(
+    "pre-norm block",
+    SCALED_BLOCK,
+    needs="norm1 attn drop_path1 norm2 mlp drop_path2 gamma_1 gamma_2 factor",
+    takes="",
+    folds=both_norms,
+)
+def scaled_block(self: Foreign, x: Tensor) -> Tensor:
+    """Pre-norm block whose branches are multiplied by factors; [B, N, D] → [B, N, D]."""
+    return add_branches(x, *scaled_branches(self, x), block=self) if is_fusable(self, x) else original(self, x)
+
+
+@fused_forward(
+    "post-norm block",
+    "fastvit_triton.layers.block.PostNormBlock",
+    needs="norm1 attn ls1 drop_path1 norm2 mlp ls2 drop_path2",
+    takes="",
+)
+def post_norm_block(self: Foreign, x: Tensor) -> Tensor:
+    """Post-norm block; [B, N, D] → [B, N, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    x = normalize(add_branches(x, Branch(self.attn, None, self.ls1, self.drop_path1)), self.norm1)
+    return normalize(add_branches(x, Branch(self.mlp, None, self.ls2, self.drop_path2)), self.norm2)
+
+
+@fused_method("outputs", "fastvit_triton.layers.block.Blocks")
+def outputs(
+    self: Foreign, x: Tensor, after: Sequence[Callable[[Tensor], Tensor]] = (), recompute: bool = False
+) -> Iterator[Tensor]:
+    """Yields the output of each block; each passes the row statistics of its output to the next block's norm."""
+    if recompute or has_global_hooks():
+        yield from type(self).outputs(self, x, after, recompute)
+        return
+    stats: Given | None = None
+    blocks, changed = list(self), len(after)
+    chained = [_is_chained(block) for block in blocks]
+    chained.append(False)  # after the last block
+    for i, block in enumerate(blocks):
+        if chained[i]:
+            next_norm = blocks[i + 1].norm1 if chained[i + 1] and i >= changed else None
+            x, stats = run_chained(block, x, stats, next_norm)
+        else:
+            x, stats = block(x), None
+        x = after[i](x) if i < changed else x
+        yield x
+
+
+def _is_chained(block: nn.Module) -> bool:
+    """True if the block takes row statistics of x and returns those of its output; a hook expects one tensor."""
+    bound = is_our_forward(block.__dict__.get("forward"))
+    return bound and type_name(block) in BRANCHES and not has_hooks(block)
+
+
+def run_chained(block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None) -> tuple[Tensor, Any]:
+    """(block(x), the statistics of its output for the next block's norm, or None)."""
+    way, settings = known_way(block, x)
+    if way is None or way == "plain":
+        y = _run(block, x, stats, next_norm, way)
+    else:
+        y = replay.call(settings, _run, block, x, stats, next_norm)
+    return (y, None) if next_norm is None else y
+
+
+def _run(
+    block: nn.Module, x: Tensor, stats: Given | None, next_norm: nn.Module | None, way: str | None = None
+) -> Output:
+    if way == "plain" or not (can_fuse(x) and is_fusable(block, x)):
+        x = plainly(type(block).forward, block, x)
+        return x if next_norm is None else (x, None)
+    branches = BRANCHES[type_name(block)](block, x)
+    return add_branches(x, *branches, block=block, stats=stats, next_norm=next_norm)
+
+
+@fused_body(
+    "fastvit_triton.layers.attention.Attention",
+    needs="qkv num_heads scale q_norm k_norm attn_drop proj proj_drop position",
+    takes="",
+    attention=True,
+)
+def attention_parts(self: Foreign) -> Body:
+    """The body of our attention; what no kernel computes runs between fused linear layers."""
+    drops, overridden = (self.proj_drop,), type(self).attend is not Attention.attend
+    dropped = self.attn_drop.training and self.attn_drop.p > 0
+    if overridden or dropped or self.position is not None:
+        between = self.attend if overridden else partial(_positioned, self)
+        return Body("attention", (self.qkv,), between, self.proj, self.num_heads, drops=drops)
+    norms = head_norms(self.q_norm, self.k_norm)
+    return attention_body((self.qkv,), self.proj, self.num_heads, self.scale, norms=norms, drops=drops)
+
+
+def _positioned(self: Foreign, qkv: Tensor) -> Tensor:
+    """`Attention.attend` with our kernel, unless probabilities are dropped."""
+    q, k, v = self.heads(qkv)
+    bias = None if self.position is None else self.scale * self.position(q)
+    return attend(q, k, v, self.scale, self.attn_drop, True, bias)
+
+
+@fused_forward(
+    "attention pooling",
+    "fastvit_triton.layers.attention.AttentionPool",
+    needs="latent q kv num_heads proj norm mlp",
+    takes="",
+    folds=lambda self: [(self.norm, self.mlp)],
+)
+def attention_pool(self: Foreign, x: Tensor) -> Tensor:
+    """A learned query attends to all tokens, then an MLP; [B, N, D] → [B, D]."""
+    if not is_fusable(self, x):
+        return original(self, x)
+    q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [1, H, 1, d]
+    k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, d]
+    o = attention(q.expand(x.shape[0], -1, -1, -1), k, v).transpose(1, 2).flatten(2)
+    return add_branches(project(o, (self.proj,)), Branch(self.mlp, self.norm))[:, 0]  # of [B, 1, D]
