@@ -53,7 +53,7 @@ def check_tagged_model(option: str, name: str) -> None:
 
 def check_checkpoint(option: str, source: str) -> None:
     """Raises ValueError if there is no file and no folder of a run at `source`, and it names nothing on the Hub."""
-    from ..weights.places import find_place
+    from ..weights.pretrained import find_place
 
     try:
         place = find_place(source)

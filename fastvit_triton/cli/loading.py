@@ -113,7 +113,7 @@ def follow_weights(source: str, given: dict[str, Any]) -> dict[str, Any]:
     from ..preparation import DEFAULTS
     from ..train.settings import RECIPES
     from ..weights.describe import describe
-    from ..weights.places import find_place
+    from ..weights.pretrained import find_place
 
     if (found := describe(find_place(source))) is None:
         return given

@@ -27,7 +27,7 @@ from . import adapt, convolutional, one_scale, pyramid, stems, vit
 from .adapt import State, WeightsError, some, variant
 from .describe import describe, from_metadata
 from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
-from .places import find_place
+from .pretrained import find_place
 from .reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
 from .rebuild import build_model
 

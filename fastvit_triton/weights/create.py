@@ -10,7 +10,8 @@ from . import _load, load_weights
 from . import pretrained as table
 from .adapt import State, WeightsError
 from .describe import Description, describe
-from .places import Place, find_place, find_tagged
+from .places import Place
+from .pretrained import find_place, find_tagged
 from .reading import read, unwrap
 from .rebuild import compare
 

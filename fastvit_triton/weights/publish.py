@@ -26,7 +26,7 @@ from . import (
 )
 from .adapt import WeightsError, variant
 from .create import build_pretrained
-from .pretrained import class_names
+from .pretrained import class_names, find_place
 
 CARD = """\
 ---
@@ -60,7 +60,7 @@ def from_pretrained(
     kind: type, source: str | os.PathLike, hub: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> ImageModel:
     """A model of a class in evaluation mode, see `HubMethods.from_pretrained`."""
-    place = places.find_place(source, **hub)
+    place = find_place(source, **hub)
     if not overrides:
         model: ImageModel = load_model(place)[0]
     elif (found := describe(place)) is None:
