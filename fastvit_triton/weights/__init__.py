@@ -8,11 +8,11 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +26,7 @@ from ..models.transformer import VisionTransformer
 from . import adapt, convolutional, one_scale, pyramid, stems, vit
 from .adapt import State, WeightsError, some, variant
 from .describe import describe, from_metadata
-from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout
+from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout, Spelling
 from .pretrained import find_place
 from .reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
 from .rebuild import build_model
@@ -37,31 +37,10 @@ IRRELEVANT = re.compile(  # other parts of larger models, and training state
 )
 
 
-class Spelling(NamedTuple):
-    """The layouts of an architecture's checkpoints, and functions that convert to and from them.
-
-    Attributes:
-        name: of the architecture, in errors.
-        layouts: layouts that can be read, in the order in which their marks are searched.
-        fit: adapts renamed tensors to a model, see `vit.fit`.
-        saved: layouts that can be written, by name; the first that supports the model is used.
-        write: converts a model's tensors to one of these layouts, see `vit.write`.
-    """
-
-    name: str
-    layouts: tuple[Layout, ...]
-    fit: Callable[..., tuple[list[str], str]]
-    saved: dict[str, tuple[Layout, ...]]
-    write: Callable[..., State]
-
-
-SPELLINGS = {
-    "vit": Spelling("a plain ViT", LAYOUTS, vit.fit, {"timm": (TIMM,), "transformers": TRANSFORMERS}, vit.write),
-    "swin": Spelling("Swin", pyramid.SWIN_LAYOUTS, pyramid.fit_tables, pyramid.SWIN_SAVED, pyramid.write),
-    "twins": Spelling("Twins", (pyramid.TIMM_TWINS,), pyramid.keep, {"timm": (pyramid.TIMM_TWINS,)}, pyramid.write),
-    "pvt": Spelling("PVT", pyramid.PVT_LAYOUTS, pyramid.fit_positions, pyramid.PVT_SAVED, pyramid.write),
-}
-SPELLINGS |= {layout: Spelling(*row) for layout, row in (one_scale.ROWS | stems.ROWS | convolutional.ROWS).items()}
+SAVED = {"timm": (TIMM,), "transformers": TRANSFORMERS}
+ROWS = pyramid.ROWS | one_scale.ROWS | stems.ROWS | convolutional.ROWS
+SPELLINGS = {"vit": Spelling("a plain ViT", LAYOUTS, vit.fit, SAVED, vit.choose, vit.write)}
+SPELLINGS |= {layout: Spelling(*row) for layout, row in ROWS.items()}
 
 
 @dataclass(frozen=True)
@@ -195,7 +174,7 @@ def save_weights(
     spelling = check_layout(model, layout)
     state = {key: tensor.detach().cpu() for key, tensor in model.state_dict().items()}
     if layout != "fastvit_triton":
-        state = spelling.write(model, state, spelling.saved[layout])
+        state = spelling.convert(model, state, layout)
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     ours: Any = model  # as `_spelling` checks
     config = json.dumps(dataclasses.asdict(ours.config))

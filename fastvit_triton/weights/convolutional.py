@@ -114,8 +114,8 @@ def fit_distances(
 
 
 ROWS: dict[str, tuple] = {  # see `Spelling`
-    "cvt": ("CvT", CVT_LAYOUTS, pyramid.keep, {}, pyramid.write),
-    "botnet": ("BoTNet", (BOTNET,), fit_distances, {}, pyramid.write),
-    "attention_conv": ("attention as convolution", POSITIONAL_LAYOUTS, fit_positional, {}, pyramid.write),
-    "vt": ("VT-ResNet", (VT,), pyramid.keep, {}, pyramid.write),
+    "cvt": ("CvT", CVT_LAYOUTS, pyramid.keep),
+    "botnet": ("BoTNet", (BOTNET,), fit_distances),
+    "attention_conv": ("attention as convolution", POSITIONAL_LAYOUTS, fit_positional),
+    "vt": ("VT-ResNet", (VT,), pyramid.keep),
 }

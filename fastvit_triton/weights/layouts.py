@@ -10,9 +10,10 @@ facebookresearch/dinov2 (models/vision_transformer.py, layers/swiglu_ffn.py), fa
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from .adapt import State, read_dinov2, read_jax, read_naflex, write_clip, write_dinov2, write_tower
 
@@ -86,6 +87,44 @@ class Layout:
         needs = {key: need if isinstance(need, tuple) else (need,) for key, need in self.needs.items()}
         wrong = {key: need for key, need in needs.items() if facts[key] not in need}
         return [f"{key}={' or '.join(map(repr, need))}, not {facts[key]!r}" for key, need in wrong.items()]
+
+
+def first(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The first layout, for models that have no other."""
+    return layouts[0]
+
+
+def unchanged(model: Any, state: State, layout: Layout) -> State:
+    """The tensors as they are, for layouts with our names and shapes."""
+    return state
+
+
+class Spelling(NamedTuple):
+    """The layouts of an architecture's checkpoints, and functions that convert to and from them.
+
+    Attributes:
+        name: of the architecture, in errors.
+        layouts: layouts that can be read, in the order in which their marks are searched.
+        fit: adapts renamed tensors to a model, see `vit.fit`.
+        saved: layouts that can be written, by name.
+        choose: (model, layouts) → the first of the layouts under a name that supports the model.
+        write: (model, tensors, layout) → the tensors under the layout's names, with its shapes.
+    """
+
+    name: str
+    layouts: tuple[Layout, ...]
+    fit: Callable[..., tuple[list[str], str]]
+    saved: Mapping[str, tuple[Layout, ...]] = MappingProxyType({})
+    choose: Callable[..., Layout] = first
+    write: Callable[..., State] = unchanged
+
+    def convert(self, model: Any, state: State, name: str) -> State:
+        """Converts a model's tensors to a layout of `saved`.
+
+        Raises:
+            WeightsError: no layout of this name supports the model.
+        """
+        return self.write(model, state, self.choose(model, self.saved[name]))
 
 
 def _rows(table: dict[str, str]) -> Iterator[tuple[str, str]]:

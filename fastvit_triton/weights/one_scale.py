@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..layers import resize_pos_embed
-from . import pyramid, vit
+from . import vit
 from .adapt import State, WeightsError, split
 from .layouts import Layout
 
@@ -56,9 +56,9 @@ def fit_cait(model: Any, target: State, state: State, metadata: Mapping[str, str
 
 
 ROWS: dict[str, tuple] = {  # see `Spelling`
-    "cct": ("a compact transformer", (CCT,), fit_cct, {}, pyramid.write),
-    "cait": ("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)}, pyramid.write),
-    "deepvit": ("DeepViT", (DEEPVIT,), vit.fit, {}, pyramid.write),
-    "lvvit": ("LV-ViT", (LVVIT,), vit.fit, {}, pyramid.write),
-    "refiner": ("Refiner", (REFINER,), vit.fit, {}, pyramid.write),
+    "cct": ("a compact transformer", (CCT,), fit_cct),
+    "cait": ("CaiT", (CAIT,), fit_cait, {"timm": (CAIT,)}),
+    "deepvit": ("DeepViT", (DEEPVIT,), vit.fit),
+    "lvvit": ("LV-ViT", (LVVIT,), vit.fit),
+    "refiner": ("Refiner", (REFINER,), vit.fit),
 }

@@ -18,11 +18,9 @@ from . import (
     describe,
     load_model,
     places,
-    pyramid,
     save_weights,
     timm_config,
     transformers_config,
-    vit,
 )
 from .adapt import WeightsError, variant
 from .create import build_pretrained
@@ -97,7 +95,7 @@ def save_pretrained(
         raise WeightsError(
             f"metadata's training is no JSON ({error}); give the header that load_model returns"
         ) from error
-    saved = check_layout(model, layout).saved
+    spelling = check_layout(model, layout)
     names = training.get("classes") or class_names(model)
     cfg: dict[str, Any] = dict(model.pretrained_cfg) | data_config(model)
     cfg = {key: value for key, value in cfg.items() if not key.startswith(("hf_hub_", "label_"))}
@@ -106,7 +104,7 @@ def save_pretrained(
     files = {"config.json": _config(model, cfg, layout)}
     if layout == "transformers":
         any_model: Any = model
-        chosen = (vit if model.layout == "vit" else pyramid).choose(any_model, saved[layout])
+        chosen = spelling.choose(any_model, spelling.saved[layout])
         files["config.json"], files["preprocessor_config.json"] = transformers_config.write(any_model, chosen.name, cfg)
     title = repo or folder.resolve().name
     try:
@@ -130,7 +128,8 @@ def _config(model: ImageModel, cfg: dict[str, Any], layout: str) -> dict[str, An
     state, spelling = dict(model.state_dict()), SPELLINGS[model.layout]
     try:
         config = timm_config.write(model, cfg)
-        if layout != "timm" and state.keys() != spelling.write(model, state, spelling.saved.get("timm", ())).keys():
+        written = spelling.convert(model, state, "timm") if layout != "timm" and "timm" in spelling.saved else state
+        if written.keys() != state.keys():
             raise WeightsError("timm stores other tensors")
     except WeightsError:
         if layout == "timm":

@@ -214,15 +214,33 @@ def choose(model: Any, layouts: tuple[Layout, ...]) -> Layout:
     """The first layout that supports the model.
 
     Raises:
-        WeightsError: none of them does, or their library computes something else for these sizes.
+        WeightsError: none of them does.
     """
-    config = model.config
-    facts = dataclasses.asdict(config) | {"final_norm": isinstance(model.norm, nn.LayerNorm)}
-    layout = supporting(layouts, facts, variant(model))
-    if layout.name == "transformers PVT" and config.img_size[0] != config.img_size[1]:
-        size = "x".join(map(str, config.img_size))
-        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs square images, not {size}")
-    if layout.name == "transformers Swin":
+    facts = dataclasses.asdict(model.config) | {"final_norm": isinstance(model.norm, nn.LayerNorm)}
+    return supporting(layouts, facts, variant(model))
+
+
+def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The layout of transformers, if the images are square.
+
+    Raises:
+        WeightsError: they are not, or the layout does not support the model.
+    """
+    layout, size = choose(model, layouts), model.config.img_size
+    if size[0] != size[1]:
+        sides = "x".join(map(str, size))
+        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs square images, not {sides}")
+    return layout
+
+
+def choose_swin(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The layout of timm, or that of transformers if all windows are those of transformers.
+
+    Raises:
+        WeightsError: they are not, or the layout does not support the model.
+    """
+    layout = choose(model, layouts)
+    if layout is not TIMM_SWIN:
         _check_windows(model)
     return layout
 
@@ -250,13 +268,15 @@ def _maps(model: Any) -> Iterator[tuple[int, int]]:
         grid = -(-grid[0] // 2), -(-grid[1] // 2)
 
 
-def write(model: Any, state: State, layouts: tuple[Layout, ...]) -> State:
-    """Converts our tensors to the names of the first layout that supports the model; timm's are ours.
-
-    Raises:
-        WeightsError: none of the layouts supports the model.
-    """
-    if not any(layout.base for layout in layouts):
+def write(model: Any, state: State, layout: Layout) -> State:
+    """Converts our tensors to the names of a layout; timm's are ours."""
+    if not layout.base:
         return state
-    layout = choose(model, layouts)
     return layout.convert(split(state, "attn.qkv", "attn.kv"), model.head_names, model.config.num_classes)
+
+
+ROWS: dict[str, tuple] = {  # see `Spelling`
+    "swin": ("Swin", SWIN_LAYOUTS, fit_tables, SWIN_SAVED, choose_swin, write),
+    "twins": ("Twins", (TIMM_TWINS,), keep, {"timm": (TIMM_TWINS,)}),
+    "pvt": ("PVT", PVT_LAYOUTS, fit_positions, PVT_SAVED, choose_pvt, write),
+}

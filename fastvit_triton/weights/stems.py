@@ -17,7 +17,6 @@ from ..layers import resize_pos_embed
 from ..layers.pooling import resize_map
 from .adapt import State, WeightsError
 from .layouts import Layout
-from .pyramid import write
 
 
 def _from_pit(key: str) -> str:
@@ -192,10 +191,10 @@ CROSS_LAYOUTS = (
 )
 
 ROWS: dict[str, tuple] = {  # see `Spelling`
-    "pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}, write),
-    "crossvit": ("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)}, write),
-    "levit": ("LeViT", LEVIT_LAYOUTS, fit_levit, {"timm": (TIMM_LEVIT,)}, write),
-    "t2t": ("T2T-ViT", (T2T,), fit_t2t, {}, write),
-    "ceit": ("CeiT", (CEIT,), fit_ceit, {}, write),
-    "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}, write),
+    "pit": ("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)}),
+    "crossvit": ("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)}),
+    "levit": ("LeViT", LEVIT_LAYOUTS, fit_levit, {"timm": (TIMM_LEVIT,)}),
+    "t2t": ("T2T-ViT", (T2T,), fit_t2t),
+    "ceit": ("CeiT", (CEIT,), fit_ceit),
+    "tnt": ("TNT", TNT_LAYOUTS, fit_tnt, {"timm": (TIMM_TNT,)}),
 }

@@ -155,13 +155,9 @@ def choose(model: VisionTransformer, layouts: tuple[Layout, ...]) -> Layout:
     return supporting(layouts, facts, variant(model))
 
 
-def write(model: VisionTransformer, state: State, layouts: tuple[Layout, ...]) -> State:
-    """Converts our tensors of a plain ViT to the names and shapes of the first layout that supports the model.
-
-    Raises:
-        WeightsError: none of the layouts supports the model.
-    """
-    config, layout = model.config, choose(model, layouts)
+def write(model: VisionTransformer, state: State, layout: Layout) -> State:
+    """Converts our tensors of a plain ViT to the names and shapes of a layout."""
+    config = model.config
     if isinstance(model.pos_embed, Tensor):
         pos, (h, w) = model.pos_embed.detach().cpu(), model.patch_embed.grid_size
         rows = (config.class_token + ("dist_token" in state)) if layout is not TIMM else model.num_prefix_tokens
