@@ -9,12 +9,15 @@ Differs from ViT:
   4. Each norm follows its residual, as in BERT.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Mlp, PatchEmbed, PostNormBlock, drop_path_rates
 from ..layers.embed import sides
 from ..layers.quadratic import QuadraticAttention
@@ -90,3 +93,47 @@ MODEL = AttentionConv
 VARIANTS = {"attention_conv": AttentionConvConfig()}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"attention_conv": 12_483_834}  # 12.1 M with 10 classes, as in the paper
+
+# Names in checkpoints: the authors', models/bert.py and models/transformer.py; and ours.
+
+POSITIONAL_LAYOUTS = (
+    Layout(
+        name="attention-cnn",
+        mark="features_upscale.weight",
+        beside="encoder.layer.0.attention.self.attention_centers",
+        resize="linear",
+        stem={"patch_embed.proj": "features_upscale", "head": "classifier"},
+        blocks="encoder.layer.{}",
+        block={
+            "attn.attention_centers": "attention.self.attention_centers",
+            "attn.attention_spreads": "attention.self.attention_spreads",
+            "attn.value": "attention.self.value",
+            "attn.proj": "attention.output.dense",
+            "norm1": "attention.output.LayerNorm",
+            "mlp.fc1": "intermediate.dense",
+            "mlp.fc2": "output.dense",
+            "norm2": "output.LayerNorm",
+        },
+    ),
+    Layout(
+        name="fastvit_triton", mark="patch_embed.proj.weight", beside="blocks.0.attn.attention_centers", resize="linear"
+    ),
+)
+
+
+def fit_positional(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the authors' tensors fit: a linear layer of concatenated pixels [D, p · p · C] becomes a convolution, and
+    a table of positions and embeddings that their classifier does not read are dropped; see `fit.fit`."""
+    names = ("attention_mask", "mask_embedding", "cls_embedding", "features_downscale.", "pixelizer.")
+    useless = [key for key in state if key.endswith("attention.self.R") or key.startswith(names)]
+    for key in useless:
+        del state[key]
+    weight, size = state.get("patch_embed.proj.weight"), model.config.patch_size
+    if weight is not None and weight.dim() == 2 and weight.shape[1] % math.prod(size) == 0:
+        state["patch_embed.proj.weight"] = weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2)
+    return useless, ""
+
+
+CHECKPOINTS = Spelling("attention as convolution", POSITIONAL_LAYOUTS, fit_positional)

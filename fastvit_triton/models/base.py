@@ -22,7 +22,7 @@ class ImageModel(HubMethods, nn.Module):
         config: every option.
         variant: the name passed to `create_model`.
         num_classes, num_features: outputs of the head, and its inputs.
-        layout: parameter naming of its published checkpoints, a key of `weights.SPELLINGS`.
+        layout: parameter naming of its published checkpoints, a key of `weights.load.SPELLINGS`.
         head_names: classifier modules, as prefixes of their keys in the state dict.
         feature_formats: values of `output_fmt`; the first is the default of `FeatureGetterNet`.
         feature_indices: its default `out_indices`; None means every stage.

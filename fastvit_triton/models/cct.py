@@ -8,8 +8,14 @@ Differs from ViT:
 Adds the block, the pooling and the tokenizer. `compact_cvt_*` is the authors' CVT, and not CvT (arXiv:2103.15808).
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State, WeightsError
+from ..layers import resize_pos_embed
 from .compact import CompactTransformer
 from .config import ALIASES, BaseConfig, check_types
 
@@ -117,3 +123,30 @@ PARAMS = {
     name: count + (1000 - config.num_classes) * (config.embed_dim + 1)
     for (name, config), count in zip(VARIANTS.items(), COUNTS, strict=True)
 }
+
+# Names in checkpoints: the authors', src/utils/transformers.py and helpers.py.
+
+CCT = Layout(
+    name="CCT",
+    mark="classifier.blocks.0.pre_norm.weight",
+    beside="tokenizer.conv_layers.0.0.weight",
+    resize="bilinear",
+    home="classifier.blocks.{}",
+    blocks="classifier.blocks.{}",
+)
+
+
+def fit_cct(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of a compact transformer; for the arguments see `fit.fit`."""
+    key, T, grid = "classifier.positional_emb", model.num_prefix_tokens, model.grid_size
+    if key not in target or key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
+        return [], ""
+    rows = state[key].shape[1]
+    side = math.isqrt(max(rows - T, 0))
+    if not side or side * side != rows - T:
+        raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
+    state[key] = resize_pos_embed(state[key], (side, side), grid, T, mode)
+    return [], f"{side}x{side} resized to {grid[0]}x{grid[1]} ({mode})"
+
+
+CHECKPOINTS = Spelling("a compact transformer", (CCT,), fit_cct)

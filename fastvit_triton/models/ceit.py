@@ -6,7 +6,7 @@ Differs from ViT:
   3. The class tokens of all blocks attend to each other at the end; the last of them goes to the head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,11 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Mlp, drop_path_rates, normalize
 from ..layers.embed import sides
 from ..layers.enhanced import EnhancedBlock, EnhancedFeedForward, ImageToTokens, LayerAttention
 from ..layers.recompute import recomputed
 from .config import check_multiple, check_patches
+from .fit import fit_table
 from .tokens import TokenConfig, TokenModel
 
 
@@ -118,3 +121,16 @@ VARIANTS |= {f"ceit_{n}_384": SIZES[n].replace(img_size=384) for n in ("tiny", "
 ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the tests
 
 PARAMS = dict(zip(VARIANTS, (6_356_904, 24_204_840, 94_405_416, 6_429_864), strict=False))  # by the authors' code
+
+# Names in checkpoints: the authors', coeusguo/ceit, ceit_model.py.
+
+CEIT = Layout(name="CeiT", mark="i2t.proj.weight", resize="bicubic")
+
+
+def fit_ceit(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of a CeiT; for the arguments see `fit.fit`."""
+    side, (height, width) = model.config.patch_size[0], model.config.img_size
+    return [], fit_table(state, target, "pos_embed", (height // side, width // side), 1, mode)
+
+
+CHECKPOINTS = Spelling("CeiT", (CEIT,), fit_ceit)

@@ -8,9 +8,13 @@ Differs from ViT:
 Adds nothing.
 """
 
+from dataclasses import replace
+
+from ..checkpoints.tensors import State
 from .config import ViTConfig
+from .siglip import SIGLIP, write_tower
 from .transformer import VisionTransformer
-from .vit import BASE, GIANT, GIGANTIC, HUGE, LARGE
+from .vit import BASE, GIANT, GIGANTIC, HUGE, LARGE, PLAIN, TOKEN
 
 XSMALL = ViTConfig(embed_dim=256, depth=10, num_heads=4)
 MEDIUM = ViTConfig(embed_dim=512, depth=12, num_heads=8)
@@ -51,3 +55,25 @@ PARAMS = {
     "vit_base_patch32_clip_224": 88_225_000,
     "vit_large_patch14_clip_224": 304_204_776,
 }
+
+# Names in checkpoints, from transformers 4.56 and 5.23.
+
+
+def write_clip(tensors: State) -> State:
+    """`write_tower` without the bias of the projection, which CLIP lacks; ours is zero, see `CLIP.needs`."""
+    return {key: tensor for key, tensor in write_tower(tensors).items() if key != "visual_projection.bias"}
+
+
+CLIP = replace(
+    SIGLIP,
+    name="transformers CLIP",
+    mark="embeddings.class_embedding",
+    stem={
+        **{our: SIGLIP.stem[our] for our in ("pos_embed", "patch_embed.proj", "norm")},
+        "cls_token": "embeddings.class_embedding",
+        "norm_pre": "pre_layrnorm",
+        "head": "visual_projection",
+    },
+    write=write_clip,
+    needs=dict(PLAIN | TOKEN, pre_norm=True, qkv_bias=True, head_bias=False),
+)

@@ -8,16 +8,20 @@ Differs from ViT:
 Adds the cross attention.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates
 from ..layers.cross import BranchEmbed, CrossAttention, CrossBlock, MultiScaleBlock, scaled_image
 from .branches import BranchConfig, BranchModel, num_rates
+from .fit import fit_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +120,29 @@ ORACLE = dict.fromkeys(VARIANTS, "timm")
 COUNTS: tuple[int, ...] = 7_014_800, 26_856_272, 105_025_232, 8_553_296, 27_528_464, 43_271_408
 COUNTS += 8_776_592, 28_209_008, 44_266_976, 28_500_080, 44_606_560
 PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
+
+# Names in checkpoints, from timm 1.0.31 and the authors' models/crossvit.py (IBM/CrossViT).
+
+CROSS: dict[str, Any] = dict(beside="blocks.0.revert_projs.0.0.weight", resize="bicubic_antialias")
+TIMM_CROSS = Layout(name="timm", mark="pos_embed_0", **CROSS)
+CROSS_LAYOUTS = (
+    TIMM_CROSS,
+    Layout(
+        name="CrossViT",
+        mark="pos_embed.0",
+        number=lambda key: re.sub(r"^(pos_embed|cls_token)\.", r"\1_", key),
+        **CROSS,
+    ),
+)
+
+
+def fit_branches(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grids of a CrossViT; for the arguments see `fit.fit`."""
+    grids = [embed.grid_size for embed in model.patch_embed]
+    notes = [fit_table(state, target, f"pos_embed_{i}", grid, 1, mode) for i, grid in enumerate(grids)]
+    return [], ", ".join(note for note in notes if note)
+
+
+CHECKPOINTS = Spelling("CrossViT", CROSS_LAYOUTS, fit_branches, {"timm": (TIMM_CROSS,)})

@@ -8,14 +8,17 @@ Differs from ViT:
 Adds the convolutional projections. No relation to the CVT of arXiv:2104.05704 (`compact_cvt_*`).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Blocks, Mlp, drop_path_rates
 from ..layers.conv_projection import ConvAttention, ConvBlock, ConvEmbed, ConvStage
 from ..layers.embed import sides
+from .fit import keep
 from .pyramid import PyramidConfig, PyramidTransformer
 
 
@@ -118,3 +121,45 @@ VARIANTS = {f"cvt_{name}_{side}": size.replace(img_size=side) for side in (224, 
 VARIANTS["cvt_w24_384"] = CvtConfig(img_size=384, embed_dim=(192, 768, 1024), depths=(2, 2, 20), num_heads=(3, 12, 16))
 ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter names and GELU; it counts
 PARAMS = dict(zip(VARIANTS, (19_997_480, 31_622_696, 19_997_480, 31_622_696, 277_196_392), strict=True))
+
+# Names in checkpoints, from transformers 5.23 and the authors' lib/models/cls_cvt.py (microsoft/CvT).
+
+
+def _from_cvt(key: str) -> str:
+    """Stages and their blocks have shorter paths in the authors' code."""
+    key = re.sub(r"^encoder\.stages\.(\d+)\.", r"stage\1.", key)
+    key = re.sub(r"^(stage\d+)\.layers\.", r"\1.blocks.", key)
+    key = key.replace("embedding.convolution_embeddings.projection", "patch_embed.proj")
+    return key.replace("embedding.convolution_embeddings.normalization", "patch_embed.norm")
+
+
+CONVOLVED = "attention.attention.convolution_projection_{{query,key,value}}.convolution_projection.{}"
+CVT_LAYOUTS = (
+    Layout(
+        name="transformers CvT",
+        mark="encoder.stages.0.embedding.convolution_embeddings.projection.weight",
+        resize="bilinear",
+        number=_from_cvt,
+        stem={"norm": "layernorm", "head": "classifier"},
+        home="stage{}.blocks.{}",
+        blocks="stage{}.blocks.{}",
+        block={
+            "norm{1,2}": "layernorm_{before,after}",
+            "attn.conv_proj_{q,k,v}.conv": CONVOLVED.format("convolution"),
+            "attn.conv_proj_{q,k,v}.bn": CONVOLVED.format("normalization"),
+            "attn.proj_{q,k,v}": "attention.attention.projection_{query,key,value}",
+            "attn.proj": "attention.output.dense",
+            "mlp.fc{1,2}": "{intermediate,output}.dense",
+        },
+        base="cvt.",
+    ),
+    Layout(
+        name="CvT",
+        mark="stage0.patch_embed.proj.weight",
+        resize="bilinear",
+        home="stage{}.blocks.{}",
+        blocks="stage{}.blocks.{}",
+    ),
+)
+
+CHECKPOINTS = Spelling("CvT", CVT_LAYOUTS, keep)

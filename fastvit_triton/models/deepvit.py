@@ -10,12 +10,14 @@ Adds re-attention and the stem. vit-pytorch's DeepViT has a LayerNorm over the h
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Attention, Block, Mlp
 from ..layers.embed import sides
 from ..layers.mixing import ReAttention
 from ..layers.scaled_block import ScaledBlock
 from ..layers.stems import ConvStem
 from .config import ViTConfig, check_only
+from .fit import fit
 from .transformer import VisionTransformer
 
 
@@ -104,3 +106,9 @@ ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (24_426_664, 36_261_448, 48_096_232, 27_312_632, 58_883_708, 59_043_308), strict=True))
+
+# Names in checkpoints: the authors', zhoudaquan/dvit_repo, models/layers.py.
+
+DEEPVIT = Layout(name="DeepViT", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
+
+CHECKPOINTS = Spelling("DeepViT", (DEEPVIT,), fit)

@@ -7,6 +7,7 @@ Differs from ViT:
 Adds the second token and head.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .config import ViTConfig
 from .transformer import VisionTransformer
-from .vit import BASE, HUGE, LARGE, SMALL, TINY
+from .vit import BASE, HUGE, LARGE, SMALL, TINY, VIT
 
 
 class DistilledVisionTransformer(VisionTransformer):
@@ -94,3 +95,19 @@ PARAMS = {
     "deit3_medium_patch16_224": 38_849_512,
     "deit3_huge_patch14_224": 632_126_440,
 }
+
+# Names in checkpoints, from transformers 4.56 and 5.23; the authors have those of timm.
+
+DEIT = replace(
+    VIT,
+    name="transformers DeiT",
+    mark="embeddings.distillation_token",
+    stem={
+        **VIT.stem,
+        "dist_token": "embeddings.distillation_token",
+        "head": "cls_classifier classifier",
+        "head_dist": "distillation_classifier",
+    },
+    base="deit.",
+    needs=dict(VIT.needs, distilled=True),
+)

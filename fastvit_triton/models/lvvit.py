@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
 from ..kernels.patch_embed import assemble
 from ..layers import Attention, Block, Mlp, normalize
 from ..layers.boxes import draw_box, mix_box
 from ..layers.scaled_block import ScaledBlock
 from .config import ViTConfig, check_only
 from .deepvit import build_stem, check_parts
+from .fit import fit
 from .transformer import VisionTransformer
 
 
@@ -115,3 +117,9 @@ ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (8_534_720, 26_151_824, 55_830_544, 150_021_968), strict=True))
+
+# Names in checkpoints: the authors', tlt/models/lvvit.py and tlt/utils/utils.py.
+
+LVVIT = Layout(name="LV-ViT", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
+
+CHECKPOINTS = Spelling("LV-ViT", (LVVIT,), fit)

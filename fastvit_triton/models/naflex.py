@@ -8,15 +8,18 @@ Differs from ViT:
 Adds nothing: the weights are those of the `VisionTransformer` with the same config.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from ..checkpoints.tensors import State
 from ..kernels.attention import attention
 from ..kernels.linear import linear
 from ..layers import Attention, normalize
 from .config import ViTConfig
 from .transformer import VisionTransformer
-from .vit import BASE
+from .vit import BASE, TIMM
 
 
 class NaFlexAttention(Attention):
@@ -106,3 +109,25 @@ VARIANTS = {
 
 # Counted by timm 1.0.31 with 1000 classes.
 PARAMS = {"naflexvit_base_patch16_gap": 86_633_704, "naflexvit_so150m2_patch16_reg1_gap": 136_058_728}
+
+# Names in checkpoints, from timm 1.0.31.
+
+
+def read_naflex(tensors: State) -> State:
+    """Flattens positions [1, h, w, D] to [1, h·w, D]."""
+    key = "embeds.pos_embed"
+    return {**tensors, key: tensors[key].flatten(1, 2)} if tensors[key].dim() == 4 else tensors
+
+
+TIMM_NAFLEX = replace(
+    TIMM,
+    name="timm NaFlexViT",
+    mark="embeds.pos_embed",
+    stem={
+        "cls_token": "embeds.cls_token",
+        "reg_token": "embeds.reg_token",
+        "pos_embed": "embeds.pos_embed",
+        "patch_embed.proj": "embeds.proj",
+    },
+    read=read_naflex,
+)

@@ -6,15 +6,19 @@ Differs from ViT:
   3. Positions are added to the patches only, and the final norm is of the class token only.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp
 from ..layers.embed import sides
-from ..layers.pooling import OverlapEmbed, PooledStage, TokenPooling, joined
+from ..layers.pooling import OverlapEmbed, PooledStage, TokenPooling, joined, resize_map
 from .distilled import Distilled, TokenPyramid
 from .pyramid import PyramidConfig
 
@@ -118,3 +122,27 @@ ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 COUNTS = 4_847_272, 10_618_888, 23_461_912, 73_764_840, 5_104_336, 11_003_984, 24_039_056, 74_790_096  # by timm 1.0.31
 PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
+
+# Names in checkpoints, from timm 1.0.31 and the authors' pit.py.
+
+
+def _from_pit(key: str) -> str:
+    """The authors' poolings lie beside the stages; in timm they begin the next one."""
+    return re.sub(r"^pools\.(\d+)\.", lambda m: f"transformers.{int(m[1]) + 1}.pool.", key)
+
+
+PIT: dict[str, Any] = dict(mark="patch_embed.conv.weight", resize="bicubic_antialias")
+TIMM_PIT = Layout(name="timm", beside="transformers.0.blocks.0.attn.qkv.weight", **PIT)
+PIT_LAYOUTS = (Layout(name="PiT", number=_from_pit, **PIT | dict(mark="pools.0.conv.weight")), TIMM_PIT)
+
+
+def fit_map(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Makes the positions [1, D, h, w] of `state` fit the grid of a PiT; for the arguments see `fit.fit`."""
+    new, pos = model.patch_embed.grid_size, state.get("pos_embed")
+    if pos is None or pos.dim() != 4 or tuple(pos.shape[2:]) == new:
+        return [], ""
+    state["pos_embed"] = resize_map(pos, new, mode)
+    return [], f"{pos.shape[2]}x{pos.shape[3]} resized to {new[0]}x{new[1]} ({mode})"
+
+
+CHECKPOINTS = Spelling("PiT", PIT_LAYOUTS, fit_map, {"timm": (TIMM_PIT,)})

@@ -7,15 +7,22 @@ Differs from ViT:
 Adds the reduced attention.
 """
 
+import json
+import math
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State, WeightsError, variant
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, ReducedAttention, resize_pos_embed
 from ..layers.embed import sides
+from . import fit
 from .pyramid import PyramidTransformer, ReducedConfig
 
 
@@ -118,3 +125,108 @@ ORACLE: dict[str, str] = {}  # transformers has the model, with other parameter 
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (13_229_288, 24_485_864, 44_208_104, 61_369_320), strict=True))
+
+# Names in checkpoints, from state dicts of transformers 4.56 and 5.23, and the authors' classification/pvt.py.
+
+
+def _from_pvt(key: str) -> str:
+    """Stages are numbered from 1 by the authors."""
+    if found := re.fullmatch(r"encoder\.(block|patch_embeddings)\.(\d+)\.(.+)", key):
+        stage, rest = int(found[2]) + 1, found[3]
+        if found[1] == "block":
+            return f"block{stage}.{rest}"
+        rest = rest.replace("projection.", "proj.").replace("layer_norm.", "norm.")
+        return {"cls_token": rest, "position_embeddings": f"pos_embed{stage}"}.get(rest, f"patch_embed{stage}.{rest}")
+    return key
+
+
+def _write_pvt(tensors: State) -> State:
+    """The inverse of `_from_pvt`; the class token is in the last stage."""
+    last = max(int(found[1]) for key in tensors if (found := re.match(r"patch_embed(\d+)\.", key)))
+    parts = {"proj": "projection", "norm": "layer_norm"}
+
+    def name(key: str) -> str:
+        if key == "cls_token":
+            return f"encoder.patch_embeddings.{last - 1}.cls_token"
+        found = re.fullmatch(r"(block|patch_embed|pos_embed)(\d+)\.?(.*)", key)
+        if found is None:
+            return key
+        stage, rest = int(found[2]) - 1, found[3]
+        if found[1] == "block":
+            return f"encoder.block.{stage}.{rest}"
+        module, _, leaf = rest.partition(".")
+        rest = f"{parts[module]}.{leaf}" if module else "position_embeddings"
+        return f"encoder.patch_embeddings.{stage}.{rest}"
+
+    return {name(key): tensor for key, tensor in tensors.items()}
+
+
+PVT_LAYOUTS = (
+    Layout(
+        name="transformers PVT",
+        mark="encoder.patch_embeddings.0.projection.weight",
+        resize="bilinear",
+        number=_from_pvt,
+        stem={"norm": "encoder.layer_norm", "head": "classifier"},
+        home="block{}.{}",
+        blocks="block{}.{}",
+        block={
+            "norm{1,2}": "layer_norm_{1,2}",
+            "attn.q": "attention.self.query",
+            "attn.{key,value}": "attention.self.{key,value}",
+            "attn.{sr,norm}": "attention.self.{sequence_reduction,layer_norm}",
+            "attn.proj": "attention.output.dense",
+            "mlp.fc{1,2}": "mlp.dense{1,2}",
+        },
+        write=_write_pvt,
+        base="pvt.",
+        needs=dict(final_norm=True, class_token=True, global_pool="token", patch_size=((4, 4),)),
+    ),
+    Layout(name="PVT", mark="patch_embed1.proj.weight", resize="bilinear", home="block{}.{}", blocks="block{}.{}"),
+)
+PVT_SAVED: dict[str, tuple[Layout, ...]] = {"transformers": (PVT_LAYOUTS[0],)}
+
+
+def fit_positions(
+    model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str
+) -> tuple[list[str], str]:
+    """Makes the positions of `state` fit the grid of each stage of a PVT; for the arguments see `fit.fit`."""
+    notes = []
+    for i, T in enumerate(model.prefix_tokens):
+        key, (h, w) = f"pos_embed{i + 1}", getattr(model, f"patch_embed{i + 1}").grid_size
+        if key not in state or state[key].shape == target[key].shape or state[key].dim() != 3:
+            continue
+        old = _grid(state[key].shape[1] - T, i, metadata)
+        if old is None:
+            rows = state[key].shape[1]
+            raise WeightsError(f"{key} has {rows} rows, no square grid; create the model with its img_size")
+        state[key] = resize_pos_embed(state[key], old, (h, w), T, mode)
+        notes.append(f"{old[0]}x{old[1]} resized to {h}x{w} ({mode})")
+    return [], ", ".join(notes)
+
+
+def _grid(patches: int, stage: int, metadata: Mapping[str, str]) -> tuple[int, int] | None:
+    """(h, w) of a table: from the file's config, else a square; None if there is none."""
+    with suppress(ValueError, LookupError, TypeError):  # no config, or one of another library
+        config = json.loads(metadata["config"])
+        h, w = (side // (p << stage) for side, p in zip(config["img_size"], config["patch_size"], strict=True))
+        if h * w == patches:
+            return h, w
+    side = math.isqrt(max(patches, 0))
+    return (side, side) if side and side * side == patches else None
+
+
+def choose_pvt(model: Any, layouts: tuple[Layout, ...]) -> Layout:
+    """The layout of transformers, if the images are square.
+
+    Raises:
+        WeightsError: they are not, or the layout does not support the model.
+    """
+    layout, size = fit.choose(model, layouts), model.config.img_size
+    if size[0] != size[1]:
+        sides = "x".join(map(str, size))
+        raise WeightsError(f"{variant(model)} cannot be written so: {layout.name} needs square images, not {sides}")
+    return layout
+
+
+CHECKPOINTS = Spelling("PVT", PVT_LAYOUTS, fit_positions, PVT_SAVED, choose_pvt, fit.write)

@@ -11,9 +11,11 @@ Adds the refinement.
 
 from dataclasses import dataclass
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Attention, Block
 from ..layers.mixing import RefinedAttention
 from ..layers.scaled_block import RefinedBlock, RefinedBlocks, ScaledMlp
+from .fit import fit
 from .lvvit import LvvitConfig, TokenLabelingTransformer
 
 
@@ -69,3 +71,9 @@ ORACLE: dict[str, str] = {}  # see the equations in the tests
 
 # Counted by the authors' code.
 PARAMS = dict(zip(VARIANTS, (25_408_656, 55_450_932, 81_150_192), strict=True))
+
+# Names in checkpoints: the authors', which are those of LV-ViT.
+
+REFINER = Layout(name="Refiner", mark="patch_embed.proj.weight", beside="blocks.0.attn.qkv.weight", resize="bicubic")
+
+CHECKPOINTS = Spelling("Refiner", (REFINER,), fit)

@@ -9,13 +9,15 @@ Differs from ViT:
 Adds the token layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
+from ..checkpoints.tensors import State
 from ..layers import Attention, Block, Blocks, Mlp, drop_path_rates, sincos1d
 from ..layers.embed import sides
 from ..layers.soft_split import SPLITS, TokenPerformer, TokensToToken, TokenTransformer, split_size
@@ -117,3 +119,19 @@ ORACLE: dict[str, str] = {}  # timm has no such model; see the equations in the 
 COUNTS: tuple[int, ...] = 4_310_222, 5_889_230, 6_941_902, 21_545_550, 39_177_422, 64_105_934, 21_541_070
 COUNTS += 39_177_422 - 4_480, 64_105_934 - 4_480, 21_545_550, 25_156_302
 PARAMS = dict(zip(VARIANTS, COUNTS, strict=True))
+
+# Names in checkpoints: the authors', models/t2t_vit.py.
+
+T2T = Layout(name="T2T-ViT", mark="tokens_to_token.project.weight", resize="bicubic")
+
+
+def fit_t2t(model: Any, target: State, state: State, metadata: Mapping[str, str], mode: str) -> tuple[list[str], str]:
+    """Takes the model's fixed positions where those of `state` are for another size; see `fit.fit`."""
+    pos = state.get("pos_embed")
+    if pos is None or pos.shape == target["pos_embed"].shape or pos.shape[2:] != target["pos_embed"].shape[2:]:
+        return [], ""
+    state["pos_embed"] = target["pos_embed"]
+    return [], f"sinusoids for {pos.shape[1]} tokens replaced by those for {target['pos_embed'].shape[1]}"
+
+
+CHECKPOINTS = Spelling("T2T-ViT", (T2T,), fit_t2t)

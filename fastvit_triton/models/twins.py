@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers import Block, Blocks, Mlp, NormedPatchEmbed, Peg, ReducedAttention, Window, WindowAttention
 from ..layers.embed import sides
+from .fit import keep
 from .pyramid import PyramidTransformer, ReducedConfig
 
 
@@ -109,3 +111,11 @@ ORACLE = dict.fromkeys(VARIANTS, "timm")
 
 # Counted by timm 1.0.31.
 PARAMS = dict(zip(VARIANTS, (24_106_216, 43_828_456, 60_989_672, 24_060_776, 56_070_952, 99_271_400), strict=True))
+
+# Names in checkpoints, from timm 1.0.31.
+
+TIMM_TWINS = Layout(
+    name="timm", mark="pos_block.0.proj.0.weight", resize="bilinear", home="blocks.{}.{}", blocks="blocks.{}.{}"
+)
+
+CHECKPOINTS = Spelling("Twins", (TIMM_TWINS,), keep, {"timm": (TIMM_TWINS,)})

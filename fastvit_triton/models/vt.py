@@ -13,10 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checkpoints.layout import Layout, Spelling
 from ..layers.recompute import recomputed
 from ..layers.rel2d import Grid
 from ..layers.residual import BasicBlock
 from ..layers.visual_tokens import VisualTransformer
+from .fit import keep
 from .residual import ResidualConfig, ResidualNetwork
 
 
@@ -98,3 +100,9 @@ MODEL = VisualTransformerResNet
 VARIANTS = {"vt_resnet18": VtConfig()}
 ORACLE: dict[str, str] = {}  # see the equations in the tests
 PARAMS = {"vt_resnet18": 11_807_272}  # by the equations in the tests; the paper says 11.7 M
+
+# Names in checkpoints of ours; nobody else has published any.
+
+VT = Layout(name="VT-ResNet", mark="stem.conv1.conv.weight", resize="linear")
+
+CHECKPOINTS = Spelling("VT-ResNet", (VT,), keep)

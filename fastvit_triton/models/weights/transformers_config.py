@@ -1,14 +1,14 @@
-"""Reads and writes config.json and preprocessor_config.json of transformers, for the layouts of `layouts.TRANSFORMERS`.
+"""Reads and writes config.json and preprocessor_config.json of transformers, for the layouts of `plain.TRANSFORMERS`.
 
 Sources: the configuration classes of transformers 5.23, whose defaults a file may leave out.
 """
 
 from typing import Any, NamedTuple
 
-from ..models import CATALOGUE, model_config
-from ..models.config import sides
+from ...checkpoints.tensors import WeightsError
+from .. import CATALOGUE, model_config
+from ..config import sides
 from . import transformers_stages
-from .adapt import WeightsError
 from .transformers_stages import STAGES, square
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"}

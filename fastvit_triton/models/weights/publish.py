@@ -9,21 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..files import replacing
-from ..models.base import ImageModel
-from ..preparation import data_config
-from . import (
-    SPELLINGS,
-    check_layout,
-    describe,
-    load_model,
-    places,
-    save_weights,
-    timm_config,
-    transformers_config,
-)
-from .adapt import WeightsError, variant
+from ...checkpoints import places
+from ...checkpoints.tensors import WeightsError, variant
+from ...files import replacing
+from ...preparation import data_config
+from ..base import ImageModel
+from . import timm_config, transformers_config
 from .create import build_pretrained
+from .describe import describe
+from .load import SPELLINGS, check_layout, load_model, save_weights
 from .pretrained import class_names, find_place
 
 CARD = """\

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .adapt import State, WeightsError
 from .places import parts
+from .tensors import State, WeightsError
 
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError)
 DAMAGE += (AttributeError, AssertionError)

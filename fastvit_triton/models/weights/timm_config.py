@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from ..models import CATALOGUE, model_config
-from ..models.base import ImageModel
+from ...checkpoints.tensors import WeightsError, variant
+from .. import CATALOGUE, model_config
+from ..base import ImageModel
 from . import pretrained
-from .adapt import WeightsError, variant
 from .transformers_stages import square
 
 ARGUMENTS = {"act_layer": "act"}  # timm's argument → our option; others have the same name, see `ViTConfig`

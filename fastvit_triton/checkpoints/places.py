@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .adapt import WeightsError
+from .tensors import WeightsError
 
 # In this order, as in timm; an index lists the files of a checkpoint that was saved in parts.
 WEIGHT_FILES: tuple[str, ...] = (

@@ -5,8 +5,8 @@ Sources: the configuration classes of transformers 5.23, whose defaults a file m
 
 from typing import Any, NamedTuple
 
-from ..models import model_config
-from .adapt import WeightsError
+from ...checkpoints.tensors import WeightsError
+from .. import model_config
 
 
 class Stages(NamedTuple):

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from .. import models
-from . import places
-from .adapt import WeightsError
-from .places import Place, Repository
+from ... import models
+from ...checkpoints import places
+from ...checkpoints.places import Place, Repository
+from ...checkpoints.tensors import WeightsError
 
 TABLE = Path(__file__).with_name("pretrained.json")
 CLASSES = Path(__file__).with_name("imagenet_classes.txt")

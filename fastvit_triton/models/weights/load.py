@@ -19,16 +19,27 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from ..files import replacing
-from ..layers.embed import INTERPOLATION
-from ..models.features import FeatureGetterNet
-from ..models.transformer import VisionTransformer
-from . import adapt, convolutional, one_scale, pyramid, stems, vit
-from .adapt import State, WeightsError, some, variant
+from ...checkpoints.layout import Layout, Spelling
+from ...checkpoints.reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
+from ...checkpoints.tensors import (
+    TOKENS,
+    State,
+    WeightsError,
+    check,
+    fill_counts,
+    fit_head,
+    join,
+    some,
+    split,
+    variant,
+)
+from ...files import replacing
+from ...layers.embed import INTERPOLATION
+from .. import FAMILIES, plain
+from ..features import FeatureGetterNet
+from ..transformer import VisionTransformer
 from .describe import describe, from_metadata
-from .layouts import LAYOUTS, TIMM, TRANSFORMERS, Layout, Spelling
 from .pretrained import find_place
-from .reading import CHECKSUM, checksum, is_finite, read, unwrap, why_unusable
 from .rebuild import build_model
 
 IRRELEVANT = re.compile(  # other parts of larger models, and training state
@@ -37,10 +48,8 @@ IRRELEVANT = re.compile(  # other parts of larger models, and training state
 )
 
 
-SAVED = {"timm": (TIMM,), "transformers": TRANSFORMERS}
-ROWS = pyramid.ROWS | one_scale.ROWS | stems.ROWS | convolutional.ROWS
-SPELLINGS = {"vit": Spelling("a plain ViT", LAYOUTS, vit.fit, SAVED, vit.choose, vit.write)}
-SPELLINGS |= {layout: Spelling(*row) for layout, row in ROWS.items()}
+SPELLINGS: dict[str, Spelling] = {"vit": plain.CHECKPOINTS}
+SPELLINGS |= {family.MODEL.layout: family.CHECKPOINTS for family in FAMILIES if hasattr(family, "CHECKPOINTS")}
 
 
 @dataclass(frozen=True)
@@ -203,14 +212,14 @@ def _load(model: Any, held: Mapping, metadata: Mapping[str, str], resize: str | 
     target = model.state_dict()
     dropped = [key for key in state if IRRELEVANT.search(key) or key in model.pruned]
     state = {key: tensor for key, tensor in state.items() if key not in dropped}
-    adapt.fill_counts(target, state)
-    dropped += adapt.fit_head(model.head_names, target, state)
+    fill_counts(target, state)
+    dropped += fit_head(model.head_names, target, state)
     useless, positions = spelling.fit(model, target, state, metadata, resize or mode)
     dropped += useless
     heads = tuple(f"{name}." for name in model.head_names)
     reinitialised = tuple(key for key in target if key.startswith(heads) and key not in state)
     state |= {key: torch.zeros_like(target[key]) for key in reinitialised}
-    adapt.check(model, target, state, spelled, family)
+    check(model, target, state, spelled, family)
     wrong = next((key for key in target if verify and not is_finite(state[key])), None)
     if wrong is not None:
         name = spelled.get(wrong, wrong)
@@ -268,12 +277,10 @@ def _translate(found: State, spelling: Spelling) -> tuple[Layout, State, dict[st
     spelled = {leaf.sub("weight", layout.ours(key.removeprefix(prefix))): spelling for key, spelling in dotted.items()}
     try:
         state = {layout.ours(key): tensor for key, tensor in layout.read(state).items()}
-        state = adapt.join(
-            adapt.split(state, "attn_pool.qkv"), "attn.qkv", "attn.kv", "attn_pool.kv", "mlp.fc1", "mlp.fc2"
-        )
+        state = join(split(state, "attn_pool.qkv"), "attn.qkv", "attn.kv", "attn_pool.kv", "mlp.fc1", "mlp.fc2")
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(f"this {layout.name} checkpoint has tensors of unusual shape: {error}") from error
-    for key in (*adapt.TOKENS, "pos_embed"):
+    for key in (*TOKENS, "pos_embed"):
         if key in state:
             state[key] = state[key].reshape((1,) * (3 - state[key].dim()) + state[key].shape)
     return layout, state, spelled

@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from .. import models
-from ..models.transformer import VisionTransformer
-from . import _load, load_weights
+from ... import models
+from ...checkpoints.places import Place
+from ...checkpoints.reading import read, unwrap
+from ...checkpoints.tensors import State, WeightsError
+from ..transformer import VisionTransformer
 from . import pretrained as table
-from .adapt import State, WeightsError
 from .describe import Description, describe
-from .places import Place
+from .load import _load, load_weights
 from .pretrained import find_place, find_tagged
-from .reading import read, unwrap
 from .rebuild import compare
 
 SCHEMES = ("hf-hub", "hf_hub", "local-dir")
